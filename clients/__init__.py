@@ -1,0 +1,1 @@
+"""Python clients: key-value, change-stream consumer, and the dcpctl command."""

@@ -1,0 +1,1 @@
+"""The change-stream server: wire format, streams, sessions and the process around them."""

@@ -1,0 +1,1 @@
+"""One partition (vBucket) after another: identifiers, log, memtable, store, engine."""

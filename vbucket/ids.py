@@ -1,0 +1,45 @@
+"""Identifiers of the keyspace: partition ids, sequence numbers, version UUIDs, CAS.
+
+Everything may import this module; it imports nothing of ours.
+
+Rules and their sources: the key hash is the one every Couchbase SDK computes (IEEE CRC-32, bits
+16-30); a vb_uuid is a random 64-bit number shifted right by 16 and never 0, as in kv_engine's
+failover table.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from zlib import crc32
+
+NUM_VBUCKETS: Final = 1024
+"""Number of partitions. Fixed: tools of the field assume it."""
+
+SEQNO_MAX: Final = 2**64 - 1
+"""The largest sequence number; as the end of a stream it means "never ends"."""
+
+DEFAULT_COLLECTION_PREFIX: Final = b"\x00"
+"""Unsigned LEB128 of collection id 0, the prefix of every stored key of the default collection."""
+
+CAS_LOGICAL_BITS: Final = 16
+"""Low bits of a CAS that count; the rest is nanoseconds since the epoch (hybrid clock)."""
+
+
+def vbucket_of(logical_key: bytes, num_vbuckets: int = NUM_VBUCKETS) -> int:
+    """Return the partition of a key; `logical_key` carries no collection-id prefix."""
+    return ((crc32(logical_key) >> 16) & 0x7FFF) % num_vbuckets
+
+
+def vb_uuid_from_random(random_64_bits: int) -> int:
+    """Make a vb_uuid, 48 bits and never 0, from 64 random bits that the caller drew."""
+    return (random_64_bits >> 16) & 0xFFFF_FFFF_FFFF or 1
+
+
+def cas_from_time_ns(now_ns: int) -> int:
+    """Return the smallest CAS of this moment; `now_ns` is nanoseconds since the Unix epoch."""
+    return now_ns & ~0xFFFF
+
+
+def time_ns_from_cas(cas: int) -> int:
+    """Return the moment a CAS was given, in nanoseconds since the Unix epoch."""
+    return cas & ~0xFFFF
