@@ -1,0 +1,41 @@
+"""HELLO features and which of them this server grants."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class Feature(IntEnum):
+    """Feature codes of HELLO that this project knows by name."""
+
+    TCP_NODELAY = 0x03
+    MUTATION_SEQNO = 0x04
+    XATTR = 0x06
+    XERROR = 0x07
+    SELECT_BUCKET = 0x08
+    SNAPPY = 0x0A
+    JSON = 0x0B
+    DUPLEX = 0x0C
+    UNORDERED_EXECUTION = 0x0E
+    TRACING = 0x0F
+    ALT_REQUEST = 0x10
+    SYNC_REPLICATION = 0x11
+    COLLECTIONS = 0x12
+    GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
+    DEDUPE_NOT_MY_VBUCKET = 0x1E
+
+
+GRANTED: Final = frozenset(
+    {
+        Feature.TCP_NODELAY,
+        Feature.MUTATION_SEQNO,
+        Feature.XERROR,
+        Feature.SELECT_BUCKET,
+        Feature.ALT_REQUEST,
+        Feature.COLLECTIONS,
+        Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
+        Feature.DEDUPE_NOT_MY_VBUCKET,
+    }
+)
+"""What HELLO grants when asked. A feature that was not asked for is never echoed."""

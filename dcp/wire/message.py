@@ -1,0 +1,228 @@
+"""DCP messages: what is in the extras and values of stream traffic.
+
+Both directions use the same functions; the layouts are those of kv_engine's DCP documents. The
+stored form of a change is its DCP_MUTATION or DCP_DELETION frame, so these structs are also the
+disk's (vbucket.entry).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from struct import Struct
+from typing import Final, NamedTuple
+
+from dcp.wire.frame import Frame, RemoteProtocolError, pack_request
+from dcp.wire.opcode import Opcode
+
+OPEN_EXTRAS: Final = Struct(">II")
+"""Reserved, flags."""
+STREAM_REQ_EXTRAS: Final = Struct(">IIQQQQQ")
+"""Flags, reserved, start seqno, end seqno, vb_uuid, snapshot start, snapshot end."""
+MARKER_EXTRAS: Final = Struct(">QQI")
+"""Start seqno, end seqno, type."""
+MUTATION_EXTRAS: Final = Struct(">QQIIIHB")
+"""by_seqno, rev_seqno, flags, expiration (absolute s), lock time, nmeta = 0, nru."""
+DELETION_EXTRAS: Final = Struct(">QQH")
+"""by_seqno, rev_seqno, nmeta = 0."""
+DELETION_V2_EXTRAS: Final = Struct(">QQIB")
+"""by_seqno, rev_seqno, delete time (s), 0."""
+FAILOVER_ENTRY: Final = Struct(">QQ")
+"""vb_uuid, seqno."""
+VB_SEQNO: Final = Struct(">HQ")
+"""vbucket id, high seqno."""
+OBSERVE_CURRENT: Final = Struct(">BHQQQ")
+"""0, vbucket id, vb_uuid, persisted seqno, current seqno."""
+OBSERVE_OLD: Final = Struct(">BHQQQQQ")
+"""1, vbucket id, current vb_uuid, persisted, current, old vb_uuid, seqno where it ended."""
+MUTATION_TOKEN: Final = Struct(">QQ")
+"""vb_uuid, by_seqno: extras of a mutation's response when MUTATION_SEQNO was granted."""
+U32: Final = Struct(">I")
+U64: Final = Struct(">Q")
+
+
+class OpenFlag(IntFlag):
+    """Flags of DCP_OPEN."""
+
+    PRODUCER = 0x01
+    INCLUDE_XATTRS = 0x04
+    NO_VALUE = 0x08
+    INCLUDE_DELETE_TIMES = 0x20
+    NO_VALUE_WITH_DATATYPE = 0x40
+    INCLUDE_DELETED_USER_XATTRS = 0x100
+    SKIP_DELETES_IN_BACKFILL = 0x200
+
+
+class StreamFlag(IntFlag):
+    """Flags of DCP_STREAM_REQ."""
+
+    TAKEOVER = 0x01
+    DISK_ONLY = 0x02
+    TO_LATEST = 0x04
+    ACTIVE_ONLY = 0x10
+    STRICT_VB_UUID = 0x20
+    FROM_LATEST = 0x40
+    IGNORE_PURGED_TOMBSTONES = 0x80
+
+
+class MarkerFlag(IntFlag):
+    """Type bits of a snapshot marker."""
+
+    MEMORY = 0x01
+    DISK = 0x02
+    CHECKPOINT = 0x04
+    ACK = 0x08
+    HISTORY = 0x10
+    MAY_DUPLICATE_KEYS = 0x20
+
+
+class EndReason(IntEnum):
+    """Why a stream ended (DCP_STREAM_END)."""
+
+    OK = 0
+    CLOSED = 1
+    STATE_CHANGED = 2
+    DISCONNECTED = 3
+    TOO_SLOW = 4
+    BACKFILL_FAILED = 5
+    ROLLBACK = 6
+    FILTER_EMPTY = 7
+    LOST_PRIVILEGES = 8
+
+
+class StreamRequest(NamedTuple):
+    """What a DCP_STREAM_REQ asks for; the same fields as on the wire."""
+
+    flags: int
+    start_seqno: int
+    end_seqno: int
+    vb_uuid: int
+    snap_start_seqno: int
+    snap_end_seqno: int
+
+
+class SnapshotMarker(NamedTuple):
+    """A snapshot of unique keys, in seqno order, complete when `end_seqno` is reached."""
+
+    start_seqno: int
+    end_seqno: int
+    flags: int
+
+
+class Mutation(NamedTuple):
+    """A set, as a stream shows it. `expiration` is absolute Unix seconds, 0 = never."""
+
+    by_seqno: int
+    rev_seqno: int
+    flags: int
+    expiration: int
+
+
+class Deletion(NamedTuple):
+    """A delete or an expiry, as a stream shows it. `delete_time` in Unix seconds, 0 = not told."""
+
+    by_seqno: int
+    rev_seqno: int
+    delete_time: int
+
+
+def _need(frame: Frame, layout: Struct) -> None:
+    if len(frame.extras) != layout.size:
+        raise RemoteProtocolError(
+            f"opcode 0x{frame.opcode:02x} has {len(frame.extras)} bytes of extras, "
+            f"not {layout.size}"
+        )
+
+
+def pack_open(name: bytes, flags: int, opaque: int = 0) -> bytes:
+    """Return DCP_OPEN for a connection called `name` (at most 200 bytes)."""
+    return pack_request(
+        Opcode.DCP_OPEN, extras=OPEN_EXTRAS.pack(0, flags), key=name, opaque=opaque
+    )
+
+
+def pack_control(key: bytes, value: bytes, opaque: int = 0) -> bytes:
+    """Return DCP_CONTROL."""
+    return pack_request(Opcode.DCP_CONTROL, key=key, value=value, opaque=opaque)
+
+
+def pack_stream_request(
+    vb_id: int, request: StreamRequest, opaque: int, value: bytes = b""
+) -> bytes:
+    """Return DCP_STREAM_REQ; `value` is the JSON filter, only where the server takes one."""
+    flags, *rest = request
+    return pack_request(
+        Opcode.DCP_STREAM_REQ,
+        vb_id=vb_id,
+        opaque=opaque,
+        extras=STREAM_REQ_EXTRAS.pack(flags, 0, *rest),
+        value=value,
+    )
+
+
+def parse_stream_request(extras: bytes) -> StreamRequest:
+    """Return what a stream request asks for; `extras` is 48 bytes long."""
+    flags, _reserved, *rest = STREAM_REQ_EXTRAS.unpack(extras)
+    return StreamRequest(flags, *rest)
+
+
+def pack_marker(vb_id: int, opaque: int, marker: SnapshotMarker) -> bytes:
+    """Return a SNAPSHOT_MARKER of version 1 (20 bytes of extras)."""
+    return pack_request(
+        Opcode.DCP_SNAPSHOT_MARKER, vb_id=vb_id, opaque=opaque, extras=MARKER_EXTRAS.pack(*marker)
+    )
+
+
+def parse_marker(frame: Frame) -> SnapshotMarker:
+    """Return a marker of version 1. Raises RemoteProtocolError for any other."""
+    _need(frame, MARKER_EXTRAS)
+    return SnapshotMarker(*MARKER_EXTRAS.unpack(frame.extras))
+
+
+def parse_mutation(frame: Frame) -> Mutation:
+    """Return the numbers of a DCP_MUTATION."""
+    _need(frame, MUTATION_EXTRAS)
+    by_seqno, rev_seqno, flags, expiration, _lock, _nmeta, _nru = MUTATION_EXTRAS.unpack(
+        frame.extras
+    )
+    return Mutation(by_seqno, rev_seqno, flags, expiration)
+
+
+def parse_deletion(frame: Frame) -> Deletion:
+    """Return the numbers of a DCP_DELETION of either version."""
+    if len(frame.extras) == DELETION_V2_EXTRAS.size:
+        by_seqno, rev_seqno, delete_time, _ = DELETION_V2_EXTRAS.unpack(frame.extras)
+        return Deletion(by_seqno, rev_seqno, delete_time)
+    _need(frame, DELETION_EXTRAS)
+    by_seqno, rev_seqno, _nmeta = DELETION_EXTRAS.unpack(frame.extras)
+    return Deletion(by_seqno, rev_seqno, 0)
+
+
+def pack_stream_end(vb_id: int, opaque: int, reason: EndReason) -> bytes:
+    """Return STREAM_END; the opaque is always that of the stream request."""
+    return pack_request(
+        Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=opaque, extras=U32.pack(reason)
+    )
+
+
+def parse_stream_end(frame: Frame) -> int:
+    """Return the reason of a STREAM_END (an EndReason where the number is known)."""
+    _need(frame, U32)
+    reason: int = U32.unpack(frame.extras)[0]
+    return reason
+
+
+def pack_buffer_ack(processed_bytes: int) -> bytes:
+    """Return BUFFER_ACK; the server never answers it."""
+    return pack_request(Opcode.DCP_BUFFER_ACK, extras=U32.pack(processed_bytes))
+
+
+def parse_failover_log(value: bytes) -> list[tuple[int, int]]:
+    """Return [(vb_uuid, seqno), ...], newest first. Raises RemoteProtocolError on a torn entry."""
+    if len(value) % FAILOVER_ENTRY.size:
+        raise RemoteProtocolError(f"failover log of {len(value)} bytes is not whole entries of 16")
+    return list(FAILOVER_ENTRY.iter_unpack(value))
+
+
+def pack_failover_log(entries: list[tuple[int, int]]) -> bytes:
+    """Return a failover log, newest first, as the wire carries it."""
+    return b"".join(FAILOVER_ENTRY.pack(vb_uuid, seqno) for vb_uuid, seqno in entries)

@@ -1,0 +1,81 @@
+"""Status codes and the error map that clients ask for (GET_ERROR_MAP, format version 2)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Final
+
+
+class Status(IntEnum):
+    """Status of a response."""
+
+    OK = 0x00
+    KEY_ENOENT = 0x01
+    KEY_EEXISTS = 0x02
+    E2BIG = 0x03
+    EINVAL = 0x04
+    NOT_STORED = 0x05
+    DELTA_BADVAL = 0x06
+    NOT_MY_VBUCKET = 0x07
+    NO_BUCKET = 0x08
+    AUTH_STALE = 0x1F
+    AUTH_ERROR = 0x20
+    AUTH_CONTINUE = 0x21
+    ERANGE = 0x22
+    ROLLBACK = 0x23
+    EACCESS = 0x24
+    UNKNOWN_FRAME_INFO = 0x80
+    UNKNOWN_COMMAND = 0x81
+    ENOMEM = 0x82
+    NOT_SUPPORTED = 0x83
+    EINTERNAL = 0x84
+    EBUSY = 0x85
+    ETMPFAIL = 0x86
+    UNKNOWN_COLLECTION = 0x88
+    UNKNOWN_SCOPE = 0x8C
+
+
+ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
+    Status.KEY_ENOENT: ("KEY_ENOENT", "not found", ("item-only",)),
+    Status.KEY_EEXISTS: ("KEY_EEXISTS", "exists already, or CAS mismatch", ("item-only",)),
+    Status.E2BIG: ("E2BIG", "value too large", ("item-only", "invalid-input")),
+    Status.EINVAL: ("EINVAL", "invalid request", ("internal", "invalid-input")),
+    Status.NOT_STORED: ("NOT_STORED", "not stored", ("item-only",)),
+    Status.DELTA_BADVAL: ("DELTA_BADVAL", "not a number", ("item-only", "invalid-input")),
+    Status.NOT_MY_VBUCKET: (
+        "NOT_MY_VBUCKET",
+        "the partition is not active on this node",
+        ("fetch-config", "invalid-input"),
+    ),
+    Status.NO_BUCKET: ("NO_BUCKET", "no bucket is selected", ("conn-state-invalidated",)),
+    Status.AUTH_STALE: ("AUTH_STALE", "authenticate again", ("conn-state-invalidated", "auth")),
+    Status.AUTH_ERROR: ("AUTH_ERROR", "authentication failed", ("conn-state-invalidated", "auth")),
+    Status.AUTH_CONTINUE: ("AUTH_CONTINUE", "another SASL step follows", ("special-handling",)),
+    Status.ERANGE: ("ERANGE", "out of range", ("invalid-input",)),
+    Status.ROLLBACK: ("ROLLBACK", "the client must roll back", ("dcp", "special-handling")),
+    Status.EACCESS: ("EACCESS", "no access", ("support",)),
+    Status.UNKNOWN_FRAME_INFO: ("UNKNOWN_FRAME_INFO", "unknown frame info", ("invalid-input",)),
+    Status.UNKNOWN_COMMAND: ("UNKNOWN_COMMAND", "unknown command", ("support",)),
+    Status.ENOMEM: ("ENOMEM", "out of memory", ("temp", "retry-later")),
+    Status.NOT_SUPPORTED: ("NOT_SUPPORTED", "not supported", ("support",)),
+    Status.EINTERNAL: ("EINTERNAL", "internal error", ("internal", "conn-state-invalidated")),
+    Status.EBUSY: ("EBUSY", "busy", ("temp", "retry-later")),
+    Status.ETMPFAIL: ("ETMPFAIL", "temporary failure", ("temp", "retry-later")),
+    Status.UNKNOWN_COLLECTION: ("UNKNOWN_COLLECTION", "unknown collection", ("item-only",)),
+    Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
+}
+"""Status -> (name, description, attributes of the error map)."""
+
+ERROR_MAP_REVISION: Final = 1
+
+
+def error_map_document() -> dict[str, Any]:
+    """Return the error map as the JSON document of GET_ERROR_MAP version 2."""
+    return {
+        "version": 2,
+        "revision": ERROR_MAP_REVISION,
+        "errors": {
+            f"{status:x}": {"name": name, "desc": text, "attrs": list(attributes)}
+            for status, (name, text, attributes) in ERROR_TABLE.items()
+        },
+    }

@@ -1,0 +1,158 @@
+"""The stored form of a change: its DCP frame, and before it what the wire has no room for.
+
+    entry = prefix (12 bytes) + frame
+
+    prefix   u64 seqno of the key's previous version in this partition (0: none)
+             u32 leader epoch
+    frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
+             the key carries its collection id (unsigned LEB128; b"\\x00" for the default one)
+
+A deletion is stored with the 18-byte extras of version 1; its time is its CAS. Log, memtable and
+blocks hold the same bytes, so nothing is encoded twice. Entries that only the log knows (a new
+partition version, a change of state) have the opcode `LOG_CONTROL`, never seen on the wire, and a
+CBOR document as their value.
+
+Who calls it: engine, log, store, merge. Big-endian.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final, NamedTuple
+
+import cbor2
+
+from dcp.wire.opcode import Opcode
+
+PREFIX: Final = Struct(">QI")
+PREFIX_BYTES: Final = PREFIX.size
+FRAME_AT: Final = PREFIX_BYTES
+LOG_CONTROL: Final = 0xF0
+"""Opcode of entries that never leave the log."""
+
+MUTATION_ENTRY: Final = Struct(">QIBBHBBHIIQQQIIIHB")
+"""Everything of a mutation's entry before its key: prev seqno, epoch; magic, opcode, key length,
+extras length, datatype, vbucket, body length, opaque, CAS; seqno, rev seqno, flags, expiry, lock
+time, nmeta, nru."""
+DELETION_ENTRY: Final = Struct(">QIBBHBBHIIQQQH")
+"""The same for a deletion."""
+CONTROL_ENTRY: Final = Struct(">QIBBHBBHIIQ")
+
+MUTATION_KEY_AT: Final = MUTATION_ENTRY.size  # 67
+DELETION_KEY_AT: Final = DELETION_ENTRY.size  # 54
+MUTATION_EXTRAS_BYTES: Final = 31
+DELETION_EXTRAS_BYTES: Final = 18
+
+META: Final = Struct(">13xBH1xB2xI4xQQQ")
+"""opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change."""
+OPCODE_AT: Final = PREFIX_BYTES + 1
+SEQNO_AT: Final = PREFIX_BYTES + 24
+LENGTHS: Final = Struct(">QIxBHBxHI")
+"""prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
+PREV_SEQNO: Final = Struct(">Q")
+SEQNO: Final = Struct(">36xQ")
+
+
+class EntryHead(NamedTuple):
+    """What stands before the key of an entry."""
+
+    prev_seqno: int
+    epoch: int
+    opcode: int
+    key_bytes: int
+    extras_bytes: int
+    vb_id: int
+    body_bytes: int
+
+    @property
+    def entry_bytes(self) -> int:
+        """Length of the whole entry."""
+        return PREFIX_BYTES + 24 + self.body_bytes
+
+
+def head_of(entry: bytes, offset: int = 0) -> EntryHead:
+    """Return the head of the entry at `offset`. Raises struct.error when it is cut short."""
+    return EntryHead(*LENGTHS.unpack_from(entry, offset))
+
+
+def seqno_of(entry: bytes) -> int:
+    """Return the seqno of a change."""
+    seqno: int = SEQNO.unpack_from(entry)[0]
+    return seqno
+
+
+def prev_seqno_of(entry: bytes) -> int:
+    """Return the seqno of the key's previous version, 0 where there is none."""
+    seqno: int = PREV_SEQNO.unpack_from(entry)[0]
+    return seqno
+
+
+def is_deleted(entry: bytes) -> bool:
+    """Whether the change is a deletion or an expiry."""
+    return entry[OPCODE_AT] != Opcode.DCP_MUTATION
+
+
+def key_of(entry: bytes) -> bytes:
+    """Return the key with its collection-id prefix."""
+    head = head_of(entry)
+    start = PREFIX_BYTES + 24 + head.extras_bytes
+    return entry[start : start + head.key_bytes]
+
+
+def value_of(entry: bytes) -> bytes:
+    """Return the value (b"" of a deletion)."""
+    head = head_of(entry)
+    return entry[PREFIX_BYTES + 24 + head.extras_bytes + head.key_bytes :]
+
+
+def pack_mutation(
+    *,
+    vb_id: int,
+    key: bytes,
+    value: bytes,
+    cas: int,
+    seqno: int,
+    rev_seqno: int,
+    flags: int = 0,
+    expiry: int = 0,
+    datatype: int = 0,
+    prev_seqno: int = 0,
+    epoch: int = 0,
+) -> bytes:
+    """Return the entry of a set; `key` carries its collection-id prefix, `expiry` is absolute."""
+    body = MUTATION_EXTRAS_BYTES + len(key) + len(value)
+    head = MUTATION_ENTRY.pack(
+        prev_seqno, epoch, 0x80, Opcode.DCP_MUTATION, len(key), MUTATION_EXTRAS_BYTES, datatype,
+        vb_id, body, 0, cas, seqno, rev_seqno, flags, expiry, 0, 0, 0,
+    )  # fmt: skip
+    return head + key + value
+
+
+def pack_deletion(
+    *,
+    vb_id: int,
+    key: bytes,
+    cas: int,
+    seqno: int,
+    rev_seqno: int,
+    prev_seqno: int = 0,
+    epoch: int = 0,
+) -> bytes:
+    """Return the entry of a delete."""
+    head = DELETION_ENTRY.pack(
+        prev_seqno, epoch, 0x80, Opcode.DCP_DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+        vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
+    )  # fmt: skip
+    return head + key
+
+
+def pack_control(vb_id: int, document: dict[str, object]) -> bytes:
+    """Return an entry that only the log knows; `document["kind"]` says what it is."""
+    value = cbor2.dumps(document)
+    return CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, vb_id, len(value), 0, 0) + value
+
+
+def control_document(entry: bytes) -> dict[str, object]:
+    """Return the document of a LOG_CONTROL entry."""
+    document: dict[str, object] = cbor2.loads(entry[CONTROL_ENTRY.size :])
+    return document
