@@ -1,0 +1,249 @@
+"""Blocks: the versions of one partition in seqno order, many to a database value.
+
+    key     vb u16, first seqno u64 (big-endian: blocks sort by partition and seqno)
+    value   header, columns, body
+    header  format, flags, reserved, count, epoch, seqno before, first, last seqno, body length,
+            CRC-32C of the body, CRC-32C of key + header + columns
+    columns frame ends u32[], CRC-32C of each frame u32[], prev seqnos u64[], and where the seqnos
+            have gaps: seqnos u64[]      (little-endian, so that arrays take them as they are)
+    body    the frames of the entries, without their 12-byte prefix, one after another
+
+Who calls it: the store reads blocks, the merge builds them. Pure.
+
+Invariants
+- seqnos ascend strictly within a block; a block never spans two leader epochs;
+- `seqno_before` is the last seqno of the block before this one (0: none). So a reader notices when
+  a whole block has vanished;
+- the body aims at `BODY_BYTES_TARGET`; one larger frame makes a larger block;
+- no flipped bit goes unnoticed: header and columns are checked whenever a block is opened, a single
+  frame by its own checksum, a scan by the body's.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from struct import Struct
+from typing import Final
+
+import google_crc32c
+
+from vbucket.entry import PREFIX, PREFIX_BYTES, seqno_of
+from vbucket.kvenv import Buffer, StoreDamagedError
+
+BODY_BYTES_TARGET: Final = 64 * 1024
+BLOCK_FORMAT: Final = 1
+BLOCK_KEY: Final = Struct(">HQ")
+"""vbucket, first seqno."""
+BLOCK_HEADER: Final = Struct("<BBHIIQQQIII")
+BLOCK_HEADER_BYTES: Final = BLOCK_HEADER.size
+_CRC_AT: Final = BLOCK_HEADER_BYTES - 4
+_HAS_SEQNOS: Final = 0x01
+_crc32c = google_crc32c.value
+
+
+class BlockDamagedError(StoreDamagedError):
+    """A block is not what was written, or is missing."""
+
+
+class Block:
+    """A block that was opened: header and columns checked, the body not yet.
+
+    `seqnos` is a range where there are no gaps. `body` is as the database handed it out.
+    """
+
+    __slots__ = (
+        "body",
+        "body_crc",
+        "ends",
+        "epoch",
+        "first_seqno",
+        "frame_crcs",
+        "last_seqno",
+        "prev_seqnos",
+        "seqno_before",
+        "seqnos",
+        "vb_id",
+    )
+
+    def __init__(self, key: bytes, value: Buffer) -> None:
+        vb_id, first_seqno = BLOCK_KEY.unpack(key)
+        self.vb_id: int = vb_id
+        self.first_seqno: int = first_seqno
+        if len(value) < BLOCK_HEADER_BYTES:
+            raise self.damaged("is cut short")
+        (
+            _, flags, _, count, self.epoch, self.seqno_before, first, self.last_seqno, body_bytes,
+            self.body_crc, crc,
+        ) = BLOCK_HEADER.unpack_from(value)  # fmt: skip
+        columns_bytes = count * (24 if flags & _HAS_SEQNOS else 16)
+        body_at = BLOCK_HEADER_BYTES + columns_bytes
+        if body_at + body_bytes != len(value):
+            raise self.damaged("has a wrong length")
+        head = bytes(value[:body_at])
+        if _crc32c(key + head[:_CRC_AT] + head[BLOCK_HEADER_BYTES:]) != crc or first != first_seqno:
+            raise self.damaged("has a header that does not match its checksum")
+        if head[0] != BLOCK_FORMAT:
+            raise self.damaged(f"has format {head[0]}, this program knows {BLOCK_FORMAT}")
+        at = BLOCK_HEADER_BYTES
+        self.ends = _column("I", head[at : at + 4 * count])
+        self.frame_crcs = _column("I", head[at + 4 * count : at + 8 * count])
+        self.prev_seqnos = _column("Q", head[at + 8 * count : at + 16 * count])
+        self.seqnos: Sequence[int] = (
+            _column("Q", head[at + 16 * count :])
+            if flags & _HAS_SEQNOS
+            else range(first_seqno, first_seqno + count)
+        )
+        self.body = value[body_at:]
+
+    def checked_body(self) -> bytes:
+        """Return the body. Raises BlockDamagedError when it is not what was written."""
+        body = bytes(self.body)
+        if _crc32c(body) != self.body_crc:
+            raise self.damaged("has a body that does not match its checksum")
+        return body
+
+    def entry(self, seqno: int) -> bytes | None:
+        """Return the entry of a seqno, None where it is in a gap. Raises BlockDamagedError."""
+        index = bisect_left(self.seqnos, seqno)
+        if index == len(self.seqnos) or self.seqnos[index] != seqno:
+            return None
+        start = self.ends[index - 1] if index else 0
+        frame = bytes(self.body[start : self.ends[index]])
+        if _crc32c(frame) != self.frame_crcs[index]:
+            raise self.damaged(f"has a frame (seqno {seqno}) that does not match its checksum")
+        return PREFIX.pack(self.prev_seqnos[index], self.epoch) + frame
+
+    def entries(self, count: int | None = None) -> list[bytes]:
+        """Return all entries, or the first `count`. Raises BlockDamagedError."""
+        body = self.checked_body()
+        ends = self.ends[:count]
+        starts = [0, *ends[:-1]]
+        pack = PREFIX.pack
+        epoch = self.epoch
+        return [
+            pack(prev_seqno, epoch) + body[start:end]
+            for prev_seqno, start, end in zip(self.prev_seqnos, starts, ends, strict=False)
+        ]
+
+    def damaged(self, what: str) -> BlockDamagedError:
+        """Return the error that names this block."""
+        last = getattr(self, "last_seqno", None)
+        return BlockDamagedError(
+            f"vb {self.vb_id}: the block of seqnos {self.first_seqno} to {last or '?'} {what}. "
+            "This partition's history cannot be served; check the disk and restore a backup"
+        )
+
+
+def block_key(vb_id: int, seqno: int) -> bytes:
+    """Return the key of the block that begins with `seqno`."""
+    return BLOCK_KEY.pack(vb_id, seqno)
+
+
+def pack_block(
+    vb_id: int,
+    epoch: int,
+    seqno_before: int,
+    seqnos: Sequence[int],
+    prev_seqnos: Sequence[int],
+    frames: Sequence[bytes],
+    tail: Block | None = None,
+) -> tuple[bytes, bytes]:
+    """Return key and value of a block. Frames carry no prefix and have the opaque 0.
+
+    With `tail`, the block is that one with the frames added, and replaces it. Raises
+    BlockDamagedError when the tail is not what was written.
+    """
+    ends = list(accumulate(map(len, frames)))
+    frame_crcs = list(map(_crc32c, frames))
+    body = b"".join(frames)
+    if tail is not None:
+        tail_bytes = len(tail.body)
+        ends = [*tail.ends, *(end + tail_bytes for end in ends)]
+        frame_crcs = [*tail.frame_crcs, *frame_crcs]
+        prev_seqnos = [*tail.prev_seqnos, *prev_seqnos]
+        seqnos = [*tail.seqnos, *seqnos]
+        seqno_before = tail.seqno_before
+        body = tail.checked_body() + body
+    first, last, count = seqnos[0], seqnos[-1], len(seqnos)
+    is_dense = last - first + 1 == count
+    columns = (
+        _packed("I", ends)
+        + _packed("I", frame_crcs)
+        + _packed("Q", prev_seqnos)
+        + (b"" if is_dense else _packed("Q", seqnos))
+    )
+    key = BLOCK_KEY.pack(vb_id, first)
+    header = BLOCK_HEADER.pack(
+        BLOCK_FORMAT, 0 if is_dense else _HAS_SEQNOS, 0, count, epoch, seqno_before, first, last,
+        len(body), _crc32c(body), 0,
+    )[:_CRC_AT]  # fmt: skip
+    crc: int = _crc32c(key + header + columns)
+    return key, b"".join((header, crc.to_bytes(4, "little"), columns, body))
+
+
+def build_blocks(
+    vb_id: int, entries: Sequence[bytes], *, seqno_before: int, tail: Block | None = None
+) -> list[tuple[bytes, bytes]]:
+    """Return entries of one partition, in order, as blocks (key, value) of the target size.
+
+    `seqno_before` is the last seqno that the partition has before them (0: none), `tail` its last
+    block: when it has room and the epoch is the same, the first block returned replaces it.
+    Raises ValueError when the seqnos do not ascend, BlockDamagedError.
+    """
+    seqnos = list(map(seqno_of, entries))
+    if any(map(int.__ge__, [seqno_before, *seqnos], seqnos)):
+        raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
+    prefixes = list(map(PREFIX.unpack_from, entries))
+    prev_seqnos = [prefix[0] for prefix in prefixes]
+    epochs = [prefix[1] for prefix in prefixes]
+    frames = [entry[PREFIX_BYTES:] for entry in entries]
+    blocks: list[tuple[bytes, bytes]] = []
+    start = size = 0
+    if tail is not None and entries:
+        has_room = len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET
+        tail = tail if has_room and tail.epoch == epochs[0] else None
+        size = len(tail.body) if tail else 0
+
+    def close(end: int) -> None:
+        nonlocal start, seqno_before, tail
+        part = slice(start, end)
+        blocks.append(
+            pack_block(
+                vb_id, epochs[start], seqno_before,
+                seqnos[part], prev_seqnos[part], frames[part], tail,
+            )
+        )  # fmt: skip
+        seqno_before = seqnos[end - 1]
+        start, tail = end, None
+
+    for index, frame_bytes in enumerate(map(len, frames)):
+        is_full = size + frame_bytes > BODY_BYTES_TARGET
+        if index > start and (is_full or epochs[index] != epochs[start]):
+            close(index)
+            size = 0
+        size += frame_bytes
+    if entries:
+        close(len(entries))
+    return blocks
+
+
+def _column(typecode: str, data: bytes) -> array[int]:
+    column = array(typecode, data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def _packed(typecode: str, values: Iterable[int]) -> bytes:
+    column = array(typecode, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+assert array("I").itemsize == 4, "columns of 4 bytes are arrays of type I"
+assert array("Q").itemsize == 8, "columns of 8 bytes are arrays of type Q"

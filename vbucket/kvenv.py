@@ -1,0 +1,93 @@
+"""The little that the store wants of a database: named ordered tables and transactions.
+
+`vbucket.kvenv_lmdb` keeps them in LMDB, `vbucket.kvenv_memory` in sorted dicts; both pass the same
+tests. One process writes at a time; a snapshot never waits for a writer and never sees half of a
+transaction.
+
+Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
+"""A value that was read. A memoryview is good until the snapshot's next refresh() or close()."""
+
+
+class StoreDamagedError(Exception):
+    """What was read is not what was written. The partition, or the node, must not serve it."""
+
+
+class StoreFullError(Exception):
+    """There is no room for the transaction: nothing of it was written."""
+
+
+class StoreFailedError(Exception):
+    """The database could not do what it was asked for, and the transaction did not happen."""
+
+
+class KvReader(Protocol):
+    """Reads of one consistent state. All raise StoreDamagedError when the database is broken."""
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """Return the value of a key, None where there is none."""
+
+    def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """Return the first pair whose key is >= `key`."""
+
+    def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """Return the last pair whose key is <= `key`."""
+
+    def range(
+        self, table: str, start: bytes, stop: bytes | None = None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the pairs with start <= key < stop, ascending; to the table's end without `stop`.
+
+        Nothing may be written to the table while the iterator is in use.
+        """
+
+
+class KvSnapshot(KvReader, Protocol):
+    """A long-lived reader that sees the state as of its last `refresh`."""
+
+    def refresh(self) -> None:
+        """Go on to the newest committed state, which another process may have written."""
+
+    def close(self) -> None:
+        """Give the state up, so that the database may reuse its pages."""
+
+
+class KvWrite(KvReader, Protocol):
+    """A write transaction; its reads see its writes. Writes raise StoreFullError."""
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        """Set a key's value."""
+
+    def put_sorted(self, table: str, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """Set many keys' values; fast when the keys ascend."""
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """Remove a key; return whether it was there."""
+
+
+class KvEnv(Protocol):
+    """A database."""
+
+    @property
+    def engine(self) -> str:
+        """Name and format version of the engine, for the store's node record."""
+
+    def snapshot(self) -> KvSnapshot:
+        """Return a reader of the newest committed state."""
+
+    def write(self) -> AbstractContextManager[KvWrite]:
+        """Begin a write transaction: durably committed when the block ends, aborted when it raises.
+
+        Raises StoreFullError, StoreFailedError; then nothing of it happened.
+        """
+
+    def close(self) -> None:
+        """Close the database and every snapshot of it."""

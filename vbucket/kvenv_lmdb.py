@@ -1,0 +1,188 @@
+"""The database in LMDB. One process writes (the store process), others read beside it.
+
+`writemap` stays off: with it a stray write of the process goes straight into the file. The map's
+size is address space and no disk. py-lmdb gives up the GIL on every put, so nothing here belongs
+into a thread beside a busy one: it is for a process of its own, or for short reads on the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from vbucket.device import UnknownFormatError
+from vbucket.kvenv import Buffer, StoreDamagedError, StoreFailedError, StoreFullError
+
+MAP_SIZE_BYTES: Final = 1 << 40
+"""1 TiB of address space: far more than one node is meant to hold."""
+
+
+class _Reader:
+    """Reads over a transaction; one cursor per table is kept for seeks."""
+
+    def __init__(self, transaction: Any, tables: dict[str, Any]) -> None:
+        self._transaction = transaction
+        self._tables = tables
+        self._cursors: dict[str, Any] = {}
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """See KvReader."""
+        try:
+            value: Buffer | None = self._transaction.get(key, db=self._tables[table])
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+        return value
+
+    def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        try:
+            cursor = self._cursor(table)
+            return self._item(cursor) if cursor.set_range(key) else None
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+
+    def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        try:
+            cursor = self._cursor(table)
+            if not cursor.set_range(key):
+                return self._item(cursor) if cursor.last() else None
+            found = self._item(cursor)
+            if found[0] == key:
+                return found
+            return self._item(cursor) if cursor.prev() else None
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+
+    def range(
+        self, table: str, start: bytes, stop: bytes | None = None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """See KvReader."""
+        try:
+            with self._transaction.cursor(db=self._tables[table]) as cursor:
+                is_at = cursor.set_range(start)
+                while is_at:
+                    key, value = self._item(cursor)
+                    if stop is not None and key >= stop:
+                        return
+                    yield key, value
+                    is_at = cursor.next()
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+
+    def _cursor(self, table: str) -> Any:
+        cursor = self._cursors.get(table)
+        if cursor is None:
+            cursor = self._cursors[table] = self._transaction.cursor(db=self._tables[table])
+        return cursor
+
+    @staticmethod
+    def _item(cursor: Any) -> tuple[bytes, Buffer]:
+        key, value = cursor.item()
+        return bytes(key), value
+
+
+class LmdbSnapshot(_Reader):
+    """`KvSnapshot`: a read transaction that is renewed. Values are views into the map."""
+
+    def __init__(self, env: Any, tables: dict[str, Any]) -> None:
+        super().__init__(env.begin(buffers=True), tables)
+
+    def refresh(self) -> None:
+        """See KvSnapshot."""
+        self._cursors.clear()
+        self._transaction.reset()
+        self._transaction.renew()
+
+    def close(self) -> None:
+        """See KvSnapshot."""
+        self._cursors.clear()
+        self._transaction.abort()
+
+
+class LmdbWrite(_Reader):
+    """`KvWrite`. Values that it reads are copies, because any write may move pages."""
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        """See KvWrite."""
+        self._transaction.put(key, value, db=self._tables[table])
+
+    def put_sorted(self, table: str, items: Iterable[tuple[bytes, bytes]]) -> None:
+        """See KvWrite."""
+        self._cursor(table).putmulti(items)
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """See KvWrite."""
+        return bool(self._transaction.delete(key, db=self._tables[table]))
+
+
+class LmdbEnv:
+    """`KvEnv` over one LMDB environment in a folder of its own, created when missing.
+
+    A second LmdbEnv on the same folder in one process is not allowed (LMDB's rule); py-lmdb
+    refuses it. Raises UnknownFormatError, StoreDamagedError, StoreFailedError.
+    """
+
+    def __init__(
+        self, folder: Path, tables: Sequence[str], *, map_size_bytes: int = MAP_SIZE_BYTES
+    ) -> None:
+        self._folder = folder
+        self._map_size_bytes = map_size_bytes
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._env = lmdb.open(
+                str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
+            )
+            self._tables = {name: self._env.open_db(name.encode()) for name in tables}
+        except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
+            raise UnknownFormatError(
+                f"{folder}: this is no store of LMDB {self.engine}: {error}; use the version of "
+                "dcpd that wrote it, and move the data with a backup"
+            ) from error
+        except lmdb.Error as error:
+            raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
+
+    @property
+    def engine(self) -> str:
+        """See KvEnv: LMDB's format is that of major.minor."""
+        major, minor, _ = lmdb.version()
+        return f"lmdb {major}.{minor}"
+
+    def snapshot(self) -> LmdbSnapshot:
+        """See KvEnv."""
+        return LmdbSnapshot(self._env, self._tables)
+
+    @contextmanager
+    def write(self) -> Iterator[LmdbWrite]:
+        """See KvEnv."""
+        try:
+            with self._env.begin(write=True) as transaction:
+                yield LmdbWrite(transaction, self._tables)
+        except lmdb.MapFullError as error:
+            raise StoreFullError(
+                f"{self._folder}: the store's map of {self._map_size_bytes} bytes is full; "
+                "nothing was written. Start with a larger map"
+            ) from error
+        except lmdb.DiskError as error:
+            raise StoreFullError(
+                f"{self._folder}: the disk is full: {error}; nothing was written. Free some space"
+            ) from error
+        except lmdb.Error as error:
+            raise StoreFailedError(
+                f"{self._folder}: the store took no transaction: {error}; the log still has all. "
+                "Check the disk, then start again"
+            ) from error
+
+    def close(self) -> None:
+        """See KvEnv."""
+        self._env.close()
+
+
+def _damaged(table: str, error: Exception) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"table {table} of the store cannot be read: {error}; check the disk and restore a backup"
+    )

@@ -1,0 +1,297 @@
+"""The merge: sealed log segments into the store, in one transaction.
+
+Who calls it: the store process while the server runs; the server itself at start and stop. Pure:
+the database and the segments' bytes are handed in.
+
+Invariants
+- the store is a function of the merged prefix of the log: merging the same segments again, or in
+  two merges instead of one, gives the same content (blocks may be cut at other places);
+- all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped;
+- within a partition, what is staged ascends by seqno and lies above what the store keeps.
+
+Memory is bounded by the segments of one merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.block import Block, block_key, build_blocks
+from vbucket.entry import (
+    LOG_CONTROL,
+    OPCODE_AT,
+    PREFIX_BYTES,
+    control_document,
+    key_of,
+    seqno_of,
+)
+from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
+from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.store import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    NodeRecord,
+    PartitionRecord,
+    StoreView,
+    by_key_item,
+    put_node,
+    put_partition,
+)
+
+NODE_VB_ID: Final = 0xFFFF
+"""Partition id of control entries that are the node's."""
+_VB_AT: Final = PREFIX_BYTES + 6
+_CAS: Final = slice(28, 36)
+_PREV_SEQNO: Final = slice(0, 8)
+_NO_SEQNO: Final = bytes(8)
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+
+
+class MergeRefusedError(Exception):
+    """The segments do not fit the store: nothing was merged."""
+
+
+class MergeReport(NamedTuple):
+    """What a merge did.
+
+    All segments <= `merged_segment` are in the store. `high_seqnos` are those of the partitions it
+    touched. `entries` were read from the log, control entries included.
+    """
+
+    merged_segment: int
+    high_seqnos: dict[int, int]
+    entries: int
+
+
+class _Stage:
+    """What the merge will do to one partition.
+
+    Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
+    after the last rollback; the store's own versions above `trim_to` go (None: all stay).
+    """
+
+    __slots__ = ("entries", "high_seqno", "record", "trim_to", "vb_id")
+
+    def __init__(self, vb_id: int, record: PartitionRecord) -> None:
+        self.vb_id = vb_id
+        self.record = record
+        self.high_seqno = record.high_seqno
+        self.trim_to: int | None = None
+        self.entries: list[bytes] = []
+
+    def roll_back(self, seqno: int) -> None:
+        """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
+        self.high_seqno = min(self.final_high_seqno(), seqno)
+        if seqno < self.record.last_seqno:
+            self.trim_to = seqno if self.trim_to is None else min(self.trim_to, seqno)
+        self.record = self.record._replace(
+            max_cas=self.final_max_cas(),
+            history_floor=min(self.record.history_floor, seqno),
+            purge_seqno=min(self.record.purge_seqno, seqno),
+        )
+        entries = self.entries
+        while entries and seqno_of(entries[-1]) > seqno:
+            entries.pop()
+
+    def final_high_seqno(self) -> int:
+        """Return the partition's high seqno after this stage."""
+        return max(self.high_seqno, seqno_of(self.entries[-1]) if self.entries else 0)
+
+    def final_max_cas(self) -> int:
+        """Return the partition's highest CAS after this stage, undone versions included."""
+        staged = max((entry[_CAS] for entry in self.entries), default=b"")
+        return max(self.record.max_cas, int.from_bytes(staged, "big"))
+
+
+class _Staging:
+    """Entries of the log, gathered by partition."""
+
+    def __init__(self, view: StoreView, node: NodeRecord) -> None:
+        self._view = view
+        self.node = node
+        self.stages: dict[int, _Stage] = {}
+        self.entries = 0
+        self._appends: dict[int, Callable[[bytes], None]] = {}
+
+    def add_group(self, payload: bytes) -> None:
+        """Stage the entries of one commit group."""
+        appends = self._appends
+        entries = split_entries(payload)
+        self.entries += len(entries)
+        for entry in entries:
+            vb_id = entry[_VB_AT] << 8 | entry[_VB_AT + 1]
+            if entry[OPCODE_AT] == LOG_CONTROL:
+                self._add_control(vb_id, control_document(entry))
+            elif vb_id in appends:
+                appends[vb_id](entry)
+            else:
+                self._stage(vb_id).entries.append(entry)
+
+    def _add_control(self, vb_id: int, document: dict[str, Any]) -> None:
+        kind = document["kind"]
+        if kind == "durability":
+            self.node = self.node._replace(durability=document["level"])
+            return
+        stage = self._stage(vb_id)
+        if kind == "state":
+            stage.record = stage.record._replace(state=document["state"])
+        elif kind == "failover":
+            log = document["log"]
+            if document.get("rollback_to") is not None:
+                stage.roll_back(document["rollback_to"])
+            stage.record = stage.record._replace(failover=log, epoch=log[0][2])
+        else:
+            raise MergeRefusedError(
+                f"vb {vb_id}: the log holds a control entry of the unknown kind {kind!r}; use the "
+                "version of dcpd that wrote it"
+            )
+
+    def _stage(self, vb_id: int) -> _Stage:
+        stage = self.stages.get(vb_id)
+        if stage is None:
+            record = self._view.partition(vb_id)
+            if record is None:
+                raise MergeRefusedError(
+                    f"the log has changes of vb {vb_id}, which the store does not know; the "
+                    "folder's log and store do not belong together"
+                )
+            stage = self.stages[vb_id] = _Stage(vb_id, record)
+            self._appends[vb_id] = stage.entries.append
+        return stage
+
+
+def merge(
+    env: KvEnv,
+    segments: Iterable[tuple[int, bytes]],
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+) -> MergeReport:
+    """Merge sealed segments (id, bytes), in order, into the store; durable on return.
+
+    Segments that the store has are skipped. `before_commit` may raise to call the merge off.
+    Raises MergeRefusedError, LogDamagedError, StoreDamagedError, StoreFullError,
+    StoreFailedError, UnknownFormatError; then nothing was merged.
+    """
+    with env.write() as write:
+        view = StoreView(write)
+        node = view.node()
+        if node is None:
+            raise MergeRefusedError("the store was never created; create it before merging")
+        staging = _Staging(view, node)
+        merged_segment = _stage_segments(staging, segments, node.merged_segment)
+        high_seqnos: dict[int, int] = {}
+        for vb_id in sorted(staging.stages):
+            record = _merge_partition(write, view, staging.stages.pop(vb_id))
+            high_seqnos[vb_id] = record.high_seqno
+        put_node(write, staging.node._replace(merged_segment=merged_segment))
+        before_commit()
+    return MergeReport(merged_segment, high_seqnos, staging.entries)
+
+
+def _stage_segments(
+    staging: _Staging, segments: Iterable[tuple[int, bytes]], merged_segment: int
+) -> int:
+    """Stage all groups of the segments after `merged_segment`; return the last segment's id."""
+    group_before: int | None = None
+    size_before = 0
+    for segment, data in segments:
+        if segment <= merged_segment:
+            continue
+        if segment != merged_segment + 1:
+            raise MergeRefusedError(
+                f"log segment {segment} cannot be merged: the store has all up to "
+                f"{merged_segment}, so {merged_segment + 1} has to be next"
+            )
+        expected_bytes = read_segment_header(data, segment)
+        if size_before and expected_bytes != size_before:
+            raise LogDamagedError(
+                f"log segment {merged_segment} has {size_before} bytes, but had {expected_bytes} "
+                "when it was sealed; restore it from a copy, or the data folder from a backup"
+            )
+        for group, payload, _ in scan_segment(data, segment, group_before=group_before):
+            staging.add_group(payload)
+            group_before = group
+        merged_segment, size_before = segment, len(data)
+    return merged_segment
+
+
+def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> PartitionRecord:
+    """Write one partition's stage; return its record. Reads come first, then writes."""
+    vb_id, record, entries = stage.vb_id, stage.record, stage.entries
+    undone: dict[bytes, int] = {}
+    if stage.trim_to is not None:
+        undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
+    newest = {key_of(entry): entry for entry in entries}
+    gone = []
+    for key in undone.keys() - newest.keys():
+        if undone[key]:
+            newest[key] = _entry_as_of(view, vb_id, key, undone[key])
+        else:
+            gone.append(key)
+    live_before = sum(_is_live(view, vb_id, key) for key in gone)
+    vb_prefix = vb_id.to_bytes(2, "big")
+    items: list[tuple[bytes, bytes]] = []
+    live_after = 0
+    for key in sorted(newest):
+        entry = newest[key]
+        live_after += entry[OPCODE_AT] == _MUTATION
+        # A key without a previous version was not there, so it need not be looked up.
+        if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
+            live_before += _is_live(view, vb_id, key)
+        items.append(by_key_item(vb_prefix, entry))
+
+    for key in gone:
+        write.delete(BY_KEY_TABLE, vb_prefix + key)
+    write.put_sorted(BY_KEY_TABLE, items)
+    if stage.trim_to is not None:
+        _trim_blocks(write, vb_id, stage.trim_to)
+    tail = view.last_block(vb_id)
+    last_seqno = tail.last_seqno if tail else 0
+    write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
+    record = record._replace(
+        high_seqno=stage.final_high_seqno(),
+        last_seqno=seqno_of(entries[-1]) if entries else last_seqno,
+        max_cas=stage.final_max_cas(),
+        item_count=record.item_count + live_after - live_before,
+    )
+    put_partition(write, vb_id, record)
+    return record
+
+
+def _blocks_of(
+    vb_id: int, entries: list[bytes], last_seqno: int, tail: Block | None
+) -> list[tuple[bytes, bytes]]:
+    try:
+        return build_blocks(vb_id, entries, seqno_before=last_seqno, tail=tail)
+    except ValueError as error:
+        raise MergeRefusedError(f"the log does not continue the store: {error}") from error
+
+
+def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> None:
+    """Remove all versions above `seqno` from the blocks."""
+    stop = (vb_id + 1).to_bytes(2, "big")
+    above = [key for key, _ in write.range(BY_SEQNO_TABLE, block_key(vb_id, seqno + 1), stop)]
+    for key in above:
+        write.delete(BY_SEQNO_TABLE, key)
+    tail = StoreView(write).last_block(vb_id)
+    if tail is not None and tail.last_seqno > seqno:
+        kept = [entry for entry in tail.entries() if seqno_of(entry) <= seqno]
+        for key, value in build_blocks(vb_id, kept, seqno_before=tail.seqno_before):
+            write.put(BY_SEQNO_TABLE, key, value)
+
+
+def _entry_as_of(view: StoreView, vb_id: int, key: bytes, seqno: int) -> bytes:
+    entry = view.entry(vb_id, seqno)
+    if entry is None or key_of(entry) != key:
+        raise StoreDamagedError(
+            f"vb {vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store does not "
+            "have; restore a backup"
+        )
+    return entry
+
+
+def _is_live(view: StoreView, vb_id: int, key: bytes) -> bool:
+    meta = view.meta(vb_id, key)
+    return meta is not None and meta.opcode == _MUTATION

@@ -1,0 +1,408 @@
+"""The store: what has been merged from the log, readable by key and by seqno.
+
+    meta      b"node"             NodeRecord                                   (CBOR)
+    failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
+    state     vb                  the rest of PartitionRecord                  (CBOR)
+    by_key    vb + key            BY_KEY_RECORD: the key's newest version
+    by_seqno  vb + first seqno    blocks of versions (vbucket.block)
+
+Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
+the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
+while the server runs, the server before and after that.
+
+Invariants
+- the content is a function of the merged prefix of the log;
+- every value has a CRC-32C over key and value, checked on every read: StoreDamagedError, never
+  wrong data. Blocks are chained, so a vanished block is noticed too;
+- a reader sees one committed state until `refresh`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Container, Iterator, Mapping
+from itertools import pairwise
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import cbor2
+import google_crc32c
+
+from dcp.wire.opcode import Opcode
+from vbucket.block import Block, BlockDamagedError, block_key
+from vbucket.device import UnknownFormatError
+from vbucket.entry import META, PREFIX_BYTES, key_of
+from vbucket.kvenv import KvEnv, KvReader, KvWrite, StoreDamagedError
+
+STORE_FORMAT_VERSION: Final = 1
+META_TABLE: Final = "meta"
+FAILOVER_TABLE: Final = "failover"
+STATE_TABLE: Final = "state"
+BY_KEY_TABLE: Final = "by_key"
+BY_SEQNO_TABLE: Final = "by_seqno"
+TABLES: Final = (META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE)
+"""What a KvEnv for a store is made with."""
+
+BY_KEY_RECORD: Final = Struct(">BBQQQIII")
+"""opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of key and these."""
+_NODE_KEY: Final = b"node"
+_CRC_BYTES: Final = 4
+_FLAGS_EXPIRY: Final = Struct(">52xII")
+"""Where the entry of a mutation has its flags and expiry."""
+_EXTRAS_LENGTH_AT: Final = PREFIX_BYTES + 4
+_crc32c = google_crc32c.value
+
+
+class RecordDamagedError(StoreDamagedError):
+    """A record of the store is not what was written, or is missing."""
+
+
+class StoredMeta(NamedTuple):
+    """A key's newest version; `opcode` tells a mutation from a deletion."""
+
+    opcode: int
+    datatype: int
+    cas: int
+    seqno: int
+    rev_seqno: int
+    flags: int
+    expiry: int
+
+
+class PartitionRecord(NamedTuple):
+    """What the store knows of a partition.
+
+    `item_count` counts live documents. `failover` is [[vb_uuid, seqno, epoch], ...], newest first.
+    `last_seqno` is that of the last version in a block; `high_seqno` may be above it after a
+    rollback to a seqno that has no version.
+    """
+
+    state: int
+    high_seqno: int
+    purge_seqno: int
+    history_floor: int
+    max_cas: int
+    item_count: int
+    epoch: int
+    failover: list[list[int]]
+    last_seqno: int = 0
+
+
+class NodeRecord(NamedTuple):
+    """What the store knows of its node. All segments <= `merged_segment` are in the store.
+
+    `engine_version` is that of the KvEnv, `node_id` is hex.
+    """
+
+    format_version: int
+    engine_version: str
+    node_id: str
+    clean_shutdown: bool
+    durability: str
+    merged_segment: int
+
+
+class FrameBatch(NamedTuple):
+    """Frames of a backfill. `next_seqno`: where to go on, end_seqno + 1 when nothing is left."""
+
+    frames: list[bytes]
+    next_seqno: int
+    wire_bytes: int
+
+
+class StoreView:
+    """Reads over one state: a snapshot, or the merge's transaction."""
+
+    def __init__(self, reader: KvReader) -> None:
+        self._reader = reader
+
+    def node(self) -> NodeRecord | None:
+        """Return the node's record, None for a store that was never created.
+
+        Raises UnknownFormatError for a format that this program does not know.
+        """
+        document = self._document(META_TABLE, _NODE_KEY)
+        if document is None:
+            return None
+        if document["format_version"] != STORE_FORMAT_VERSION:
+            raise UnknownFormatError(
+                f"the store has format version {document['format_version']}, this program knows "
+                f"{STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the data "
+                "with a backup"
+            )
+        return NodeRecord(**document)
+
+    def partition(self, vb_id: int) -> PartitionRecord | None:
+        """Return a partition's record, None where it was never created."""
+        key = vb_id.to_bytes(2, "big")
+        document = self._document(STATE_TABLE, key)
+        if document is None:
+            return None
+        failover = self._document(FAILOVER_TABLE, key)
+        if failover is None:
+            raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
+        return PartitionRecord(**document, failover=failover)
+
+    def partitions(self) -> dict[int, PartitionRecord]:
+        """Return all partitions' records."""
+        records: dict[int, PartitionRecord] = {}
+        for key, _ in self._reader.range(STATE_TABLE, b"\x00"):
+            vb_id = int.from_bytes(key, "big")
+            record = self.partition(vb_id)
+            assert record is not None
+            records[vb_id] = record
+        return records
+
+    def meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
+        """Return a key's newest version (a deletion too), None where there is none."""
+        full_key = vb_id.to_bytes(2, "big") + key
+        value = self._reader.get(BY_KEY_TABLE, full_key)
+        return None if value is None else _checked_meta(full_key, bytes(value))
+
+    def entry(self, vb_id: int, seqno: int) -> bytes | None:
+        """Return the entry with this seqno, prefix included, None where there is none."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        if found is not None:
+            block = Block(*found)
+            if block.vb_id == vb_id and block.last_seqno >= seqno:
+                return block.entry(seqno)
+        blocks = list(self._blocks(vb_id, seqno, seqno))  # raises when one is missing there
+        assert not blocks, "a block that reaches to the seqno would have been found above"
+        return None
+
+    def frames(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: bytes,
+        skip: Container[int],
+        bytes_max: int,
+    ) -> FrameBatch:
+        """Return frames of the versions in [start, end] that are not in `skip`, in order.
+
+        Stops as soon as `bytes_max` is reached, with at least one frame where there is one.
+        `opaque` (4 bytes) is set in every frame. Raises StoreDamagedError.
+        """
+        frames: list[bytes] = []
+        size = 0
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            body = block.checked_body()
+            seqnos, ends = block.seqnos, block.ends
+            low = bisect_left(seqnos, start_seqno)
+            high = bisect_right(seqnos, end_seqno)
+            while low < high:
+                start = ends[low - 1] if low else 0
+                # As many as fit if none is skipped; at least one.
+                stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
+                found = [
+                    body[at : at + 12] + opaque + body[at + 16 : end]
+                    for seqno, (at, end) in zip(
+                        seqnos[low:stop], pairwise((start, *ends[low:stop])), strict=True
+                    )
+                    if seqno not in skip
+                ]
+                size += sum(map(len, found))
+                frames += found
+                low = stop
+                if size >= bytes_max:
+                    next_seqno = seqnos[stop - 1] + 1
+                    return FrameBatch(frames, min(next_seqno, end_seqno + 1), size)
+        return FrameBatch(frames, end_seqno + 1, size)
+
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        old: set[int] = set()
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            low = bisect_left(block.seqnos, start_seqno)
+            high = bisect_right(block.seqnos, end_seqno)
+            old.update(prev for prev in block.prev_seqnos[low:high] if prev >= start_seqno)
+        return old
+
+    def first_changes_after(self, vb_id: int, seqno: int, until_seqno: int) -> dict[bytes, int]:
+        """Return, for every key that changed in (seqno, until_seqno], what it was before.
+
+        That is the seqno of its newest version <= `seqno`, 0 where it had none.
+        """
+        changes: dict[bytes, int] = {}
+        for block in self._blocks(vb_id, seqno + 1, until_seqno):
+            low = bisect_left(block.seqnos, seqno + 1)
+            high = bisect_right(block.seqnos, until_seqno)
+            for entry, prev_seqno in zip(
+                block.entries(high)[low:], block.prev_seqnos[low:high], strict=True
+            ):
+                if prev_seqno <= seqno:
+                    changes[key_of(entry)] = prev_seqno
+        return changes
+
+    def keys(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` keys > `after` of a partition, deleted ones too, ascending."""
+        found: list[bytes] = []
+        prefix = vb_id.to_bytes(2, "big")
+        stop = (vb_id + 1).to_bytes(2, "big")
+        for key, value in self._reader.range(BY_KEY_TABLE, prefix + after + b"\x00", stop):
+            if len(found) == limit:
+                break
+            _checked_meta(key, bytes(value))
+            found.append(key[2:])
+        return found
+
+    def last_block(self, vb_id: int) -> Block | None:
+        """Return the last block of a partition."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return None
+        return Block(*found)
+
+    def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
+        """Yield the blocks that reach into [start, end]. Raises when one is missing there."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, start_seqno))
+        is_first_known = found is None or int.from_bytes(found[0][:2], "big") != vb_id
+        first_key = block_key(vb_id, 0) if found is None or is_first_known else found[0]
+        last_seqno: int | None = 0 if is_first_known else None
+        for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
+            block = Block(key, value)
+            if last_seqno is not None and block.seqno_before != last_seqno:
+                raise _missing_blocks(vb_id, last_seqno, block.seqno_before)
+            last_seqno = block.last_seqno
+            if last_seqno >= start_seqno:
+                yield block
+        last_seqno = last_seqno or 0
+        if last_seqno >= end_seqno:
+            return
+        following = self._reader.first_at_or_after(BY_SEQNO_TABLE, _after(vb_id, end_seqno))
+        if following is not None and int.from_bytes(following[0][:2], "big") == vb_id:
+            seqno_before = Block(*following).seqno_before
+        else:
+            record = self.partition(vb_id)
+            seqno_before = record.last_seqno if record else 0
+        if seqno_before != last_seqno:
+            raise _missing_blocks(vb_id, last_seqno, seqno_before)
+
+    def _document(self, table: str, key: bytes) -> Any:
+        value = self._reader.get(table, key)
+        if value is None:
+            return None
+        value = bytes(value)
+        body = value[_CRC_BYTES:]
+        if value[:_CRC_BYTES] != _document_crc(table, key, body):
+            raise RecordDamagedError(
+                f"table {table} of the store, key {key.hex()}: the checksum does not match; check "
+                "the disk and restore a backup"
+            )
+        return cbor2.loads(body)
+
+
+class Store(StoreView):
+    """The store as the engine sees it: a snapshot of a KvEnv that is renewed by `refresh`.
+
+    Raises UnknownFormatError when it was written by another format or another kind of engine.
+    """
+
+    def __init__(self, env: KvEnv) -> None:
+        self._env = env
+        self._snapshot = env.snapshot()
+        super().__init__(self._snapshot)
+        node = self.node()
+        if node is not None and node.engine_version != env.engine:
+            raise UnknownFormatError(
+                f"the store was written with {node.engine_version}, this program has {env.engine}; "
+                "move the data with a backup"
+            )
+
+    @classmethod
+    def create(
+        cls, env: KvEnv, node: NodeRecord, partitions: Mapping[int, PartitionRecord]
+    ) -> Store:
+        """Write the first records of an empty store, in one transaction, and open it."""
+        with env.write() as write:
+            assert StoreView(write).node() is None, "a store is created once"
+            put_node(write, node)
+            for vb_id, record in partitions.items():
+                put_partition(write, vb_id, record)
+        return cls(env)
+
+    def refresh(self) -> None:
+        """See what has been committed meanwhile."""
+        self._snapshot.refresh()
+
+    def close(self) -> None:
+        """Give up the snapshot; the environment stays open."""
+        self._snapshot.close()
+
+    def set_node(self, node: NodeRecord) -> None:
+        """Replace the node's record."""
+        with self._env.write() as write:
+            put_node(write, node)
+        self.refresh()
+
+    def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
+        """Replace a partition's failover log; its epoch becomes that of the newest entry."""
+        with self._env.write() as write:
+            put_failover(write, vb_id, log)
+        self.refresh()
+
+
+def put_node(write: KvWrite, node: NodeRecord) -> None:
+    """Write the node's record."""
+    _put_document(write, META_TABLE, _NODE_KEY, node._asdict())
+
+
+def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
+    """Write a partition's record, its failover log included."""
+    key = vb_id.to_bytes(2, "big")
+    document = record._asdict()
+    _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
+    _put_document(write, STATE_TABLE, key, document)
+
+
+def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
+    """Write a partition's failover log. Raises KeyError when there is no such partition."""
+    record = StoreView(write).partition(vb_id)
+    if record is None:
+        raise KeyError(vb_id)
+    put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
+
+
+def by_key_item(vb_prefix: bytes, entry: bytes) -> tuple[bytes, bytes]:
+    """Return key and value of the by_key record for an entry; `vb_prefix` is the id, 2 bytes."""
+    opcode, key_bytes, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
+    flags, expiry = _FLAGS_EXPIRY.unpack_from(entry) if opcode == Opcode.DCP_MUTATION else (0, 0)
+    key_at = PREFIX_BYTES + 24 + entry[_EXTRAS_LENGTH_AT]
+    key = vb_prefix + entry[key_at : key_at + key_bytes]
+    record = BY_KEY_RECORD.pack(opcode, datatype, cas, seqno, rev_seqno, flags, expiry, 0)[:-4]
+    crc: int = _crc32c(key + record)
+    return key, record + crc.to_bytes(4, "big")
+
+
+def _checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
+    if len(value) != BY_KEY_RECORD.size or _crc32c(full_key + value[:-4]) != int.from_bytes(
+        value[-4:], "big"
+    ):
+        raise RecordDamagedError(
+            f"vb {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
+            "not match its checksum; check the disk and restore a backup"
+        )
+    return StoredMeta._make(BY_KEY_RECORD.unpack(value)[:-1])
+
+
+def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
+    body = cbor2.dumps(document)
+    write.put(table, key, _document_crc(table, key, body) + body)
+
+
+def _document_crc(table: str, key: bytes, body: bytes) -> bytes:
+    crc: int = _crc32c(table.encode() + key + body)
+    return crc.to_bytes(_CRC_BYTES, "big")
+
+
+def _after(vb_id: int, end_seqno: int) -> bytes:
+    """Return the first key that is above every block which begins at or below `end_seqno`."""
+    return block_key(vb_id, end_seqno) + b"\x00"
+
+
+def _missing_blocks(vb_id: int, last_seqno: int, seqno_before: int) -> BlockDamagedError:
+    return BlockDamagedError(
+        f"vb {vb_id}: after seqno {last_seqno} the versions up to {seqno_before} are missing in "
+        "the store; check the disk and restore a backup"
+    )
