@@ -1,0 +1,1 @@
+"""The process: sockets, clock, threads, configuration. The only place that wires everything."""

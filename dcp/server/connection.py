@@ -1,0 +1,210 @@
+"""The socket side of a session: an asyncio protocol that moves bytes and keeps back-pressure.
+
+Answers wait here until the group that they depend on is committed; stream messages follow the
+answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
+many answers wait for the disk, and while merging has fallen behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, cast
+
+from dcp.session.session import Session
+from dcp.session.state import SessionState
+
+if TYPE_CHECKING:
+    from dcp.server.node import Node
+
+WRITE_BUFFER_BYTES: Final = 1 << 20
+"""Bytes in the transport above which nothing more is produced for the peer."""
+HELD_BYTES_MAX: Final = 4 << 20
+"""Bytes of answers waiting for the disk above which nothing more is read from the peer."""
+PUMP_BYTES: Final = 256 << 10
+"""Stream messages sent in one turn of the loop."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One accepted connection. The node keeps it in `node.connections` while it is open."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._loop = node.loop
+        self._held: deque[tuple[int, bytes]] = deque()
+        self._held_bytes = 0
+        self._is_write_paused = False
+        self._is_read_paused = False
+        self._is_pump_scheduled = False
+        self._transport: asyncio.Transport
+        self.session: Session
+        self.peer = ""
+        self.opened_ns = 0
+        self.heard_ns = 0
+
+    # -- asyncio.Protocol ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set up the session; refuse the connection where there are too many."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        address = transport.get_extra_info("peername") or ("", 0)
+        self.peer = f"{address[0]}:{address[1]}"
+        self.opened_ns = self.heard_ns = time.monotonic_ns()
+        self.session = Session(self._node.session_state(str(address[0])))
+        self.session.state.schedule = self.schedule_pump
+        self._node.connection_opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the peer."""
+        producer = self.session.state.producer
+        if producer is not None:
+            producer.close()
+        self._held.clear()
+        self._node.connection_closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand what came in to the session and send what it answers."""
+        self.heard_ns = time.monotonic_ns()
+        self.session.receive(data, time.time_ns())
+        self._after_commands()
+
+    def eof_received(self) -> bool:
+        """The peer will send nothing more: close once its answers are gone."""
+        self.session.state.close("the client closed its side")
+        self._close_if_done()
+        return True
+
+    def pause_writing(self) -> None:
+        """The peer does not read: take nothing more from it, produce nothing more."""
+        self._is_write_paused = True
+        self._update_reading()
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        self._is_write_paused = False
+        self._resume_session()
+        self.schedule_pump()
+
+    # -- what the node calls -----------------------------------------------------------------------
+
+    def release(self, committed_group: int) -> bool:
+        """Send the answers whose group is committed; return whether any still wait."""
+        held = self._held
+        ready: list[bytes] = []
+        while held and held[0][0] <= committed_group:
+            ready.append(held.popleft()[1])
+        if ready:
+            data = ready[0] if len(ready) == 1 else b"".join(ready)
+            self._held_bytes -= len(data)
+            self._transport.write(data)
+        if not held:
+            self._resume_session()
+            self.schedule_pump()
+            self._close_if_done()
+        return bool(held)
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; monotonic nanoseconds."""
+        reason = self._node.overdue(self, now_ns)
+        producer = self.session.state.producer
+        if producer is not None and not producer.tick(time.time_ns()):
+            reason = "nothing was heard of the DCP client"
+        if reason:
+            self.abort(reason)
+
+    def reading_may_change(self) -> None:
+        """Merging fell behind, or caught up."""
+        self._resume_session()
+
+    def schedule_pump(self) -> None:
+        """Send stream messages in the next turn of the loop."""
+        if not self._is_pump_scheduled and self.session.state.producer is not None:
+            self._is_pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def abort(self, reason: str) -> None:
+        """Close now; what is not sent is lost."""
+        self._node.log_event("connection closed", peer=self.peer, reason=reason)
+        self._transport.abort()
+
+    def finish(self, reason: str) -> None:
+        """Close once the answers to what was received are gone."""
+        self.session.state.close(reason)
+        self._close_if_done()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _after_commands(self) -> None:
+        state = self.session.state
+        node = self._node
+        if state.answers:
+            data = b"".join(state.answers)
+            state.answers.clear()
+            if self._held or state.wait_group > node.engine.committed_group:
+                self._held.append((state.wait_group, data))
+                self._held_bytes += len(data)
+                node.waiting.add(self)
+            else:
+                self._transport.write(data)
+        if node.engine.has_pending:
+            node.committer.kick()
+        if state.notes:
+            node.log_notes(self, state.notes)
+            state.notes.clear()
+        self._update_reading()
+        if state.producer is not None:
+            self.schedule_pump()
+        if state.is_closing:
+            self._close_if_done()
+        elif state.is_full and not self._held and not self._is_write_paused:
+            self._loop.call_soon(self._resume_session)
+
+    def _resume_session(self) -> None:
+        """Go on with commands that were left in the session's buffer, and with reading."""
+        state = self.session.state
+        if state.is_full and not self._held and not self._is_write_paused:
+            self.session.resume(time.time_ns())
+            self._after_commands()
+        else:
+            self._update_reading()
+
+    def _update_reading(self) -> None:
+        pause = (
+            self._is_write_paused
+            or self.session.state.is_full
+            or self._held_bytes > HELD_BYTES_MAX
+            or self._node.engine.is_overfull
+        )
+        if pause != self._is_read_paused and not self._transport.is_closing():
+            self._is_read_paused = pause
+            if pause:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _pump(self) -> None:
+        self._is_pump_scheduled = False
+        producer = self.session.state.producer
+        if producer is None or self._transport.is_closing():
+            return
+        if producer.is_superseded:
+            self.abort("a newer connection has the same name")
+            return
+        if self._held or self._is_write_paused:
+            return  # release() and resume_writing() schedule the next turn
+        messages = producer.pump(PUMP_BYTES)
+        if messages:
+            self._transport.write(b"".join(messages))
+        if producer.has_output:
+            self.schedule_pump()
+
+    def _close_if_done(self) -> None:
+        state = self.session.state
+        if state.is_closing and not self._held and not state.answers:
+            if state.close_reason:
+                self._node.log_event(
+                    "connection closed", peer=self.peer, reason=state.close_reason
+                )
+            self._transport.close()

@@ -1,0 +1,464 @@
+"""The node: one folder of data, one engine, its log, its store process, its listeners.
+
+This is where everything is wired. Start-up: lock the folder, open the store, replay the log's tail,
+begin a new segment, make new versions if the last stop may have lost what somebody saw, listen.
+Stop: no new work, what is pending is committed and answered, the clean mark is written.
+
+Invariants
+- LMDB is written by this process only before the store process starts and after it has ended;
+- a merge covers exactly the sealed segments; they are deleted after the engine has taken note;
+- the clean mark is on disk only while no node runs on the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+from dcp import __version__
+from dcp.server.admin import AdminServer
+from dcp.server.committer import Committer
+from dcp.server.config import Settings, shown
+from dcp.server.connection import ClientConnection
+from dcp.server.folder import Folder
+from dcp.server.stats import stats
+from dcp.server.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.users import Users
+from dcp.session.state import Limits, SessionState
+from dcp.stream.hub import StreamHub
+from vbucket.engine import Engine, Group, new_partitions, replay_log
+from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.log import TornTail, recover
+from vbucket.partition import VbState
+from vbucket.partition_map import PartitionMap, bucket_config, global_config
+from vbucket.store import STORE_FORMAT_VERSION, NodeRecord, Store
+
+TICK_S: Final = 0.25
+"""How often connections are looked at for NOOP, idleness and slow handshakes."""
+DROP_SLICE_VBUCKETS: Final = 32
+"""Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
+MERGE_RETRIES_MAX: Final = 3
+DRAIN_S: Final = 5.0
+
+
+class Node:
+    """See the module."""
+
+    version = __version__
+
+    def __init__(self, settings: Settings, users: Users) -> None:
+        self._settings = settings
+        self.users = users
+        self.loop = asyncio.get_running_loop()
+        self.data_dir = Path(settings.data)
+        self.durability = settings.durability
+        self.hub = StreamHub()
+        self.connections: set[ClientConnection] = set()
+        self.waiting: set[ClientConnection] = set()
+        """Connections with answers that wait for a commit."""
+        self.connections_total = 0
+        self.merge_count = 0
+        self.pid = os.getpid()
+        self.is_ready = False
+        self.torn: TornTail | None = None
+        self.new_versions = 0
+        """Partitions that got a new version at start-up."""
+        self._started_ns = time.monotonic_ns()
+        self._log = logging.getLogger("dcpd")
+        self._limits = Limits(value_bytes_max=settings.value_bytes_max)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._commit_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._stopped = asyncio.Event()
+        self._failure: Exception | None = None
+        self._next_tick: asyncio.TimerHandle | None = None
+        self._next_sync: asyncio.TimerHandle | None = None
+        self._store_process: StoreProcess | None = None
+        self._server: asyncio.Server | None = None
+        self._admin: AdminServer | None = None
+        self.engine: Engine
+        self.committer: Committer
+        self._folder: Folder
+        self._store: Store
+        self._map: PartitionMap
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the folder, recover, and listen. Raises FolderError, LogDamagedError, OSError."""
+        self._folder = Folder.open(self.data_dir)
+        try:
+            self._recover()
+            self._start_store_process()
+            await self._listen()
+        except BaseException:
+            self._folder.close()
+            raise
+        self.is_ready = True
+        self._tick()
+        if self.durability == "interval":
+            self._sync_later()
+
+    @property
+    def kv_port(self) -> int:
+        """The port that key-value and DCP clients connect to."""
+        assert self._server is not None
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def admin_port(self) -> int:
+        """The port of the admin API."""
+        assert self._admin is not None
+        return self._admin.port
+
+    async def run_until_stopped(self) -> None:
+        """Return after `stop`, or raise what made it impossible to go on."""
+        await self._stopped.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def stop(self) -> None:
+        """Answer what was received, write the clean mark, close."""
+        self.is_ready = False
+        for timer in (self._next_tick, self._next_sync):
+            if timer is not None:
+                timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        if self._admin is not None:
+            await self._admin.stop()
+        for connection in tuple(self.connections):
+            connection.finish("the server stops")
+        if self._failure is None:
+            await self._drain()
+        for connection in tuple(self.connections):
+            connection.abort("the server stops")
+        await self._stop_storage()
+        self._stopped.set()
+
+    async def _drain(self) -> None:
+        await self.committer.drain()
+        deadline = self.loop.time() + DRAIN_S
+        while self.connections and self.loop.time() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _stop_storage(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._store_process is not None:
+            await self._store_process.stop()
+        self.committer.stop()
+        if self._failure is None:
+            node = self._node_record()
+            self._store.set_node(node._replace(clean_shutdown=True))
+        self._store.close()
+        self._folder.close()
+
+    # -- start-up ------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        folder = self._folder
+        record = folder.open_store(map_size_bytes=self._settings.map_size_bytes)
+        self._store = record
+        node = self._store.node()
+        if node is None:
+            node = self._create()
+        needs_new_versions = not node.clean_shutdown and node.durability != "commit"
+        # Durable before the first answer: which promise the next start has to assume.
+        self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
+        self.engine = Engine(self._store, _draw_uuid, self._settings.memtable_bytes)
+        self.torn = replay_log(
+            self.engine,
+            recover(
+                folder.device,
+                node.merged_segment,
+                is_synced_per_group=node.durability == "commit",
+            ),
+        )
+        if self.torn is not None:
+            self._log.warning("cut a torn tail from the log: %s", self.torn)
+        folder.device.rotate()
+        self.committer = Committer(
+            self.engine,
+            folder.device,
+            syncs_groups=self.durability == "commit",
+            on_commit=self._committed,
+            on_rotated=self._rotated,
+            on_failure=self._fail,
+        )
+        if needs_new_versions:
+            self._make_new_versions()
+        self.committer.start()
+
+    def _create(self) -> NodeRecord:
+        node = NodeRecord(
+            format_version=STORE_FORMAT_VERSION,
+            engine_version=self._folder.env.engine,
+            node_id=secrets.token_hex(16),
+            clean_shutdown=True,
+            durability=self.durability,
+            merged_segment=0,
+        )
+        self._store.close()
+        self._store = Store.create(self._folder.env, node, new_partitions(_draw_uuid))
+        return node
+
+    def _make_new_versions(self) -> None:
+        """An unclean stop with less than `commit` may have lost what somebody had seen."""
+        changed = self.engine.begin_new_versions()
+        group = self.engine.take_group()
+        assert group is not None
+        self._folder.device.append(group.record)
+        self._folder.device.sync()
+        self.engine.group_committed(group)
+        for vb_id in changed:
+            log = self.engine.partitions[vb_id].failover.to_document()
+            self._store.set_failover(vb_id, log)
+        self.new_versions = len(changed)
+
+    def _start_store_process(self) -> None:
+        self._store_process = StoreProcess(self.data_dir, self._folder.lock_fd)
+        if self.engine.wants_freeze:
+            self.engine.freeze()
+            self._rotated(self._folder.device.rotate())
+
+    async def _listen(self) -> None:
+        settings = self._settings
+        self._server = await self.loop.create_server(
+            lambda: ClientConnection(self), settings.host, settings.port, backlog=1024
+        )
+        self._admin = AdminServer(self)
+        await self._admin.start(settings.host, settings.admin_port)
+        self._map = PartitionMap.single_node(
+            host=settings.host, kv_port=self.kv_port, admin_port=self.admin_port
+        )
+
+    async def _until_committed(self, group: int) -> None:
+        """Return when a group is committed."""
+        committed: asyncio.Future[None] = self.loop.create_future()
+        self._commit_waiters.append((group, committed))
+        self.committer.kick()
+        await committed
+
+    # -- commits and merges ----------------------------------------------------------------------------
+
+    def _committed(self, group: Group) -> None:
+        for vb_id in group.branched:
+            self.hub.branched(vb_id)
+            self._spawn(self._keep_failover_log(vb_id))
+        self.hub.committed(group.high_seqnos)
+        while self._commit_waiters and self._commit_waiters[0][0] <= group.number:
+            self._commit_waiters.popleft()[1].set_result(None)
+        waiting = self.waiting
+        if waiting:
+            self.waiting = {
+                connection for connection in waiting if connection.release(group.number)
+            } | (self.waiting - waiting)
+
+    async def _keep_failover_log(self, vb_id: int) -> None:
+        """Write a new failover log to LMDB at once; the log segment has it already."""
+        assert self._store_process is not None
+        log = self.engine.partitions[vb_id].failover.to_document()
+        try:
+            await self._store_process.set_failover(vb_id, log)
+        except StoreProcessDiedError as error:
+            # The next merge writes it; recovery reads it from the log.
+            self._log.warning("store process: %s", error)
+
+    def _rotated(self, segment: int) -> None:
+        self._spawn(self._merge(segment))
+
+    async def _merge(self, newest_segment: int) -> None:
+        """Merge the sealed segments and let go of what was frozen, in slices."""
+        device = self._folder.device
+        segments = [segment for segment in device.segments() if segment < newest_segment]
+        report = None
+        for attempt in range(MERGE_RETRIES_MAX):
+            assert self._store_process is not None
+            try:
+                report = await self._store_process.merge(segments)
+                break
+            except StoreProcessDiedError as error:
+                self._log.warning("merge, attempt %d: %s", attempt + 1, error)
+                self._store_process = StoreProcess(self.data_dir, self._folder.lock_fd)
+        if report is None:
+            self._fail(RuntimeError(f"segments {segments} could not be merged; see the log"))
+            return
+        self.engine.merged(report)
+        for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
+            self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
+            await asyncio.sleep(0)
+        for segment in segments:
+            device.delete(segment)
+        self.merge_count += 1
+        for connection in tuple(self.connections):
+            connection.reading_may_change()
+
+    def _sync_later(self) -> None:
+        self.committer.sync_soon()
+        self._next_sync = self.loop.call_later(self._settings.sync_interval_s, self._sync_later)
+
+    def _fail(self, error: Exception) -> None:
+        """The log or the store cannot be trusted any more: no answer leaves from now on."""
+        self._failure = error
+        self.is_ready = False
+        self._log.critical("stopping: %s", error)
+        for connection in tuple(self.connections):
+            connection.abort(f"the server failed: {error}")
+        self._stopped.set()
+
+    def _spawn(self, work: Any) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            assert isinstance(error, Exception)
+            self._fail(error)
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def session_state(self, peer_host: str) -> SessionState:
+        """Return the state of a new session for a peer."""
+        return SessionState(
+            engine=self.engine,
+            hub=self.hub,
+            facts=self,
+            authenticator=self.users,
+            peer_is_loopback=is_loopback(peer_host),
+            limits=self._limits,
+        )
+
+    def connection_opened(self, connection: ClientConnection) -> None:
+        """Keep a connection, unless there are too many."""
+        self.connections.add(connection)
+        self.connections_total += 1
+        if len(self.connections) > self._settings.connections_max:
+            connection.abort(f"{self._settings.connections_max} connections are open, the limit")
+
+    def connection_closed(self, connection: ClientConnection) -> None:
+        """Forget a connection."""
+        self.connections.discard(connection)
+        self.waiting.discard(connection)
+
+    def overdue(self, connection: ClientConnection, now_ns: int) -> str:
+        """Return why a connection should be closed now, "" if it should not."""
+        settings = self._settings
+        session = connection.session
+        if not session.is_logged_in:
+            if now_ns - connection.opened_ns > settings.handshake_timeout_s * 1e9:
+                return f"no login within {settings.handshake_timeout_s} s"
+            return ""
+        idle_s = settings.idle_timeout_s
+        if idle_s and session.state.producer is None and now_ns - connection.heard_ns > idle_s * 1e9:
+            return f"nothing was heard for {idle_s} s"
+        return ""
+
+    def _tick(self) -> None:
+        now_ns = time.monotonic_ns()
+        for connection in tuple(self.connections):
+            connection.tick(now_ns)
+        self._next_tick = self.loop.call_later(TICK_S, self._tick)
+
+    def log_notes(
+        self, connection: ClientConnection, notes: list[tuple[str, dict[str, object]]]
+    ) -> None:
+        """Log what a session noted."""
+        for event, fields in notes:
+            self.log_event(event, peer=connection.peer, **fields)
+
+    def log_event(self, event: str, **fields: object) -> None:
+        """Log one event with its fields."""
+        self._log.info(event, extra={"fields": fields})
+
+    # -- what sessions and the admin API ask -----------------------------------------------------------
+
+    def bucket_config(self) -> bytes:
+        """Return the bucket's cluster configuration as JSON."""
+        return bucket_config(self._map)
+
+    def global_config(self) -> bytes:
+        """Return the node's cluster configuration without a bucket."""
+        return global_config(self._map)
+
+    def config_version(self) -> tuple[int, int]:
+        """Return (revEpoch, rev)."""
+        return self._map.rev_epoch, self._map.rev
+
+    def stats(self, group: bytes) -> list[tuple[str, str]] | None:
+        """Return the statistics of a group."""
+        return stats(self, group)
+
+    def settings_shown(self) -> dict[str, Any]:
+        """Return the settings as users write them."""
+        return shown(self._settings)
+
+    @property
+    def uptime_s(self) -> int:
+        """Seconds since the node was made."""
+        return (time.monotonic_ns() - self._started_ns) // 1_000_000_000
+
+    @property
+    def now_s(self) -> int:
+        """Unix time."""
+        return int(time.time())
+
+    def status(self) -> dict[str, Any]:
+        """Return what `dcpctl status` and the admin API show."""
+        parts = self.engine.partitions
+        return {
+            "version": self.version,
+            "uptime_s": self.uptime_s,
+            "data": str(self.data_dir),
+            "durability": self.durability,
+            "key_value_port": self.kv_port,
+            "admin_port": self.admin_port,
+            "vbuckets": {
+                state.name.lower(): sum(part.state == state for part in parts) for state in VbState
+            },
+            "items": sum(part.item_count for part in parts),
+            "connections": len(self.connections),
+            "dcp_connections": self.hub.connection_count,
+            "dcp_streams": self.hub.stream_count,
+            "memtable_bytes": self.engine.active_bytes + self.engine.frozen_bytes,
+            "merges": self.merge_count,
+        }
+
+    async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+        """Make a history branch and return once it is durable. Raises BranchRefusedError."""
+        branch = self.engine.branch(vb_id, at_seqno)
+        await self._until_committed(self.engine.group)
+        self.log_event("branch", vb_id=vb_id, seqno=at_seqno, undone=branch.undone_seqnos)
+        current = branch.failover.current
+        return {
+            "vb": vb_id,
+            "vb_uuid": str(current.vb_uuid),
+            "seqno": current.seqno,
+            "undone_seqnos": branch.undone_seqnos,
+            "undone_keys": branch.undone_keys,
+        }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def _draw_uuid() -> int:
+    return vb_uuid_from_random(secrets.randbits(64))

@@ -1,0 +1,129 @@
+"""Statistics as the STAT command groups them: names and texts that tools of the field expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.partition import Partition, VbState
+
+if TYPE_CHECKING:
+    from dcp.server.node import Node
+
+Stats = list[tuple[str, str]]
+
+
+def stats(node: Node, request: bytes) -> Stats | None:
+    """Return the statistics of "group" or "group argument", None for what is unknown."""
+    group, _, argument = request.decode("ascii", "replace").partition(" ")
+    collect = _GROUPS.get(group)
+    if collect is not None:
+        return None if argument else collect(node)
+    per_partition = _PARTITION_GROUPS.get(group)
+    if per_partition is None:
+        return None
+    if not argument:
+        return [item for part in node.engine.partitions for item in per_partition(part)]
+    if not argument.isdigit() or int(argument) >= NUM_VBUCKETS:
+        return None
+    return per_partition(node.engine.partitions[int(argument)])
+
+
+def _server(node: Node) -> Stats:
+    engine = node.engine
+    return [
+        ("pid", str(node.pid)),
+        ("uptime", str(node.uptime_s)),
+        ("time", str(node.now_s)),
+        ("version", node.version),
+        ("curr_connections", str(len(node.connections))),
+        ("total_connections", str(node.connections_total)),
+        ("curr_items", str(sum(part.item_count for part in engine.partitions))),
+        ("ep_durability", node.durability),
+        ("ep_data_folder", str(node.data_dir)),
+        ("ep_log_groups", str(engine.committed_group)),
+        ("ep_memtable_bytes", str(engine.active_bytes + engine.frozen_bytes)),
+        ("ep_merges", str(node.merge_count)),
+        ("ep_merge_running", str(int(engine.is_merging))),
+        ("ep_dcp_producers", str(node.hub.connection_count)),
+        ("ep_dcp_streams", str(node.hub.stream_count)),
+        *(
+            (f"vb_{state.name.lower()}_num", str(_count(node, state)))
+            for state in VbState
+        ),
+    ]
+
+
+def _count(node: Node, state: VbState) -> int:
+    return sum(part.state == state for part in node.engine.partitions)
+
+
+def _vbucket(node: Node) -> Stats:
+    return [(f"vb_{part.vb_id}", part.state.name.lower()) for part in node.engine.partitions]
+
+
+def _settings(node: Node) -> Stats:
+    return [(name, str(value)) for name, value in node.settings_shown().items()]
+
+
+def _dcp(node: Node) -> Stats:
+    rows: Stats = [
+        ("ep_dcp_count", str(node.hub.connection_count)),
+        ("ep_dcp_streams", str(node.hub.stream_count)),
+    ]
+    for connection in node.connections:
+        producer = connection.session.state.producer
+        if producer is not None:
+            name = f"eq_dcpq:{producer.name.decode('utf-8', 'replace')}"
+            rows += [
+                (f"{name}:type", "producer"),
+                (f"{name}:num_streams", str(producer.stream_count)),
+                (f"{name}:unacked_bytes", str(producer.unacked_bytes)),
+                (f"{name}:max_buffer_bytes", str(producer.window_bytes)),
+                (f"{name}:peer", connection.peer),
+            ]
+    return rows
+
+
+def _reset(_node: Node) -> Stats:
+    return []
+
+
+def _seqnos(part: Partition) -> Stats:
+    name = f"vb_{part.vb_id}"
+    high = str(part.committed_seqno)
+    return [
+        (f"{name}:high_seqno", high),
+        (f"{name}:abs_high_seqno", high),
+        (f"{name}:last_persisted_seqno", str(part.persisted_seqno)),
+        (f"{name}:uuid", str(part.vb_uuid)),
+        (f"{name}:purge_seqno", str(part.purge_seqno)),
+        (f"{name}:last_persisted_snap_start", str(part.persisted_seqno)),
+        (f"{name}:last_persisted_snap_end", str(part.persisted_seqno)),
+        (f"{name}:high_prepared_seqno", "0"),
+        (f"{name}:high_completed_seqno", "0"),
+        (f"{name}:max_visible_seqno", high),
+    ]
+
+
+def _failovers(part: Partition) -> Stats:
+    name = f"vb_{part.vb_id}"
+    pairs = part.failover.pairs()
+    rows = [(f"{name}:num_entries", str(len(pairs)))]
+    for index, (vb_uuid, seqno) in enumerate(pairs):
+        rows += [(f"{name}:{index}:id", str(vb_uuid)), (f"{name}:{index}:seq", str(seqno))]
+    return rows
+
+
+_GROUPS: Final[dict[str, Callable[[Node], Stats]]] = {
+    "": _server,
+    "vbucket": _vbucket,
+    "settings": _settings,
+    "dcp": _dcp,
+    "reset": _reset,
+}
+_PARTITION_GROUPS: Final[dict[str, Callable[[Partition], Stats]]] = {
+    "vbucket-seqno": _seqnos,
+    "failovers": _failovers,
+}

@@ -1,0 +1,1 @@
+"""One client connection, sans-IO: negotiation, documents, streams."""

@@ -1,0 +1,36 @@
+"""What a session asks of whoever knows the users: SASL exchanges as plain calls.
+
+Called by the session's SASL commands; implemented by the server's user table. An exchange is an
+opaque object that the session keeps between SASL_AUTH and SASL_STEP and drops afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class AuthStep(NamedTuple):
+    """The outcome of one SASL message."""
+
+    status: int
+    """OK (logged in), AUTH_CONTINUE (send `data`, expect another message), AUTH_ERROR (refused,
+    whatever the reason) or EINVAL (not a message of this mechanism)."""
+    data: bytes = b""
+    """What goes back to the client."""
+    exchange: object | None = None
+    """What `Authenticator.step` wants with the next message; None when the exchange is over."""
+    user: str | None = None
+    """Who logged in; set with OK only."""
+
+
+class Authenticator(Protocol):
+    """Checks who a client is. Never raises for what a client sent."""
+
+    def mechanisms(self, peer_is_loopback: bool) -> list[str]:
+        """Return the SASL mechanisms on offer, strongest first, by their names on the wire."""
+
+    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
+        """Begin an exchange with the client's first message."""
+
+    def step(self, exchange: object, message: bytes) -> AuthStep:
+        """Go on with an exchange that answered AUTH_CONTINUE."""

@@ -1,0 +1,285 @@
+"""Session commands: HELLO, SASL, bucket, configuration, error map, statistics and the like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+from dcp.session.auth import AuthStep
+from dcp.session.state import SessionState
+from dcp.wire.feature import GRANTED, Feature
+from dcp.wire.frame import Frame
+from dcp.wire.message import (
+    OBSERVE_CURRENT,
+    OBSERVE_OLD,
+    U64,
+    VB_SEQNO,
+    pack_failover_log,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status, error_map_document
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.partition import VbState
+
+Handler = Callable[[Frame], None]
+
+BUCKET: Final = "default"
+REPORTED_VERSION: Final = b"7.6.0"
+"""What VERSION answers: clients of the field derive abilities from it (0.x means newest to some)."""
+
+CONFIG_VERSION: Final = Struct(">qq")
+"""revEpoch, rev that the client has."""
+_MANIFEST: Final = (
+    b'{"uid":"0","scopes":[{"name":"_default","uid":"0",'
+    b'"collections":[{"name":"_default","uid":"0"}]}]}'
+)
+_COLLECTION_ID: Final = Struct(">QI")
+_DEFAULT_COLLECTION_NAMES: Final = frozenset({b"_default._default", b"._default", b"_default."})
+_DEFAULT_SCOPE_NAMES: Final = frozenset({b"_default", b""})
+_SERVING_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA})
+_ANY_STATE: Final = 0
+
+
+class ConnectionCommands:
+    """Handlers of the commands that concern the connection or the node as a whole."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        return {
+            Opcode.HELLO: self.hello,
+            Opcode.SASL_LIST_MECHS: self.list_mechanisms,
+            Opcode.SASL_AUTH: self.authenticate,
+            Opcode.SASL_STEP: self.authenticate_further,
+            Opcode.SELECT_BUCKET: self.select_bucket,
+            Opcode.GET_CLUSTER_CONFIG: self.cluster_config,
+            Opcode.GET_ERROR_MAP: self.error_map,
+            Opcode.NOOP: self._state.answer,
+            Opcode.VERSION: self.version,
+            Opcode.STAT: self.statistics,
+            Opcode.QUIT: self.quit,
+            Opcode.QUITQ: self.quit,
+            Opcode.GET_COLLECTIONS_MANIFEST: self.collections_manifest,
+            Opcode.GET_COLLECTION_ID: self.collection_id,
+            Opcode.GET_SCOPE_ID: self.scope_id,
+            Opcode.GET_ALL_VB_SEQNOS: self.all_vb_seqnos,
+            Opcode.GET_FAILOVER_LOG: self.failover_log,
+            Opcode.DCP_GET_FAILOVER_LOG: self.failover_log,
+            Opcode.OBSERVE_SEQNO: self.observe_seqno,
+        }
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def hello(self, request: Frame) -> None:
+        """Grant those of the asked features that we have; a second HELLO starts afresh."""
+        state = self._state
+        if len(request.value) % 2:
+            state.refuse(request, Status.EINVAL, "HELLO carries features of two bytes each")
+            return
+        asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
+        granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
+        state.agent = request.key.decode("utf-8", "replace")[:256]
+        state.hashes_keys = False
+        state.has_collections = Feature.COLLECTIONS in granted
+        state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
+        state.has_xerror = Feature.XERROR in granted
+        state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))
+
+    def list_mechanisms(self, request: Frame) -> None:
+        """Name the SASL mechanisms, strongest first."""
+        state = self._state
+        names = state.authenticator.mechanisms(state.peer_is_loopback)
+        state.answer(request, value=" ".join(names).encode())
+
+    def authenticate(self, request: Frame) -> None:
+        """Begin a SASL exchange, and end it where one message is enough."""
+        state = self._state
+        mechanism = request.key.decode("ascii", "replace")
+        if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
+            state.refuse(request, Status.AUTH_ERROR, f"no such SASL mechanism: {mechanism}")
+            return
+        self._finish_step(
+            request,
+            state.authenticator.start(mechanism, request.value, state.peer_is_loopback),
+        )
+
+    def authenticate_further(self, request: Frame) -> None:
+        """Go on with a SASL exchange."""
+        state = self._state
+        if state.exchange is None:
+            state.refuse(request, Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
+            return
+        self._finish_step(request, state.authenticator.step(state.exchange, request.value))
+
+    def _finish_step(self, request: Frame, step: AuthStep) -> None:
+        state = self._state
+        state.exchange = step.exchange
+        if step.status in {Status.OK, Status.AUTH_CONTINUE}:
+            if step.status == Status.OK:
+                state.user = step.user
+            state.answer(request, step.status, value=step.data)
+            return
+        state.user = None
+        state.refuse(request, step.status, "user or password is wrong, or not allowed from there")
+
+    def select_bucket(self, request: Frame) -> None:
+        """Select the bucket; there is one."""
+        state = self._state
+        name = request.key.decode("utf-8", "replace")
+        if name == "@no bucket@":
+            state.bucket = None
+        elif name == BUCKET:
+            state.bucket = name
+            state.hashes_keys = False
+        else:
+            state.refuse(request, Status.EACCESS, f"no bucket {name!r}; there is {BUCKET!r}")
+            return
+        state.answer(request)
+
+    def quit(self, request: Frame) -> None:
+        """Close the connection, QUIT with an answer before."""
+        if request.opcode == Opcode.QUIT:
+            self._state.answer(request)
+        self._state.close("the client quit")
+
+    # -- what is here --------------------------------------------------------------------------
+
+    def cluster_config(self, request: Frame) -> None:
+        """Answer the bucket's configuration, or the node's where no bucket is selected."""
+        state = self._state
+        if request.extras:
+            if len(request.extras) != CONFIG_VERSION.size:
+                state.refuse(request, Status.EINVAL, "a known version has 16 bytes")
+                return
+            if CONFIG_VERSION.unpack(request.extras) >= state.facts.config_version():
+                state.answer(request)
+                return
+        facts = state.facts
+        state.answer(
+            request, value=facts.global_config() if state.bucket is None else facts.bucket_config()
+        )
+
+    def error_map(self, request: Frame) -> None:
+        """Answer what each status means."""
+        if len(request.value) != 2:
+            self._state.refuse(request, Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
+            return
+        self._state.answer(request, value=json.dumps(error_map_document()).encode())
+
+    def version(self, request: Frame) -> None:
+        """Answer the version of the protocol's server that we behave like."""
+        self._state.answer(request, value=REPORTED_VERSION)
+
+    def statistics(self, request: Frame) -> None:
+        """Answer one response per statistic, then an empty one."""
+        stats = self._state.facts.stats(request.key)
+        if stats is None:
+            group, _, argument = request.key.partition(b" ")
+            known = group == b"vbucket-seqno" and argument
+            self._state.refuse(
+                request,
+                Status.NOT_MY_VBUCKET if known else Status.KEY_ENOENT,
+                f"no statistics {request.key.decode('utf-8', 'replace')!r}",
+            )
+            return
+        for name, value in stats:
+            self._state.answer(request, key=name.encode(), value=value.encode())
+        self._state.answer(request)
+
+    def collections_manifest(self, request: Frame) -> None:
+        """Answer the manifest: the default scope and collection."""
+        self._state.answer(request, value=_MANIFEST)
+
+    def collection_id(self, request: Frame) -> None:
+        """Answer the id of "scope.collection", named in the key or in the value."""
+        if (request.key or request.value) in _DEFAULT_COLLECTION_NAMES:
+            self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
+            return
+        self._state.answer(request, Status.UNKNOWN_COLLECTION, value=b'{"manifest_uid":"0"}')
+
+    def scope_id(self, request: Frame) -> None:
+        """Answer the id of a scope."""
+        if (request.key or request.value) in _DEFAULT_SCOPE_NAMES:
+            self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
+            return
+        self._state.answer(request, Status.UNKNOWN_SCOPE, value=b'{"manifest_uid":"0"}')
+
+    # -- partition history -----------------------------------------------------------------------
+
+    def all_vb_seqnos(self, request: Frame) -> None:
+        """Answer the committed high seqno of every partition in a state (1 to 4; 0: serving)."""
+        state = self._state
+        extras = request.extras
+        if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
+            state.refuse(
+                request,
+                Status.EINVAL,
+                "extras are empty, a state (4 bytes), or state and collection (8 bytes)",
+            )
+            return
+        wanted = int.from_bytes(extras[:4], "big")
+        if wanted > VbState.DEAD:
+            state.refuse(request, Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
+            return
+        if len(extras) == 8 and extras[4:] != b"\0\0\0\0":
+            state.answer(request, Status.UNKNOWN_COLLECTION, value=b'{"manifest_uid":"0"}')
+            return
+        states = _SERVING_STATES if wanted == _ANY_STATE else {VbState(wanted)}
+        state.answer(
+            request,
+            value=b"".join(
+                VB_SEQNO.pack(part.vb_id, part.committed_seqno)
+                for part in state.engine.partitions
+                if part.state in states
+            ),
+        )
+
+    def failover_log(self, request: Frame) -> None:
+        """Answer a partition's failover log, newest first."""
+        state = self._state
+        if request.vb_id >= NUM_VBUCKETS:
+            self.refuse_vbucket(request)
+            return
+        state.observes(request.vb_id)
+        log = state.engine.partitions[request.vb_id].failover
+        state.answer(request, value=pack_failover_log(log.pairs()))
+
+    def observe_seqno(self, request: Frame) -> None:
+        """Answer how far a version has come, or where it ended if it is an older one."""
+        state = self._state
+        if len(request.value) != U64.size:
+            state.refuse(request, Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
+            return
+        if request.vb_id >= NUM_VBUCKETS:
+            self.refuse_vbucket(request)
+            return
+        part = state.engine.partitions[request.vb_id]
+        state.observes(request.vb_id)
+        vb_uuid = U64.unpack(request.value)[0]
+        ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)
+        if ended_at is None:
+            state.refuse(
+                request,
+                Status.KEY_ENOENT,
+                f"vb {part.vb_id} has no version {vb_uuid} in its failover log",
+            )
+            return
+        place = (part.vb_id, part.vb_uuid, part.persisted_seqno, part.committed_seqno)
+        value = (
+            OBSERVE_CURRENT.pack(0, *place)
+            if vb_uuid == part.vb_uuid
+            else OBSERVE_OLD.pack(1, *place, vb_uuid, ended_at)
+        )
+        state.answer(request, value=value)
+
+    def refuse_vbucket(self, request: Frame) -> None:
+        """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
+        self._state.answer(
+            request, Status.NOT_MY_VBUCKET, value=self._state.facts.bucket_config()
+        )
+
+

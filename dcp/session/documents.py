@@ -1,0 +1,293 @@
+"""Document commands: GET, SET, DELETE and their kin. The hot path of the server.
+
+A handler gets the fields of the header as arguments, cuts key and value out of the receive buffer
+once, asks the engine, and appends one packed response. No object is made per operation beyond the
+stored entry and the response.
+
+Rules: a quiet mutation is silent on success, a quiet read is silent on a miss; errors are always
+answered; responses keep the order of the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import ERROR_TABLE, Status
+from vbucket.engine import ADD, REPLACE, SET
+from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+
+Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
+"""opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
+
+STORE_EXTRAS: Final = Struct(">II")
+"""Flags, expiry."""
+TOKEN_RESPONSE: Final = Struct(">BBHBBHIIQQQ")
+"""A header and a mutation token."""
+GET_RESPONSE: Final = Struct(">BBHBBHIIQ4s")
+"""A header and four bytes of flags."""
+
+RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
+"""Expiry values up to 30 days count from now, larger ones are Unix seconds (memcached)."""
+
+_STORE_FORMS: Final = {
+    Opcode.SET: (SET, False),
+    Opcode.SETQ: (SET, True),
+    Opcode.ADD: (ADD, False),
+    Opcode.ADDQ: (ADD, True),
+    Opcode.REPLACE: (REPLACE, False),
+    Opcode.REPLACEQ: (REPLACE, True),
+}
+_QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
+_READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
+
+_unpack_store: Final = STORE_EXTRAS.unpack_from
+_pack_header: Final = HEADER.pack
+_pack_token: Final = TOKEN_RESPONSE.pack
+_pack_get: Final = GET_RESPONSE.pack
+
+
+class DocumentCommands:
+    """Handlers of the document commands of one session."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+        self._engine = state.engine
+        self.now_s = 0
+        """Time of the batch, Unix seconds; relative expiries count from it."""
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        table: dict[int, Handler] = dict.fromkeys(_STORE_FORMS, self.store)
+        table.update(dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ), self.delete))
+        table.update(
+            dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), self.get)
+        )
+        return table
+
+    def store(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """SET, ADD, REPLACE and their quiet forms."""
+        state = self._state
+        mode, is_quiet = _STORE_FORMS[opcode]  # type: ignore[index] # an IntEnum key equals its int
+        key_at = start + 8
+        if extras_len != 8 or not key_len or key_at + key_len > end:
+            self._refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
+            return
+        buffer = state.buffer
+        key = buffer[key_at : key_at + key_len]
+        body = buffer[key_at:end]
+        if state.has_collections:
+            if key[0] or key_len == 1:
+                self._refuse_collection(opcode, opaque, key)
+                return
+            if key_len > MAX_KEY_BYTES + 1:
+                self._refuse_long_key(opcode, opaque, key_len)
+                return
+        else:
+            if key_len > MAX_KEY_BYTES:
+                self._refuse_long_key(opcode, opaque, key_len)
+                return
+            if state.hashes_keys:
+                vb_id = vbucket_of(key)
+            key = DEFAULT_COLLECTION_PREFIX + key
+            body = DEFAULT_COLLECTION_PREFIX + body
+        if len(body) - len(key) > state.limits.value_bytes_max:
+            self._refuse(
+                opcode,
+                opaque,
+                Status.E2BIG,
+                f"a value has at most {state.limits.value_bytes_max} bytes",
+            )
+            return
+        if vb_id >= NUM_VBUCKETS:
+            self._refuse_vbucket(opcode, opaque)
+            return
+        flags, expiry = _unpack_store(buffer, start)
+        if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
+            expiry += self.now_s
+        status, new_cas, seqno = self._engine.store(
+            mode, vb_id, key, body, flags, expiry, datatype, cas
+        )
+        if status:
+            self._refuse_outcome(opcode, opaque, status, vb_id)
+            return
+        state.wait_group = self._engine.group
+        if is_quiet:
+            return
+        if state.has_mutation_tokens:
+            state.answers.append(
+                _pack_token(
+                    0x81, opcode, 0, 16, 0, 0, 16, opaque, new_cas,
+                    self._engine.partitions[vb_id].vb_uuid, seqno,
+                )
+            )  # fmt: skip
+        else:
+            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+
+    def delete(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        _datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """DELETE and DELETEQ."""
+        state = self._state
+        if extras_len or not key_len or start + key_len != end:
+            self._refuse(opcode, opaque, Status.EINVAL, "a delete has a key and nothing else")
+            return
+        located = self._locate(opcode, opaque, vb_id, state.buffer[start:end])
+        if located is None:
+            return
+        vb_id, key = located
+        status, new_cas, seqno = self._engine.delete(vb_id, key, cas)
+        if status:
+            self._refuse_outcome(opcode, opaque, status, vb_id)
+            return
+        state.wait_group = self._engine.group
+        if opcode == Opcode.DELETEQ:
+            return
+        if state.has_mutation_tokens:
+            state.answers.append(
+                _pack_token(
+                    0x81, opcode, 0, 16, 0, 0, 16, opaque, new_cas,
+                    self._engine.partitions[vb_id].vb_uuid, seqno,
+                )
+            )  # fmt: skip
+        else:
+            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+
+    def get(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        _datatype: int,
+        vb_id: int,
+        opaque: int,
+        _cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """GET, GETQ, GETK, GETKQ."""
+        state = self._state
+        if extras_len or not key_len or start + key_len != end:
+            self._refuse(opcode, opaque, Status.EINVAL, "a get has a key and nothing else")
+            return
+        wire_key = state.buffer[start:end]
+        located = self._locate(opcode, opaque, vb_id, wire_key)
+        if located is None:
+            return
+        vb_id, key = located
+        found = self._engine.get(vb_id, key)
+        state.observes(vb_id)
+        if isinstance(found, int):
+            if found != Status.KEY_ENOENT or opcode not in _QUIET_READS:
+                self._refuse_outcome(opcode, opaque, found, vb_id)
+            return
+        document_cas, flags, value, _ = found
+        if opcode not in _READS_WITH_KEY:
+            wire_key = b""
+        response = _pack_get(
+            0x81, opcode, len(wire_key), 4, 0, 0, 4 + len(wire_key) + len(value), opaque,
+            document_cas, flags,
+        )  # fmt: skip
+        state.answers.append(response + wire_key + value)
+        state.unread_bytes += len(value)
+        if state.unread_bytes > ANSWER_BYTES_MAX:
+            state.is_full = True
+
+    def _locate(
+        self, opcode: int, opaque: int, vb_id: int, wire_key: bytes
+    ) -> tuple[int, bytes] | None:
+        """Return the partition and the stored key, or refuse and return None."""
+        state = self._state
+        if state.has_collections:
+            if wire_key[0] or len(wire_key) == 1:
+                self._refuse_collection(opcode, opaque, wire_key)
+                return None
+            if len(wire_key) > MAX_KEY_BYTES + 1:
+                self._refuse_long_key(opcode, opaque, len(wire_key))
+                return None
+            key = wire_key
+        else:
+            if len(wire_key) > MAX_KEY_BYTES:
+                self._refuse_long_key(opcode, opaque, len(wire_key))
+                return None
+            if state.hashes_keys:
+                vb_id = vbucket_of(wire_key)
+            key = DEFAULT_COLLECTION_PREFIX + wire_key
+        if vb_id >= NUM_VBUCKETS:
+            self._refuse_vbucket(opcode, opaque)
+            return None
+        return vb_id, key
+
+    # -- refusals ------------------------------------------------------------------------------
+
+    def _refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
+        body = self._state.error_body(context)
+        self._state.answers.append(
+            _pack_header(0x81, opcode, 0, 0, 0, status, len(body), opaque, 0) + body
+        )
+
+    def _refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
+        if status == Status.NOT_MY_VBUCKET:
+            self._refuse_vbucket(opcode, opaque)
+            return
+        self._state.observes(vb_id)
+        # A miss is an everyday answer: no context, no cost.
+        context = "" if status == Status.KEY_ENOENT else ERROR_TABLE[Status(status)][1]
+        body = self._state.error_body(context) if context else b""
+        self._state.answers.append(
+            _pack_header(0x81, opcode, 0, 0, 0, status, len(body), opaque, 0) + body
+        )
+
+    def _refuse_vbucket(self, opcode: int, opaque: int) -> None:
+        config = self._state.facts.bucket_config()
+        self._state.answers.append(
+            _pack_header(
+                0x81, opcode, 0, 0, 0, Status.NOT_MY_VBUCKET, len(config), opaque, 0
+            )
+            + config
+        )
+
+    def _refuse_long_key(self, opcode: int, opaque: int, key_len: int) -> None:
+        self._refuse(
+            opcode,
+            opaque,
+            Status.EINVAL,
+            f"the key has {key_len} bytes; at most {MAX_KEY_BYTES} (and a collection id) fit",
+        )
+
+    def _refuse_collection(self, opcode: int, opaque: int, key: bytes) -> None:
+        if len(key) == 1:
+            self._refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
+            return
+        body = b'{"manifest_uid":"0"}'
+        self._state.answers.append(
+            _pack_header(0x81, opcode, 0, 0, 0, Status.UNKNOWN_COLLECTION, len(body), opaque, 0)
+            + body
+        )
+
+
+assert HEADER_BYTES + 16 == TOKEN_RESPONSE.size

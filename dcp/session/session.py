@@ -1,0 +1,188 @@
+"""One client connection: bytes in, answers out. Sans-IO.
+
+`receive` takes what one read brought in and works through all complete packets of it in one loop;
+the document commands, the hot path, get the header's fields as plain arguments, everything else
+gets a `Frame`. The answers gather in `state.answers`; the shell sends them, in order, when the
+group `state.wait_group` is committed.
+
+Invariants
+- responses keep the order of the requests;
+- no input raises: bad frames are answered as the protocol defines, or the connection closes with
+  a reason;
+- what is kept of a peer is bounded: one incomplete packet (header checked before its body is
+  waited for) and ANSWER_BYTES_MAX of answers plus one value.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.session.connection import ConnectionCommands
+from dcp.session.documents import DocumentCommands
+from dcp.session.state import SessionState
+from dcp.session.streams import DcpCommands
+from dcp.wire.frame import FLEX_HEADER, HEADER, HEADER_BYTES, Frame
+from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
+
+_unpack_header: Final = HEADER.unpack_from
+
+BODY_EXTRA_BYTES: Final = 4096
+"""Room for extras, key and framing beside the value in a body."""
+
+_BEFORE_LOGIN: Final = frozenset(
+    {
+        Opcode.HELLO,
+        Opcode.SASL_LIST_MECHS,
+        Opcode.SASL_AUTH,
+        Opcode.SASL_STEP,
+        Opcode.NOOP,
+        Opcode.VERSION,
+        Opcode.QUIT,
+        Opcode.QUITQ,
+        Opcode.GET_ERROR_MAP,
+    }
+)
+
+BARRIER_FRAME_ID: Final = 0
+
+
+class Session:
+    """See the module."""
+
+    def __init__(self, state: SessionState) -> None:
+        self.state = state
+        self._documents = DocumentCommands(state)
+        self._hot = self._documents.handlers()
+        connection = ConnectionCommands(state)
+        self._cold = connection.handlers() | DcpCommands(state, connection).handlers()
+        self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
+        self.request_count = 0
+
+    @property
+    def is_logged_in(self) -> bool:
+        """Whether commands are taken: a user is known, or the peer is local and none is needed."""
+        return self.state.user is not None or self.state.allows_anonymous
+
+    def receive(self, data: bytes, now_ns: int) -> None:
+        """Work through what a read brought in; `now_ns` is Unix time."""
+        state = self.state
+        state.buffer = state.buffer + data if state.buffer else data
+        if state.producer is not None:
+            state.producer.heard(now_ns)
+        self.resume(now_ns)
+
+    def resume(self, now_ns: int) -> None:
+        """Go on with what is buffered, after the answers were taken away."""
+        state = self.state
+        state.is_full = False
+        state.unread_bytes = 0
+        state.engine.begin_batch(now_ns)
+        self._documents.now_s = now_ns // 1_000_000_000
+        buffer = state.buffer
+        end = len(buffer)
+        position = 0
+        hot = self._hot if self.is_logged_in else {}
+        while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
+            magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
+                _unpack_header(buffer, position)
+            )
+            body_end = position + HEADER_BYTES + body_len
+            if magic == 0x80 and body_end <= end:
+                handler = hot.get(opcode)
+                if handler is not None:
+                    handler(
+                        opcode, key_len, extras_len, datatype, vb_id, opaque, cas,
+                        position + HEADER_BYTES, body_end,
+                    )  # fmt: skip
+                    position = body_end
+                    continue
+            problem = self._problem_of(magic, opcode, body_len)
+            if problem:
+                state.close(problem)
+                break
+            if body_end > end:
+                break
+            self._take(buffer, position, body_end)
+            hot = self._hot if self.is_logged_in else {}
+            position = body_end
+        state.buffer = buffer[position:] if position else buffer
+
+    def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
+        if magic not in _ACCEPTED_MAGICS:
+            return f"no request begins with byte 0x{magic:02x}"
+        if body_len > self._body_bytes_max:
+            return (
+                f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
+                f"at most {self._body_bytes_max} are taken"
+            )
+        return ""
+
+    def _take(self, buffer: bytes, position: int, body_end: int) -> None:
+        """Handle one complete packet that is not a document command of a plain request."""
+        magic, opcode, key_len, extras_len, datatype, vb_id, _, opaque, cas = _unpack_header(
+            buffer, position
+        )
+        if magic in {Magic.RESPONSE, Magic.SERVER_RESPONSE}:
+            return  # answers to our NOOP and the like: that the peer lives is noted already
+        framing_len = 0
+        if magic == Magic.FLEX_REQUEST:
+            framing_len, key_len = FLEX_HEADER.unpack_from(buffer, position)[2:4]
+        extras_at = position + HEADER_BYTES + framing_len
+        key_at = extras_at + extras_len
+        value_at = key_at + key_len
+        request = Frame(
+            magic, opcode, datatype, vb_id, opaque, cas,
+            buffer[extras_at:key_at], buffer[key_at:value_at], buffer[value_at:body_end],
+            buffer[position + HEADER_BYTES : extras_at],
+        )  # fmt: skip
+        state = self.state
+        if value_at > body_end:
+            state.refuse(request, Status.EINVAL, "extras and key are longer than the body")
+            return
+        if request.framing and not self._accepts_framing(request):
+            return
+        if not self.is_logged_in and opcode not in _BEFORE_LOGIN:
+            state.refuse(request, Status.EACCESS, "log in first (SASL_AUTH)")
+            return
+        hot = self._hot.get(opcode)
+        if hot is not None:
+            hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
+            return
+        handler = self._cold.get(opcode)
+        if handler is None:
+            state.refuse(
+                request, Status.UNKNOWN_COMMAND, f"opcode 0x{opcode:02x} is not known here"
+            )
+            return
+        handler(request)
+
+    def _accepts_framing(self, request: Frame) -> bool:
+        """Whether all frame infos of a flex request are ones that need nothing of us."""
+        framing = request.framing
+        position = 0
+        while position < len(framing):
+            byte = framing[position]
+            frame_id, length = byte >> 4, byte & 0x0F
+            position += 1
+            if frame_id == 15 and position < len(framing):
+                frame_id += framing[position]
+                position += 1
+            if length == 15 and position < len(framing):
+                length += framing[position]
+                position += 1
+            position += length
+            if frame_id != BARRIER_FRAME_ID:
+                self.state.refuse(
+                    request, Status.UNKNOWN_FRAME_INFO, f"frame info {frame_id} is not known here"
+                )
+                return False
+        if position != len(framing):
+            self.state.refuse(request, Status.EINVAL, "the framing extras are cut short")
+            return False
+        return True
+
+
+_ACCEPTED_MAGICS: Final = frozenset(
+    {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.RESPONSE, Magic.SERVER_RESPONSE}
+)

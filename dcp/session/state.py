@@ -1,0 +1,163 @@
+"""What a connection has negotiated and what it has to say. Shared by its command groups."""
+
+from __future__ import annotations
+
+import json
+from typing import Final, NamedTuple, Protocol
+
+from dcp.session.auth import Authenticator
+from dcp.stream.hub import StreamHub
+from dcp.stream.producer import Producer
+from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
+from dcp.wire.status import Status
+from vbucket.engine import Engine
+
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+"""What may be waiting to be sent before a session stops to take commands: a client that asks and
+does not read costs no more than this and one value."""
+
+
+NOTES_MAX: Final = 16
+"""Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
+
+
+class NodeFacts(Protocol):
+    """What sessions tell about the node they run in."""
+
+    version: str
+
+    def bucket_config(self) -> bytes:
+        """Return the bucket's cluster configuration as JSON."""
+
+    def global_config(self) -> bytes:
+        """Return the node's cluster configuration without a bucket, as JSON."""
+
+    def config_version(self) -> tuple[int, int]:
+        """Return (revEpoch, rev) of the cluster configuration."""
+
+    def stats(self, group: bytes) -> list[tuple[str, str]] | None:
+        """Return the statistics of a group, None for an unknown group."""
+
+
+class Limits(NamedTuple):
+    """Limits of one session."""
+
+    value_bytes_max: int = MAX_VALUE_BYTES
+    streams_max: int = 1024
+
+
+class SessionState:
+    """One connection's state. Plain attributes, read on the hot path."""
+
+    __slots__ = (
+        "agent",
+        "allows_anonymous",
+        "answers",
+        "authenticator",
+        "bucket",
+        "buffer",
+        "close_reason",
+        "engine",
+        "exchange",
+        "facts",
+        "has_collections",
+        "has_mutation_tokens",
+        "has_xerror",
+        "hashes_keys",
+        "hub",
+        "is_closing",
+        "is_full",
+        "limits",
+        "notes",
+        "peer_is_loopback",
+        "producer",
+        "schedule",
+        "unread_bytes",
+        "user",
+        "wait_group",
+    )
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        hub: StreamHub,
+        facts: NodeFacts,
+        authenticator: Authenticator,
+        peer_is_loopback: bool,
+        limits: Limits,
+    ) -> None:
+        self.engine = engine
+        self.hub = hub
+        self.facts = facts
+        self.authenticator = authenticator
+        self.peer_is_loopback = peer_is_loopback
+        self.limits = limits
+        self.buffer = b""
+        """What was received and not yet consumed."""
+        self.answers: list[bytes] = []
+        """Responses in order; they may leave when `wait_group` is committed."""
+        self.wait_group = 0
+        self.unread_bytes = 0
+        """Bytes of values among `answers`."""
+        self.is_full = False
+        """Stop taking commands until the answers are gone."""
+        self.is_closing = False
+        self.close_reason = ""
+        self.notes: list[tuple[str, dict[str, object]]] = []
+        """What the shell should log: (event, fields)."""
+        self.user: str | None = None
+        self.exchange: object | None = None
+        self.allows_anonymous = peer_is_loopback and "PLAIN" in authenticator.mechanisms(
+            peer_is_loopback
+        )
+        self.agent = ""
+        self.bucket: str | None = None
+        self.hashes_keys = True
+        """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
+        self.has_collections = False
+        self.has_mutation_tokens = False
+        self.has_xerror = False
+        self.producer: Producer | None = None
+        self.schedule = _nothing_to_schedule
+
+    def answer(self, request: Frame, status: int = Status.OK, **parts: bytes) -> None:
+        """Answer a request; `parts` are extras, key, value."""
+        self.answers.append(
+            pack_response(request.opcode, status, opaque=request.opaque, **parts)
+        )
+
+    def refuse(self, request: Frame, status: int, context: str) -> None:
+        """Answer with an error; the context goes along where the client understands it."""
+        self.note("refused", opcode=request.opcode, status=status, reason=context)
+        self.answers.append(
+            pack_response(
+                request.opcode, status, opaque=request.opaque, value=self.error_body(context)
+            )
+        )
+
+    def note(self, event: str, **fields: object) -> None:
+        """Leave a line for the log; at most NOTES_MAX per batch are kept."""
+        if len(self.notes) < NOTES_MAX:
+            self.notes.append((event, fields))
+
+    def error_body(self, context: str) -> bytes:
+        """Return the body of an error response, empty for clients without XERROR."""
+        if not self.has_xerror:
+            return b""
+        return json.dumps({"error": {"context": context}}).encode()
+
+    def close(self, reason: str) -> None:
+        """Close the connection after what has been answered."""
+        self.is_closing = True
+        self.close_reason = reason
+
+    def observes(self, vb_id: int) -> None:
+        """The next answers tell of this partition: they wait until what they tell is committed."""
+        last_group = self.engine.partitions[vb_id].last_group
+        if last_group > self.engine.committed_group:
+            self.wait_group = max(self.wait_group, last_group)
+
+
+def _nothing_to_schedule() -> None:
+    """A session without a producer has nothing to pump."""

@@ -1,0 +1,1 @@
+"""Streams: what a DCP producer connection sends, and when. Sans-IO."""

@@ -1,0 +1,75 @@
+"""Who follows which partition, so that a commit wakes those and costs nothing for idle ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from dcp.wire.message import EndReason
+
+
+class Follower(Protocol):
+    """A producer connection as the hub sees it."""
+
+    def wake(self, vb_id: int) -> None:
+        """Something may be there to send for this partition."""
+
+    def end_streams(self, vb_id: int, reason: EndReason) -> None:
+        """End the streams of this partition."""
+
+    def supersede(self) -> None:
+        """Another connection took this one's name: close."""
+
+
+class StreamHub:
+    """The node's register of producer connections, by name, and of streams, by partition."""
+
+    def __init__(self) -> None:
+        self._followers: dict[int, set[Follower]] = {}
+        self._names: dict[bytes, Follower] = {}
+
+    @property
+    def connection_count(self) -> int:
+        """Producer connections that are open."""
+        return len(self._names)
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that are open, over all connections."""
+        return sum(map(len, self._followers.values()))
+
+    def open(self, name: bytes, follower: Follower) -> None:
+        """Register a producer; an older one of the same name is told to close."""
+        older = self._names.get(name)
+        self._names[name] = follower
+        if older is not None:
+            older.supersede()
+
+    def close(self, name: bytes, follower: Follower) -> None:
+        """Forget a producer and all that it follows."""
+        if self._names.get(name) is follower:
+            del self._names[name]
+        for followers in self._followers.values():
+            followers.discard(follower)
+
+    def follow(self, vb_id: int, follower: Follower) -> None:
+        """From now on, wake `follower` when the partition commits something."""
+        self._followers.setdefault(vb_id, set()).add(follower)
+
+    def unfollow(self, vb_id: int, follower: Follower) -> None:
+        """Stop waking `follower` for this partition."""
+        self._followers.get(vb_id, set()).discard(follower)
+
+    def committed(self, vb_ids: Iterable[int]) -> None:
+        """Wake whoever follows one of these partitions."""
+        followers = self._followers
+        if not followers:
+            return
+        for vb_id in vb_ids:
+            for follower in followers.get(vb_id, ()):
+                follower.wake(vb_id)
+
+    def branched(self, vb_id: int) -> None:
+        """The partition's failover log changed: every stream of it ends."""
+        for follower in tuple(self._followers.get(vb_id, ())):
+            follower.end_streams(vb_id, EndReason.ROLLBACK)

@@ -1,0 +1,323 @@
+"""A producer connection: many streams, one window, fair turns. Sans-IO.
+
+    STREAM_REQ accepted -> BACKLOG -> LIVE -> ended
+    each turn: [marker] frames ... until the snapshot's end, then the next marker
+
+A stream holds no data: it is a cursor (next seqno, end of the snapshot under way) over what the
+engine has, in memory or in the store, so a slow consumer costs nothing but its cursor and no
+writer ever waits for it.
+
+Invariants
+- within a snapshot seqnos rise and keys are unique; a snapshot ends on its announced end;
+- the first marker starts at the requested snapshot start, each later one at the previous end + 1
+  (never at the first item: after de-duplication a consumer that stopped in between would resume
+  with a gap);
+- nothing above the partition's committed_seqno is sent;
+- all messages of a stream, STREAM_END included, carry the opaque of its request;
+- at most BACKLOGS_MAX backlogs are under way; a stream whose is_queued is true stands in exactly one
+  of the two queues;
+- with a window of N bytes, sending stops as soon as N or more are unacknowledged; command
+  responses, NOOP and STREAM_END still flow.
+
+Rules: DCP flow control and snapshots as kv_engine documents them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Final
+
+from dcp.stream.hub import StreamHub
+from dcp.wire.frame import HEADER_BYTES, pack_request
+from dcp.wire.message import (
+    MARKER_EXTRAS,
+    EndReason,
+    MarkerFlag,
+    SnapshotMarker,
+    StreamRequest,
+    pack_marker,
+    pack_stream_end,
+)
+from dcp.wire.opcode import Opcode
+from vbucket.engine import Engine
+
+TURN_BYTES: Final = 128 * 1024
+"""What one stream may send before it is another one's turn."""
+
+MARKER_BYTES: Final = HEADER_BYTES + MARKER_EXTRAS.size
+
+NOOP_OPAQUE_FIRST: Final = 10_000_001
+"""Opaques of our own requests count from here, as kv_engine's do."""
+
+NOOP_INTERVAL_DEFAULT_NS: Final = 180 * 1_000_000_000
+
+IDLE_CLOSE_NS: Final = 360 * 1_000_000_000
+"""A peer that enabled NOOP and was not heard of for so long is gone (kv_engine: 360 s)."""
+
+BACKLOGS_MAX: Final = 16
+"""Backlogs under way at once on a connection. Each remembers the superseded seqnos of its snapshot;
+the others wait their turn, so that memory does not grow with the number of partitions."""
+
+FrameCodec = Callable[[bytes], bytes]
+"""Turns a stored frame (opaque set) into what this connection negotiated."""
+
+
+class Stream:
+    """One partition's cursor on one connection."""
+
+    __slots__ = (
+        "end_seqno",
+        "is_backlog",
+        "is_queued",
+        "next_seqno",
+        "opaque",
+        "opaque_bytes",
+        "skip",
+        "snap_end_seqno",
+        "snap_start_seqno",
+        "vb_id",
+    )
+
+    def __init__(self, vb_id: int, opaque: int, request: StreamRequest) -> None:
+        self.vb_id = vb_id
+        self.opaque = opaque
+        self.opaque_bytes = opaque.to_bytes(4, "big")
+        self.next_seqno = request.start_seqno + 1
+        self.end_seqno = request.end_seqno
+        self.snap_start_seqno = request.snap_start_seqno
+        """Where the next marker starts."""
+        self.snap_end_seqno: int | None = None
+        """End of the snapshot under way; None between snapshots."""
+        self.skip: Container[int] = ()
+        self.is_backlog = True
+        self.is_queued = False
+
+
+class Producer:
+    """See the module. `schedule` is called when there is something to pump."""
+
+    def __init__(
+        self, name: bytes, engine: Engine, hub: StreamHub, schedule: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.codec: FrameCodec | None = None
+        """None: stored frames leave as they are."""
+        self.window_bytes = 0
+        """connection_buffer_size; 0 = no flow control."""
+        self.unacked_bytes = 0
+        self.sends_end_on_close = False
+        self.noop_is_enabled = False
+        self.noop_interval_ns = NOOP_INTERVAL_DEFAULT_NS
+        self.is_superseded = False
+        self._engine = engine
+        self._hub = hub
+        self._schedule = schedule
+        self._streams: dict[int, Stream] = {}
+        self._ready: deque[Stream] = deque()
+        self._waiting: deque[Stream] = deque()
+        """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
+        self._backlogs = 0
+        self._urgent: list[bytes] = []
+        self._noop_opaque = NOOP_OPAQUE_FIRST
+        self._last_noop_ns = 0
+        self._last_heard_ns = 0
+
+    @property
+    def stream_count(self) -> int:
+        """Streams that are open on this connection."""
+        return len(self._streams)
+
+    def has_stream(self, vb_id: int) -> bool:
+        """Whether a stream of this partition is open on this connection."""
+        return vb_id in self._streams
+
+    # -- commands ----------------------------------------------------------------------------
+
+    def add_stream(self, vb_id: int, opaque: int, request: StreamRequest) -> None:
+        """Begin to stream; the caller has answered the request with OK."""
+        assert vb_id not in self._streams
+        stream = Stream(vb_id, opaque, request)
+        self._streams[vb_id] = stream
+        self._hub.follow(vb_id, self)
+        self._queue(stream)
+
+    def close_stream(self, vb_id: int) -> bool:
+        """End a stream because the client asks; False where there is none."""
+        stream = self._streams.get(vb_id)
+        if stream is None:
+            return False
+        self._forget(stream)
+        if self.sends_end_on_close:
+            self._send_urgently(pack_stream_end(vb_id, stream.opaque, EndReason.CLOSED))
+        return True
+
+    def acknowledge(self, processed_bytes: int) -> None:
+        """Open the window by what the client has processed."""
+        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes)
+        if self._ready:
+            self._schedule()
+
+    def heard(self, now_ns: int) -> None:
+        """Note that something came in."""
+        self._last_heard_ns = now_ns
+
+    def tick(self, now_ns: int) -> bool:
+        """Send a NOOP where one is due. False: the peer is gone, close the connection."""
+        if not self.noop_is_enabled:
+            return True
+        if self._last_heard_ns and now_ns - self._last_heard_ns > IDLE_CLOSE_NS:
+            return False
+        if now_ns - self._last_noop_ns >= self.noop_interval_ns:
+            self._last_noop_ns = now_ns
+            self._send_urgently(pack_request(Opcode.DCP_NOOP, opaque=self._noop_opaque))
+            self._noop_opaque += 1
+        return True
+
+    # -- what the hub calls --------------------------------------------------------------------
+
+    def wake(self, vb_id: int) -> None:
+        """The partition committed something."""
+        stream = self._streams[vb_id]
+        if not stream.is_queued:
+            self._queue(stream)
+
+    def end_streams(self, vb_id: int, reason: EndReason) -> None:
+        """End the stream of a partition whose failover log or state changed."""
+        stream = self._streams[vb_id]
+        self._forget(stream)
+        self._send_urgently(pack_stream_end(vb_id, stream.opaque, reason))
+
+    def supersede(self) -> None:
+        """A newer connection has this one's name."""
+        self.is_superseded = True
+        self._schedule()
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._hub.close(self.name, self)
+        self._streams.clear()
+        self._ready.clear()
+        self._waiting.clear()
+
+    # -- sending -------------------------------------------------------------------------------
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `pump` would return something now."""
+        return bool(self._urgent) or (bool(self._ready) and self._window_left() > 0)
+
+    def pump(self, bytes_max: int) -> list[bytes]:
+        """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
+        out, self._urgent = self._urgent, []
+        ready = self._ready
+        while ready and bytes_max > 0:
+            window = self._window_left()
+            if window <= 0:
+                break
+            stream = ready.popleft()
+            sent = self._take_turn(stream, out, min(TURN_BYTES, window, bytes_max))
+            bytes_max -= sent
+            self.unacked_bytes += sent
+        return out
+
+    def _window_left(self) -> int:
+        if not self.window_bytes:
+            self.unacked_bytes = 0
+            return TURN_BYTES
+        return self.window_bytes - self.unacked_bytes
+
+    def _take_turn(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
+        """Send the stream's next messages; queue it again if there are more."""
+        stream.is_queued = False
+        sent = 0
+        if stream.snap_end_seqno is None:
+            if stream.next_seqno > stream.end_seqno:
+                return self._end(stream, out)
+            if stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
+                stream.is_queued = True
+                self._waiting.append(stream)
+                return 0
+            if not self._begin_snapshot(stream, out):
+                return 0
+            sent += MARKER_BYTES
+        sent += self._send_frames(stream, out, bytes_max - sent)
+        if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
+            return sent + self._end(stream, out)
+        part = self._engine.partitions[stream.vb_id]
+        if stream.snap_end_seqno is not None or part.committed_seqno >= stream.next_seqno:
+            self._queue(stream)
+        return sent
+
+    def _begin_snapshot(self, stream: Stream, out: list[bytes]) -> bool:
+        """Announce the next snapshot; False where nothing new is committed."""
+        part = self._engine.partitions[stream.vb_id]
+        end_seqno = min(part.committed_seqno, stream.end_seqno)
+        if end_seqno < stream.next_seqno:
+            return False
+        stream.snap_end_seqno = end_seqno
+        if end_seqno > stream.next_seqno:
+            stream.skip = self._engine.superseded(stream.vb_id, stream.next_seqno, end_seqno)
+        flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
+        self._backlogs += stream.is_backlog
+        marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
+        out.append(pack_marker(stream.vb_id, stream.opaque, marker))
+        return True
+
+    def _send_frames(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
+        end_seqno = stream.snap_end_seqno
+        assert end_seqno is not None
+        batch = self._engine.frames(
+            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max
+        )
+        sent = batch.wire_bytes
+        if self.codec is None:
+            out += batch.frames
+        else:
+            frames = [self.codec(frame) for frame in batch.frames]
+            sent = sum(map(len, frames))
+            out += frames
+        assert stream.next_seqno < batch.next_seqno <= end_seqno + 1
+        stream.next_seqno = batch.next_seqno
+        if batch.next_seqno > end_seqno:
+            assert batch.frames, "a snapshot ends on an item"
+            stream.snap_end_seqno = None
+            stream.snap_start_seqno = end_seqno + 1
+            stream.skip = ()
+            self._leave_backlog(stream)
+        return sent
+
+    def _leave_backlog(self, stream: Stream) -> None:
+        """The stream's backlog is through, or the stream ends in it: the next one may begin."""
+        if stream.is_backlog:
+            stream.is_backlog = False
+            self._backlogs -= 1
+            if self._waiting:
+                self._ready.append(self._waiting.popleft())
+
+    def _end(self, stream: Stream, out: list[bytes]) -> int:
+        self._forget(stream)
+        message = pack_stream_end(stream.vb_id, stream.opaque, EndReason.OK)
+        out.append(message)
+        return len(message)
+
+    def _forget(self, stream: Stream) -> None:
+        del self._streams[stream.vb_id]
+        self._hub.unfollow(stream.vb_id, self)
+        if stream.is_queued:
+            queue = self._ready if stream in self._ready else self._waiting
+            queue.remove(stream)
+            stream.is_queued = False
+        if stream.snap_end_seqno is not None:
+            self._leave_backlog(stream)
+
+    def _queue(self, stream: Stream) -> None:
+        stream.is_queued = True
+        self._ready.append(stream)
+        self._schedule()
+
+    def _send_urgently(self, message: bytes) -> None:
+        self._urgent.append(message)
+        if message[1] == Opcode.DCP_STREAM_END:
+            self.unacked_bytes += len(message)
+        self._schedule()

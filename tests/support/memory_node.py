@@ -1,0 +1,171 @@
+"""A whole node without sockets or disks: engine, log and store on their in-memory twins.
+
+Tests drive it with the bytes of real sessions; `commit`, `merge` and `crash` are steps of their
+own, so that every interleaving can be told.
+"""
+
+from __future__ import annotations
+
+import random
+
+from dcp.session.auth import AuthStep
+from dcp.session.session import Session
+from dcp.session.state import Limits, SessionState
+from dcp.stream.hub import StreamHub
+from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.device_memory import MemoryLogDevice
+from vbucket.engine import Engine, new_partitions, replay_log
+from vbucket.ids import vb_uuid_from_random
+from vbucket.kvenv_memory import MemoryEnv
+from vbucket.log import recover
+from vbucket.merge import merge
+from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
+
+START_NS = 1_800_000_000_000_000_000
+
+
+class OpenDoor:
+    """Lets everybody in as guest."""
+
+    def mechanisms(self, peer_is_loopback: bool) -> list[str]:
+        return ["PLAIN"] if peer_is_loopback else []
+
+    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
+        return AuthStep(Status.OK, b"", None, "guest")
+
+    def step(self, exchange: object, message: bytes) -> AuthStep:
+        return AuthStep(Status.AUTH_ERROR, b"", None, None)
+
+
+class MemoryNode:
+    """See the module. Time stands still unless `now_ns` is moved."""
+
+    version = "test"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.now_ns = START_NS
+        self.device = MemoryLogDevice()
+        self.device.rotate()
+        self.env = MemoryEnv(TABLES)
+        node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", False, "commit", 0)
+        Store.create(self.env, node, new_partitions(self.draw_uuid)).close()
+        self._open()
+
+    def _open(self) -> None:
+        self.store = Store(self.env)
+        self.engine = Engine(self.store, self.draw_uuid)
+        node = self.store.node()
+        assert node is not None
+        self.torn = replay_log(self.engine, recover(self.device, node.merged_segment))
+        self.device.rotate()
+        self.hub = StreamHub()
+        self.engine.begin_batch(self.now_ns)
+
+    def draw_uuid(self) -> int:
+        return vb_uuid_from_random(self._random.getrandbits(64))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Write and sync the open group, and wake who waits for it."""
+        group = self.engine.take_group()
+        if group is None:
+            return
+        self.device.append(group.record)
+        self.device.sync()
+        self.engine.group_committed(group)
+        for vb_id in group.branched:
+            self.hub.branched(vb_id)
+        self.hub.committed(group.high_seqnos)
+
+    def begin_merge(self) -> None:
+        """Freeze and seal; writes go on."""
+        self.commit()
+        self.engine.freeze()
+        self.device.rotate()
+
+    def end_merge(self) -> None:
+        """Merge the sealed segments and drop what was frozen."""
+        segments = self.device.segments()[:-1]
+        report = merge(self.env, [(segment, self.device.read(segment)) for segment in segments])
+        self.engine.merged(report)
+        self.engine.drop_frozen(0, 512)
+        self.engine.drop_frozen(512, 1024)
+        for segment in segments:
+            self.device.delete(segment)
+
+    def merge(self) -> None:
+        self.begin_merge()
+        self.end_merge()
+
+    def crash(self, keep_unsynced_bytes: int = 0) -> None:
+        """Lose what was not synced and start again."""
+        self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
+        self.store.close()
+        self._open()
+
+    # -- what sessions ask -------------------------------------------------------------------------
+
+    def bucket_config(self) -> bytes:
+        return b'{"rev":1,"name":"default"}'
+
+    def global_config(self) -> bytes:
+        return b'{"rev":1}'
+
+    def config_version(self) -> tuple[int, int]:
+        return (1, 1)
+
+    def stats(self, group: bytes) -> list[tuple[str, str]] | None:
+        return [("pid", "1")] if not group else None
+
+    def connect(self, *, is_loopback: bool = True, limits: Limits | None = None) -> Peer:
+        return Peer(self, is_loopback=is_loopback, limits=limits or Limits())
+
+
+class Peer:
+    """A client connection to a MemoryNode: bytes in, frames out."""
+
+    def __init__(self, node: MemoryNode, *, is_loopback: bool, limits: Limits) -> None:
+        self.node = node
+        self.state = SessionState(
+            engine=node.engine,
+            hub=node.hub,
+            facts=node,
+            authenticator=OpenDoor(),
+            peer_is_loopback=is_loopback,
+            limits=limits,
+        )
+        self.session = Session(self.state)
+        self.decoder = FrameDecoder()
+
+    def send(self, data: bytes) -> list[Frame]:
+        """Send bytes; return the answers, whether or not they may leave yet."""
+        self.session.receive(data, self.node.now_ns)
+        answers = b"".join(self.state.answers)
+        self.state.answers.clear()
+        return self.decoder.feed(answers)
+
+    def ask(self, opcode: int, **parts: int | bytes) -> Frame:
+        """Send one request and return its one answer."""
+        frames = self.send(pack_request(opcode, **parts))  # type: ignore[arg-type]
+        assert len(frames) == 1, frames
+        return frames[0]
+
+    def hello(self, *features: int) -> Frame:
+        value = b"".join(code.to_bytes(2, "big") for code in features)
+        return self.ask(Opcode.HELLO, key=b"test", value=value)
+
+    def set(self, vb_id: int, key: bytes, value: bytes) -> Frame:
+        """SET on a connection that names its partitions; the answer may leave after a commit."""
+        return self.ask(Opcode.SET, vb_id=vb_id, key=key, value=value, extras=bytes(8))
+
+    def delete(self, vb_id: int, key: bytes) -> Frame:
+        return self.ask(Opcode.DELETE, vb_id=vb_id, key=key)
+
+    def pump(self, bytes_max: int = 1 << 20) -> list[Frame]:
+        """Return the stream messages that the producer sends now."""
+        assert self.state.producer is not None
+        return self.decoder.feed(b"".join(self.state.producer.pump(bytes_max)))

@@ -1,0 +1,183 @@
+"""The engine against dictionaries: sets, deletes, branches, merges, crashes in any order.
+
+The model keeps, for each partition, every version ever applied on the present branch, and what of
+it was committed; a crash takes back what was not.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dcp.wire.frame import FrameDecoder
+from dcp.wire.message import parse_deletion, parse_mutation
+from dcp.wire.opcode import Opcode
+from support.memory_node import MemoryNode
+from vbucket.engine import SET, BranchRefusedError, Document
+
+VBUCKETS = (3, 1000)
+KEYS = [b"\0a", b"\0b", b"\0c"]
+OPAQUE = b"\1\2\3\4"
+
+
+@dataclass
+class History:
+    """One partition: its versions (key, value or None), seqno = place + 1, and its failover log."""
+
+    versions: list[tuple[bytes, bytes | None]] = field(default_factory=list)
+    branches: list[tuple[int, int]] = field(default_factory=list)
+
+    def state(self, seqno: int | None = None) -> dict[bytes, bytes]:
+        state: dict[bytes, bytes] = {}
+        for key, value in self.versions[:seqno]:
+            if value is None:
+                state.pop(key, None)
+            else:
+                state[key] = value
+        return state
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = MemoryNode()
+        self.live = {
+            vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
+            for vb_id in VBUCKETS
+        }
+        self.durable = copy.deepcopy(self.live)
+        self.merging = False
+        self.count = 0
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
+    def set(self, vb_id: int, key: bytes) -> None:
+        self.count += 1
+        value = b"%d" % self.count
+        status, cas, seqno = self.node.engine.store(SET, vb_id, key, key + value, 0, 0, 0, 0)
+        history = self.live[vb_id]
+        history.versions.append((key, value))
+        assert (status, seqno) == (0, len(history.versions))
+        assert cas
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
+    def delete(self, vb_id: int, key: bytes) -> None:
+        history = self.live[vb_id]
+        status, _, seqno = self.node.engine.delete(vb_id, key, 0)
+        if key in history.state():
+            history.versions.append((key, None))
+            assert (status, seqno) == (0, len(history.versions))
+        else:
+            assert status == 1
+
+    @rule()
+    def commit(self) -> None:
+        self.node.commit()
+        self.durable = copy.deepcopy(self.live)
+
+    @rule(part=st.floats(0, 1, exclude_max=True))
+    def crash_before_sync(self, part: float) -> None:
+        """The process dies between taking a group and the end of its sync; some of it is left."""
+        group = self.node.engine.take_group()
+        if group is not None:
+            self.node.device.append(group.record)
+            keep_bytes = int(len(group.record) * part)
+            self.crash(keep_bytes)
+            assert (self.node.torn is not None) == (keep_bytes > 0)
+
+    @precondition(lambda self: not self.merging)
+    @rule()
+    def begin_merge(self) -> None:
+        self.commit()
+        self.node.begin_merge()
+        self.merging = True
+
+    @precondition(lambda self: self.merging)
+    @rule()
+    def end_merge(self) -> None:
+        self.node.end_merge()
+        self.merging = False
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
+    def branch(self, vb_id: int, part: float) -> None:
+        history = self.live[vb_id]
+        seqno = int(len(history.versions) * part)
+        branch = self.node.engine.branch(vb_id, seqno)
+        assert branch.undone_seqnos == len(history.versions) - seqno
+        assert branch.undone_keys == len({key for key, _ in history.versions[seqno:]})
+        del history.versions[seqno:]
+        kept = [(uuid, at) for uuid, at in history.branches if at <= seqno]
+        history.branches = [(branch.failover.current.vb_uuid, seqno), *kept][:25]
+
+    @rule(vb_id=st.sampled_from(VBUCKETS))
+    def branch_above_the_end(self, vb_id: int) -> None:
+        try:
+            self.node.engine.branch(vb_id, len(self.live[vb_id].versions) + 1)
+        except BranchRefusedError as error:
+            assert f"vb {vb_id}" in str(error)  # noqa: PT017 - the refusal must name the partition
+        else:
+            raise AssertionError("a branch began where nothing is")
+
+    @rule(keep_bytes=st.just(0))
+    def crash(self, keep_bytes: int) -> None:
+        self.node.crash(keep_bytes)
+        self.live = copy.deepcopy(self.durable)
+        self.merging = False
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), bytes_max=st.integers(1, 300))
+    def stream(self, vb_id: int, part: float, bytes_max: int) -> None:
+        """Whoever holds the state as of any seqno reaches the newest committed one."""
+        engine = self.node.engine
+        committed = engine.partitions[vb_id].committed_seqno
+        history = self.live[vb_id]
+        start = int(committed * part)
+        if start == committed:
+            return
+        state = history.state(start)
+        skip = engine.superseded(vb_id, start + 1, committed)
+        frames: list[bytes] = []
+        seqno = start + 1
+        while seqno <= committed:
+            batch = engine.frames(vb_id, seqno, committed, OPAQUE, skip, bytes_max)
+            frames += batch.frames
+            assert batch.wire_bytes == sum(map(len, batch.frames))
+            assert batch.next_seqno > seqno
+            seqno = batch.next_seqno
+        seqnos, keys = [], []
+        for frame in FrameDecoder().feed(b"".join(frames)):
+            assert (frame.vb_id, frame.opaque) == (vb_id, int.from_bytes(OPAQUE, "big"))
+            keys.append(frame.key)
+            if frame.opcode == Opcode.DCP_MUTATION:
+                state[frame.key] = frame.value
+                seqnos.append(parse_mutation(frame).by_seqno)
+            else:
+                state.pop(frame.key, None)
+                seqnos.append(parse_deletion(frame).by_seqno)
+        assert seqnos == sorted(set(seqnos))
+        assert seqnos[-1] == committed
+        assert len(keys) == len(set(keys)), "a snapshot shows a key once"
+        assert state == history.state(committed)
+
+    @invariant()
+    def everything_equals_the_model(self) -> None:
+        engine = self.node.engine
+        for vb_id, history in self.live.items():
+            state = history.state()
+            part = engine.partitions[vb_id]
+            assert part.high_seqno == len(history.versions)
+            assert part.committed_seqno <= part.high_seqno
+            assert part.item_count == len(state)
+            assert part.failover.pairs() == history.branches
+            for key in KEYS:
+                found = engine.get(vb_id, key)
+                value = found.value if isinstance(found, Document) else None
+                assert value == state.get(key)
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestEngine = EngineMachine.TestCase

@@ -1,0 +1,610 @@
+"""The engine: batches of operations in, one log record per commit group out. Sans-IO.
+
+The shell that owns it works in this order, and the types keep it to that:
+
+    begin_batch(now)  store/delete/get ...   the operations of one read
+    take_group() -> Group                    everything since the last group, as one log record
+        the shell appends `record` to the log and syncs it
+    group_committed(group)                   answers that waited for group.number may leave,
+                                             streams of group.high_seqnos have something to send
+
+and, when `wants_freeze`, at a group boundary: freeze(), rotate the log, merge the sealed segments
+into the store, then merged(report) and drop_frozen() in slices.
+
+Invariants
+- an operation changes memory and `pending` together; nothing else ever reaches the log;
+- a group's number is one more than its predecessor's; at most the open group is unnumbered by the
+  log, groups commit in order;
+- what an answer observed was changed by a group <= the `last_group` of its partition, so an answer
+  that waits for that group never shows what a crash can take back;
+- streams read at or below `committed_seqno` only.
+
+Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid clock), rev_seqno
+(counts a document's revisions, deletes included) and failover tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Final, NamedTuple
+
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.history import FailoverLog
+from vbucket.entry import (
+    DELETION_ENTRY,
+    DELETION_EXTRAS_BYTES,
+    LOG_CONTROL,
+    META,
+    MUTATION_ENTRY,
+    MUTATION_EXTRAS_BYTES,
+    MUTATION_KEY_AT,
+    PREFIX_BYTES,
+    control_document,
+    head_of,
+    is_deleted,
+    key_of,
+    pack_control,
+    prev_seqno_of,
+    seqno_of,
+)
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.log import Recovery, TornTail, pack_group, split_entries
+from vbucket.merge import MergeReport
+from vbucket.partition import ABSENT, Partition, VbState
+from vbucket.store import FrameBatch, PartitionRecord, Store
+
+MUTATION: Final = int(Opcode.DCP_MUTATION)
+DELETION: Final = int(Opcode.DCP_DELETION)
+_PACK_MUTATION: Final = MUTATION_ENTRY.pack
+_PACK_DELETION: Final = DELETION_ENTRY.pack
+_UNPACK_META: Final = META.unpack_from
+_FLAGS_AT: Final = 52
+_EXPIRY_AT: Final = 56
+_NO_EXPIRY: Final = b"\0\0\0\0"
+
+NODE_CONTROL_VB: Final = 0xFFFF
+"""vbucket field of log entries that concern the node as a whole."""
+
+SET, ADD, REPLACE = 0, 1, 2
+"""Modes of `Engine.store`: whatever is there; only if absent; only if present."""
+
+Outcome = tuple[int, int, int]
+"""Status, CAS, seqno. CAS and seqno are 0 where nothing was changed."""
+
+_NOT_MY_VBUCKET: Final[Outcome] = (Status.NOT_MY_VBUCKET, 0, 0)
+_MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
+_EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
+_ABSENT_META: Final = (DELETION, 0, 0, 0, 0, 0, 0)
+
+
+class Document(NamedTuple):
+    """What a GET answers with. `flags` are the four bytes as stored."""
+
+    cas: int
+    flags: bytes
+    value: bytes
+    datatype: int
+
+
+class Group(NamedTuple):
+    """A commit group: everything that was applied since the one before."""
+
+    number: int
+    record: bytes
+    """The log record: append it and sync it, then call `group_committed`."""
+    high_seqnos: dict[int, int]
+    """vb -> high seqno of each partition that the group changed."""
+    branched: list[int]
+    """Partitions whose failover log the group changed."""
+    entries: int
+
+
+class BranchRefusedError(Exception):
+    """A history branch cannot begin there; the text says why."""
+
+
+class Branch(NamedTuple):
+    """A new partition version that an operator asked for."""
+
+    vb_id: int
+    failover: FailoverLog
+    seqno: int
+    undone_seqnos: int
+    undone_keys: int
+
+
+class Engine:
+    """All partitions of a node. See the module for the order of calls."""
+
+    def __init__(
+        self, store: Store, draw_uuid: Callable[[], int], memtable_bytes_max: int = 64 << 20
+    ) -> None:
+        self._store = store
+        self._draw_uuid = draw_uuid
+        self._memtable_bytes_max = memtable_bytes_max
+        records = store.partitions()
+        self.partitions: list[Partition] = []
+        for vb_id in range(NUM_VBUCKETS):
+            record = records[vb_id]
+            part = Partition(vb_id, FailoverLog.from_document(record.failover))
+            part.state = VbState(record.state)
+            part.high_seqno = part.committed_seqno = part.persisted_seqno = record.high_seqno
+            part.merged_seqno = record.high_seqno
+            part.purge_seqno = record.purge_seqno
+            part.history_floor = record.history_floor
+            part.max_cas = record.max_cas
+            part.item_count = record.item_count
+            self.partitions.append(part)
+        self.group = 1
+        """Number of the open group."""
+        self.committed_group = 0
+        self._pending: list[bytes] = []
+        self._touched: list[Partition] = []
+        self._branched: list[int] = []
+        self._in_flight: list[Group] = []
+        self._cas_floor = 0
+        self._now_s = 0
+        self.active_bytes = 0
+        self.frozen_bytes = 0
+        self.is_merging = False
+
+    # -- documents ---------------------------------------------------------------------------
+
+    def begin_batch(self, now_ns: int) -> None:
+        """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
+        self._cas_floor = now_ns & ~0xFFFF
+        self._now_s = now_ns // 1_000_000_000
+
+    def store(
+        self,
+        mode: int,
+        vb_id: int,
+        key: bytes,
+        body: bytes,
+        flags: int,
+        expiry: int,
+        datatype: int,
+        cas: int,
+    ) -> Outcome:
+        """Store a document. `body` is key and value, `expiry` absolute seconds (0 never).
+
+        A `cas` other than 0 must be the document's own.
+        """
+        part = self.partitions[vb_id]
+        if part.state != 1:
+            return _NOT_MY_VBUCKET
+        entry = part.newest.get(key)
+        if entry:
+            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = _UNPACK_META(entry)
+        else:
+            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = self._meta_below(part, key, entry)
+        if mode or cas:
+            if opcode == MUTATION and self._expire_if_due(part, key):
+                return self.store(mode, vb_id, key, body, flags, expiry, datatype, cas)
+            refusal = _refusal(mode, cas, old_cas, is_live=opcode == MUTATION)
+            if refusal is not None:
+                return refusal
+        if opcode != MUTATION:
+            part.item_count += 1
+        new_cas = self._cas_floor
+        if new_cas <= part.max_cas:
+            new_cas = part.max_cas + 1
+        part.max_cas = new_cas
+        part.high_seqno = seqno = part.high_seqno + 1
+        entry = (
+            _PACK_MUTATION(
+                prev_seqno, part.epoch, 0x80, MUTATION, len(key), MUTATION_EXTRAS_BYTES, datatype,
+                vb_id, MUTATION_EXTRAS_BYTES + len(body), 0, new_cas, seqno, rev_seqno + 1,
+                flags, expiry, 0, 0, 0,
+            )
+            + body
+        )  # fmt: skip
+        self._applied(part, key, entry)
+        return 0, new_cas, seqno
+
+    def delete(self, vb_id: int, key: bytes, cas: int) -> Outcome:
+        """Delete a document, leaving a tombstone with a seqno of its own."""
+        part = self.partitions[vb_id]
+        if part.state != 1:
+            return _NOT_MY_VBUCKET
+        if self._expire_if_due(part, key):
+            return _MISSING
+        entry = part.newest.get(key)
+        meta = _UNPACK_META(entry) if entry else self._meta_below(part, key, entry)
+        opcode, _, _, _, old_cas, prev_seqno, rev_seqno = meta
+        if opcode != MUTATION:
+            return _MISSING
+        if cas and cas != old_cas:
+            return _EXISTS
+        return self._delete(part, key, prev_seqno, rev_seqno)
+
+    def get(self, vb_id: int, key: bytes) -> Document | int:
+        """Return the newest applied document, or the status that says why there is none."""
+        part = self.partitions[vb_id]
+        if part.state != 1:
+            return Status.NOT_MY_VBUCKET
+        entry: bytes | None = part.newest.get(key)
+        if entry is None:
+            entry = self._entry_below(part, key)
+        if not entry:
+            return Status.KEY_ENOENT
+        opcode, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
+        if opcode != MUTATION:
+            return Status.KEY_ENOENT
+        if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self._expire_if_due(part, key):
+            return Status.KEY_ENOENT
+        return Document(
+            cas,
+            entry[_FLAGS_AT : _FLAGS_AT + 4],
+            entry[MUTATION_KEY_AT + key_bytes :],
+            datatype,
+        )
+
+    def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
+        part.item_count -= 1
+        new_cas = max(self._cas_floor, part.max_cas + 1)
+        part.max_cas = new_cas
+        part.high_seqno = seqno = part.high_seqno + 1
+        entry = (
+            _PACK_DELETION(
+                prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+                part.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno + 1, 0,
+            )
+            + key
+        )  # fmt: skip
+        self._applied(part, key, entry)
+        return 0, new_cas, seqno
+
+    def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
+        part.newest[key] = entry
+        part.active.entries.append(entry)
+        self._pending.append(entry)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+
+    def _meta_below(
+        self, part: Partition, key: bytes, entry: bytes | None
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
+        that the active layer does not hold; `entry` is what the active layer said."""
+        if entry is None:
+            frozen = part.frozen
+            if frozen is not None:
+                entry = frozen.newest.get(key)
+                if entry:
+                    return _UNPACK_META(entry)
+            if entry is None and part.merged_seqno:
+                meta = self._store.meta(part.vb_id, key)
+                if meta is not None:
+                    return (meta.opcode, 0, meta.datatype, 0, meta.cas, meta.seqno, meta.rev_seqno)
+        return _ABSENT_META
+
+    def _entry_below(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the newest version of a key from the frozen layer or the store."""
+        frozen = part.frozen
+        if frozen is not None:
+            entry = frozen.newest.get(key)
+            if entry is not None:
+                return entry
+        if part.merged_seqno:
+            meta = self._store.meta(part.vb_id, key)
+            if meta is not None and meta.opcode == MUTATION:
+                return self._store.entry(part.vb_id, meta.seqno)
+        return None
+
+    def _expire_if_due(self, part: Partition, key: bytes) -> bool:
+        """Delete a document whose time is over; the delete has its own seqno."""
+        entry = part.newest.get(key)
+        if entry is None:
+            entry = self._entry_below(part, key)
+        if not entry or is_deleted(entry):
+            return False
+        expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
+        if not expiry or expiry > self._now_s:
+            return False
+        _, _, _, _, _, seqno, rev_seqno = _UNPACK_META(entry)
+        self._delete(part, key, seqno, rev_seqno)
+        return True
+
+    # -- groups ------------------------------------------------------------------------------
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the open group holds anything."""
+        return bool(self._pending)
+
+    def take_group(self) -> Group | None:
+        """Close the open group and return it; None when there is nothing in it."""
+        if not self._pending:
+            return None
+        payload = b"".join(self._pending)
+        group = Group(
+            self.group,
+            pack_group(self.group, payload),
+            {part.vb_id: part.high_seqno for part in self._touched},
+            self._branched,
+            len(self._pending),
+        )
+        self.active_bytes += len(payload)
+        self._pending = []
+        self._touched = []
+        self._branched = []
+        self._in_flight.append(group)
+        self.group += 1
+        return group
+
+    def group_committed(self, group: Group, *, is_synced: bool = True) -> None:
+        """The group is in the log (and on disk, if `is_synced`): it may be seen now."""
+        assert self._in_flight, "a group commits after it was taken"
+        assert self._in_flight[0] is group, "groups commit in the order they were taken"
+        del self._in_flight[0]
+        self.committed_group = group.number
+        partitions = self.partitions
+        for vb_id, seqno in group.high_seqnos.items():
+            part = partitions[vb_id]
+            part.committed_seqno = seqno
+            if is_synced:
+                part.persisted_seqno = seqno
+
+    def synced(self) -> None:
+        """Everything that was committed without a sync is on disk now (`interval` durability)."""
+        for part in self.partitions:
+            part.persisted_seqno = part.committed_seqno
+
+    # -- versions and states -----------------------------------------------------------------
+
+    def branch(self, vb_id: int, at_seqno: int) -> Branch:
+        """Begin a new version of a partition at `at_seqno`; what follows is undone exactly.
+
+        Raises BranchRefusedError where the partition cannot go back there.
+        """
+        part = self.partitions[vb_id]
+        if at_seqno > part.high_seqno:
+            raise BranchRefusedError(
+                f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
+            )
+        if at_seqno < part.history_floor:
+            raise BranchRefusedError(
+                f"vb {vb_id} keeps every version from seqno {part.history_floor} only; "
+                f"it cannot go back to {at_seqno}"
+            )
+        before = part.high_seqno
+        failover = part.failover.branch(self._draw_uuid(), at_seqno, part.epoch)
+        undone_keys = self._roll_back(part, at_seqno)
+        part.set_failover(failover)
+        document: dict[str, object] = {
+            "kind": "failover",
+            "log": failover.to_document(),
+            "rollback_to": at_seqno,
+        }
+        self._pending.append(pack_control(vb_id, document))
+        self._branched.append(vb_id)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+        for group in self._in_flight:
+            if vb_id in group.high_seqnos:
+                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
+        return Branch(vb_id, failover, at_seqno, before - at_seqno, undone_keys)
+
+    def _roll_back(self, part: Partition, seqno: int) -> int:
+        """Undo what lies above `seqno` in memory; return how many keys changed back."""
+        first_changes = self._first_changes_after(part, seqno)
+        restored: dict[bytes, bytes] = {}
+        for key, prev_seqno in first_changes.items():
+            entry = self._entry_at(part, prev_seqno) if prev_seqno else ABSENT
+            assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
+            restored[key] = entry
+            was_live = self._is_live(part, key)
+            part.item_count += bool(entry and not is_deleted(entry)) - was_live
+        part.roll_back(seqno, restored)
+        return len(restored)
+
+    def _is_live(self, part: Partition, key: bytes) -> bool:
+        entry = part.newest.get(key)
+        if entry:
+            return not is_deleted(entry)
+        return self._meta_below(part, key, entry)[0] == MUTATION
+
+    def _first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
+        """Return, for every key that changed above `seqno`, the seqno of its version before."""
+        changes: dict[bytes, int] = {}
+        if part.merged_seqno > seqno:
+            changes = self._store.first_changes_after(part.vb_id, seqno, part.merged_seqno)
+        for layer in part.layers():
+            for entry in layer.between(max(seqno, part.merged_seqno) + 1, part.high_seqno):
+                prev_seqno = prev_seqno_of(entry)
+                if prev_seqno <= seqno:
+                    changes[key_of(entry)] = prev_seqno
+        return changes
+
+    def _entry_at(self, part: Partition, seqno: int) -> bytes | None:
+        """Return the version with exactly this seqno."""
+        if seqno <= part.merged_seqno:
+            return self._store.entry(part.vb_id, seqno)
+        for layer in part.layers():
+            for entry in layer.between(seqno, seqno):
+                return entry
+        return None
+
+    # -- streams -----------------------------------------------------------------------------
+
+    def frames(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: bytes,
+        skip: Container[int],
+        bytes_max: int,
+    ) -> FrameBatch:
+        """Return DCP frames of the versions in [start, end] that are not in `skip`, in order.
+
+        Stops after about `bytes_max`, with at least one frame. `next_seqno` of the answer is where
+        to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame.
+        """
+        part = self.partitions[vb_id]
+        assert end_seqno <= part.committed_seqno, "streams show what is committed"
+        if start_seqno <= part.merged_seqno:
+            return self._store.frames(
+                vb_id, start_seqno, min(end_seqno, part.merged_seqno), opaque, skip, bytes_max
+            )
+        frames: list[bytes] = []
+        size = 0
+        next_seqno = start_seqno
+        for layer in part.layers():
+            entries = layer.entries
+            for index in range(layer.position_of(next_seqno), len(entries)):
+                entry = entries[index]
+                seqno = seqno_of(entry)
+                if seqno > end_seqno:
+                    break
+                next_seqno = seqno + 1
+                if seqno in skip:
+                    continue
+                frames.append(entry[PREFIX_BYTES:24] + opaque + entry[28:])
+                size += len(entry) - PREFIX_BYTES
+                if size >= bytes_max:
+                    return FrameBatch(frames, next_seqno, size)
+        return FrameBatch(frames, end_seqno + 1, size)
+
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        part = self.partitions[vb_id]
+        old: set[int] = set()
+        if start_seqno <= part.merged_seqno:
+            old = self._store.superseded(vb_id, start_seqno, min(end_seqno, part.merged_seqno))
+        start_in_memory = max(start_seqno, part.merged_seqno + 1)
+        if start_in_memory <= end_seqno:
+            for layer in part.layers():
+                for entry in layer.between(start_in_memory, end_seqno):
+                    prev_seqno = prev_seqno_of(entry)
+                    if prev_seqno >= start_seqno:
+                        old.add(prev_seqno)
+        return old
+
+    # -- merging -----------------------------------------------------------------------------
+
+    @property
+    def wants_freeze(self) -> bool:
+        """Whether the memtable is large enough to be merged, and no merge is under way."""
+        return not self.is_merging and self.active_bytes >= self._memtable_bytes_max
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether merging has fallen so far behind that writers must wait for it."""
+        return self.active_bytes + self.frozen_bytes >= 4 * self._memtable_bytes_max
+
+    def freeze(self) -> None:
+        """Set the memtable aside for a merge. Only at a group boundary, nothing pending."""
+        assert not self._pending, "a freeze stands at a group boundary"
+        assert not self.is_merging
+        self.is_merging = True
+        for part in self.partitions:
+            part.freeze()
+        self.frozen_bytes, self.active_bytes = self.active_bytes, 0
+
+    def merged(self, report: MergeReport) -> None:
+        """The store holds what was frozen; reads below go there from now on."""
+        assert self.is_merging
+        self._store.refresh()
+        for vb_id, seqno in report.high_seqnos.items():
+            self.partitions[vb_id].become_merged(seqno)
+
+    def drop_frozen(self, first_vb: int, last_vb: int) -> None:
+        """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
+        assert self.is_merging
+        for vb_id in range(first_vb, last_vb):
+            self.partitions[vb_id].drop_frozen()
+        if last_vb == NUM_VBUCKETS:
+            self.frozen_bytes = 0
+            self.is_merging = False
+
+    # -- recovery ----------------------------------------------------------------------------
+
+    def replay(self, group: int, entries: Iterable[bytes]) -> None:
+        """Apply a group that the log holds and the store may not. Before serving only."""
+        partitions = self.partitions
+        for entry in entries:
+            head = head_of(entry)
+            self.active_bytes += head.entry_bytes
+            if head.opcode == LOG_CONTROL:
+                self._replay_control(head.vb_id, control_document(entry))
+                continue
+            part = partitions[head.vb_id]
+            key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
+            key = entry[key_at : key_at + head.key_bytes]
+            _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
+            assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
+            was_live = head.prev_seqno != 0 and self._is_live(part, key)
+            part.item_count += (head.opcode == MUTATION) - was_live
+            part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
+            part.max_cas = max(part.max_cas, cas)
+            part.newest[key] = entry
+            part.active.entries.append(entry)
+        self.group = group + 1
+        self.committed_group = group
+
+    def _replay_control(self, vb_id: int, document: dict[str, object]) -> None:
+        kind = document["kind"]
+        if kind == "failover":
+            part = self.partitions[vb_id]
+            rollback_to = document["rollback_to"]
+            if rollback_to is not None:
+                assert isinstance(rollback_to, int)
+                self._roll_back(part, rollback_to)
+            part.set_failover(FailoverLog.from_document(document["log"]))
+        elif kind == "state":
+            state = document["state"]
+            assert isinstance(state, int)
+            self.partitions[vb_id].state = VbState(state)
+        else:
+            # `durability` concerns the shell, which reads it from the node record.
+            assert kind == "durability", kind
+
+    def begin_new_versions(self) -> list[int]:
+        """Make a new version of every partition at its end: an unclean stop may have lost what
+        somebody had seen. Return the partitions; the entries are in the open group."""
+        return [self.branch(part.vb_id, part.high_seqno).vb_id for part in self.partitions]
+
+
+def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:
+    """Return why a conditional store is refused, or None. kv_engine's order of conditions."""
+    if not is_live:
+        return _MISSING if mode == REPLACE or cas else None
+    if mode == ADD or (cas and cas != old_cas):
+        return _EXISTS
+    return None
+
+
+
+
+def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:
+    """Return the records of a keyspace that begins: every partition active, at seqno 0."""
+    return {
+        vb_id: PartitionRecord(
+            state=VbState.ACTIVE,
+            high_seqno=0,
+            purge_seqno=0,
+            history_floor=0,
+            max_cas=0,
+            item_count=0,
+            epoch=0,
+            failover=FailoverLog.create(draw_uuid()).to_document(),
+        )
+        for vb_id in range(NUM_VBUCKETS)
+    }
+
+
+def replay_log(engine: Engine, recovery: Recovery) -> TornTail | None:
+    """Bring a new engine up to the log's end; return the torn tail that was cut, if any.
+
+    The log is synced before this returns: what was read may never have reached the disk, and what
+    is served must. Raises LogDamagedError, SyncFailedError.
+    """
+    for group in recovery.groups():
+        engine.replay(group.group, split_entries(group.payload))
+    return recovery.finish()

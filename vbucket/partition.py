@@ -1,0 +1,162 @@
+"""One partition: its seqnos, its failover log, and the part of its data that LMDB does not have.
+
+The engine owns 1,024 of these. A partition holds every version since the last merge twice by
+reference, never by copy: in seqno order (`entries`, for streams and for undoing) and the newest by
+key (`newest`, for documents). Both exist in two layers, because a merge works on a frozen layer
+while writes go on:
+
+    active   what came since the last freeze          newest wins
+    frozen   what the running merge puts into the store
+    store    what is merged: by_seqno up to `merged_seqno`, by_key
+
+Invariants
+- entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
+  from the moment they are written until the merge that covers them is done;
+- committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
+- `ABSENT` (b"") in a `newest` layer means: known not to exist, whatever lower layers say;
+- the store's versions above `merged_seqno` are not ours (a rollback undid them, and the merge that
+  will remove them has not run yet).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import IntEnum
+from typing import Final
+
+from failover.history import FailoverLog
+from vbucket.entry import seqno_of
+
+ABSENT: Final = b""
+
+
+class VbState(IntEnum):
+    """State of a partition on this node, numbered as on the wire."""
+
+    ACTIVE = 1
+    REPLICA = 2
+    PENDING = 3
+    DEAD = 4
+
+
+class Layer:
+    """A memtable layer of one partition."""
+
+    __slots__ = ("entries", "newest")
+
+    def __init__(self) -> None:
+        self.newest: dict[bytes, bytes] = {}
+        self.entries: list[bytes] = []
+
+    def position_of(self, seqno: int) -> int:
+        """Return the index of the first entry at or above `seqno`."""
+        entries = self.entries
+        if not entries:
+            return 0
+        # Seqnos are dense unless a de-duplicated backfill filled this layer.
+        guess = seqno - seqno_of(entries[0])
+        if guess <= 0:
+            return 0
+        if guess < len(entries) and seqno_of(entries[guess]) == seqno:
+            return guess
+        return bisect_left(entries, seqno, key=seqno_of)
+
+    def between(self, start_seqno: int, end_seqno: int) -> list[bytes]:
+        """Return the entries with start <= seqno <= end."""
+        return self.entries[self.position_of(start_seqno) : self.position_of(end_seqno + 1)]
+
+    def cut_above(self, seqno: int) -> None:
+        """Forget the entries above `seqno`; the caller puts `newest` right."""
+        del self.entries[self.position_of(seqno + 1) :]
+
+
+class Partition:
+    """See the module. Plain attributes: the engine's hot path reads and writes them directly."""
+
+    __slots__ = (
+        "active",
+        "committed_seqno",
+        "cut_seqno",
+        "epoch",
+        "failover",
+        "frozen",
+        "high_seqno",
+        "history_floor",
+        "item_count",
+        "last_group",
+        "max_cas",
+        "merged_seqno",
+        "newest",
+        "persisted_seqno",
+        "purge_seqno",
+        "state",
+        "vb_id",
+        "vb_uuid",
+    )
+
+    def __init__(self, vb_id: int, failover: FailoverLog) -> None:
+        self.vb_id = vb_id
+        self.state = VbState.ACTIVE
+        self.failover = failover
+        self.vb_uuid = failover.current.vb_uuid
+        self.epoch = failover.current.epoch
+        self.high_seqno = 0
+        self.committed_seqno = 0
+        self.persisted_seqno = 0
+        self.merged_seqno = 0
+        self.purge_seqno = 0
+        self.history_floor = 0
+        self.max_cas = 0
+        self.item_count = 0
+        self.last_group = 0
+        """The last commit group that changed the partition; answers wait for it."""
+        self.cut_seqno: int | None = None
+        """Where a rollback cut, since the last freeze; the merge under way knows nothing of it."""
+        self.active = Layer()
+        self.newest = self.active.newest
+        """The active layer's dictionary, one attribute nearer to the hot path."""
+        self.frozen: Layer | None = None
+
+    def set_failover(self, failover: FailoverLog) -> None:
+        """Take a failover log; its newest entry is the version from now on."""
+        self.failover = failover
+        self.vb_uuid = failover.current.vb_uuid
+        self.epoch = failover.current.epoch
+
+    def freeze(self) -> None:
+        """Make the active layer the frozen one. There must be none yet."""
+        assert self.frozen is None, "a merge of this partition is under way"
+        if self.active.entries or self.active.newest:
+            self.frozen = self.active
+            self.active = Layer()
+            self.newest = self.active.newest
+        self.cut_seqno = None
+
+    def become_merged(self, merged_seqno: int) -> None:
+        """The store now holds everything up to `merged_seqno` as it was at the freeze."""
+        if self.cut_seqno is not None:
+            merged_seqno = min(merged_seqno, self.cut_seqno)
+        self.merged_seqno = merged_seqno
+
+    def drop_frozen(self) -> None:
+        """Forget the frozen layer after `become_merged`."""
+        self.frozen = None
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers in seqno order."""
+        return (self.active,) if self.frozen is None else (self.frozen, self.active)
+
+    def roll_back(self, seqno: int, restored: dict[bytes, bytes]) -> None:
+        """Undo everything above `seqno`.
+
+        `restored` maps each key that changed above it to its entry as of `seqno`, or ABSENT.
+        """
+        assert self.history_floor <= seqno <= self.high_seqno
+        for layer in self.layers():
+            layer.cut_above(seqno)
+        self.newest.update(restored)
+        self.high_seqno = seqno
+        self.committed_seqno = min(self.committed_seqno, seqno)
+        self.persisted_seqno = min(self.persisted_seqno, seqno)
+        self.merged_seqno = min(self.merged_seqno, seqno)
+        self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
