@@ -1,0 +1,279 @@
+"""The load generator: a process of its own that drives our server and Redis in the same way.
+
+    python -m benchmarks.generator --protocol binary --port 11210 --connections 8 --in-flight 64
+
+Each connection sends a batch of `in-flight` operations, awaits all its answers, and sends the next.
+Requests are made before the clock starts; answers are counted, and each one's status is looked at,
+by slicing (benchmarks/answers.py). It prints one JSON document: operations a second, the latency
+of a batch (p50, p99, the longest), errors, and the generator's own share of a core: far below 1,
+or the figure is the generator's.
+
+With `--load` it writes the keys 0 to `--keys` - 1 once each instead, and stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from benchmarks import workload
+from benchmarks.answers import COUNTER, AnswerError
+from benchmarks.histogram import Histogram
+
+RECEIVE_BYTES: Final = 256 * 1024
+SOCKET_BUFFER_BYTES: Final = 1024 * 1024
+STALL_SECONDS: Final = 30.0  # a server that answers nothing for so long is given up
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to drive, and how."""
+
+    protocol: str
+    port: int
+    host: str = "127.0.0.1"
+    connections: int = 1
+    in_flight: int = 1
+    seconds: float = 5.0
+    warmup_seconds: float = 1.0
+    keys: int = 500_000
+    value_bytes: int = 128
+    prebuilt: int = 131_072
+    """Operations made before the clock starts, over all connections; they are sent in turn."""
+    seed: int = 1
+    load: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out; latencies are of whole batches, in microseconds."""
+
+    operations: int
+    seconds: float
+    operations_per_second: float
+    p50_us: int
+    p99_us: int
+    max_us: int
+    batches: int
+    errors: int
+    first_error: str
+    generator_cpu_share: float
+
+
+class Connection:
+    """One connection: at most one batch under way."""
+
+    def __init__(self, load: Load, batches: Iterator[tuple[bytes, int]]) -> None:
+        self.socket = socket.create_connection((load.host, load.port), timeout=STALL_SECONDS)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        self.counter = COUNTER[load.protocol]()
+        self.operations = 0  # of the batch under way
+        self.sent_ns = 0
+        self.unsent = memoryview(b"")
+        self._batches = batches
+        try:
+            if load.protocol == "binary":
+                open_session(self.socket)
+        except (AnswerError, OSError):
+            self.socket.close()
+            raise
+        self.socket.setblocking(False)
+
+    def send_next(self) -> bool:
+        """Send the next batch, as far as it goes; False when there is none."""
+        batch, self.operations = next(self._batches, (b"", 0))
+        if not batch:
+            return False
+        self.counter.begin(self.operations)
+        self.sent_ns = time.perf_counter_ns()
+        try:
+            sent = self.socket.send(batch)
+        except BlockingIOError:
+            sent = 0
+        self.unsent = memoryview(batch)[sent:]
+        return True
+
+    def send_rest(self) -> None:
+        self.unsent = self.unsent[self.socket.send(self.unsent) :]
+
+    def receive(self) -> bool:
+        """Take what has come; True when the batch is answered."""
+        chunk = self.socket.recv(RECEIVE_BYTES)
+        if not chunk:
+            raise AnswerError("the server closed the connection")
+        return self.counter.feed(chunk)
+
+
+def open_session(connection: socket.socket) -> None:
+    """Say HELLO, authenticate, select the bucket. Raises AnswerError when one is refused."""
+    connection.sendall(b"".join(workload.session_frames()))
+    for step in ("HELLO", "SASL_AUTH", "SELECT_BUCKET"):
+        head = _read_exactly(connection, 24)
+        body = _read_exactly(connection, int.from_bytes(head[8:12], "big"))
+        status = int.from_bytes(head[6:8], "big")
+        if head[0] != 0x81 or status:
+            raise AnswerError(f"{step} was answered with status 0x{status:02x} {body[:80]!r}")
+        granted = {int.from_bytes(body[at : at + 2], "big") for at in range(0, len(body), 2)}
+        if step == "HELLO" and not granted.issuperset(workload.FEATURES):
+            raise AnswerError(f"HELLO granted {sorted(granted)}, {workload.FEATURES} are needed")
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise AnswerError("the server closed the connection while the session was opened")
+        parts += part
+    return parts
+
+
+def batches_of(load: Load, place: int) -> Iterator[tuple[bytes, int]]:
+    """The batches of connection number `place`, each with its number of operations."""
+    pool = workload.values(load.seed, load.value_bytes)
+    if load.load:
+        indexes: range | list[int] = range(place, load.keys, load.connections)
+        sizes = itertools.chain(
+            itertools.repeat(load.in_flight, len(indexes) // load.in_flight),
+            [len(indexes) % load.in_flight],
+        )
+        return zip(workload.batches(load.protocol, indexes, load.in_flight, pool), sizes,
+                   strict=False)  # fmt: skip
+    rng = random.Random(load.seed * 1000 + place)
+    count = max(1, load.prebuilt // (load.connections * load.in_flight)) * load.in_flight
+    indexes = [rng.randrange(load.keys) for _ in range(count)]
+    made = list(workload.batches(load.protocol, indexes, load.in_flight, pool))
+    return itertools.cycle([(batch, load.in_flight) for batch in made])
+
+
+class Clock:
+    """When the warm-up ends and when all ends; what the measured part took."""
+
+    def __init__(self, load: Load) -> None:
+        start = time.perf_counter()
+        self.measure_from = start + (0 if load.load else load.warmup_seconds)
+        self.end = float("inf") if load.load else self.measure_from + load.seconds
+        self.is_measuring = False
+        self._began = (start, 0.0)
+
+    def tick(self, now: float) -> None:
+        if not self.is_measuring and now >= self.measure_from:
+            self.is_measuring = True
+            self._began = (now, time.process_time())
+
+    def spent(self) -> tuple[float, float]:
+        """Wall and processor seconds since measuring began."""
+        wall, cpu = self._began
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def run(load: Load) -> Result:
+    """Drive the server. Raises AnswerError or OSError when it does not play along."""
+    connections: list[Connection] = []
+    selector = selectors.DefaultSelector()
+    histogram = Histogram()
+    operations = 0
+    try:
+        connections.extend(
+            Connection(load, batches_of(load, place)) for place in range(load.connections)
+        )
+        clock = Clock(load)
+        for connection in connections:
+            if connection.send_next():
+                selector.register(connection.socket, _events(connection), connection)
+        while selector.get_map() and (now := time.perf_counter()) < clock.end:
+            clock.tick(now)
+            ready = selector.select(STALL_SECONDS)
+            if not ready:
+                raise AnswerError(f"the server answered nothing for {STALL_SECONDS:.0f} s")
+            for key, _ in ready:
+                connection = key.data
+                if connection.unsent:
+                    _drain(selector, connection)
+                if not _answered(connection):
+                    continue
+                if clock.is_measuring:
+                    operations += connection.operations
+                    histogram.add((time.perf_counter_ns() - connection.sent_ns) // 1000)
+                if not connection.send_next():
+                    selector.unregister(connection.socket)
+                elif connection.unsent:
+                    selector.modify(connection.socket, _events(connection), connection)
+        wall, cpu = clock.spent()
+    finally:
+        selector.close()
+        for connection in connections:
+            connection.socket.close()
+    counters = [connection.counter for connection in connections]
+    return Result(
+        operations, round(wall, 3), round(operations / wall, 1),
+        histogram.percentile(50), histogram.percentile(99), histogram.percentile(100),
+        len(histogram), sum(counter.errors for counter in counters),
+        next((counter.first_error for counter in counters if counter.first_error), ""),
+        round(cpu / wall, 3),
+    )  # fmt: skip
+
+
+def _events(connection: Connection) -> int:
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+
+
+def _drain(selector: selectors.BaseSelector, connection: Connection) -> None:
+    """Send more of a batch that the socket did not take at once."""
+    try:
+        connection.send_rest()
+    except BlockingIOError:
+        return
+    if not connection.unsent:
+        selector.modify(connection.socket, _events(connection), connection)
+
+
+def _answered(connection: Connection) -> bool:
+    try:
+        return connection.receive()
+    except BlockingIOError:
+        return False
+
+
+def parse_arguments(arguments: list[str]) -> Load:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.generator", description="Load generator for dcpd and Redis."
+    )
+    parser.add_argument("--protocol", choices=sorted(COUNTER), required=True)
+    parser.add_argument("--host", default=Load.host)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--connections", type=int, default=Load.connections)
+    parser.add_argument("--in-flight", type=int, default=Load.in_flight)
+    parser.add_argument("--seconds", type=float, default=Load.seconds)
+    parser.add_argument("--warmup-seconds", type=float, default=Load.warmup_seconds)
+    parser.add_argument("--keys", type=int, default=Load.keys, help="number of different keys")
+    parser.add_argument("--value-bytes", type=int, default=Load.value_bytes)
+    parser.add_argument("--prebuilt", type=int, default=Load.prebuilt)
+    parser.add_argument("--seed", type=int, default=Load.seed)
+    parser.add_argument("--load", action="store_true", help="write every key once, then stop")
+    return Load(**vars(parser.parse_args(arguments)))
+
+
+def main() -> int:
+    load = parse_arguments(sys.argv[1:])
+    try:
+        result = run(load)
+    except (AnswerError, OSError) as error:
+        print(f"generator: {load.host}:{load.port} ({load.protocol}): {error}", file=sys.stderr)
+        return 1
+    print(json.dumps({"load": asdict(load), "result": asdict(result)}))
+    return 1 if result.errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What the benchmarks write: keys, values and the bytes of requests, for both protocols.
+
+One operation is a change that is stored and can be followed: a SET on the binary protocol, a SET
+and an XADD to the key's stream in Redis. Keys and values are the same on both sides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from struct import Struct
+from typing import Final
+
+from vbucket.ids import vbucket_of
+
+HEADER: Final = Struct(">BBHBBHIIQ")
+SET_EXTRAS: Final = bytes(8)  # flags, expiry
+OP_SET: Final = 0x01
+OP_GET: Final = 0x00
+OP_HELLO: Final = 0x1F
+OP_SASL_AUTH: Final = 0x21
+OP_SELECT_BUCKET: Final = 0x89
+FEATURES: Final = (0x04, 0x08, 0x12)  # mutation tokens, SELECT_BUCKET, collections
+
+
+def key_of(index: int) -> bytes:
+    return b"key:%010d" % index
+
+
+def values(seed: int, value_bytes: int, count: int = 64) -> list[bytes]:
+    """Values to take in turn: text of random digits, without line ends, all of one length."""
+    rng = random.Random(seed)
+    return [bytes(rng.choices(b"0123456789abcdef", k=value_bytes)) for _ in range(count)]
+
+
+def frame(opcode: int, *, vb_id: int = 0, extras: bytes = b"", key: bytes = b"", value: bytes = b"",
+          opaque: int = 0) -> bytes:  # fmt: skip
+    """One request of the binary protocol."""
+    body = extras + key + value
+    head = HEADER.pack(0x80, opcode, len(key), len(extras), 0, vb_id, len(body), opaque, 0)
+    return head + body
+
+
+def session_frames() -> list[bytes]:
+    """What opens a session: HELLO, authentication, the bucket."""
+    features = b"".join(code.to_bytes(2, "big") for code in FEATURES)
+    return [
+        frame(OP_HELLO, key=b"benchmark", value=features),
+        frame(OP_SASL_AUTH, key=b"PLAIN", value=b"\0guest\0guest"),
+        frame(OP_SELECT_BUCKET, key=b"default"),
+    ]
+
+
+def binary_set(key: bytes, value: bytes) -> bytes:
+    return frame(OP_SET, vb_id=vbucket_of(key), extras=SET_EXTRAS, key=b"\0" + key, value=value)
+
+
+def binary_get(key: bytes) -> bytes:
+    return frame(OP_GET, vb_id=vbucket_of(key), key=b"\0" + key)
+
+
+def resp_command(*arguments: bytes) -> bytes:
+    parts = [b"*%d\r\n" % len(arguments)]
+    parts += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
+    return b"".join(parts)
+
+
+def stream_of(key: bytes) -> bytes:
+    """The Redis stream that carries the changes of a key: one for each partition."""
+    return b"stream:%d" % vbucket_of(key)
+
+
+def resp_set(key: bytes, value: bytes) -> bytes:
+    change = resp_command(b"XADD", stream_of(key), b"*", key, value)
+    return resp_command(b"SET", key, value) + change
+
+
+OPERATION: Final = {"binary": binary_set, "resp": resp_set}
+
+
+def batches(
+    protocol: str, indexes: Sequence[int], in_flight: int, value_pool: Sequence[bytes]
+) -> Iterator[bytes]:
+    """The requests for the keys `indexes`, `in_flight` operations to a batch."""
+    make = OPERATION[protocol]
+    for start in range(0, len(indexes), in_flight):
+        yield b"".join(
+            make(key_of(index), value_pool[(start + place) % len(value_pool)])
+            for place, index in enumerate(indexes[start : start + in_flight])
+        )
