@@ -31,8 +31,8 @@ import google_crc32c
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key
 from vbucket.device import UnknownFormatError
-from vbucket.entry import META, PREFIX_BYTES, key_of
-from vbucket.kvenv import KvEnv, KvReader, KvWrite, StoreDamagedError
+from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_of
+from vbucket.kvenv import KvEnv, KvReader, KvWrite, StoreDamagedError, StoreFailedError
 
 STORE_FORMAT_VERSION: Final = 1
 META_TABLE: Final = "meta"
@@ -44,12 +44,13 @@ TABLES: Final = (META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO
 """What a KvEnv for a store is made with."""
 
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
-"""opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of key and these."""
+"""opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of the key and these."""
 _NODE_KEY: Final = b"node"
 _CRC_BYTES: Final = 4
-_FLAGS_EXPIRY: Final = Struct(">52xII")
-"""Where the entry of a mutation has its flags and expiry."""
-_EXTRAS_LENGTH_AT: Final = PREFIX_BYTES + 4
+_OPCODE: Final = slice(OPCODE_AT, OPCODE_AT + 1)
+_DATATYPE: Final = slice(PREFIX_BYTES + 5, PREFIX_BYTES + 6)
+_CAS_TO_EXPIRY: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 48)
+_CAS_TO_REV_SEQNO: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 40)
 _crc32c = google_crc32c.value
 
 
@@ -357,22 +358,25 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
 
 
 def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
-    """Write a partition's failover log. Raises KeyError when there is no such partition."""
+    """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
     record = StoreView(write).partition(vb_id)
     if record is None:
-        raise KeyError(vb_id)
+        raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
     put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
 
 
-def by_key_item(vb_prefix: bytes, entry: bytes) -> tuple[bytes, bytes]:
-    """Return key and value of the by_key record for an entry; `vb_prefix` is the id, 2 bytes."""
-    opcode, key_bytes, datatype, _, cas, seqno, rev_seqno = META.unpack_from(entry)
-    flags, expiry = _FLAGS_EXPIRY.unpack_from(entry) if opcode == Opcode.DCP_MUTATION else (0, 0)
-    key_at = PREFIX_BYTES + 24 + entry[_EXTRAS_LENGTH_AT]
-    key = vb_prefix + entry[key_at : key_at + key_bytes]
-    record = BY_KEY_RECORD.pack(opcode, datatype, cas, seqno, rev_seqno, flags, expiry, 0)[:-4]
-    crc: int = _crc32c(key + record)
-    return key, record + crc.to_bytes(4, "big")
+def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, bytes]:
+    """Return key and value of the by_key record for an entry; `vb_prefix` is the id, 2 bytes.
+
+    The record's fields stand in the entry in the same order, so they are copied, not decoded.
+    """
+    full_key = vb_prefix + key
+    if entry[OPCODE_AT] == Opcode.DCP_MUTATION:
+        record = entry[_OPCODE] + entry[_DATATYPE] + entry[_CAS_TO_EXPIRY]
+    else:
+        record = entry[_OPCODE] + entry[_DATATYPE] + entry[_CAS_TO_REV_SEQNO] + bytes(8)
+    crc: int = _crc32c(full_key + record)
+    return full_key, record + crc.to_bytes(4, "big")
 
 
 def _checked_meta(full_key: bytes, value: bytes) -> StoredMeta:

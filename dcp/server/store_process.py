@@ -1,0 +1,241 @@
+"""The store process: the only writer of the store while a server runs.
+
+The server starts it, tells it which sealed segments to merge, and goes on answering; LMDB's write
+lock and the GIL that py-lmdb gives up on every put stay out of the event loop. `StoreProcess` is
+the server's end, `main` is the child's (`python -m dcp.server.store_process`).
+
+    message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
+    request = {"id", "op": "merge" | "failover", ...}
+    reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
+
+Invariants
+- requests are handled one after another, in order;
+- a request happens wholly or not at all, whenever the child dies;
+- the child never outlives its server with effect: it is killed with it (Linux), ends at the end of
+  its stdin, and commits nothing once its parent is another; until it is gone it holds the folder's
+  lock, so that no new server opens the folder beside it.
+
+The child imports no asyncio: it has to be there in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import cbor2
+
+from dcp.server.folder import log_path, store_path
+from vbucket.block import BlockDamagedError
+from vbucket.device import UnknownFormatError
+from vbucket.device_files import read_segment
+from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
+from vbucket.log import LogDamagedError
+from vbucket.merge import MergeRefusedError, MergeReport, merge
+from vbucket.store import TABLES, RecordDamagedError, put_failover
+
+if TYPE_CHECKING:
+    import asyncio
+
+DEFAULT_NICE: Final = 5
+MESSAGE_BYTES_MAX: Final = 16 << 20
+_LENGTH: Final = struct.Struct(">I")
+_PR_SET_PDEATHSIG: Final = 1
+_ERRORS: Final[dict[str, type[Exception]]] = {
+    error.__name__: error
+    for error in (
+        BlockDamagedError, LogDamagedError, MergeRefusedError, RecordDamagedError,
+        StoreDamagedError, StoreFailedError, StoreFullError, UnknownFormatError,
+    )
+}  # fmt: skip
+"""Errors that a request may end with and the child survives."""
+
+
+class StoreProcessDiedError(Exception):
+    """The store process ended unexpectedly. What it was doing did not happen; start another."""
+
+
+class StoreProcess:
+    """The server's end of a running store process. Made by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        import asyncio
+
+        self._process = process
+        self._turn = asyncio.Lock()
+        self._last_id = 0
+
+    @classmethod
+    async def start(
+        cls,
+        data_path: Path,
+        lock_fd: int,
+        *,
+        nice: int = DEFAULT_NICE,
+        map_size_bytes: int = MAP_SIZE_BYTES,
+    ) -> StoreProcess:
+        """Start a store process for a data folder whose lock `lock_fd` holds.
+
+        It runs `nice` steps below the server. Call it on a thread that lives as long as the
+        server: on Linux the child is killed when that thread ends.
+        """
+        import asyncio
+
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "dcp.server.store_process",
+            str(data_path), str(os.getpid()), str(nice), str(map_size_bytes),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(lock_fd,),
+        )  # fmt: skip
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    async def merge(self, segments: list[int]) -> MergeReport:
+        """Merge sealed segments; durable on return.
+
+        Raises what vbucket.merge.merge raises (LogDamagedError for a segment that is not there),
+        and StoreProcessDiedError.
+        """
+        result = await self._request({"op": "merge", "segments": segments})
+        return MergeReport(*result)
+
+    async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
+        """Write a partition's failover log; after the requests before it. Raises as `merge`."""
+        await self._request({"op": "failover", "vb": vb_id, "log": log})
+
+    async def stop(self) -> None:
+        """End the child after the requests it has; return when it has gone. May be repeated."""
+        async with self._turn:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        """End the child at once; what it was doing does not happen. `stop` waits for its end."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _request(self, request: dict[str, Any]) -> Any:
+        async with self._turn:
+            self._last_id += 1
+            request_id = request["id"] = self._last_id
+            try:
+                reply = await self._exchange(request)
+                # A request that was cancelled has left its reply behind.
+                while reply["id"] != request_id:
+                    reply = await self._read()
+            except (EOFError, ConnectionError) as error:
+                status = await self._process.wait()
+                raise StoreProcessDiedError(
+                    f"the store process {self.pid} ended with status {status} during "
+                    f"{request['op']!r}; nothing of it was stored. Start another one"
+                ) from error
+        if "error" in reply:
+            raise _ERRORS[reply["error"]](reply["text"])
+        return reply["result"]
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        stdin = self._process.stdin
+        assert stdin is not None
+        if stdin.is_closing():
+            raise ConnectionResetError("the store process was stopped")
+        stdin.write(_pack(request))
+        await stdin.drain()
+        return await self._read()
+
+    async def _read(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        (length,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+        reply: dict[str, Any] = cbor2.loads(await stdout.readexactly(length))
+        return reply
+
+
+def handle(
+    env: KvEnv, log_folder: Path, request: dict[str, Any], before_commit: Callable[[], None]
+) -> dict[str, Any]:
+    """Do what a request says and return the reply; every error of `_ERRORS` becomes one."""
+    try:
+        if request["op"] == "merge":
+            segments = (
+                (number, read_segment(log_folder, number)) for number in request["segments"]
+            )
+            return {
+                "id": request["id"],
+                "result": merge(env, segments, before_commit=before_commit),
+            }
+        assert request["op"] == "failover", request
+        with env.write() as write:
+            put_failover(write, request["vb"], request["log"])
+            before_commit()
+    except tuple(_ERRORS.values()) as error:
+        return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
+    return {"id": request["id"], "result": None}
+
+
+def main(arguments: list[str]) -> None:
+    """Serve requests until stdin ends. Arguments: data folder, parent's pid, nice, map size."""
+    data_path, parent_pid, nice, map_size_bytes = Path(arguments[0]), *map(int, arguments[1:])
+
+    def end_without_parent() -> None:
+        if os.getppid() != parent_pid:
+            raise SystemExit("the store process lost its server and stores nothing more")
+
+    # The terminal's Ctrl-C and a service manager's SIGTERM go to both processes; this one ends
+    # when the server has finished with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    end_without_parent()  # it may have died before the line above
+    os.nice(nice)
+    env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    while (request := _read_message(stdin)) is not None:
+        reply = handle(env, log_path(data_path), request, end_without_parent)
+        stdout.write(_pack(reply))
+        stdout.flush()
+    env.close()
+
+
+def _sealed(log_folder: Path, segment: int) -> bytes:
+    try:
+        return read_segment(log_folder, segment)
+    except KeyError:
+        raise LogDamagedError(
+            f"log segment {segment} is missing in {log_folder}; put the file back, or restore the "
+            "data folder from a backup"
+        ) from None
+
+
+def _pack(message: dict[str, Any]) -> bytes:
+    data = cbor2.dumps(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read_message(stream: BinaryIO) -> dict[str, Any] | None:
+    """Return the next message, None at the end of the stream or in the middle of one."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    assert length <= MESSAGE_BYTES_MAX, f"a request of {length} bytes"
+    data = stream.read(length)
+    if len(data) < length:
+        return None
+    message: dict[str, Any] = cbor2.loads(data)
+    return message
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
