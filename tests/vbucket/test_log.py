@@ -1,0 +1,235 @@
+"""The log's records: what is found again, what is cut, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vbucket.device import (
+    SEGMENT_HEADER,
+    SEGMENT_HEADER_BYTES,
+    UnknownFormatError,
+    pack_segment_header,
+)
+from vbucket.device_memory import MemoryLogDevice
+from vbucket.entry import pack_control, pack_deletion, pack_mutation
+from vbucket.log import (
+    RECORD_BYTES,
+    LogDamagedError,
+    ScannedGroup,
+    TornTail,
+    pack_group,
+    recover,
+    scan_segment,
+    split_entries,
+)
+
+HEADER = SEGMENT_HEADER_BYTES
+PAYLOADS = [b"first", b"", b"the third group", b"4"]
+
+
+def segment_of(payloads: list[bytes], *, number: int = 1, first_group: int = 1) -> bytes:
+    records = [pack_group(first_group + i, payload) for i, payload in enumerate(payloads)]
+    return pack_segment_header(number, 0) + b"".join(records)
+
+
+def ends_of(payloads: list[bytes]) -> list[int]:
+    """Positions at which a cut leaves whole groups only."""
+    ends = [HEADER]
+    for payload in payloads:
+        ends.append(ends[-1] + RECORD_BYTES + len(payload))
+    return ends
+
+
+@given(st.lists(st.binary(max_size=200), max_size=8), st.integers(1, 2**63))
+def test_groups_come_back_as_they_were_packed(payloads: list[bytes], first_group: int) -> None:
+    data = segment_of(payloads, first_group=first_group)
+    ends = ends_of(payloads)
+    wanted = [ScannedGroup(first_group + i, p, ends[i + 1]) for i, p in enumerate(payloads)]
+    assert list(scan_segment(data, 1)) == wanted
+    assert list(scan_segment(data, 1, is_newest=True, group_before=first_group - 1)) == wanted
+
+
+def test_every_cut_of_the_newest_segment_is_a_clean_end_or_a_torn_tail() -> None:
+    data = segment_of(PAYLOADS)
+    ends = ends_of(PAYLOADS)
+    for size in range(HEADER, len(data) + 1):
+        groups = list(scan_segment(data[:size], 1, is_newest=True))
+        whole = sum(end <= size for end in ends) - 1
+        assert [group.payload for group in groups] == PAYLOADS[:whole]
+        if size not in ends:
+            with pytest.raises(
+                LogDamagedError, match=f"segment 1 is damaged at byte {ends[whole]}"
+            ):
+                list(scan_segment(data[:size], 1))
+
+
+@pytest.mark.parametrize("filler", [b"\x00" * 300, b"\xff" * 40, b"\xdc\x9d\x10\x6e" * 9])
+def test_garbage_after_the_last_group_is_a_torn_tail(filler: bytes) -> None:
+    data = segment_of(PAYLOADS)
+    groups = list(scan_segment(data + filler, 1, is_newest=True))
+    assert [group.payload for group in groups] == PAYLOADS
+    assert groups[-1].end == len(data)
+
+
+def test_every_flipped_bit_is_cut_or_refused_and_never_read() -> None:
+    data = segment_of(PAYLOADS)
+    last_group_at = ends_of(PAYLOADS)[-2]
+    for position in range(len(data)):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            with pytest.raises((LogDamagedError, UnknownFormatError)):
+                list(scan_segment(bytes(flipped), 1))
+            if position < last_group_at:
+                with pytest.raises((LogDamagedError, UnknownFormatError)):
+                    list(scan_segment(bytes(flipped), 1, is_newest=True))
+            else:
+                found = list(scan_segment(bytes(flipped), 1, is_newest=True))
+                assert [group.payload for group in found] == PAYLOADS[:-1]
+
+
+@pytest.mark.parametrize("size", range(HEADER))
+def test_a_header_that_is_cut_short_is_damage(size: int) -> None:
+    with pytest.raises(LogDamagedError, match=f"cut short to {size} bytes"):
+        list(scan_segment(segment_of([])[:size], 1, is_newest=True))
+
+
+def test_a_segment_under_another_number_is_damage() -> None:
+    with pytest.raises(LogDamagedError, match="says that it is segment 1"):
+        list(scan_segment(segment_of(PAYLOADS), 2))
+
+
+def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
+    header = SEGMENT_HEADER.pack(b"dcpd-log", 2, 0, 1, 0, 0)
+    with pytest.raises(UnknownFormatError, match=r"version 2, .* use the version"):
+        list(scan_segment(header, 1))
+
+
+def test_group_numbers_that_jump_are_damage() -> None:
+    data = segment_of([b"a"]) + pack_group(3, b"c")
+    with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
+        list(scan_segment(data, 1))
+    with pytest.raises(LogDamagedError, match="group 1 follows group 7"):
+        list(scan_segment(segment_of([b"a"]), 1, group_before=7))
+
+
+def test_a_stored_log_record_in_a_torn_value_is_not_taken_for_one_of_ours() -> None:
+    old_record = pack_group(1, b"somebody stored a log file as a value")
+    data = segment_of([b"a", b"b"])
+    torn = pack_group(3, b"value: " + old_record + b" and more")[:-1]
+    assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
+
+
+def test_without_a_sync_per_group_a_hole_is_cut_with_what_follows() -> None:
+    data = bytearray(segment_of(PAYLOADS))
+    data[HEADER + 1] ^= 1
+    assert list(scan_segment(bytes(data), 1, is_newest=True, is_synced_per_group=False)) == []
+
+
+# -- entries -------------------------------------------------------------------------------------
+
+ENTRIES = [
+    pack_mutation(vb_id=3, key=b"\x00k", value=b"value", cas=1, seqno=1, rev_seqno=1),
+    pack_deletion(vb_id=3, key=b"\x00k", cas=2, seqno=2, rev_seqno=2, prev_seqno=1),
+    pack_control(3, {"kind": "state", "state": 1}),
+    pack_mutation(vb_id=3, key=b"\x00", value=b"", cas=3, seqno=3, rev_seqno=1),
+]
+
+
+@given(st.lists(st.sampled_from(ENTRIES)))
+def test_a_payload_splits_into_its_entries(entries: list[bytes]) -> None:
+    assert split_entries(b"".join(entries)) == entries
+
+
+def test_a_payload_whose_lengths_do_not_add_up_is_refused() -> None:
+    payload = b"".join(ENTRIES)
+    good = {0}
+    for entry in ENTRIES:
+        good.add(max(good) + len(entry))
+    for size in range(len(payload) + 1):
+        if size in good:
+            assert b"".join(split_entries(payload[:size])) == payload[:size]
+        else:
+            with pytest.raises(LogDamagedError, match="do not add up"):
+                split_entries(payload[:size])
+
+
+# -- recovery ------------------------------------------------------------------------------------
+
+
+def device_with(*segments: list[bytes]) -> MemoryLogDevice:
+    device = MemoryLogDevice()
+    group = 0
+    for payloads in segments:
+        device.rotate()
+        for payload in payloads:
+            group += 1
+            device.append(pack_group(group, payload))
+    return device
+
+
+def test_recovery_reads_all_segments_after_the_merged_one() -> None:
+    device = device_with([b"a", b"b"], [b"c"], [], [b"d"])
+    recovery = recover(device, 1)
+    found = [(group.segment, group.group, group.payload) for group in recovery.groups()]
+    assert found == [(2, 3, b"c"), (4, 4, b"d")]
+    assert recovery.last_group == 4
+    assert recovery.finish() is None
+
+
+@pytest.mark.parametrize("kept", range(RECORD_BYTES + 4))
+def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
+    device = device_with([b"a"], [b"b"])
+    device.sync()
+    device.append(pack_group(3, b"torn"))
+    after = device.crash(keep_unsynced_bytes=kept)
+    recovery = recover(after, 0)
+    assert [group.payload for group in recovery.groups()] == [b"a", b"b"]
+    good = HEADER + RECORD_BYTES + 1
+    assert recovery.finish() == (TornTail(2, good, kept) if kept else None)
+    after.append(pack_group(recovery.last_group + 1, b"again"))
+    again = recover(after, 0)
+    assert [group.payload for group in again.groups()] == [b"a", b"b", b"again"]
+
+
+def test_recovery_syncs_what_it_has_read() -> None:
+    device = device_with([b"a"])
+    assert device.unsynced_bytes
+    recovery = recover(device, 0)
+    list(recovery.groups())
+    recovery.finish()
+    assert device.unsynced_bytes == 0
+
+
+def test_finish_before_all_groups_were_read_is_a_fault() -> None:
+    with pytest.raises(AssertionError):
+        recover(device_with([b"a"]), 0).finish()
+
+
+@pytest.mark.parametrize(("after_segment", "missing"), [(0, 1), (5, 6)])
+def test_a_missing_segment_is_damage(after_segment: int, missing: int) -> None:
+    device = device_with([b"a"], [b"b"], [b"c"])
+    device.delete(1)
+    with pytest.raises(LogDamagedError, match=f"log segment {missing} is missing"):
+        recover(device, after_segment)
+
+
+def test_an_empty_log_beside_a_store_is_damage() -> None:
+    with pytest.raises(LogDamagedError, match="log segment 1 is missing"):
+        recover(MemoryLogDevice(), 0)
+
+
+def test_a_sealed_segment_that_lost_whole_groups_is_damage() -> None:
+    device = device_with([b"a", b"b"], [])
+    device.truncate(1, HEADER + RECORD_BYTES + 1)
+    with pytest.raises(LogDamagedError, match="when it was sealed"):
+        list(recover(device, 0).groups())
+
+
+def test_a_flipped_bit_in_a_sealed_segment_is_damage() -> None:
+    device = device_with([b"a", b"b"], [b"c"])
+    device.flip(1, device.read(1).index(b"b", HEADER))
+    with pytest.raises(LogDamagedError, match="segment 1 is damaged at byte"):
+        list(recover(device, 0).groups())
