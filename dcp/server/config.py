@@ -1,0 +1,405 @@
+"""Settings of the server: one table, three sources, refusals that say what to do.
+
+The class body of `Settings` is the table: name, type, default, and with `Option` what it means and
+what is allowed. The command line, the environment, the TOML file, `dcpd --help` and the messages
+are all made from it. A later source wins: file < DCPD_* variables < flags.
+
+A key is a field's name; a field that ends in `_s` is a duration, its key has no `_s` because its
+value carries the unit (`sync_interval = "250ms"`).
+
+Nothing here reads files or the environment except `read_config_file`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+from dcp.wire.frame import MAX_VALUE_BYTES
+
+ENV_PREFIX: Final = "DCPD_"
+ENV_CONFIG: Final = "DCPD_CONFIG"
+"""Names the TOML file where --config does not."""
+
+SIZE_UNITS: Final = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+_NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
+
+class ConfigError(Exception):
+    """A setting is unknown or not allowed; the text says where, what and what to write instead."""
+
+
+class Option(NamedTuple):
+    """What a setting means and what it may be."""
+
+    doc: str
+    parse: Callable[[object, Option], Any]
+    metavar: str
+    minimum: float = 0
+    maximum: float = 0
+    choices: tuple[str, ...] = ()
+    zero_means: str = ""
+    """What 0 says where it lies outside of minimum to maximum."""
+
+
+class ConfigFile(NamedTuple):
+    """A TOML file that was read."""
+
+    path: str
+    document: Mapping[str, object]
+
+
+class Resolved(NamedTuple):
+    """Settings, and for each key that was given who gave it."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+# -- values: each reader takes what a source gave, raises ValueError with the reason ---------------
+
+
+def _read_host(value: object, _option: Option) -> str:
+    if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
+        raise ValueError("must be an address or a host name")
+    if value == "*":
+        raise ValueError("must be an address; all of this machine's are 0.0.0.0 (or :: for IPv6)")
+    return value
+
+
+def _read_path(value: object, _option: Option) -> Path:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be the path of a folder")
+    return Path(value).expanduser()
+
+
+def _read_choice(value: object, option: Option) -> str:
+    if value in option.choices:
+        return str(value)
+    raise ValueError(f"must be one of {', '.join(option.choices)}{_suggestion(value, option)}")
+
+
+def _read_count(value: object, option: Option) -> int:
+    text = str(value).strip()
+    is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
+    if not is_number or not option.minimum <= int(text[:20]) <= option.maximum:
+        raise ValueError(
+            f"must be a whole number from {option.minimum:.0f} to {option.maximum:.0f}"
+        )
+    return int(text)
+
+
+def _read_size(value: object, option: Option) -> int:
+    number, unit = _number_and_unit(value)
+    if number is None or unit.lower() not in SIZE_UNITS:
+        raise ValueError('must be a size such as 1048576, "16MB" or "16MiB"')
+    return int(_in_range(number * SIZE_UNITS[unit.lower()], option, size_text))
+
+
+def _read_duration(value: object, option: Option) -> float:
+    number, unit = _number_and_unit(value)
+    if number == 0 and unit in {"", *DURATION_UNITS}:
+        return _in_range(0.0, option, duration_text)
+    if number is None or unit not in DURATION_UNITS:
+        raise ValueError('must be a duration with its unit, such as "250ms", "10s" or "5m"')
+    return _in_range(number * DURATION_UNITS[unit], option, duration_text)
+
+
+def _number_and_unit(value: object) -> tuple[float | None, str]:
+    if isinstance(value, bool):
+        return None, ""
+    found = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+    return (float(found[1]), found[2]) if found else (None, "")
+
+
+def _in_range(number: float, option: Option, text_of: Callable[[float], str]) -> float:
+    if option.minimum <= number <= option.maximum or (number == 0 and option.zero_means):
+        return number
+    zero = f", or 0 for {option.zero_means}" if option.zero_means else ""
+    raise ValueError(f"must be from {text_of(option.minimum)} to {text_of(option.maximum)}{zero}")
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size as people write it: 67108864 is 64MiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        factor = SIZE_UNITS[unit.lower()]
+        if size_bytes >= factor and size_bytes % factor == 0:
+            return f"{size_bytes / factor:.0f}{unit}"
+    return f"{size_bytes:.0f}"
+
+
+def duration_text(duration_s: float) -> str:
+    """Return a duration as people write it: 0.25 is 250ms."""
+    for unit in ("d", "h", "m", "s", "ms"):
+        count = round(duration_s / DURATION_UNITS[unit], 6)
+        if count >= 1 and count == int(count):
+            return f"{count:.0f}{unit}"
+    return f"{duration_s / DURATION_UNITS['us']:.0f}us" if duration_s else "0"
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one server. Sizes are bytes, durations seconds."""
+
+    host: Annotated[
+        str,
+        Option(
+            "Address to listen on. Other than loopback only once a user was added.",
+            _read_host,
+            "ADDRESS",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Option("Key-value port; 0 picks a free one.", _read_count, "PORT", 0, 65535)
+    ] = 11210
+    admin_port: Annotated[
+        int,
+        Option(
+            "Port of the admin interface (HTTP); 0 picks a free one, and so does the default where "
+            "it is taken.",
+            _read_count,
+            "PORT",
+            0,
+            65535,
+        ),
+    ] = 8091
+    data: Annotated[
+        Path,
+        Option("Folder of the data; made when missing.", _read_path, "DIR"),
+    ] = Path("dcpd-data")
+    durability: Annotated[
+        Literal["commit", "interval", "none"],
+        Option(
+            "When an answer says 'stored': commit, after it is on disk; interval, at once, with a "
+            "sync every --sync-interval; none, at once, the operating system writes when it likes.",
+            _read_choice,
+            "WHEN",
+            choices=("commit", "interval", "none"),
+        ),
+    ] = "commit"
+    sync_interval_s: Annotated[
+        float,
+        Option("Time between syncs (durability interval).", _read_duration, "TIME", 0.001, 3600),
+    ] = 1.0
+    memtable_bytes: Annotated[
+        int,
+        Option(
+            "Changes held in memory before they are merged into the store.",
+            _read_size,
+            "SIZE",
+            1 << 20,
+            64 << 30,
+        ),
+    ] = 64 << 20
+    map_size_bytes: Annotated[
+        int,
+        Option(
+            "Address space of the store: what it can grow to; it takes no disk or memory before.",
+            _read_size,
+            "SIZE",
+            64 << 20,
+            1 << 46,
+        ),
+    ] = 1 << 40
+    value_bytes_max: Annotated[
+        int, Option("Longest value.", _read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
+    ] = MAX_VALUE_BYTES
+    connections_max: Annotated[
+        int,
+        Option("Connections at a time; more are refused.", _read_count, "COUNT", 1, 1_000_000),
+    ] = 10_000
+    handshake_timeout_s: Annotated[
+        float,
+        Option(
+            "A connection that has not logged in by then is closed.",
+            _read_duration,
+            "TIME",
+            0.1,
+            3600,
+        ),
+    ] = 10.0
+    idle_timeout_s: Annotated[
+        float,
+        Option(
+            "A connection that sends nothing for so long is closed; 0 keeps it.",
+            _read_duration,
+            "TIME",
+            1,
+            30 * 86400,
+            zero_means="never",
+        ),
+    ] = 0.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Option(
+            "Least important events that are logged.",
+            _read_choice,
+            "LEVEL",
+            choices=("debug", "info", "warning", "error"),
+        ),
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "text", "json"],
+        Option(
+            "Form of the log on stderr; auto is text on a terminal and JSON otherwise.",
+            _read_choice,
+            "FORM",
+            choices=("auto", "text", "json"),
+        ),
+    ] = "auto"
+
+
+def _options() -> dict[str, tuple[str, Option]]:
+    hints = get_type_hints(Settings, include_extras=True)
+    return {
+        name.removesuffix("_s"): (name, hints[name].__metadata__[0])
+        for name in Settings.__struct_fields__
+    }
+
+
+OPTIONS: Final = _options()
+"""Key -> (field of Settings, its Option), in the order of `Settings`."""
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Return every key with its value as a user would write it."""
+    return {
+        key: _shown(option, getattr(settings, field)) for key, (field, option) in OPTIONS.items()
+    }
+
+
+def default_text(key: str) -> str:
+    """Return the default of a key as a user would write it."""
+    return shown(Settings())[key]
+
+
+def _shown(option: Option, value: Any) -> str:
+    if option.parse is _read_size:
+        return size_text(value)
+    if option.parse is _read_duration:
+        return duration_text(value)
+    return str(value)
+
+
+def flag_of(key: str) -> str:
+    """Return the flag of a key: admin_port is --admin-port."""
+    return "--" + key.replace("_", "-")
+
+
+# -- the sources -----------------------------------------------------------------------------------
+
+
+def resolve(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    file: ConfigFile | None = None,
+) -> Resolved:
+    """Make the settings of what the sources gave; `flags` has keys of OPTIONS.
+
+    Raises:
+        ConfigError: an unknown key or variable, or a value that is not allowed.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value, origin in [
+        *_given_by_file(file),
+        *_given_by_environment(environ),
+        *((key, value, flag_of(key)) for key, value in flags.items()),
+    ]:
+        field, option = OPTIONS[key]
+        try:
+            values[field] = option.parse(value, option)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: {value!r} {error}{_link_hint(value)}") from None
+        origins[key] = origin
+    settings = Settings(**values)
+    if settings.port == settings.admin_port != 0:
+        origin = origins.get("admin_port") or origins.get("port", "")
+        raise ConfigError(
+            f"{origin}: the key-value port and the admin port are both {settings.port}; "
+            "they must differ"
+        )
+    return Resolved(settings, origins)
+
+
+def read_config_file(path: str) -> ConfigFile:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    return ConfigFile(path, document)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address or name of a host can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _given_by_file(file: ConfigFile | None) -> list[tuple[str, object, str]]:
+    if file is None:
+        return []
+    for key in file.document:
+        if key not in OPTIONS:
+            raise ConfigError(f"{file.path}: unknown key {key!r}{_did_you_mean(key, OPTIONS)}")
+    return [(key, value, f"{file.path}: {key}") for key, value in file.document.items()]
+
+
+def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    variables = {ENV_PREFIX + key.upper(): key for key in OPTIONS}
+    given: list[tuple[str, object, str]] = []
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+            continue
+        if name not in variables:
+            raise ConfigError(
+                f"unknown environment variable {name}"
+                f"{_did_you_mean(name, variables)}{_link_hint(name)}"
+            )
+        given.append((variables[name], value, f"environment variable {name}"))
+    return given
+
+
+def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _suggestion(value: object, option: Option) -> str:
+    close = difflib.get_close_matches(str(value).lower(), option.choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _link_hint(text: object) -> str:
+    """Kubernetes gives every pod variables of the services around it: a service "dcpd" clashes."""
+    if isinstance(text, str) and (text.startswith("tcp://") or _KUBERNETES_LINK.search(text)):
+        return " (it looks like a Kubernetes service link: set enableServiceLinks to false)"
+    return ""

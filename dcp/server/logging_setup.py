@@ -1,0 +1,108 @@
+"""The event log: one line per event on stderr, as text for people or JSON for machines.
+
+`EventLog` is what the server's parts get handed. An event is a constant phrase ("connection
+closed"); what varies goes into fields, so that a log can be searched and counted. Built on the
+standard library's logging, so that what uvicorn and asyncio say comes out in the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+LOGGER_NAME: Final = "dcpd"
+
+LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+"""Values of the setting `log_level`."""
+
+
+class EventLog:
+    """Writes events. Fields must be plain values; they are written as key=value or JSON members."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, event: str, **fields: object) -> None:
+        """What only matters when looking for a fault."""
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """What an operator may want to know afterwards."""
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """What an operator should look at."""
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """What the server could not do."""
+        self._write(logging.ERROR, event, fields)
+
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, event, extra={"fields": fields})
+
+
+def format_text(when: datetime, level: str, event: str, fields: dict[str, object]) -> str:
+    """Return an event as one line for people."""
+    stamp = when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    line = f"{stamp} {level:<7} {_one_line(event)}"
+    return line + "".join(f"  {name}={_text_value(value)}" for name, value in fields.items())
+
+
+def format_json(when: datetime, level: str, event: str, fields: dict[str, object]) -> str:
+    """Return an event as one JSON object; the fields come after time, level and event."""
+    stamp = when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return json.dumps({"time": stamp, "level": level, "event": event, **fields}, default=str)
+
+
+def set_up_logging(level: str, log_format: str, stream: TextIO | None = None) -> EventLog:
+    """Send all logging of the process to a stream (stderr) and return the server's log.
+
+    `log_format` is text, json, or auto: text on a terminal, JSON otherwise.
+    """
+    target = sys.stderr if stream is None else stream
+    is_json = log_format == "json" or (log_format == "auto" and not target.isatty())
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(_EventFormatter(is_json=is_json))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logger = logging.getLogger(LOGGER_NAME)
+    logger.setLevel(LEVELS[level])
+    return EventLog(logger)
+
+
+class _EventFormatter(logging.Formatter):
+    def __init__(self, *, is_json: bool) -> None:
+        super().__init__()
+        self._render = format_json if is_json else format_text
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = dict(getattr(record, "fields", {}))
+        if record.name != LOGGER_NAME:
+            fields["logger"] = record.name
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        when = datetime.fromtimestamp(record.created, UTC)
+        return self._render(when, record.levelname.lower(), record.getMessage(), fields)
+
+
+def _text_value(value: object) -> str:
+    text = str(value)
+    if text and text.isprintable() and not any(c in ' "=' for c in text):
+        return text
+    return json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """A line break inside an event would let a client forge log lines."""
+    return text if text.isprintable() else json.dumps(text)

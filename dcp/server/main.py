@@ -1,0 +1,368 @@
+"""The command `dcpd`: reads the settings, checks what must be known first, runs a node.
+
+What is refused before anything is opened: `python -O` (asserts keep the invariants), settings that
+are not allowed, an address that other machines reach while nobody but the guest could log in
+(Redis's protected mode), ports that are taken.
+
+The node and what it needs are imported after that: a usage error answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import click
+
+from dcp import __version__
+from dcp.server.config import (
+    ENV_CONFIG,
+    OPTIONS,
+    ConfigError,
+    Resolved,
+    Settings,
+    default_text,
+    flag_of,
+    is_loopback,
+    read_config_file,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from dcp.server.logging_setup import EventLog
+    from dcp.server.node import Node
+    from dcp.server.users import Users
+
+STOP_AFTER_FAILURE_S: Final = 10.0
+SWITCH_INTERVAL_S: Final = 0.0002
+"""A thread waits this long for the interpreter lock; the default of 5 ms is a commit's latency."""
+
+
+class ExitCode(IntEnum):
+    """What the process ends with."""
+
+    STOPPED = 0
+    FAILED = 1
+    USAGE = 2
+    FOLDER = 3
+    DAMAGED = 4
+    PORT = 5
+
+
+EXIT_CODES_TEXT: Final = (
+    "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, settings or protected mode, "
+    "3 the data folder cannot be used (in use, not ours, unknown format), 4 data is damaged, "
+    "5 a port cannot be listened on. Every option is also a key of the TOML file (admin_port) and "
+    "an environment variable (DCPD_ADMIN_PORT); flags win over variables, variables over the file."
+)
+
+
+class StartError(Exception):
+    """The server cannot start; the text says what, why and what to try."""
+
+    def __init__(self, exit_code: ExitCode, text: str) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Plan(NamedTuple):
+    """What is decided before the node is made."""
+
+    settings: Settings
+    notice: str
+    """What the operator should know, "" if nothing."""
+
+
+# -- decisions, pure -------------------------------------------------------------------------------
+
+
+def exposure_refusal(settings: Settings, user_names: list[str], users_file: Path) -> str | None:
+    """Say why the server may not listen where it was told to; None if it may."""
+    if is_loopback(settings.host) or user_names:
+        return None
+    return (
+        f"protected mode: {settings.host} can be reached from other machines, and there is no user "
+        f"who could log in from there ({users_file}; the built-in guest works from this machine "
+        "only). Start once on loopback (leave --host out), add a user with "
+        "`dcpctl user add NAME`, then start with this --host again."
+    )
+
+
+def ready_text(
+    settings: Settings, *, version: str, data_dir: Path, kv_port: int, admin_port: int
+) -> str:
+    """Return what is printed once the server is ready: where everything is, and what to type."""
+    client_host = "127.0.0.1" if settings.host in {"0.0.0.0", "::"} else settings.host  # noqa: S104
+    is_default = client_host in {"127.0.0.1", "localhost"} and kv_port == Settings().port
+    server = "" if is_default else f"--server {authority(client_host, kv_port)} "
+    rows = (
+        ("data", str(data_dir.absolute())),
+        ("key-value", authority(settings.host, kv_port)),
+        ("admin", f"http://{authority(settings.host, admin_port)}"),
+        ("durability", settings.durability),
+        ("try", f"dcpctl {server}set hello world"),
+    )
+    return "\n".join((f"dcpd {version} is ready", *(f"  {k:<11}{v}" for k, v in rows)))
+
+
+def authority(host: str, port: int) -> str:
+    """Return HOST:PORT as it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def plan_ports(resolved: Resolved, listen_error: Callable[[str, int], OSError | None]) -> Plan:
+    """Check both ports. A default admin port that is taken is replaced; what was asked for is not.
+
+    Raises:
+        StartError: a port cannot be listened on.
+    """
+    settings = resolved.settings
+    if error := listen_error(settings.host, settings.port):
+        raise StartError(ExitCode.PORT, _port_text("port", settings.host, settings.port, error))
+    error = listen_error(settings.host, settings.admin_port)
+    if error is None:
+        return Plan(settings, "")
+    port = settings.admin_port
+    if "admin_port" in resolved.origins or error.errno != errno.EADDRINUSE:
+        raise StartError(ExitCode.PORT, _port_text("admin_port", settings.host, port, error))
+    import msgspec
+
+    return Plan(
+        msgspec.structs.replace(settings, admin_port=0),
+        f"the admin port {port} is taken; using a free one (--admin-port chooses)",
+    )
+
+
+def _port_text(key: str, host: str, port: int, error: OSError) -> str:
+    flag = flag_of(key)
+    where = authority(host, port)
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"{where} is in use, perhaps by another dcpd. Stop that one, or give {flag} another "
+            "port (0 picks a free one)."
+        )
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return f"{where}: this machine has no such address ({error.strerror}). Check --host."
+    return (
+        f"{where} cannot be listened on: {error.strerror or error}. Try another {flag} or --host."
+    )
+
+
+# -- effects ---------------------------------------------------------------------------------------
+
+
+def listen_error(host: str, port: int) -> OSError | None:
+    """Try to bind a port; return why it cannot be, None if it can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _name, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def run(resolved: Resolved) -> ExitCode:
+    """Run a server until it is told to stop; return what the process should end with."""
+    from dcp.server.logging_setup import set_up_logging
+    from dcp.server.users import USERS_FILE, Users, UsersFileError
+
+    settings = resolved.settings
+    try:
+        users_file = settings.data.absolute() / USERS_FILE
+        users = Users(users_file)
+        if refusal := exposure_refusal(settings, users.names(), users_file):
+            raise StartError(ExitCode.USAGE, refusal)
+        plan = plan_ports(resolved, listen_error)
+        log = set_up_logging(settings.log_level, settings.log_format)
+        if plan.notice:
+            log.warning(plan.notice)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(plan.settings, users, log))
+    except StartError as error:
+        _say(str(error))
+        return error.exit_code
+    except UsersFileError as error:
+        _say(str(error))
+        return ExitCode.FOLDER
+
+
+async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
+    from dcp.server.node import Node
+
+    node = Node(settings, users, log)
+    try:
+        await node.start()
+    except _start_failures() as error:
+        raise _start_error(error, settings) from error
+    _stop_on_signals(node)
+    text = ready_text(
+        settings,
+        version=__version__,
+        data_dir=node.data_dir,
+        kv_port=node.kv_port,
+        admin_port=node.admin_port,
+    )
+    # Whoever started us may have closed our stdout; that is no reason to stop.
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+    try:
+        await node.run_until_stopped()
+    except _run_failures() as error:
+        _say(f"stopped: {error}. What was answered is safe; start again once the cause is gone.")
+        with contextlib.suppress(TimeoutError, *_run_failures()):
+            await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
+        return ExitCode.FAILED
+    return ExitCode.STOPPED
+
+
+def _stop_on_signals(node: Node) -> None:
+    loop = asyncio.get_running_loop()
+    stopping: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        if stopping:
+            # At once is safe: what was answered is in the log, as after SIGKILL.
+            os._exit(128 + signal.SIGINT)
+        _say("stopping; a second signal stops at once")
+        stopping.append(loop.create_task(node.stop()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+def _start_failures() -> tuple[type[Exception], ...]:
+    from dcp.server.folder import FolderError
+    from vbucket.device import UnknownFormatError
+    from vbucket.kvenv import StoreDamagedError
+    from vbucket.log import LogDamagedError
+
+    return (
+        FolderError,
+        LogDamagedError,
+        StoreDamagedError,
+        UnknownFormatError,
+        *_run_failures(),
+    )
+
+
+def _run_failures() -> tuple[type[Exception], ...]:
+    from dcp.server.store_process import StoreProcessDiedError
+    from vbucket.device import LogWriteError, SyncFailedError
+    from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
+
+    return (
+        LogWriteError,
+        SyncFailedError,
+        StoreDamagedError,
+        StoreFailedError,
+        StoreFullError,
+        StoreProcessDiedError,
+        OSError,
+        RuntimeError,
+    )
+
+
+def _start_error(error: Exception, settings: Settings) -> StartError:
+    from dcp.server.folder import FolderError
+    from vbucket.device import UnknownFormatError
+    from vbucket.kvenv import StoreDamagedError
+    from vbucket.log import LogDamagedError
+
+    folder = settings.data.absolute()
+    if isinstance(error, FolderError | UnknownFormatError):
+        return StartError(ExitCode.FOLDER, str(error))
+    if isinstance(error, LogDamagedError | StoreDamagedError):
+        return StartError(
+            ExitCode.DAMAGED,
+            f"{folder}: the data is damaged, and nothing was changed: {error}. Restore the folder "
+            "from a copy, or start with an empty --data folder.",
+        )
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return StartError(
+            ExitCode.PORT, f"a port was taken while the server started: {error}. Start again."
+        )
+    return StartError(ExitCode.FAILED, f"{folder}: the server cannot start: {error}")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _say(text: str) -> None:
+    """Tell the operator, on stderr, in one paragraph."""
+    click.echo(f"dcpd: {text}", err=True)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def _command() -> click.Command:
+    """Make the command of the table of settings."""
+    options: list[click.Parameter] = [
+        click.Option(
+            [flag_of(key), key],
+            metavar=option.metavar,
+            help=f"{option.doc}  [{default_text(key)}]",
+        )
+        for key, (_field, option) in OPTIONS.items()
+    ]
+    options.append(
+        click.Option(["--config"], metavar="FILE", help=f"TOML file of settings.  [${ENV_CONFIG}]")
+    )
+    command = click.Command(
+        "dcpd",
+        params=options,
+        callback=_from_command_line,
+        help=(
+            "A key-value server whose every change is a resumable stream over 1,024 partitions. "
+            "Without arguments it serves this machine, and keeps its data in ./dcpd-data."
+        ),
+        epilog=EXIT_CODES_TEXT,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    return click.version_option(__version__, prog_name="dcpd")(command)
+
+
+def _from_command_line(config: str | None, **flags: Any) -> None:
+    try:
+        path = config or os.environ.get(ENV_CONFIG)
+        resolved = resolve(
+            {key: value for key, value in flags.items() if value is not None},
+            os.environ,
+            read_config_file(path) if path else None,
+        )
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(run(resolved))
+
+
+def main() -> None:
+    """Run the command `dcpd`."""
+    if not __debug__:
+        _say("python -O removes the checks that guard the data; start without -O.")
+        sys.exit(ExitCode.USAGE)
+    _command()(prog_name="dcpd")
+
+
+if __name__ == "__main__":
+    main()
