@@ -90,13 +90,13 @@ class LmdbSnapshot(_Reader):
     """`KvSnapshot`: a read transaction that is renewed. Values are views into the map."""
 
     def __init__(self, env: Any, tables: dict[str, Any]) -> None:
+        self._env = env
         super().__init__(env.begin(buffers=True), tables)
 
     def refresh(self) -> None:
         """See KvSnapshot."""
-        self._cursors.clear()
-        self._transaction.reset()
-        self._transaction.renew()
+        self.close()
+        self._transaction = self._env.begin(buffers=True)
 
     def close(self) -> None:
         """See KvSnapshot."""

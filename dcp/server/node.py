@@ -13,32 +13,33 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
 from collections import deque
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
 from dcp import __version__
 from dcp.server.admin import AdminServer
 from dcp.server.committer import Committer
-from dcp.server.config import Settings, shown
+from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
-from dcp.server.folder import Folder
+from dcp.server.folder import DataFolder, open_folder
+from dcp.server.logging_setup import EventLog
 from dcp.server.stats import stats
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.users import Users
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
+from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine, Group, new_partitions, replay_log
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.log import TornTail, recover
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
-from vbucket.store import STORE_FORMAT_VERSION, NodeRecord, Store
+from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store, put_failover
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
@@ -53,7 +54,7 @@ class Node:
 
     version = __version__
 
-    def __init__(self, settings: Settings, users: Users) -> None:
+    def __init__(self, settings: Settings, users: Users, log: EventLog) -> None:
         self._settings = settings
         self.users = users
         self.loop = asyncio.get_running_loop()
@@ -71,7 +72,7 @@ class Node:
         self.new_versions = 0
         """Partitions that got a new version at start-up."""
         self._started_ns = time.monotonic_ns()
-        self._log = logging.getLogger("dcpd")
+        self._log = log
         self._limits = Limits(value_bytes_max=settings.value_bytes_max)
         self._tasks: set[asyncio.Task[None]] = set()
         self._commit_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -84,18 +85,24 @@ class Node:
         self._admin: AdminServer | None = None
         self.engine: Engine
         self.committer: Committer
-        self._folder: Folder
+        self._folder: DataFolder
+        self._device: FileLogDevice
+        self._env: LmdbEnv
         self._store: Store
         self._map: PartitionMap
 
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the folder, recover, and listen. Raises FolderError, LogDamagedError, OSError."""
-        self._folder = Folder.open(self.data_dir)
+        """Open the folder, recover, and listen.
+
+        Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError, OSError.
+        """
+        self._folder = open_folder(self.data_dir)
         try:
             self._recover()
-            self._start_store_process()
+            self._store_process = await self._start_store_process()
+            self._merge_what_is_replayed()
             await self._listen()
         except BaseException:
             self._folder.close()
@@ -157,20 +164,26 @@ class Node:
             await self._store_process.stop()
         self.committer.stop()
         if self._failure is None:
-            node = self._node_record()
+            self._store.refresh()
+            node = self._store.node()
+            assert node is not None
             self._store.set_node(node._replace(clean_shutdown=True))
         self._store.close()
+        self._env.close()
+        self._device.close()
         self._folder.close()
 
     # -- start-up ------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        folder = self._folder
-        record = folder.open_store(map_size_bytes=self._settings.map_size_bytes)
-        self._store = record
-        node = self._store.node()
-        if node is None:
-            node = self._create()
+        self._device = FileLogDevice(self._folder.log_path)
+        if not self._device.segments():
+            self._device.rotate()
+        self._env = LmdbEnv(
+            self._folder.store_path, TABLES, map_size_bytes=self._settings.map_size_bytes
+        )
+        self._store = Store(self._env)
+        node = self._store.node() or self._create()
         needs_new_versions = not node.clean_shutdown and node.durability != "commit"
         # Durable before the first answer: which promise the next start has to assume.
         self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
@@ -178,37 +191,38 @@ class Node:
         self.torn = replay_log(
             self.engine,
             recover(
-                folder.device,
+                self._device,
                 node.merged_segment,
                 is_synced_per_group=node.durability == "commit",
             ),
         )
         if self.torn is not None:
-            self._log.warning("cut a torn tail from the log: %s", self.torn)
-        folder.device.rotate()
+            self._log.warning("torn tail cut from the log", **self.torn._asdict())
+        self._device.rotate()
+        if needs_new_versions:
+            self._make_new_versions()
         self.committer = Committer(
             self.engine,
-            folder.device,
+            self._device,
             syncs_groups=self.durability == "commit",
             on_commit=self._committed,
             on_rotated=self._rotated,
             on_failure=self._fail,
         )
-        if needs_new_versions:
-            self._make_new_versions()
         self.committer.start()
 
     def _create(self) -> NodeRecord:
+        """Write the first records of a new folder."""
         node = NodeRecord(
             format_version=STORE_FORMAT_VERSION,
-            engine_version=self._folder.env.engine,
+            engine_version=self._env.engine,
             node_id=secrets.token_hex(16),
             clean_shutdown=True,
             durability=self.durability,
             merged_segment=0,
         )
         self._store.close()
-        self._store = Store.create(self._folder.env, node, new_partitions(_draw_uuid))
+        self._store = Store.create(self._env, node, new_partitions(_draw_uuid))
         return node
 
     def _make_new_versions(self) -> None:
@@ -216,19 +230,24 @@ class Node:
         changed = self.engine.begin_new_versions()
         group = self.engine.take_group()
         assert group is not None
-        self._folder.device.append(group.record)
-        self._folder.device.sync()
+        self._device.append(group.record)
+        self._device.sync()
         self.engine.group_committed(group)
-        for vb_id in changed:
-            log = self.engine.partitions[vb_id].failover.to_document()
-            self._store.set_failover(vb_id, log)
+        with self._env.write() as write:
+            for vb_id in changed:
+                put_failover(write, vb_id, self.engine.partitions[vb_id].failover.to_document())
         self.new_versions = len(changed)
+        self._log.warning("new versions after an unclean stop", vbuckets=len(changed))
 
-    def _start_store_process(self) -> None:
-        self._store_process = StoreProcess(self.data_dir, self._folder.lock_fd)
+    async def _start_store_process(self) -> StoreProcess:
+        return await StoreProcess.start(
+            self.data_dir, self._folder.lock_fd, map_size_bytes=self._settings.map_size_bytes
+        )
+
+    def _merge_what_is_replayed(self) -> None:
         if self.engine.wants_freeze:
             self.engine.freeze()
-            self._rotated(self._folder.device.rotate())
+            self._rotated(self._device.rotate())
 
     async def _listen(self) -> None:
         settings = self._settings
@@ -271,14 +290,14 @@ class Node:
             await self._store_process.set_failover(vb_id, log)
         except StoreProcessDiedError as error:
             # The next merge writes it; recovery reads it from the log.
-            self._log.warning("store process: %s", error)
+            self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
     def _rotated(self, segment: int) -> None:
         self._spawn(self._merge(segment))
 
     async def _merge(self, newest_segment: int) -> None:
         """Merge the sealed segments and let go of what was frozen, in slices."""
-        device = self._folder.device
+        device = self._device
         segments = [segment for segment in device.segments() if segment < newest_segment]
         report = None
         for attempt in range(MERGE_RETRIES_MAX):
@@ -287,8 +306,8 @@ class Node:
                 report = await self._store_process.merge(segments)
                 break
             except StoreProcessDiedError as error:
-                self._log.warning("merge, attempt %d: %s", attempt + 1, error)
-                self._store_process = StoreProcess(self.data_dir, self._folder.lock_fd)
+                self._log.warning("merge failed", attempt=attempt + 1, reason=str(error))
+                self._store_process = await self._start_store_process()
         if report is None:
             self._fail(RuntimeError(f"segments {segments} could not be merged; see the log"))
             return
@@ -310,7 +329,7 @@ class Node:
         """The log or the store cannot be trusted any more: no answer leaves from now on."""
         self._failure = error
         self.is_ready = False
-        self._log.critical("stopping: %s", error)
+        self._log.error("server failed", reason=str(error))
         for connection in tuple(self.connections):
             connection.abort(f"the server failed: {error}")
         self._stopped.set()
@@ -380,7 +399,7 @@ class Node:
 
     def log_event(self, event: str, **fields: object) -> None:
         """Log one event with its fields."""
-        self._log.info(event, extra={"fields": fields})
+        self._log.info(event, **fields)
 
     # -- what sessions and the admin API ask -----------------------------------------------------------
 
@@ -448,16 +467,6 @@ class Node:
             "undone_seqnos": branch.undone_seqnos,
             "undone_keys": branch.undone_keys,
         }
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own."""
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def _draw_uuid() -> int:
