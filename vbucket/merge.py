@@ -15,6 +15,7 @@ Memory is bounded by the segments of one merge.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -42,6 +43,9 @@ from vbucket.store import (
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries that are the node's."""
+_LENGTHS: Final = Struct(">14xHB").unpack_from
+"""Key length and extras length of an entry: `vbucket.entry.key_of`, without a call for each."""
+_KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
 _CAS: Final = slice(28, 36)
 _PREV_SEQNO: Final = slice(0, 8)
@@ -223,7 +227,10 @@ def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> Partitio
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
         undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
-    newest = {key_of(entry): entry for entry in entries}
+    newest = {
+        entry[(at := _KEY_AT_LEAST + extras_bytes) : at + key_bytes]: entry
+        for entry, (key_bytes, extras_bytes) in zip(entries, map(_LENGTHS, entries), strict=True)
+    }
     gone = []
     for key in undone.keys() - newest.keys():
         if undone[key]:
@@ -240,7 +247,7 @@ def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> Partitio
         # A key without a previous version was not there, so it need not be looked up.
         if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
             live_before += _is_live(view, vb_id, key)
-        items.append(by_key_item(vb_prefix, entry))
+        items.append(by_key_item(vb_prefix, key, entry))
 
     for key in gone:
         write.delete(BY_KEY_TABLE, vb_prefix + key)

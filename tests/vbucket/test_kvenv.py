@@ -1,0 +1,233 @@
+"""Both databases keep the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vbucket.device import UnknownFormatError
+from vbucket.kvenv import KvEnv, KvReader, StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.kvenv_lmdb import LmdbEnv
+from vbucket.kvenv_memory import MemoryEnv
+
+TABLES = ("fruit", "other")
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvEnv]:
+    env = MemoryEnv(TABLES) if request.param == "memory" else LmdbEnv(tmp_path / "s", TABLES)
+    yield env
+    env.close()
+
+
+def rows(reader: KvReader, start: bytes = b"\x00", stop: bytes | None = None) -> dict[bytes, bytes]:
+    return {key: bytes(value) for key, value in reader.range("fruit", start, stop)}
+
+
+def fill(env: KvEnv, *keys: bytes) -> None:
+    with env.write() as write:
+        for key in keys:
+            write.put("fruit", key, b"=" + key)
+
+
+def pair(found: tuple[bytes, bytes | memoryview] | None) -> tuple[bytes, bytes] | None:
+    return (found[0], bytes(found[1])) if found else None
+
+
+def test_an_empty_table_has_nothing(env: KvEnv) -> None:
+    snapshot = env.snapshot()
+    assert snapshot.get("fruit", b"a") is None
+    assert snapshot.first_at_or_after("fruit", b"a") is None
+    assert snapshot.last_at_or_before("fruit", b"a") is None
+    assert rows(snapshot) == {}
+    snapshot.close()
+
+
+def test_tables_are_apart(env: KvEnv) -> None:
+    fill(env, b"a")
+    snapshot = env.snapshot()
+    assert snapshot.get("other", b"a") is None
+    assert bytes(snapshot.get("fruit", b"a") or b"") == b"=a"
+    snapshot.close()
+
+
+def test_a_snapshot_sees_one_state_until_it_is_refreshed(env: KvEnv) -> None:
+    fill(env, b"a")
+    snapshot = env.snapshot()
+    assert pair(snapshot.last_at_or_before("fruit", b"z")) == (b"a", b"=a")
+    fill(env, b"b")
+    assert rows(snapshot) == {b"a": b"=a"}
+    assert pair(snapshot.last_at_or_before("fruit", b"z")) == (b"a", b"=a")
+    snapshot.refresh()
+    assert rows(snapshot) == {b"a": b"=a", b"b": b"=b"}
+    assert pair(snapshot.last_at_or_before("fruit", b"z")) == (b"b", b"=b")
+    snapshot.close()
+
+
+def test_a_transaction_sees_its_own_writes_and_others_see_them_after_it(env: KvEnv) -> None:
+    fill(env, b"a", b"b")
+    snapshot = env.snapshot()
+    with env.write() as write:
+        assert write.delete("fruit", b"a")
+        assert not write.delete("fruit", b"a")
+        write.put("fruit", b"b", b"new")
+        write.put_sorted("fruit", [(b"c", b"1"), (b"d", b"2")])
+        assert rows(write) == {b"b": b"new", b"c": b"1", b"d": b"2"}
+        assert pair(write.first_at_or_after("fruit", b"bb")) == (b"c", b"1")
+        assert write.get("fruit", b"a") is None
+        snapshot.refresh()
+        assert rows(snapshot) == {b"a": b"=a", b"b": b"=b"}
+    snapshot.refresh()
+    assert rows(snapshot) == {b"b": b"new", b"c": b"1", b"d": b"2"}
+    snapshot.close()
+
+
+def test_a_transaction_that_raises_leaves_nothing(env: KvEnv) -> None:
+    fill(env, b"a")
+
+    def write_and_raise() -> None:
+        with env.write() as write:
+            write.put("fruit", b"b", b"1")
+            write.delete("fruit", b"a")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_raise()
+    snapshot = env.snapshot()
+    assert rows(snapshot) == {b"a": b"=a"}
+    snapshot.close()
+
+
+KEYS = st.binary(min_size=1, max_size=4)
+
+
+@given(
+    keys=st.sets(KEYS, max_size=12),
+    gone=st.sets(KEYS, max_size=4),
+    probes=st.lists(KEYS, min_size=1, max_size=8),
+)
+def test_seeks_and_ranges_are_those_of_a_sorted_list(
+    env_once: KvEnv, keys: set[bytes], gone: set[bytes], probes: list[bytes]
+) -> None:
+    with env_once.write() as write:
+        for key in rows(write):
+            write.delete("fruit", key)
+        write.put_sorted("fruit", [(key, b"=" + key) for key in sorted(keys | gone)])
+        for key in gone:
+            write.delete("fruit", key)
+    there = sorted(keys - gone)
+    snapshot = env_once.snapshot()
+    for probe in probes:
+        above = [(key, b"=" + key) for key in there if key >= probe]
+        below = [(key, b"=" + key) for key in there if key <= probe]
+        assert pair(snapshot.first_at_or_after("fruit", probe)) == (above[0] if above else None)
+        assert pair(snapshot.last_at_or_before("fruit", probe)) == (below[-1] if below else None)
+        assert rows(snapshot, probe) == dict(above)
+        assert rows(snapshot, probes[0], probe) == {
+            key: b"=" + key for key in there if probes[0] <= key < probe
+        }
+    snapshot.close()
+
+
+@pytest.fixture(scope="module", params=["memory", "lmdb"])
+def env_once(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[KvEnv]:
+    folder = tmp_path_factory.mktemp("kv")
+    env = MemoryEnv(TABLES) if request.param == "memory" else LmdbEnv(folder / "s", TABLES)
+    yield env
+    env.close()
+
+
+# -- memory only ---------------------------------------------------------------------------------
+
+
+def test_an_armed_commit_fails_once_and_leaves_nothing() -> None:
+    env = MemoryEnv(TABLES)
+    env.fail_commit(2)
+    fill(env, b"a")
+    with pytest.raises(StoreFullError):
+        fill(env, b"b")
+    assert rows(env.snapshot()) == {b"a": b"=a"}
+    fill(env, b"c")
+    assert rows(env.snapshot()) == {b"a": b"=a", b"c": b"=c"}
+
+
+# -- LMDB only -----------------------------------------------------------------------------------
+
+
+def test_what_was_committed_is_there_after_opening_again(tmp_path: Path) -> None:
+    env = LmdbEnv(tmp_path / "s", TABLES)
+    fill(env, b"a")
+    env.close()
+    env = LmdbEnv(tmp_path / "s", TABLES)
+    assert rows(env.snapshot()) == {b"a": b"=a"}
+    env.close()
+
+
+def test_a_full_map_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    env = LmdbEnv(tmp_path / "s", TABLES, map_size_bytes=1 << 20)
+    fill(env, b"a")
+
+    def put_one_by_one() -> None:
+        with env.write() as write:
+            for number in range(100):
+                write.put("fruit", b"%d" % number, bytes(1 << 16))
+
+    with pytest.raises(StoreFullError, match="map of 1048576 bytes is full"):
+        put_one_by_one()
+    with pytest.raises(StoreFullError, match="larger map"), env.write() as write:
+        write.put_sorted("fruit", [(b"%03d" % n, bytes(1 << 16)) for n in range(100)])
+    assert rows(env.snapshot()) == {b"a": b"=a"}
+    fill(env, b"b")
+    env.close()
+
+
+@pytest.mark.parametrize(("error", "wanted"), [
+    (lmdb.DiskError("No space left on device"), StoreFullError),
+    (lmdb.Error("Input/output error"), StoreFailedError),
+    (lmdb.CorruptedError("page"), StoreFailedError),
+])  # fmt: skip
+def test_errors_of_a_transaction_get_their_meaning(
+    tmp_path: Path, error: Exception, wanted: type[Exception]
+) -> None:
+    env = LmdbEnv(tmp_path / "s", TABLES)
+    with pytest.raises(wanted, match=str(error)), env.write():
+        raise error
+    env.close()
+
+
+@pytest.mark.parametrize("content", [b"not LMDB at all" * 2000, b""])
+def test_a_file_that_is_not_lmdb_is_refused_or_begun(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    (folder / "data.mdb").write_bytes(content)
+    if content:
+        with pytest.raises(UnknownFormatError, match="use the version of dcpd that wrote it"):
+            LmdbEnv(folder, TABLES)
+    else:
+        LmdbEnv(folder, TABLES).close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "s" / "data.mdb").mkdir(parents=True)
+    with pytest.raises(StoreFailedError, match="cannot be opened"):
+        LmdbEnv(tmp_path / "s", TABLES)
+
+
+def test_a_broken_tree_is_damage(tmp_path: Path) -> None:
+    env = LmdbEnv(tmp_path / "s", TABLES)
+    fill(env, *(b"%04d" % number for number in range(2000)))
+    env.close()
+    file = tmp_path / "s" / "data.mdb"
+    content = bytearray(file.read_bytes())
+    for at in range(2 * 4096, len(content), 4096):
+        content[at + 10 : at + 12] = b"\x99\x99"  # the page's flags
+    file.write_bytes(content)
+    with pytest.raises((StoreDamagedError, StoreFailedError, UnknownFormatError)):
+        list(LmdbEnv(tmp_path / "s", TABLES).snapshot().range("fruit", b"0"))

@@ -1,0 +1,288 @@
+"""The merge against a model: any history, cut into segments and merges anywhere."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from keyspace_model import ModelPartition, SegmentWriter, create_store
+
+import vbucket.block
+from vbucket.device import SEGMENT_HEADER_BYTES, pack_segment_header
+from vbucket.entry import pack_control
+from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
+from vbucket.kvenv_lmdb import LmdbEnv
+from vbucket.kvenv_memory import MemoryEnv
+from vbucket.log import LogDamagedError, pack_group
+from vbucket.merge import NODE_VB_ID, MergeRefusedError, MergeReport, merge
+from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, PartitionRecord
+
+VB_IDS = [0, 1, 1023]
+ALL_KEYS = [b"\x00" + bytes([letter]) for letter in b"abcdef"]
+
+
+class MergeMachine(RuleBasedStateMachine):
+    """Sets, deletes and branches, sealed into segments and merged whenever it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = vbucket.block.BODY_BYTES_TARGET
+        vbucket.block.BODY_BYTES_TARGET = 300  # a few versions to a block
+        self.env: Any = self.make_env()
+        self.store = create_store(self.env, VB_IDS)
+        self.models = {vb_id: ModelPartition(vb_id) for vb_id in VB_IDS}
+        self.writer = SegmentWriter()
+        self.touched: dict[int, int] = {}
+        self.states = dict.fromkeys(VB_IDS, 1)
+
+    def make_env(self) -> KvEnv:
+        return MemoryEnv(TABLES)
+
+    def teardown(self) -> None:
+        vbucket.block.BODY_BYTES_TARGET = self.target
+        self.env.close()
+
+    @rule(
+        vb_id=st.sampled_from(VB_IDS),
+        changes=st.lists(
+            st.tuples(
+                st.sampled_from(ALL_KEYS),
+                st.none() | st.binary(max_size=120),
+                st.sampled_from([0, 0, 0, 2]),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+    )
+    def write(self, vb_id: int, changes: list[tuple[bytes, bytes | None, int]]) -> None:
+        model = self.models[vb_id]
+        for key, value, gap in changes:
+            self.writer.add(model.write(key, value, gap=gap))
+        self.touched[vb_id] = model.high_seqno
+
+    @rule(vb_id=st.sampled_from(VB_IDS), share=st.floats(0, 1.1))
+    def branch(self, vb_id: int, share: float) -> None:
+        model = self.models[vb_id]
+        self.writer.add(model.branch(round(model.high_seqno * share)))
+        self.touched[vb_id] = model.high_seqno
+
+    @rule(vb_id=st.sampled_from(VB_IDS), state=st.integers(1, 4))
+    def change_state(self, vb_id: int, state: int) -> None:
+        self.writer.add(pack_control(vb_id, {"kind": "state", "state": state}))
+        self.states[vb_id] = state
+        self.touched[vb_id] = self.models[vb_id].high_seqno
+
+    @rule()
+    def end_group(self) -> None:
+        self.writer.end_group()
+
+    @rule()
+    def seal(self) -> None:
+        self.writer.seal()
+
+    @precondition(lambda self: isinstance(self.env, MemoryEnv))
+    @rule()
+    def fail_to_merge(self) -> None:
+        self.writer.seal()
+        before = self.env.tables
+        self.env.fail_commit(1)
+        with pytest.raises(StoreFullError):
+            merge(self.env, self.writer.sealed())
+        assert self.env.tables is before
+
+    @rule(merged_are_deleted=st.booleans())
+    def merge(self, *, merged_are_deleted: bool) -> None:
+        self.writer.seal()
+        sealed = self.writer.sealed()
+        report = merge(self.env, sealed)
+        assert (report.merged_segment, report.high_seqnos) == (sealed[-1][0], self.touched)
+        if merged_are_deleted:
+            for segment, _ in sealed:
+                self.writer.device.delete(segment)
+        self.touched = {}
+        self.store.refresh()
+        for vb_id, model in self.models.items():
+            model.check(self.store, ALL_KEYS)
+            record = self.store.partition(vb_id)
+            assert record is not None
+            assert record.state == self.states[vb_id]
+
+    @invariant()
+    def readers_see_the_last_merge_only(self) -> None:
+        node = self.store.node()
+        assert node is not None
+        assert node.merged_segment < self.writer.device.segments()[-1]
+
+
+class LmdbMergeMachine(MergeMachine):
+    """The same on LMDB."""
+
+    def make_env(self) -> KvEnv:
+        self.folder = tempfile.TemporaryDirectory()
+        return LmdbEnv(Path(self.folder.name) / "store", TABLES)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+
+TestMergeInMemory = MergeMachine.TestCase
+TestMergeInMemory.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+TestMergeInLmdb = LmdbMergeMachine.TestCase
+TestMergeInLmdb.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+
+
+# -- single rules --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def env() -> MemoryEnv:
+    env = MemoryEnv(TABLES)
+    create_store(env, VB_IDS).close()
+    return env
+
+
+def record_of(env: MemoryEnv, vb_id: int) -> PartitionRecord:
+    from vbucket.store import Store
+
+    record = Store(env).partition(vb_id)
+    assert record is not None
+    return record
+
+
+def sealed(*entries: bytes) -> list[tuple[int, bytes]]:
+    writer = SegmentWriter()
+    writer.add(*entries)
+    writer.seal()
+    return writer.sealed()
+
+
+def test_a_merge_of_nothing_reports_where_it_stands(env: MemoryEnv) -> None:
+    assert merge(env, []) == MergeReport(0, {}, 0)
+
+
+def test_merging_the_same_segments_again_changes_nothing(env: MemoryEnv) -> None:
+    model = ModelPartition(1)
+    segments = sealed(*(model.write(key, b"v") for key in ALL_KEYS))
+    assert merge(env, segments) == MergeReport(1, {1: 6}, 6)
+    before = {name: dict(table) for name, table in env.tables.items()}
+    assert merge(env, segments) == MergeReport(1, {}, 0)
+    assert {name: dict(table) for name, table in env.tables.items()} == before
+
+
+def test_the_durability_of_the_node_is_kept(env: MemoryEnv) -> None:
+    from vbucket.store import Store
+
+    merge(env, sealed(pack_control(NODE_VB_ID, {"kind": "durability", "level": "interval"})))
+    node = Store(env).node()
+    assert node is not None
+    assert node.durability == "interval"
+
+
+def test_a_failover_log_without_a_rollback_undoes_nothing(env: MemoryEnv) -> None:
+    model = ModelPartition(1)
+    entry = model.write(b"\x00k", b"v")
+    document = {"kind": "failover", "log": [[9, 1, 4], [1, 0, 0]], "rollback_to": None}
+    merge(env, sealed(entry, pack_control(1, document)))
+    record = record_of(env, 1)
+    assert (record.failover, record.epoch) == ([[9, 1, 4], [1, 0, 0]], 4)
+    assert (record.high_seqno, record.item_count) == (1, 1)
+
+
+def test_a_rollback_below_a_floor_lowers_it_and_the_highest_cas_stays(env: MemoryEnv) -> None:
+    model = ModelPartition(1)
+    store_record = record_of(env, 1)._replace(history_floor=3, purge_seqno=2)
+    from vbucket.store import put_partition
+
+    with env.write() as write:
+        put_partition(write, 1, store_record)
+    entries = [model.write(key, b"v") for key in ALL_KEYS]
+    merge(env, sealed(*entries, model.branch(0)))
+    record = record_of(env, 1)
+    assert (record.history_floor, record.purge_seqno, record.high_seqno) == (0, 0, 0)
+    assert record.max_cas == 6 << 16
+    assert not env.tables[BY_KEY_TABLE]
+    assert not env.tables[BY_SEQNO_TABLE]
+
+
+def test_small_blocks_are_filled_before_new_ones_begin(env: MemoryEnv) -> None:
+    model = ModelPartition(1)
+    writer = SegmentWriter()
+    for number in range(50):
+        writer.add(model.write(b"\x00%d" % number, bytes(100)))
+        writer.seal()
+        merge(env, writer.sealed())
+    assert len(env.tables[BY_SEQNO_TABLE]) == 1
+
+
+@pytest.mark.parametrize("numbers", [[2], [1, 3]])
+def test_a_gap_in_the_segments_is_refused(env: MemoryEnv, numbers: list[int]) -> None:
+    segments = [(number, pack_segment_header(number, 0)) for number in numbers]
+    with pytest.raises(MergeRefusedError, match=f"log segment {numbers[-1]} cannot be merged"):
+        merge(env, segments)
+    assert merge(env, []).merged_segment == 0
+
+
+def test_a_torn_or_shortened_segment_is_damage(env: MemoryEnv) -> None:
+    ((number, data),) = sealed(ModelPartition(1).write(b"\x00k", b"v"))
+    with pytest.raises(LogDamagedError):
+        merge(env, [(number, data[:-1])])
+    header_only = data[:SEGMENT_HEADER_BYTES]
+    with pytest.raises(LogDamagedError, match="when it was sealed"):
+        merge(env, [(1, header_only), (2, pack_segment_header(2, len(data)))])
+    other = pack_segment_header(2, len(data)) + pack_group(9, b"")
+    with pytest.raises(LogDamagedError, match="group 9 follows group 1"):
+        merge(env, [(1, data), (2, other)])
+    assert merge(env, []).merged_segment == 0
+
+
+def test_changes_of_an_unknown_partition_are_refused(env: MemoryEnv) -> None:
+    with pytest.raises(MergeRefusedError, match="changes of vb 77"):
+        merge(env, sealed(ModelPartition(77).write(b"\x00k", b"v")))
+
+
+def test_an_unknown_control_entry_is_refused(env: MemoryEnv) -> None:
+    with pytest.raises(MergeRefusedError, match="unknown kind 'magic'"):
+        merge(env, sealed(pack_control(1, {"kind": "magic"})))
+
+
+def test_seqnos_that_do_not_go_on_are_refused(env: MemoryEnv) -> None:
+    first, second = ModelPartition(1), ModelPartition(1)
+    with pytest.raises(MergeRefusedError, match="vb 1: seqnos do not ascend"):
+        merge(env, sealed(first.write(b"\x00k", b"v"), second.write(b"\x00l", b"v")))
+
+
+def test_a_store_that_was_never_created_is_refused() -> None:
+    with pytest.raises(MergeRefusedError, match="never created"):
+        merge(MemoryEnv(TABLES), [])
+
+
+def test_a_merge_that_is_called_off_leaves_nothing(env: MemoryEnv) -> None:
+    def call_off() -> None:
+        raise SystemExit("the parent is gone")
+
+    before = env.tables
+    with pytest.raises(SystemExit):
+        merge(env, sealed(ModelPartition(1).write(b"\x00k", b"v")), before_commit=call_off)
+    assert env.tables is before
+
+
+@pytest.mark.parametrize("table", [BY_KEY_TABLE, BY_SEQNO_TABLE])
+def test_damage_stops_a_rollback_and_is_not_spread(env: MemoryEnv, table: str) -> None:
+    model = ModelPartition(1)
+    writer = SegmentWriter()
+    writer.add(*(model.write(b"\x00k", b"%d" % number) for number in range(5)))
+    writer.seal()
+    merge(env, writer.sealed())
+    writer.add(model.branch(3))
+    writer.seal()
+    env.flip(table, next(iter(env.tables[table])), -1)
+    before = env.tables
+    with pytest.raises(StoreDamagedError):
+        merge(env, writer.sealed())
+    assert env.tables is before
