@@ -1,0 +1,163 @@
+"""Checkpoints: where a consumer stands, kept in a file or in memory.
+
+    file = CBOR {"format": "dcpd-checkpoint", "version": 1, "crc32": u32, "positions": bytes}
+    positions = CBOR {vb: [versions, seqno, snap_start, snap_end, complete, base_seqno]}
+
+A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so a crash leaves the
+old or the new one. What cannot be read is a CheckpointError that says what to do, never a silent
+start from the beginning.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+from zlib import crc32
+
+import cbor2
+
+from clients.errors import CheckpointError
+from clients.position import Position
+from vbucket.ids import SEQNO_MAX
+
+FORMAT: Final = "dcpd-checkpoint"
+VERSION: Final = 1
+
+Checkpoint = dict[int, Position]
+"""Position by partition."""
+
+
+class CheckpointStore(Protocol):
+    """Keeps one consumer's checkpoint."""
+
+    def load(self) -> Checkpoint:
+        """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
+
+    def save(self, checkpoint: Mapping[int, Position]) -> None:
+        """Keep a checkpoint. Raises CheckpointError."""
+
+
+class MemoryCheckpoint:
+    """A checkpoint that lives as long as the process, for tests and one-off consumers."""
+
+    def __init__(self) -> None:
+        self.saved: Checkpoint = {}
+
+    def load(self) -> Checkpoint:
+        """Return a copy of what was saved."""
+        return dict(self.saved)
+
+    def save(self, checkpoint: Mapping[int, Position]) -> None:
+        """Keep a copy."""
+        self.saved = dict(checkpoint)
+
+
+class CheckpointFile:
+    """A checkpoint in a file; see the module."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def load(self) -> Checkpoint:
+        """Return the checkpoint in the file, {} where there is no file."""
+        try:
+            raw = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+        try:
+            return decode_checkpoint(raw)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.path}: {error}",
+                hint="Name another file, or move this one away to start from the beginning.",
+            ) from error
+
+    def save(self, checkpoint: Mapping[int, Position]) -> None:
+        """Replace the file as a whole, durably."""
+        folder = self.path.parent
+        temporary = ""
+        try:
+            handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(encode_checkpoint(checkpoint))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(self.path)
+            temporary = ""
+            _sync_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be written: {error.strerror}") from error
+        finally:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+
+
+def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:
+    """Return a checkpoint as the file has it; equal ones give equal bytes."""
+    positions = cbor2.dumps({vb_id: list(checkpoint[vb_id]) for vb_id in sorted(checkpoint)})
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "crc32": crc32(positions),
+        "positions": positions,
+    }
+    return cbor2.dumps(document)
+
+
+def decode_checkpoint(raw: bytes) -> Checkpoint:
+    """Return the checkpoint in `raw`. Raises ValueError that says what is wrong."""
+    document = _cbor(raw, "the file")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError("this is not a checkpoint of ours")
+    if document.get("version") != VERSION:
+        raise ValueError(
+            f"checkpoint format {document.get('version')!r}; this program reads {VERSION}"
+        )
+    positions = document.get("positions")
+    if not isinstance(positions, bytes) or crc32(positions) != document.get("crc32"):
+        raise ValueError("the checkpoint is damaged (checksum mismatch)")
+    entries = _cbor(positions, "the positions")
+    if not isinstance(entries, dict):
+        raise ValueError("the checkpoint holds no map of positions")
+    return {vb_id: _position(vb_id, entry) for vb_id, entry in entries.items()}
+
+
+def _cbor(raw: bytes, what: str) -> Any:
+    try:
+        return cbor2.loads(raw)
+    except (cbor2.CBORDecodeError, EOFError) as error:
+        raise ValueError(f"{what} is cut short or damaged ({error})") from error
+
+
+def _position(vb_id: object, entry: Any) -> Position:
+    """Return one position with its invariants checked."""
+    where = f"partition {vb_id!r}: "
+    if not isinstance(vb_id, int) or not 0 <= vb_id < 65536:
+        raise ValueError(f"{where}not a partition")
+    if not isinstance(entry, list) or len(entry) != len(Position._fields):
+        raise ValueError(f"{where}a position has {len(Position._fields)} fields")
+    versions, seqno, snap_start, snap_end, complete, base_seqno = entry
+    numbers = [seqno, snap_start, snap_end, base_seqno, *complete]
+    numbers += [number for version in versions for number in version]
+    if any(type(number) is not int or not 0 <= number <= SEQNO_MAX for number in numbers):
+        raise ValueError(f"{where}a number is not one")
+    if not snap_start <= seqno <= snap_end:
+        raise ValueError(f"{where}seqno {seqno} is outside of snapshot {snap_start}..{snap_end}")
+    if any(len(version) != 2 for version in versions):
+        raise ValueError(f"{where}a version is (vb_uuid, seqno)")
+    pairs = tuple((vb_uuid, began) for vb_uuid, began in versions)
+    return Position(pairs, seqno, snap_start, snap_end, tuple(complete), base_seqno)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

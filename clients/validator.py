@@ -1,0 +1,287 @@
+"""Checks that a stream of events keeps what DCP promises, and keeps what it says. Pure.
+
+Who calls it: every test that consumes, and `Consumer(validate=True)`.
+
+Promises checked, per partition; the first broken one raises StreamViolationError
+- seqnos rise; nothing lies outside of the snapshot that was announced, or comes without one;
+- a snapshot's keys are unique;
+- a marker starts where the previous snapshot ended + 1; the first one of a stream between the
+  requested snapshot start and the requested seqno + 1, so that nothing is left out;
+- a snapshot reaches its end before the next marker, and before a stream that ends for good;
+- a stream opens where the consumer stands: no gap and no duplicate over reconnects;
+- nothing comes after a stream's end or before its opening;
+- a rollback goes down.
+
+What it keeps: per key every version that came, so that a rollback restores what was held, and
+`compare` says in words where that differs from a server's documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from clients.errors import StreamViolationError
+from clients.event import (
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    StreamFailed,
+    StreamOpened,
+)
+from clients.position import Position
+from dcp.wire.message import EndReason
+
+
+class Held(NamedTuple):
+    """What a consumer holds of a key; `value` is None where it was deleted."""
+
+    value: bytes | None
+    cas: int
+    seqno: int
+
+
+class _Partition:
+    """What is known of one partition."""
+
+    __slots__ = (
+        "end",
+        "held",
+        "is_open",
+        "keys",
+        "marker",
+        "opened_at",
+        "seqno",
+        "snap_start",
+    )
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.seqno: int | None = None
+        """None: the stream starts from now and has not said where."""
+        self.snap_start = 0
+        self.opened_at = 0
+        self.end: int | None = None
+        """End of the previous snapshot of this stream."""
+        self.marker: SnapshotStart | None = None
+        self.keys: set[bytes] = set()
+        self.held: dict[bytes, list[Held]] = {}
+        """Per key its versions, oldest first."""
+
+
+class StreamValidator:
+    """See the module. Feed it every event, in order."""
+
+    def __init__(self) -> None:
+        self.event_count = 0
+        self.rollback_count = 0
+        self._partitions: dict[int, _Partition] = {}
+
+    def begin(self, positions: Mapping[int, Position]) -> None:
+        """Note where a resuming consumer stands, before the first event."""
+        for vb_id, position in positions.items():
+            self._partition(vb_id).seqno = position.seqno
+
+    def observe(self, event: Event) -> None:
+        """Take one event. Raises StreamViolationError that says what is wrong and where."""
+        self.event_count += 1
+        partition = self._partition(event.vb_id)
+        _CHECKS[type(event)](self, partition, event)
+
+    def documents(self) -> dict[bytes, Held]:
+        """Return what is held now, by key, without what was deleted."""
+        return {
+            key: versions[-1]
+            for partition in self._partitions.values()
+            for key, versions in partition.held.items()
+            if versions and versions[-1].value is not None
+        }
+
+    def seqnos(self) -> dict[int, int]:
+        """Return the seqno that each partition reached."""
+        return {vb_id: part.seqno or 0 for vb_id, part in self._partitions.items()}
+
+    def compare(self, server: Mapping[bytes, bytes]) -> list[str]:
+        """Return the differences from a server's documents (key -> value), in words."""
+        ours = self.documents()
+        missing = [
+            f"{key!r}: the server has it, the consumer does not"
+            for key in sorted(server.keys() - ours.keys())
+        ]
+        extra = [
+            f"{key!r}: the consumer has it (seqno {ours[key].seqno}), the server does not"
+            for key in sorted(ours.keys() - server.keys())
+        ]
+        other = [
+            f"{key!r}: the consumer has {(ours[key].value or b'')[:60]!r} of seqno"
+            f" {ours[key].seqno}, the server {server[key][:60]!r}"
+            for key in sorted(ours.keys() & server.keys())
+            if ours[key].value != server[key]
+        ]
+        return missing + extra + other
+
+    # -- one method per event ------------------------------------------------------------------
+
+    def on_opened(self, partition: _Partition, event: StreamOpened) -> None:
+        """A stream begins, or begins again after a lost connection."""
+        if partition.seqno is not None and event.start_seqno != partition.seqno:
+            raise _violation(
+                event.vb_id,
+                f"the stream opened at seqno {event.start_seqno}, the consumer stands at"
+                f" {partition.seqno}",
+            )
+        partition.is_open = True
+        partition.seqno = event.start_seqno
+        partition.opened_at, partition.snap_start = event.start_seqno, event.snap_start_seqno
+        partition.marker = None
+        partition.end = None
+
+    def on_marker(self, partition: _Partition, event: SnapshotStart) -> None:
+        """A snapshot is announced."""
+        self._need_open(partition, event.vb_id, f"a marker {_span(event)}")
+        if partition.marker is not None:
+            raise _violation(
+                event.vb_id,
+                f"a marker {_span(event)} before the snapshot {_span(partition.marker)} reached"
+                f" its end (at seqno {partition.seqno})",
+            )
+        if not event.start_seqno <= event.end_seqno or event.end_seqno <= (partition.seqno or 0):
+            raise _violation(event.vb_id, f"a marker {_span(event)} at seqno {partition.seqno}")
+        if partition.end is not None:
+            if event.start_seqno != partition.end + 1:
+                raise _violation(
+                    event.vb_id,
+                    f"a marker {_span(event)} after a snapshot that ended at {partition.end}:"
+                    f" its start is not {partition.end + 1}",
+                )
+        elif not partition.snap_start <= event.start_seqno <= partition.opened_at + 1:
+            raise _violation(
+                event.vb_id,
+                f"the first marker {_span(event)} of a stream requested at seqno"
+                f" {partition.opened_at}, snapshot start {partition.snap_start}: its start must"
+                " lie from there to the requested seqno + 1",
+            )
+        partition.marker = event
+        partition.keys.clear()
+
+    def on_mutation(self, partition: _Partition, event: Mutation) -> None:
+        """A document was set."""
+        self._move(partition, event.vb_id, event.seqno, event.key)
+        held = Held(event.value, event.cas, event.seqno)
+        partition.held.setdefault(event.key, []).append(held)
+
+    def on_deletion(self, partition: _Partition, event: Deletion) -> None:
+        """A document was deleted."""
+        self._move(partition, event.vb_id, event.seqno, event.key)
+        held = Held(None, event.cas, event.seqno)
+        partition.held.setdefault(event.key, []).append(held)
+
+    def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
+        """A seqno passed."""
+        self._move(partition, event.vb_id, event.seqno, None)
+
+    def on_complete(self, partition: _Partition, event: SnapshotEnd) -> None:
+        """A snapshot is complete."""
+        marker = partition.marker
+        if marker is None or not event.end_seqno == marker.end_seqno == partition.seqno:
+            raise _violation(
+                event.vb_id,
+                f"a snapshot's end {event.end_seqno} at seqno {partition.seqno},"
+                f" {'announced ' + _span(marker) if marker else 'not announced'}",
+            )
+        partition.marker = None
+        partition.end = event.end_seqno
+
+    def on_ended(self, partition: _Partition, event: StreamEnded) -> None:
+        """A stream ended."""
+        self._need_open(partition, event.vb_id, f"a stream's end ({event.reason_text})")
+        if event.reason == EndReason.OK and partition.marker is not None:
+            raise _violation(
+                event.vb_id,
+                f"the stream ended as complete at seqno {partition.seqno}, inside the snapshot"
+                f" {_span(partition.marker)}",
+            )
+        partition.is_open = False
+        partition.marker = None
+
+    def on_rollback(self, partition: _Partition, event: Rollback) -> None:
+        """History branched: restore what was held at the seqno."""
+        if partition.is_open and partition.marker is not None:
+            raise _violation(event.vb_id, "a rollback while a snapshot is under way")
+        if partition.seqno is not None and event.to_seqno >= partition.seqno:
+            raise _violation(
+                event.vb_id,
+                f"a rollback to seqno {event.to_seqno} at seqno {partition.seqno}: not down",
+            )
+        self.rollback_count += 1
+        partition.is_open = False
+        partition.seqno = event.to_seqno
+        for key, versions in list(partition.held.items()):
+            while versions and versions[-1].seqno > event.to_seqno:
+                versions.pop()
+            if not versions:
+                del partition.held[key]
+
+    def on_failed(self, partition: _Partition, _event: StreamFailed) -> None:
+        """A stream was refused."""
+        partition.is_open = False
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _partition(self, vb_id: int) -> _Partition:
+        partition = self._partitions.get(vb_id)
+        if partition is None:
+            partition = self._partitions[vb_id] = _Partition()
+        return partition
+
+    @staticmethod
+    def _need_open(partition: _Partition, vb_id: int, what: str) -> None:
+        if not partition.is_open:
+            raise _violation(vb_id, f"{what} while no stream is open")
+
+    def _move(self, partition: _Partition, vb_id: int, seqno: int, key: bytes | None) -> None:
+        """Go on to a change's seqno."""
+        self._need_open(partition, vb_id, f"a change with seqno {seqno}")
+        marker = partition.marker
+        if marker is None:
+            raise _violation(vb_id, f"a change with seqno {seqno} outside of any snapshot")
+        if not marker.start_seqno <= seqno <= marker.end_seqno:
+            raise _violation(
+                vb_id, f"a change with seqno {seqno} outside of the snapshot {_span(marker)}"
+            )
+        if seqno <= (partition.seqno or 0):
+            raise _violation(vb_id, f"a change with seqno {seqno} after seqno {partition.seqno}")
+        partition.seqno = seqno
+        if key is not None:
+            if key in partition.keys:
+                raise _violation(
+                    vb_id,
+                    f"key {key!r} twice in the snapshot {_span(marker)}, again at seqno {seqno}",
+                )
+            partition.keys.add(key)
+
+
+_CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] = {
+    StreamOpened: StreamValidator.on_opened,
+    SnapshotStart: StreamValidator.on_marker,
+    Mutation: StreamValidator.on_mutation,
+    Deletion: StreamValidator.on_deletion,
+    SeqnoAdvanced: StreamValidator.on_advanced,
+    SnapshotEnd: StreamValidator.on_complete,
+    StreamEnded: StreamValidator.on_ended,
+    Rollback: StreamValidator.on_rollback,
+    StreamFailed: StreamValidator.on_failed,
+}
+
+
+def _span(marker: SnapshotStart) -> str:
+    return f"{marker.start_seqno}..{marker.end_seqno}"
+
+
+def _violation(vb_id: int, what: str) -> StreamViolationError:
+    return StreamViolationError(what, vb_id=vb_id)
