@@ -269,7 +269,8 @@ class Engine:
         self, part: Partition, key: bytes, entry: bytes | None
     ) -> tuple[int, int, int, int, int, int, int]:
         """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
-        that the active layer does not hold; `entry` is what the active layer said."""
+        that the active layer does not hold; `entry` is what the active layer said.
+        """
         if entry is None:
             frozen = part.frozen
             if frozen is not None:
@@ -567,7 +568,8 @@ class Engine:
 
     def begin_new_versions(self) -> list[int]:
         """Make a new version of every partition at its end: an unclean stop may have lost what
-        somebody had seen. Return the partitions; the entries are in the open group."""
+        somebody had seen. Return the partitions; the entries are in the open group.
+        """
         return [self.branch(part.vb_id, part.high_seqno).vb_id for part in self.partitions]
 
 
@@ -578,8 +580,6 @@ def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | N
     if mode == ADD or (cas and cas != old_cas):
         return _EXISTS
     return None
-
-
 
 
 def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:

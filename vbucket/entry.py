@@ -5,7 +5,7 @@
     prefix   u64 seqno of the key's previous version in this partition (0: none)
              u32 leader epoch
     frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
-             the key carries its collection id (unsigned LEB128; b"\\x00" for the default one)
+             the key carries its collection id (unsigned LEB128; one zero byte for the default)
 
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. Log, memtable and
 blocks hold the same bytes, so nothing is encoded twice. Entries that only the log knows (a new

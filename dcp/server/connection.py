@@ -13,7 +13,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
 from dcp.session.session import Session
-from dcp.session.state import SessionState
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -47,7 +46,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the session; refuse the connection where there are too many."""
-        self._transport = cast(asyncio.Transport, transport)
+        self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer = f"{address[0]}:{address[1]}"
@@ -56,7 +55,7 @@ class ClientConnection(asyncio.Protocol):
         self.session.state.schedule = self.schedule_pump
         self._node.connection_opened(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _exc: Exception | None) -> None:
         """Forget the peer."""
         producer = self.session.state.producer
         if producer is not None:
@@ -204,7 +203,5 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         if state.is_closing and not self._held and not state.answers:
             if state.close_reason:
-                self._node.log_event(
-                    "connection closed", peer=self.peer, reason=state.close_reason
-                )
+                self._node.log_event("connection closed", peer=self.peer, reason=state.close_reason)
             self._transport.close()

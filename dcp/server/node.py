@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
@@ -77,6 +78,7 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._commit_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._stopped = asyncio.Event()
+        self._all_gone = asyncio.Event()
         self._failure: Exception | None = None
         self._next_tick: asyncio.TimerHandle | None = None
         self._next_sync: asyncio.TimerHandle | None = None
@@ -152,9 +154,10 @@ class Node:
 
     async def _drain(self) -> None:
         await self.committer.drain()
-        deadline = self.loop.time() + DRAIN_S
-        while self.connections and self.loop.time() < deadline:
-            await asyncio.sleep(0.01)
+        if self.connections:
+            self._all_gone.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_gone.wait(), DRAIN_S)
 
     async def _stop_storage(self) -> None:
         for task in tuple(self._tasks):
@@ -173,7 +176,7 @@ class Node:
         self._device.close()
         self._folder.close()
 
-    # -- start-up ------------------------------------------------------------------------------------
+    # -- start-up ----------------------------------------------------------------------------------
 
     def _recover(self) -> None:
         self._device = FileLogDevice(self._folder.log_path)
@@ -267,7 +270,7 @@ class Node:
         self.committer.kick()
         await committed
 
-    # -- commits and merges ----------------------------------------------------------------------------
+    # -- commits and merges ------------------------------------------------------------------------
 
     def _committed(self, group: Group) -> None:
         for vb_id in group.branched:
@@ -346,7 +349,7 @@ class Node:
             assert isinstance(error, Exception)
             self._fail(error)
 
-    # -- connections -----------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
     def session_state(self, peer_host: str) -> SessionState:
         """Return the state of a new session for a peer."""
@@ -370,6 +373,8 @@ class Node:
         """Forget a connection."""
         self.connections.discard(connection)
         self.waiting.discard(connection)
+        if not self.connections:
+            self._all_gone.set()
 
     def overdue(self, connection: ClientConnection, now_ns: int) -> str:
         """Return why a connection should be closed now, "" if it should not."""
@@ -380,7 +385,11 @@ class Node:
                 return f"no login within {settings.handshake_timeout_s} s"
             return ""
         idle_s = settings.idle_timeout_s
-        if idle_s and session.state.producer is None and now_ns - connection.heard_ns > idle_s * 1e9:
+        if (
+            idle_s
+            and session.state.producer is None
+            and now_ns - connection.heard_ns > idle_s * 1e9
+        ):
             return f"nothing was heard for {idle_s} s"
         return ""
 
@@ -401,7 +410,7 @@ class Node:
         """Log one event with its fields."""
         self._log.info(event, **fields)
 
-    # -- what sessions and the admin API ask -----------------------------------------------------------
+    # -- what sessions and the admin API ask -------------------------------------------------------
 
     def bucket_config(self) -> bytes:
         """Return the bucket's cluster configuration as JSON."""

@@ -48,10 +48,7 @@ def _server(node: Node) -> Stats:
         ("ep_merge_running", str(int(engine.is_merging))),
         ("ep_dcp_producers", str(node.hub.connection_count)),
         ("ep_dcp_streams", str(node.hub.stream_count)),
-        *(
-            (f"vb_{state.name.lower()}_num", str(_count(node, state)))
-            for state in VbState
-        ),
+        *((f"vb_{state.name.lower()}_num", str(_count(node, state))) for state in VbState),
     ]
 
 

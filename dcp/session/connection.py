@@ -27,7 +27,7 @@ Handler = Callable[[Frame], None]
 
 BUCKET: Final = "default"
 REPORTED_VERSION: Final = b"7.6.0"
-"""What VERSION answers: clients of the field derive abilities from it (0.x means newest to some)."""
+"""What VERSION answers: clients derive abilities from it (to some, 0.x means the newest)."""
 
 CONFIG_VERSION: Final = Struct(">qq")
 """revEpoch, rev that the client has."""

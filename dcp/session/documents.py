@@ -290,4 +290,4 @@ class DocumentCommands:
         )
 
 
-assert HEADER_BYTES + 16 == TOKEN_RESPONSE.size
+assert TOKEN_RESPONSE.size == HEADER_BYTES + 16

@@ -121,10 +121,25 @@ class SessionState:
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
 
-    def answer(self, request: Frame, status: int = Status.OK, **parts: bytes) -> None:
-        """Answer a request; `parts` are extras, key, value."""
+    def answer(
+        self,
+        request: Frame,
+        status: int = Status.OK,
+        *,
+        extras: bytes = b"",
+        key: bytes = b"",
+        value: bytes = b"",
+    ) -> None:
+        """Answer a request."""
         self.answers.append(
-            pack_response(request.opcode, status, opaque=request.opaque, **parts)
+            pack_response(
+                request.opcode,
+                status,
+                opaque=request.opaque,
+                extras=extras,
+                key=key,
+                value=value,
+            )
         )
 
     def refuse(self, request: Frame, status: int, context: str) -> None:

@@ -149,7 +149,8 @@ class DcpCommands:
 
     def stream_request(self, request: Frame) -> None:
         """Answer OK and the failover log, or ROLLBACK, or why not. The order of checks is
-        kv_engine's."""
+        kv_engine's.
+        """
         state = self._state
         producer = self._producer_of(request)
         if producer is None:
@@ -222,12 +223,8 @@ class DcpCommands:
                 0,
             )
         if not asked.snap_start_seqno <= asked.start_seqno <= asked.snap_end_seqno:
-            return (
-                Status.ERANGE,
-                f"start {asked.start_seqno} lies outside the snapshot "
-                f"{asked.snap_start_seqno} to {asked.snap_end_seqno}",
-                0,
-            )
+            window = f"{asked.snap_start_seqno} to {asked.snap_end_seqno}"
+            return Status.ERANGE, f"start {asked.start_seqno} lies outside snapshot {window}", 0
         status, context, purge_seqno = check_filter(request.value)
         if status:
             return status, context, 0

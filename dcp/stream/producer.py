@@ -14,8 +14,8 @@ Invariants
   with a gap);
 - nothing above the partition's committed_seqno is sent;
 - all messages of a stream, STREAM_END included, carry the opaque of its request;
-- at most BACKLOGS_MAX backlogs are under way; a stream whose is_queued is true stands in exactly one
-  of the two queues;
+- at most BACKLOGS_MAX backlogs are under way; a stream whose is_queued is true stands in exactly
+  one of the two queues;
 - with a window of N bytes, sending stops as soon as N or more are unacknowledged; command
   responses, NOOP and STREAM_END still flow.
 

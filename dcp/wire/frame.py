@@ -35,7 +35,8 @@ MAX_BODY_BYTES: Final = MAX_VALUE_BYTES + 4096
 
 class ProtocolError(Exception):
     """The rules of the wire were broken; `LocalProtocolError` by us, `RemoteProtocolError` by the
-    peer."""
+    peer.
+    """
 
 
 class LocalProtocolError(ProtocolError):
@@ -76,13 +77,7 @@ class Frame(NamedTuple):
     @property
     def wire_bytes(self) -> int:
         """Length of the packet on the wire, as flow control counts it."""
-        return (
-            HEADER_BYTES
-            + len(self.framing)
-            + len(self.extras)
-            + len(self.key)
-            + len(self.value)
-        )
+        return HEADER_BYTES + len(self.framing) + len(self.extras) + len(self.key) + len(self.value)
 
 
 def pack_request(

@@ -135,9 +135,7 @@ def _need(frame: Frame, layout: Struct) -> None:
 
 def pack_open(name: bytes, flags: int, opaque: int = 0) -> bytes:
     """Return DCP_OPEN for a connection called `name` (at most 200 bytes)."""
-    return pack_request(
-        Opcode.DCP_OPEN, extras=OPEN_EXTRAS.pack(0, flags), key=name, opaque=opaque
-    )
+    return pack_request(Opcode.DCP_OPEN, extras=OPEN_EXTRAS.pack(0, flags), key=name, opaque=opaque)
 
 
 def pack_control(key: bytes, value: bytes, opaque: int = 0) -> bytes:
@@ -199,9 +197,7 @@ def parse_deletion(frame: Frame) -> Deletion:
 
 def pack_stream_end(vb_id: int, opaque: int, reason: EndReason) -> bytes:
     """Return STREAM_END; the opaque is always that of the stream request."""
-    return pack_request(
-        Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=opaque, extras=U32.pack(reason)
-    )
+    return pack_request(Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=opaque, extras=U32.pack(reason))
 
 
 def parse_stream_end(frame: Frame) -> int:

@@ -18,7 +18,6 @@ from couchbase.exceptions import (
 )
 from couchbase.options import ClusterOptions, GetOptions, ReplaceOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
-
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign

@@ -1,4 +1,4 @@
-"""Memcached clients against a live server: they know no partitions, the server hashes their keys."""
+"""Memcached clients against a live server: they know no partitions, so the server hashes keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import bmemcached
 import pylibmc
 import pytest
-
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign
