@@ -1,0 +1,86 @@
+"""Rows of figures, with both servers side by side; as JSON and as a Markdown table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Final
+
+OURS: Final = "dcpd"
+THEIRS: Final = "redis"
+
+
+@dataclass
+class Row:
+    """One figure: what it is, its unit, whether more is better, and each run's value."""
+
+    what: str
+    unit: str
+    more_is_better: bool
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, peer: str, value: float) -> None:
+        self.samples.setdefault(peer, []).append(value)
+
+    @property
+    def ratio(self) -> float | None:
+        """Our median over theirs; None while one of them is missing or zero."""
+        ours, theirs = self.samples.get(OURS), self.samples.get(THEIRS)
+        if not ours or not theirs or not median(theirs):
+            return None
+        return median(ours) / median(theirs)
+
+
+class Report:
+    """All rows in the order in which they were first named."""
+
+    def __init__(self, about: dict[str, str]) -> None:
+        self.about = about
+        self.rows: dict[str, Row] = {}
+
+    def add(self, peer: str, what: str, value: float, *, unit: str, more_is_better: bool) -> None:
+        self.rows.setdefault(what, Row(what, unit, more_is_better)).add(peer, value)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return everything, every run included."""
+        rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows.values()]
+        return {"about": self.about, "rows": rows}
+
+    def to_markdown(self) -> str:
+        """Return the tables: the medians with their smallest and largest, and what was used."""
+        table = _table(
+            ["figure", "unit", "better", OURS, THEIRS, f"{OURS} / {THEIRS}"],
+            (
+                [
+                    row.what, row.unit, "more" if row.more_is_better else "less",
+                    _cell(row.samples.get(OURS)), _cell(row.samples.get(THEIRS)),
+                    "" if row.ratio is None else f"{row.ratio:.2f}",
+                ]
+                for row in self.rows.values()
+            ),
+        )  # fmt: skip
+        return f"{table}\nMedian (smallest to largest) of the runs.\n\n" + _table(
+            ["used", ""], ([name, value] for name, value in self.about.items())
+        )
+
+
+def _cell(samples: Sequence[float] | None) -> str:
+    if not samples:
+        return ""
+    if len(samples) == 1:
+        return number_text(samples[0])
+    low, high = number_text(min(samples)), number_text(max(samples))
+    return f"**{number_text(median(samples))}** ({low} to {high})"
+
+
+def number_text(value: float) -> str:
+    """Three significant digits or whole thousands: 0.0123, 1.23, 123, 188,000."""
+    if value >= 100:
+        return f"{round(value):,}"
+    return f"{value:.3g}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

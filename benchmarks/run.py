@@ -1,0 +1,238 @@
+"""The figures of docs/performance.md: our server and Redis, measured in one run.
+
+    python -m benchmarks.run                        everything, about ten minutes
+    python -m benchmarks.run --only set --runs 3    one part
+
+Each measurement starts a server on an empty folder, alone on the machine, ours and Redis in turn
+(A B A B ...), and the table shows medians. Progress goes to stderr, the Markdown to stdout.
+
+Parts
+- generator  the load generator against a responder that does nothing: the ceiling of all figures
+- set        durable SETs a second and latency, at 1 x 1, 1 x 128 and 8 x 64 in flight
+- catchup    a Python consumer follows all changes from the beginning
+- memory     of the server with all that it started, after all keys were written
+- restart    SIGKILL, start again, until the first GET is answered
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import workload
+from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
+from benchmarks.report import Report
+
+PARTS: Final = ("generator", "set", "catchup", "memory", "restart")
+SHAPES: Final = ((1, 1), (1, 128), (8, 64))
+"""Connections x operations in flight on each."""
+LOAD_SHAPE: Final = (8, 64)
+SETTLED_SECONDS: Final = 3.0
+SETTLE_SECONDS_MAX: Final = 60.0
+SETTLED_CHANGE: Final = 0.01
+KEYS_CHECKED: Final = 25
+MIB: Final = 1024 * 1024
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def tool(module: str, *arguments: object) -> dict[str, Any]:
+    """Run one of our tools as a process of its own; return the JSON document that it printed."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit {done.returncode}: {done.stderr}{done.stdout}")
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def generate(
+    protocol: str, port: int, shape: tuple[int, int], *arguments: object
+) -> dict[str, Any]:
+    """Drive a server with the generator; return its result."""
+    connections, in_flight = shape
+    document = tool(
+        "generator", "--protocol", protocol, "--port", port,
+        "--connections", connections, "--in-flight", in_flight, *arguments,
+    )  # fmt: skip
+    result: dict[str, Any] = document["result"]
+    return result
+
+
+def record_sets(report: Report, peer: str, result: dict[str, Any], what: str) -> None:
+    rate = result["operations_per_second"]
+    report.add(peer, what, rate, unit="op/s", more_is_better=True)
+    for name in ("p50", "p99"):
+        report.add(peer, f"{what}, {name}", result[f"{name}_us"] / 1000, unit="ms",
+                   more_is_better=False)  # fmt: skip
+    share = 100 * result["generator_cpu_share"]
+    report.add(peer, f"{what}, generator's core", share, unit="%", more_is_better=False)
+    say(f"  {peer:6} {what}: {rate:,.0f} op/s, p99 {result['p99_us'] / 1000:.2f} ms")
+
+
+def measure_generator(report: Report, options: argparse.Namespace) -> None:
+    """The generator against the responder."""
+    for shape in SHAPES:
+        for name in options.peers:
+            with subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.responder"], stdout=subprocess.PIPE
+            ) as responder:
+                assert responder.stdout is not None
+                port = int(responder.stdout.readline())
+                result = generate(PEERS[name].protocol, port, shape, "--seconds", options.seconds)
+            record_sets(report, name, result, f"ceiling {shape[0]} x {shape[1]}")
+
+
+def measure_set(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """Durable SETs, each run on an empty folder."""
+    for shape in SHAPES:
+        for run in range(options.runs):
+            for name in options.peers:
+                peer = PEERS[name](folder / f"{name}-{shape[0]}x{shape[1]}-{run}")
+                try:
+                    peer.start()
+                    result = generate(
+                        peer.protocol, peer.port, shape, "--seconds", options.seconds,
+                        "--keys", options.keys, "--seed", run + 1,
+                    )  # fmt: skip
+                finally:
+                    peer.discard()
+                record_sets(report, name, result, f"SET {shape[0]} x {shape[1]}")
+
+
+def measure_loaded(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """What is measured on a server that holds all keys: memory, catch-up, restart."""
+    for run in range(options.runs):
+        for name in options.peers:
+            peer = PEERS[name](folder / f"{name}-loaded-{run}")
+            try:
+                peer.start()
+                result = generate(peer.protocol, peer.port, LOAD_SHAPE, "--load",
+                                  "--keys", options.keys)  # fmt: skip
+                rate = result["operations_per_second"]
+                say(f"  {name:6} wrote {result['operations']:,} keys, {rate:,.0f} op/s")
+                report.add(name, f"{options.keys:,} new keys", rate, unit="op/s",
+                           more_is_better=True)  # fmt: skip
+                if "memory" in options.only:
+                    measure_memory(report, peer)
+                if "catchup" in options.only:
+                    measure_catchup(report, peer, options.keys)
+                if "restart" in options.only:
+                    measure_restart(report, peer, options.keys)
+            finally:
+                peer.discard()
+
+
+def measure_catchup(report: Report, peer: Peer, changes: int) -> None:
+    document = tool("catchup", peer.name, "--port", peer.port, "--changes", changes)
+    assert document["changes"] == document["keys"] == changes, document
+    rate = changes / document["seconds"]
+    say(f"  {peer.name:6} catch-up: {rate:,.0f} changes/s")
+    report.add(peer.name, "consumer's catch-up", rate, unit="changes/s", more_is_better=True)
+
+
+def measure_memory(report: Report, peer: Peer) -> None:
+    """Memory once it no longer changes: rewriting and merging go on after the last write."""
+    deadline = time.monotonic() + SETTLE_SECONDS_MAX
+    now = memory_bytes(peer.pid)
+    while time.monotonic() < deadline:
+        before = now
+        time.sleep(SETTLED_SECONDS)
+        now = memory_bytes(peer.pid)
+        if abs(now["Rss"] - before["Rss"]) <= SETTLED_CHANGE * before["Rss"]:
+            break
+    for kind, count in now.items():
+        report.add(peer.name, f"memory, {kind}", count / MIB, unit="MiB", more_is_better=False)
+    on_disk = folder_bytes(peer.folder)
+    report.add(peer.name, "on disk", on_disk / MIB, unit="MiB", more_is_better=False)
+    say(f"  {peer.name:6} memory: {now['Rss'] / MIB:,.0f} MiB, disk {on_disk / MIB:,.0f} MiB")
+
+
+def measure_restart(report: Report, peer: Peer, keys: int) -> None:
+    """SIGKILL, start, first GET answered; then a look at some documents."""
+    peer.kill()
+    seconds = peer.start()
+    pool = set(workload.values(1, 128))
+    for index in range(0, keys, max(1, keys // KEYS_CHECKED)):
+        value = peer.get(workload.key_of(index))
+        if value not in pool:
+            raise SystemExit(f"{peer.name} lost {workload.key_of(index)!r}: {value!r}")
+    say(f"  {peer.name:6} ready after SIGKILL: {seconds:.3f} s")
+    report.add(peer.name, "ready after SIGKILL", seconds, unit="s", more_is_better=False)
+
+
+def about(options: argparse.Namespace) -> dict[str, str]:
+    """What was measured, with what; no names of machines or folders."""
+    used = {
+        "processor cores": str(os.cpu_count()),
+        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
+        "Python": platform.python_version(),
+        "runs": f"{options.runs} of {options.seconds:g} s",
+        "documents": f"{options.keys:,} keys, 128-byte values",
+    }
+    if "redis" in options.peers:
+        shown = subprocess.run(["redis-server", "--version"], capture_output=True, text=True,
+                               check=True)  # fmt: skip
+        version = shown.stdout.split("v=")[1].split()[0]
+        used["Redis"] = f"{version}, appendonly yes, appendfsync always, save off; SET + XADD"
+    if "dcpd" in options.peers:
+        used["dcpd"] = "durability commit"
+    return used
+
+
+def names_of(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.run", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--only", type=names_of, default=list(PARTS), metavar="PART,...")
+    parser.add_argument("--peers", type=names_of, default=list(PEERS), metavar="PEER,...")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each SET run")
+    parser.add_argument("--keys", type=int, default=500_000)
+    parser.add_argument("--folder", type=Path, help="where the servers keep their data")
+    parser.add_argument("--json", type=Path, help="write every run's figures here")
+    options = parser.parse_args()
+    for given, known in ((options.only, PARTS), (options.peers, tuple(PEERS))):
+        for name in given:
+            if name not in known:
+                parser.error(f"{name!r} is none of {', '.join(known)}")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    report = Report(about(options))
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
+    try:
+        if "generator" in options.only:
+            measure_generator(report, options)
+        if "set" in options.only:
+            measure_set(report, options, folder)
+        if {"catchup", "memory", "restart"}.intersection(options.only):
+            measure_loaded(report, options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(report.to_markdown())
+    if options.json:
+        options.json.write_text(json.dumps(report.to_document(), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
