@@ -1,0 +1,263 @@
+"""Users: logins of the guest and of added ones, the file, and what strangers can learn."""
+
+import json
+import stat
+from base64 import b64encode
+
+import pytest
+from scramp import ScramClient
+
+from dcp.server import users as users_module
+from dcp.server.users import USERS_FILE, UserError, Users, UsersFileError
+from dcp.session.auth import Authenticator
+from dcp.wire.status import Status
+
+RFC_NAMES = {
+    "SCRAM-SHA1": "SCRAM-SHA-1",
+    "SCRAM-SHA256": "SCRAM-SHA-256",
+    "SCRAM-SHA512": "SCRAM-SHA-512",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick_keys(monkeypatch):
+    """PBKDF2 with the least that the client accepts: what is tested does not depend on it."""
+    monkeypatch.setattr(users_module, "ITERATIONS", 4096)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "data" / USERS_FILE
+
+
+@pytest.fixture
+def users(path):
+    table = Users(path)
+    table.add("alice", "wonder land!")
+    return table
+
+
+def scram(users: Authenticator, name, password, *, mechanism="SCRAM-SHA512", loopback=True):
+    client = ScramClient([RFC_NAMES[mechanism]], name, password)
+    step = users.start(mechanism, client.get_client_first().encode(), loopback)
+    assert step.status == Status.AUTH_CONTINUE
+    client.set_server_first(step.data.decode())
+    last = users.step(step.exchange, client.get_client_final().encode())
+    if last.status == Status.OK:
+        client.set_server_final(last.data.decode())
+    return last
+
+
+def plain(users: Authenticator, name, password, *, authzid="", loopback=True):
+    return users.start("PLAIN", f"{authzid}\0{name}\0{password}".encode(), loopback)
+
+
+@pytest.mark.parametrize("mechanism", RFC_NAMES)
+def test_scram_logins(users, mechanism):
+    step = scram(users, "alice", "wonder land!", mechanism=mechanism, loopback=False)
+    assert (step.status, step.user, step.exchange) == (Status.OK, "alice", None)
+    assert scram(users, "guest", "guest", mechanism=mechanism).user == "guest"
+    for wrong in (("alice", "wonderland"), ("bob", "wonder land!"), ("guest", "guess")):
+        step = scram(users, *wrong, mechanism=mechanism)
+        assert step == (Status.AUTH_ERROR, b"", None, None)
+
+
+def test_plain_logins(users):
+    assert plain(users, "alice", "wonder land!", loopback=False).user == "alice"
+    assert plain(users, "alice", "wonder land!", authzid="alice").status == Status.OK
+    assert plain(users, "guest", "guest").status == Status.OK
+    for step in (
+        plain(users, "alice", "wonder land"),
+        plain(users, "bob", "wonder land!"),
+        plain(users, "guest", "guest", loopback=False),
+        plain(users, "alice", "wonder land!", authzid="bob"),
+        plain(users, "alice", "x" * 10_000),
+        users.start("PLAIN", b"\0alice\0\xff", True),
+    ):
+        assert step == (Status.AUTH_ERROR, b"", None, None)
+    assert users.start("PLAIN", b"alice", True).status == Status.EINVAL
+
+
+def test_the_guest_logs_in_from_this_machine_only(users):
+    assert scram(users, "guest", "guest", loopback=False).status == Status.AUTH_ERROR
+    assert plain(users, "guest", "guest", loopback=False).status == Status.AUTH_ERROR
+
+
+def test_the_strongest_mechanism_comes_first_and_others_are_refused(users):
+    assert users.mechanisms(False) == ["SCRAM-SHA512", "SCRAM-SHA256", "SCRAM-SHA1", "PLAIN"]
+    assert users.start("CRAM-MD5", b"", True).status == Status.AUTH_ERROR
+
+
+def test_malformed_messages_are_invalid_not_wrong(users):
+    assert users.start("SCRAM-SHA1", b"what", True).status == Status.EINVAL
+    step = users.start("SCRAM-SHA1", b"n,,n=alice,r=x", True)
+    assert users.step(step.exchange, b"what").status == Status.EINVAL
+
+
+def server_first(users, name, loopback=False):
+    step = users.start("SCRAM-SHA512", f"n,,n={name},r=x".encode(), loopback)
+    assert step.status == Status.AUTH_CONTINUE
+    _, salt, iterations = step.data.decode().split(",")
+    return salt, iterations
+
+
+def test_a_stranger_cannot_tell_which_users_exist(users, path):
+    known, unknown = server_first(users, "alice"), server_first(users, "nobody")
+    assert known[1] == unknown[1]
+    assert len(known[0]) == len(unknown[0])
+    assert server_first(users, "nobody") == unknown, "the salt of a stranger must not change"
+    assert server_first(Users(path), "nobody") == unknown, "nor with a restart"
+    assert server_first(users, "nobody2") != unknown
+    assert server_first(users, "guest", loopback=False)[1] == known[1]
+
+
+def test_keys_of_unknown_users_match_nothing(users):
+    """An all-zero proof against the zero keys of a stranger."""
+    step = users.start("SCRAM-SHA1", b"n,,n=nobody,r=x", True)
+    nonce = step.data.split(b",")[0]
+    proof = b64encode(bytes(20))
+    assert users.step(step.exchange, b"c=biws," + nonce + b",p=" + proof) == (
+        Status.AUTH_ERROR,
+        b"",
+        None,
+        None,
+    )
+
+
+def test_an_unknown_user_costs_as_much_as_a_wrong_password(users, monkeypatch):
+    derivations = []
+    original = users_module.password_matches
+
+    def counted(mechanism, password, keys):
+        derivations.append(keys.iterations)
+        return original(mechanism, password, keys)
+
+    monkeypatch.setattr(users_module, "password_matches", counted)
+    plain(users, "alice", "wrong!")
+    plain(users, "nobody", "wrong!")
+    assert derivations == [4096, 4096]
+
+
+def test_only_the_first_plain_login_derives_keys(users, monkeypatch):
+    assert plain(users, "alice", "wonder land!").status == Status.OK
+    monkeypatch.setattr(users_module, "password_matches", lambda *_: pytest.fail("derived again"))
+    assert plain(users, "alice", "wonder land!").status == Status.OK
+
+
+def test_a_new_password_ends_the_old_one(users):
+    assert plain(users, "alice", "wonder land!").status == Status.OK
+    users.add("alice", "looking glass")
+    assert plain(users, "alice", "wonder land!").status == Status.AUTH_ERROR
+    assert scram(users, "alice", "looking glass").status == Status.OK
+    assert users.names() == ["alice"]
+
+
+def test_users_are_kept_and_removed(users, path):
+    users.add("bob", "builder")
+    again = Users(path)
+    assert again.names() == ["alice", "bob"]
+    assert scram(again, "bob", "builder").status == Status.OK
+    assert again.remove("bob")
+    assert not again.remove("bob")
+    assert users.names() == ["alice"], "another process's change is seen"
+    assert plain(users, "bob", "builder").status == Status.AUTH_ERROR
+
+
+def test_the_file_holds_no_password_and_is_private(users, path):
+    text = path.read_text()
+    assert "wonder" not in text
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(text)["format_version"] == 1
+    assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
+
+
+@pytest.mark.parametrize(
+    ("name", "password", "reason"),
+    [
+        ("guest", "long enough", "reserved"),
+        ("", "long enough", "is not allowed"),
+        ("a,b", "long enough", "is not allowed"),
+        ("a:b", "long enough", "is not allowed"),
+        ("-a", "long enough", "is not allowed"),
+        ("a" * 65, "long enough", "1 to 64"),
+        ("bob", "short", "has 5 characters; 6 to 128"),
+        ("bob", "x" * 129, "has 129 characters"),
+        ("bob", "pässwörd", "printable ASCII"),
+    ],
+)
+def test_refused_names_and_passwords(users, name, password, reason):
+    with pytest.raises(UserError, match=reason):
+        users.add(name, password)
+    assert users.names() == ["alice"]
+
+
+def test_the_guest_cannot_be_removed(users):
+    with pytest.raises(UserError, match="built in"):
+        users.remove("guest")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"", "is damaged"),
+        (b"[]", "is damaged"),
+        (b"{}", "is damaged"),
+        (b'{"format_version": 1, "users": []}', "is damaged"),
+        (b'{"format_version": 1, "decoy_key": "", "users": {"a": {}}}', "is damaged"),
+        (b'{"format_version": 2}', "has format version 2, this dcpd knows 1"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, reason):
+    path = tmp_path / USERS_FILE
+    path.write_bytes(text)
+    with pytest.raises(UsersFileError, match=reason):
+        Users(path)
+    assert path.read_bytes() == text
+
+
+def test_absurd_iterations_are_damage(users, path):
+    document = json.loads(path.read_text())
+    document["users"]["alice"]["scram"]["SCRAM-SHA512"]["iterations"] = 0
+    path.write_text(json.dumps(document))
+    with pytest.raises(UsersFileError, match="0 iterations"):
+        Users(path)
+
+
+def test_damage_while_running_keeps_what_was_read(users, path, caplog):
+    good = path.read_bytes()
+    path.write_bytes(b"{")
+    assert scram(users, "alice", "wonder land!").status == Status.OK
+    assert "is damaged" in users.problem
+    assert "users file not taken over" in caplog.text
+    with pytest.raises(UsersFileError, match="is damaged"):
+        users.add("bob", "builder")
+    assert path.read_bytes() == b"{", "a damaged file is never overwritten"
+    _written(path.with_name("copy"), good).replace(path)
+    assert users.names() == ["alice"]
+    assert users.problem == ""
+
+
+def test_a_file_that_cannot_be_written_changes_nothing(tmp_path):
+    (tmp_path / "data").write_text("a file where the folder should be")
+    users = Users(tmp_path / "elsewhere" / USERS_FILE)
+    users._path = tmp_path / "data" / USERS_FILE
+    with pytest.raises(UsersFileError, match="cannot be"):
+        users.add("bob", "builder")
+    assert not users._content.users
+
+
+def test_an_interrupted_change_leaves_the_old_file(users, path, monkeypatch):
+    def failing_fsync(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(users_module.os, "fsync", failing_fsync)
+    with pytest.raises(UsersFileError, match="cannot be written: No space left"):
+        users.add("bob", "builder")
+    monkeypatch.undo()
+    assert Users(path).names() == users.names() == ["alice"]
+    assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
+
+
+def _written(path, data):
+    path.write_bytes(data)
+    return path
