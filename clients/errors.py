@@ -214,16 +214,11 @@ def error_from_status(
     error_class = _CLASSES.get(status, ServerError)
     if error_class is ExistsError and cas:
         error_class = CasMismatchError
-    name, text, _ = (
-        ERROR_TABLE.get(Status(status), ("", "", ()))
-        if _is_known(status)
-        else ("", "unknown status", ())
-    )
-    if error_class is CasMismatchError:
-        text = "CAS mismatch"
-    elif error_class is ExistsError:
-        text = "exists already"
+    name, text = _described(status)
     context = error_context(body) if status != Status.NOT_MY_VBUCKET else ""
+    if status == Status.KEY_EEXISTS and context in {"", text}:
+        # One status for two things; the request says which of them it is.
+        context = "CAS mismatch" if cas else "exists already"
     what = f"{operation}: {context or text} ({name + ' ' if name else ''}0x{status:02x})"
     error = error_class(what, status=status, vb_id=vb_id, key=key, node=node)
     if isinstance(error, NotMyVbucketError):
@@ -248,5 +243,7 @@ def error_context(body: bytes) -> str:
     return context if isinstance(context, str) else ""
 
 
-def _is_known(status: int) -> bool:
-    return status in ERROR_TABLE
+def _described(status: int) -> tuple[str, str]:
+    """Return a status's name and meaning, ("", "unknown status") for one we do not know."""
+    known = next((known for known in ERROR_TABLE if known == status), None)
+    return ERROR_TABLE[known][:2] if known is not None else ("", "unknown status")

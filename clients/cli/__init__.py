@@ -1,0 +1,1 @@
+"""dcpctl: one tool for documents, change streams and partitions."""
