@@ -34,6 +34,10 @@ GET_RESPONSE: Final = Struct(">BBHBBHIIQ4s")
 RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
 """Expiry values up to 30 days count from now, larger ones are Unix seconds (memcached)."""
 
+DATATYPE_JSON: Final = 0x01
+"""The one datatype that is taken without negotiation: a hint, which the official SDKs always send.
+Snappy and XATTR say how to read the value, and nobody here could have negotiated them."""
+
 _STORE_FORMS: Final = {
     Opcode.SET: (SET, False),
     Opcode.SETQ: (SET, True),
@@ -64,9 +68,7 @@ class DocumentCommands:
         """Return opcode -> handler."""
         table: dict[int, Handler] = dict.fromkeys(_STORE_FORMS, self.store)
         table.update(dict.fromkeys((Opcode.DELETE, Opcode.DELETEQ), self.delete))
-        table.update(
-            dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), self.get)
-        )
+        table.update(dict.fromkeys((Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ), self.get))
         return table
 
     def store(
@@ -87,6 +89,12 @@ class DocumentCommands:
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
             self._refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
+            return
+        if datatype > DATATYPE_JSON:
+            # Stored, such a bit would mislead whoever streams the document.
+            self._refuse(
+                opcode, opaque, Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated"
+            )
             return
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
@@ -265,9 +273,7 @@ class DocumentCommands:
     def _refuse_vbucket(self, opcode: int, opaque: int) -> None:
         config = self._state.facts.bucket_config()
         self._state.answers.append(
-            _pack_header(
-                0x81, opcode, 0, 0, 0, Status.NOT_MY_VBUCKET, len(config), opaque, 0
-            )
+            _pack_header(0x81, opcode, 0, 0, 0, Status.NOT_MY_VBUCKET, len(config), opaque, 0)
             + config
         )
 

@@ -12,12 +12,14 @@ from dcp.session.auth import AuthStep
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
+from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
+from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine, new_partitions, replay_log
-from vbucket.ids import vb_uuid_from_random
+from vbucket.engine import Engine, Group, new_partitions, replay_log
+from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import recover
 from vbucket.merge import merge
@@ -72,8 +74,11 @@ class MemoryNode:
     def commit(self) -> None:
         """Write and sync the open group, and wake who waits for it."""
         group = self.engine.take_group()
-        if group is None:
-            return
+        if group is not None:
+            self.finish(group)
+
+    def finish(self, group: Group) -> None:
+        """Write and sync a group that was taken before, and wake who waits for it."""
         self.device.append(group.record)
         self.device.sync()
         self.engine.group_committed(group)
@@ -144,9 +149,21 @@ class Peer:
     def send(self, data: bytes) -> list[Frame]:
         """Send bytes; return the answers, whether or not they may leave yet."""
         self.session.receive(data, self.node.now_ns)
+        frames = self._answers()
+        while self.state.is_full:
+            self.session.resume(self.node.now_ns)
+            frames += self._answers()
+        return frames
+
+    def _answers(self) -> list[Frame]:
         answers = b"".join(self.state.answers)
         self.state.answers.clear()
         return self.decoder.feed(answers)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the answers so far observed something that is not committed."""
+        return self.state.wait_group > self.node.engine.committed_group
 
     def ask(self, opcode: int, **parts: int | bytes) -> Frame:
         """Send one request and return its one answer."""
@@ -165,7 +182,47 @@ class Peer:
     def delete(self, vb_id: int, key: bytes) -> Frame:
         return self.ask(Opcode.DELETE, vb_id=vb_id, key=key)
 
+    # -- streams -------------------------------------------------------------------------------
+
+    @property
+    def producer(self) -> Producer:
+        assert self.state.producer is not None, "DCP_OPEN comes first"
+        return self.state.producer
+
+    def open(self, name: bytes = b"consumer", flags: int = OpenFlag.PRODUCER) -> Frame:
+        """DCP_OPEN."""
+        return self.ask(Opcode.DCP_OPEN, key=name, extras=OPEN_EXTRAS.pack(0, flags))
+
+    def control(self, key: bytes, value: bytes) -> Frame:
+        """DCP_CONTROL."""
+        return self.ask(Opcode.DCP_CONTROL, key=key, value=value)
+
+    def stream(
+        self,
+        vb_id: int,
+        start: int = 0,
+        end: int = SEQNO_MAX,
+        *,
+        uuid: int = 0,
+        snap: tuple[int, int] | None = None,
+        flags: int = 0,
+        opaque: int = 7,
+        value: bytes = b"",
+    ) -> Frame:
+        """STREAM_REQ; the snapshot is [start, start] unless told."""
+        snap_start, snap_end = snap or (start, start)
+        asked = StreamRequest(flags, start, end, uuid, snap_start, snap_end)
+        frames = self.send(pack_stream_request(vb_id, asked, opaque, value))
+        assert len(frames) == 1, frames
+        return frames[0]
+
     def pump(self, bytes_max: int = 1 << 20) -> list[Frame]:
         """Return the stream messages that the producer sends now."""
-        assert self.state.producer is not None
-        return self.decoder.feed(b"".join(self.state.producer.pump(bytes_max)))
+        return self.decoder.feed(b"".join(self.producer.pump(bytes_max)))
+
+    def drain(self, bytes_max: int = 1 << 20) -> list[Frame]:
+        """Pump until nothing more may be sent."""
+        frames: list[Frame] = []
+        while self.producer.has_output:
+            frames += self.pump(bytes_max)
+        return frames
