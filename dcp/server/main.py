@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import signal
 import socket
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 STOP_AFTER_FAILURE_S: Final = 10.0
 SWITCH_INTERVAL_S: Final = 0.0002
 """A thread waits this long for the interpreter lock; the default of 5 ms is a commit's latency."""
+
+GC_THRESHOLDS: Final = (50_000, 20, 50)
+"""The data is bytes in dictionaries and lists, which the cyclic collector need not look at; what it
+does look at it should look at rarely, because a full pass stops the loop."""
 
 
 class ExitCode(IntEnum):
@@ -191,6 +196,7 @@ def run(resolved: Resolved) -> ExitCode:
         if plan.notice:
             log.warning(plan.notice)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(plan.settings, users, log))
     except StartError as error:
@@ -210,6 +216,8 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
     except _start_failures() as error:
         raise _start_error(error, settings) from error
     _stop_on_signals(node)
+    gc.collect()
+    gc.freeze()
     text = ready_text(
         settings,
         version=__version__,
