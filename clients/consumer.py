@@ -293,6 +293,14 @@ class Consumer:
                 advance(positions, batch.events[: self._current_count])
         return positions
 
+    def handed_out(self, count: int) -> None:
+        """Count only the first `count` events of the current batch as handed out.
+
+        For who reads `batches()` and stops in the middle of one.
+        """
+        assert self._current is not None
+        self._current_count = count
+
     async def save(self) -> None:
         """Write `checkpoint()` to the store. Raises CheckpointError."""
         assert self._store is not None, "the consumer was made without a store"

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from clients.cli.main import EXIT_NOT_FOUND, Target, complain, with_target
+from clients.cli.main import EXIT_NOT_FOUND, Target, complain, help_text, with_target
 from clients.cli.output import is_terminal, shown, text_fields, write_json, write_raw
 from clients.errors import NotFoundError
 from clients.kv_sync import SyncKv
@@ -26,19 +26,19 @@ def _connect(target: Target) -> SyncKv:
     return SyncKv(target.address, timeout_s=target.timeout_s)
 
 
-@click.command("get")
+@click.command(
+    "get",
+    help=help_text(
+        "Print a document: a line on a terminal, exactly its bytes when piped.",
+        "dcpctl get user:1",
+        "dcpctl get photo > photo.jpg",
+        "dcpctl get user:1 -o json",
+    ),
+)
 @click.argument("key")
 @with_target
 def get(*, target: Target, key: str) -> None:
-    r"""Print a document: a line on a terminal, exactly its bytes when piped.
-
-    \b
-    Examples:
-      dcpctl get user:1
-      dcpctl get photo > photo.jpg
-      dcpctl get user:1 -o json
-    \f
-    """
+    """Print a document: a line on a terminal, exactly its bytes when piped."""
     with _connect(target) as kv:
         document = kv.get(_key(key))
     mode = target.output_or("plain" if is_terminal() else "raw")
@@ -58,7 +58,16 @@ def get(*, target: Target, key: str) -> None:
         write_raw(document.value if ends else document.value + b"\n")
 
 
-@click.command("set")
+@click.command(
+    "set",
+    help=help_text(
+        "Store a document; VALUE - (or none, when piped) reads it from standard input.",
+        'dcpctl set user:1 \'{"name":"Ada"}\'',
+        "dcpctl set photo - < photo.jpg",
+        "dcpctl set user:1 v2 --cas 1795262141941612544",
+        "dcpctl set lock me --add",
+    ),
+)
 @click.argument("key")
 @click.argument("value", required=False)
 @click.option("--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits of yours.")
@@ -80,16 +89,7 @@ def set_(
     cas: int,
     rule: str | None,
 ) -> None:
-    r"""Store a document; VALUE - (or none, when piped) reads it from standard input.
-
-    \b
-    Examples:
-      dcpctl set user:1 '{"name":"Ada"}'
-      dcpctl set photo - < photo.jpg
-      dcpctl set user:1 v2 --cas 1795262141941612544
-      dcpctl set lock me --add
-    \f
-    """
+    """Store a document; VALUE - (or none, when piped) reads it from standard input."""
     raw_key = _key(key)
     if rule == "add" and cas:
         raise click.UsageError("--add stores what does not exist: it has no --cas")
@@ -105,19 +105,19 @@ def set_(
     _show_mutation(target, "stored", raw_key, result)
 
 
-@click.command("del")
+@click.command(
+    "del",
+    help=help_text(
+        "Delete documents.",
+        "dcpctl del user:1",
+        "dcpctl del user:1 user:2",
+    ),
+)
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @click.option("--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only this version.")
 @with_target
 def delete(*, target: Target, keys: tuple[str, ...], cas: int) -> int:
-    r"""Delete documents.
-
-    \b
-    Examples:
-      dcpctl del user:1
-      dcpctl del user:1 user:2
-    \f
-    """
+    """Delete documents."""
     if cas and len(keys) > 1:
         raise click.UsageError("--cas names a version of one document: give one KEY")
     exit_code = 0

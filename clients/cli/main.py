@@ -113,6 +113,18 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"clients.cli.{module}"), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; name a similar one where there is none."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from difflib import get_close_matches
+
+            similar = get_close_matches(args[0], COMMANDS, n=1)
+            advice = f"Did you mean {similar[0]!r}?" if similar else "dcpctl --help lists them."
+            raise click.UsageError(f"there is no command {args[0]!r}. {advice}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
@@ -153,8 +165,23 @@ def with_target(command: _F) -> _F:
 _SHARED_NAMES: Final = ("server", "user", "password", "timeout_s", "output")
 
 
+def help_text(summary: str, *examples: str) -> str:
+    """Return a command's help: what it does, then examples, before the options."""
+    lines = "\n".join(f"  {example}" for example in examples)
+    return f"{summary}\n\n\b\nExamples:\n{lines}"
+
+
 @click.group(
     cls=LazyGroup,
+    help=help_text(
+        "Work with a dcpd server: documents, change streams, partitions.",
+        """dcpctl set user:1 '{"name":"Ada"}'""",
+        "dcpctl get user:1",
+        "dcpctl watch",
+        "dcpctl watch --state changes.ckpt -o json",
+        "dcpctl import flights.csv --key tailnum",
+        "dcpctl --server 10.0.0.5:11210 --user ada status",
+    ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_CODES_TEXT,
 )
@@ -183,17 +210,7 @@ def cli(
     timeout_s: float,
     output: str | None,
 ) -> None:
-    r"""Work with a dcpd server: documents, change streams, partitions.
-
-    \b
-    Examples:
-      dcpctl set user:1 '{"name":"Ada"}'
-      dcpctl get user:1
-      dcpctl watch
-      dcpctl watch --state changes.ckpt -o json
-      dcpctl import flights.csv --key tailnum
-      dcpctl --server 10.0.0.5:11210 --user ada status
-    """
+    """Work with a dcpd server: documents, change streams, partitions."""
     ctx.obj = Target(server, user, password, timeout_s, output)
 
 

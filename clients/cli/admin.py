@@ -1,0 +1,107 @@
+"""The server's admin HTTP API, for commands that the key-value protocol has no words for.
+
+The port comes from the cluster configuration, over the key-value connection; credentials are the
+same.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from typing import Any, Final
+from urllib.parse import quote
+
+from clients.cli.main import (
+    EXIT_AUTH,
+    EXIT_CONFLICT,
+    EXIT_FAILED,
+    EXIT_NOT_FOUND,
+    EXIT_USAGE,
+    Target,
+)
+from clients.errors import ConnectError, DcpdError, OperationTimeoutError
+from clients.kv_sync import SyncKv
+from clients.topology import Node
+
+_EXIT_CODES: Final = {
+    400: EXIT_USAGE,
+    401: EXIT_AUTH,
+    403: EXIT_AUTH,
+    404: EXIT_NOT_FOUND,
+    409: EXIT_CONFLICT,
+}
+
+
+class AdminError(DcpdError):
+    """The admin API refused; the text and the hint are the server's."""
+
+    exit_code = EXIT_FAILED
+
+
+class AdminClient:
+    """Requests to the admin API of one node."""
+
+    def __init__(self, target: Target, node: Node) -> None:
+        if not node.mgmt_port:
+            raise ConnectError(
+                "the server's configuration names no admin port",
+                node=node.name,
+                hint="Start dcpd with --admin-port.",
+            )
+        self._node = node
+        self._timeout_s = target.timeout_s
+        address = target.address
+        login = b64encode(f"{address.user}:{address.password}".encode()).decode()
+        self._headers = {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
+
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request and return the JSON answer. Raises AdminError, ConnectError."""
+        from http.client import HTTPConnection, HTTPException
+
+        place = f"{self._node.host}:{self._node.mgmt_port}"
+        connection = HTTPConnection(self._node.host, self._node.mgmt_port, timeout=self._timeout_s)
+        try:
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, self._headers)
+            response = connection.getresponse()
+            raw = response.read()
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"the admin port gave no answer within {self._timeout_s:g} s", node=place
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise ConnectError(f"the admin port cannot be used: {error}", node=place) from error
+        finally:
+            connection.close()
+        return _answer(response.status, raw, place)
+
+
+def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:
+    """Return the client for the node of a partition, or for the first node."""
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        topology = kv.topology()
+    node = topology.nodes[0] if vb_id is None else topology.node_of(vb_id)
+    return AdminClient(target, node)
+
+
+def quoted(name: str) -> str:
+    """Return a name as one segment of a path."""
+    return quote(name, safe="")
+
+
+def _answer(status: int, raw: bytes, place: str) -> Any:
+    try:
+        document = json.loads(raw) if raw else {}
+    except ValueError:
+        document = {}
+    if status < 400:
+        return document
+    error = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(error, dict):
+        raise AdminError(f"the admin port answered {status}", node=place, status=status)
+    what, why = error.get("what", f"status {status}"), error.get("why")
+    refusal = AdminError(
+        f"{what}: {why}" if why else str(what), node=place, status=status, hint=error.get("try")
+    )
+    refusal.exit_code = _EXIT_CODES.get(status, EXIT_FAILED)
+    raise refusal
