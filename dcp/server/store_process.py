@@ -167,9 +167,7 @@ def handle(
     """Do what a request says and return the reply; every error of `_ERRORS` becomes one."""
     try:
         if request["op"] == "merge":
-            segments = (
-                (number, read_segment(log_folder, number)) for number in request["segments"]
-            )
+            segments = ((number, _sealed(log_folder, number)) for number in request["segments"])
             return {
                 "id": request["id"],
                 "result": merge(env, segments, before_commit=before_commit),

@@ -20,7 +20,14 @@ from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import LogDamagedError, pack_group
 from vbucket.merge import NODE_VB_ID, MergeRefusedError, MergeReport, merge
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, PartitionRecord
+from vbucket.store import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    TABLES,
+    PartitionRecord,
+    Store,
+    put_partition,
+)
 
 VB_IDS = [0, 1, 1023]
 ALL_KEYS = [b"\x00" + bytes([letter]) for letter in b"abcdef"]
@@ -148,7 +155,6 @@ def env() -> MemoryEnv:
 
 
 def record_of(env: MemoryEnv, vb_id: int) -> PartitionRecord:
-    from vbucket.store import Store
 
     record = Store(env).partition(vb_id)
     assert record is not None
@@ -176,7 +182,6 @@ def test_merging_the_same_segments_again_changes_nothing(env: MemoryEnv) -> None
 
 
 def test_the_durability_of_the_node_is_kept(env: MemoryEnv) -> None:
-    from vbucket.store import Store
 
     merge(env, sealed(pack_control(NODE_VB_ID, {"kind": "durability", "level": "interval"})))
     node = Store(env).node()
@@ -197,7 +202,6 @@ def test_a_failover_log_without_a_rollback_undoes_nothing(env: MemoryEnv) -> Non
 def test_a_rollback_below_a_floor_lowers_it_and_the_highest_cas_stays(env: MemoryEnv) -> None:
     model = ModelPartition(1)
     store_record = record_of(env, 1)._replace(history_floor=3, purge_seqno=2)
-    from vbucket.store import put_partition
 
     with env.write() as write:
         put_partition(write, 1, store_record)
@@ -286,3 +290,19 @@ def test_damage_stops_a_rollback_and_is_not_spread(env: MemoryEnv, table: str) -
     with pytest.raises(StoreDamagedError):
         merge(env, writer.sealed())
     assert env.tables is before
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 2), (2, 2), (0, 1), (5, 9)])
+def test_two_branches_in_one_merge(env: MemoryEnv, first: int, second: int) -> None:
+    model = ModelPartition(1)
+    writer = SegmentWriter()
+    writer.add(*(model.write(key, b"old") for key in ALL_KEYS))
+    writer.seal()
+    merge(env, writer.sealed())
+    writer.add(model.branch(first))
+    writer.add(*(model.write(key, b"new") for key in reversed(ALL_KEYS)))
+    writer.add(model.branch(second))
+    writer.add(model.write(ALL_KEYS[3], None))
+    writer.seal()
+    merge(env, writer.sealed())
+    model.check(Store(env), ALL_KEYS)
