@@ -52,6 +52,14 @@ GC_THRESHOLDS: Final = (50_000, 20, 50)
 does look at it should look at rarely, because a full pass stops the loop."""
 
 
+_KEPT: Final = {
+    "commit": "Everything that was answered is on disk",
+    "interval": "What was answered before the last sync is on disk",
+    "none": "What was answered since the start may be lost",
+}
+"""What a failed log or store leaves, by durability."""
+
+
 class ExitCode(IntEnum):
     """What the process ends with."""
 
@@ -231,7 +239,7 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
     try:
         await node.run_until_stopped()
     except _run_failures() as error:
-        _say(f"stopped: {error}. What was answered is safe; start again once the cause is gone.")
+        _say(f"stopped: {error}. {_KEPT[settings.durability]}; start again once the cause is gone.")
         with contextlib.suppress(TimeoutError, *_run_failures()):
             await asyncio.wait_for(node.stop(), STOP_AFTER_FAILURE_S)
         return ExitCode.FAILED
