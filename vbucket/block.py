@@ -34,7 +34,10 @@ import google_crc32c
 from vbucket.entry import PREFIX, PREFIX_BYTES, seqno_of
 from vbucket.kvenv import Buffer, StoreDamagedError
 
-BODY_BYTES_TARGET: Final = 64 * 1024
+BODY_BYTES_TARGET: Final = 32 * 1024
+"""Every merge rewrites each touched partition's last block. Measured with 300,000 changes of 128
+bytes over 1,024 partitions: 3.6 us per entry instead of 5.4 with 64 KiB; backfills cost the same
+(0.4 us per frame), with 16 KiB half as much again."""
 BLOCK_FORMAT: Final = 1
 BLOCK_KEY: Final = Struct(">HQ")
 """vbucket, first seqno."""

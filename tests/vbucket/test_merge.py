@@ -60,7 +60,7 @@ class MergeMachine(RuleBasedStateMachine):
             st.tuples(
                 st.sampled_from(ALL_KEYS),
                 st.none() | st.binary(max_size=120),
-                st.sampled_from([0, 0, 0, 2]),
+                st.sampled_from([0, 2]),
             ),
             min_size=1,
             max_size=8,
@@ -72,10 +72,11 @@ class MergeMachine(RuleBasedStateMachine):
             self.writer.add(model.write(key, value, gap=gap))
         self.touched[vb_id] = model.high_seqno
 
-    @rule(vb_id=st.sampled_from(VB_IDS), share=st.floats(0, 1.1))
-    def branch(self, vb_id: int, share: float) -> None:
+    @rule(vb_id=st.sampled_from(VB_IDS), data=st.data())
+    def branch(self, vb_id: int, data: st.DataObject) -> None:
         model = self.models[vb_id]
-        self.writer.add(model.branch(round(model.high_seqno * share)))
+        back = data.draw(st.integers(0, model.high_seqno + 1))
+        self.writer.add(model.branch(model.high_seqno + 1 - back))
         self.touched[vb_id] = model.high_seqno
 
     @rule(vb_id=st.sampled_from(VB_IDS), state=st.integers(1, 4))
