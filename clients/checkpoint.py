@@ -142,16 +142,17 @@ def _position(vb_id: object, entry: Any) -> Position:
     if not isinstance(entry, list) or len(entry) != len(Position._fields):
         raise ValueError(f"{where}a position has {len(Position._fields)} fields")
     versions, seqno, snap_start, snap_end, complete, base_seqno = entry
-    numbers = [seqno, snap_start, snap_end, base_seqno, *complete]
-    numbers += [number for version in versions for number in version]
+    if any(len(pair) != 2 for pair in [*versions, *complete]):
+        raise ValueError(f"{where}versions and ranges are pairs")
+    numbers = [seqno, snap_start, snap_end, base_seqno]
+    numbers += [number for pair in [*versions, *complete] for number in pair]
     if any(type(number) is not int or not 0 <= number <= SEQNO_MAX for number in numbers):
         raise ValueError(f"{where}a number is not one")
     if not snap_start <= seqno <= snap_end:
         raise ValueError(f"{where}seqno {seqno} is outside of snapshot {snap_start}..{snap_end}")
-    if any(len(version) != 2 for version in versions):
-        raise ValueError(f"{where}a version is (vb_uuid, seqno)")
     pairs = tuple((vb_uuid, began) for vb_uuid, began in versions)
-    return Position(pairs, seqno, snap_start, snap_end, tuple(complete), base_seqno)
+    ranges = tuple((first, last) for first, last in complete)
+    return Position(pairs, seqno, snap_start, snap_end, ranges, base_seqno)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -34,6 +34,7 @@ from typing import Final, Literal
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint import Checkpoint, CheckpointStore
 from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, Batch, ConsumerCore, Wanted
+from clients.consumer_stream import advance
 from clients.errors import (
     AuthenticationError,
     ConnectError,
@@ -46,7 +47,7 @@ from clients.errors import (
 )
 from clients.event import Event
 from clients.link import Link
-from clients.position import Position, advance
+from clients.position import Position
 from clients.topology import Topology, parse_topology, single_node
 from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError

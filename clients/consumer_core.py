@@ -301,6 +301,8 @@ class ConsumerCore:
                     raise _misplaced(stream, seqno)
                 if stream.is_marker_new:
                     stream.enter_snapshot(seqno)
+                if seqno == stream.range_end + 1:
+                    stream.range_end = seqno
                 stream.seqno = seqno
                 append(
                     Mutation(
@@ -422,9 +424,7 @@ class ConsumerCore:
     def _move(self, stream: Stream, seqno: int) -> None:
         if not stream.seqno < seqno <= stream.marker_end:
             raise _misplaced(stream, seqno)
-        if stream.is_marker_new:
-            stream.enter_snapshot(seqno)
-        stream.seqno = seqno
+        stream.move(seqno)
 
     def _complete_at(self, stream: Stream, seqno: int) -> None:
         if seqno == stream.marker_end:
@@ -563,8 +563,7 @@ class ConsumerCore:
                 return
             self._check(frame, "DCP_GET_FAILOVER_LOG")
             versions = tuple(parse_failover_log(frame.value))
-            complete = (seqno,) if seqno else ()
-            stream.place(Position(versions, seqno, seqno, seqno, complete, seqno))
+            stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
             self._touched.add(stream)
             self._request(stream)
 

@@ -12,9 +12,20 @@ no item yet (`is_marker_new`) has not moved the position.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, auto
 
-from clients.position import COMPLETE_MAX, Position, Versions, thinned
+from clients.event import (
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamOpened,
+)
+from clients.position import RANGES_MAX, Position, Versions, clipped, thinned
 
 
 class StreamState(Enum):
@@ -39,11 +50,13 @@ class Stream:
     __slots__ = (
         "base_seqno",
         "ceiling",
-        "complete",
         "has_position",
         "is_marker_new",
         "marker_end",
         "marker_start",
+        "older_ranges",
+        "range_end",
+        "range_start",
         "retry_at_ns",
         "retry_ns",
         "seqno",
@@ -66,7 +79,6 @@ class Stream:
         self.retry_at_ns = 0
         self.marker_start = self.marker_end = 0
         self.is_marker_new = False
-        self.has_position = False
         self.place(position or Position())
         self.has_position = position is not None
 
@@ -76,9 +88,15 @@ class Stream:
         self.versions: Versions = position.versions
         self.seqno = position.seqno
         self.snap_start, self.snap_end = position.snap_start, position.snap_end
-        self.complete = list(position.complete)
         self.base_seqno = position.base_seqno
+        ranges = list(position.complete) or [(0, 0)]
+        if self.seqno == self.snap_end and ranges[-1][1] < self.seqno:
+            ranges.append((self.seqno, self.seqno))
+        self.range_start, self.range_end = ranges.pop()
+        self.older_ranges = ranges
+        """Ranges of complete states before the last one, which range_start and range_end are."""
         self.has_position = True
+        self.leave_snapshot()
 
     def position(self) -> Position:
         """Return where the stream stands by what was received."""
@@ -88,7 +106,7 @@ class Stream:
             self.seqno,
             self.snap_start,
             self.snap_end,
-            tuple(self.complete),
+            (*self.older_ranges, (self.range_start, self.range_end)),
             self.base_seqno,
         )
 
@@ -104,6 +122,14 @@ class Stream:
         self.marker_start, self.marker_end = start_seqno, end_seqno
         self.is_marker_new = True
 
+    def move(self, seqno: int) -> None:
+        """Go on to an item (the core's decoding loop has this inlined)."""
+        if self.is_marker_new:
+            self.enter_snapshot(seqno)
+        if seqno == self.range_end + 1:
+            self.range_end = seqno
+        self.seqno = seqno
+
     def enter_snapshot(self, first_seqno: int) -> None:
         """The first item of a snapshot is there; one that was interrupted keeps its start."""
         self.is_marker_new = False
@@ -112,14 +138,54 @@ class Stream:
         self.snap_end = self.marker_end
 
     def complete_snapshot(self) -> None:
-        """The last item of the snapshot is there."""
+        """The last item of the snapshot is there: a whole state is held again."""
         self.snap_start = self.snap_end = self.seqno
         self.marker_end = 0
-        self.complete.append(self.seqno)
-        if len(self.complete) > COMPLETE_MAX:
-            self.complete = thinned(self.complete)
+        if self.range_end < self.seqno:
+            self.older_ranges.append((self.range_start, self.range_end))
+            self.range_start = self.range_end = self.seqno
+            if len(self.older_ranges) > RANGES_MAX:
+                self.older_ranges = thinned(self.older_ranges)
 
     def leave_snapshot(self) -> None:
         """Forget a marker whose snapshot will not go on in this stream."""
         self.marker_start = self.marker_end = 0
         self.is_marker_new = False
+
+
+def advance(positions: dict[int, Position], events: Iterable[Event]) -> None:
+    """Move `positions` by events, as the core itself does while it receives them.
+
+    For a user who is in the middle of a batch; the end of a batch comes with its positions.
+    """
+    streams: dict[int, Stream] = {}
+    for event in events:
+        stream = streams.get(event.vb_id)
+        if stream is None:
+            stream = Stream(event.vb_id, positions.get(event.vb_id, Position()))
+            streams[event.vb_id] = stream
+        match event:
+            case Mutation() | Deletion() | SeqnoAdvanced():
+                stream.move(event.seqno)
+            case SnapshotStart():
+                stream.begin_snapshot(event.start_seqno, event.end_seqno)
+            case SnapshotEnd():
+                stream.complete_snapshot()
+            case StreamOpened():
+                stream.open(event.failover_log)
+            case Rollback():
+                stream.place(_back_at(stream.position(), event.to_seqno))
+            case _:
+                stream.leave_snapshot()
+    positions.update({vb_id: stream.position() for vb_id, stream in streams.items()})
+
+
+def _back_at(position: Position, seqno: int) -> Position:
+    """Return a position after a rollback to `seqno`, as far as the event tells."""
+    if not seqno:
+        return Position()
+    versions = tuple(version for version in position.versions if version[1] <= seqno)
+    is_below = seqno < position.base_seqno
+    complete = ((seqno, seqno),) if is_below else clipped(position.complete, seqno)
+    base_seqno = min(position.base_seqno, seqno)
+    return Position(versions, seqno, seqno, seqno, complete, base_seqno)

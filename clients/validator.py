@@ -211,8 +211,6 @@ class StreamValidator:
 
     def on_rollback(self, partition: _Partition, event: Rollback) -> None:
         """History branched: restore what was held at the seqno."""
-        if partition.is_open and partition.marker is not None:
-            raise _violation(event.vb_id, "a rollback while a snapshot is under way")
         if partition.seqno is not None and event.to_seqno >= partition.seqno:
             raise _violation(
                 event.vb_id,

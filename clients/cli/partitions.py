@@ -151,8 +151,10 @@ def branch(*, target: Target, vb_id: int, at_seqno: int) -> None:
     if target.output_or("plain") == "json":
         write_json(answer)
         return
+    undone = answer.get("undone_seqnos")
+    what = "" if undone is None else f", {undone} changes undone"
     line = (
-        f"vbucket {answer['vb']} branched at seqno {answer['seqno']}: {answer['undone']} changes"
-        f" undone, new version {answer['vb_uuid']}\n"
+        f"vbucket {vb_id} branched at seqno {answer.get('seqno', at_seqno)}{what};"
+        f" new version {answer.get('vb_uuid')}\n"
     )
     write_raw(line.encode())
