@@ -92,6 +92,8 @@ class Node:
         self._env: LmdbEnv
         self._store: Store
         self._map: PartitionMap
+        self._bucket_config: bytes
+        self._global_config: bytes
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -262,6 +264,10 @@ class Node:
         self._map = PartitionMap.single_node(
             host=settings.host, kv_port=self.kv_port, admin_port=self.admin_port
         )
+        node = self._store.node()
+        assert node is not None
+        self._bucket_config = bucket_config(self._map, bucket_uuid=node.node_id)
+        self._global_config = global_config(self._map)
 
     async def _until_committed(self, group: int) -> None:
         """Return when a group is committed."""
@@ -414,11 +420,11 @@ class Node:
 
     def bucket_config(self) -> bytes:
         """Return the bucket's cluster configuration as JSON."""
-        return bucket_config(self._map)
+        return self._bucket_config
 
     def global_config(self) -> bytes:
         """Return the node's cluster configuration without a bucket."""
-        return global_config(self._map)
+        return self._global_config
 
     def config_version(self) -> tuple[int, int]:
         """Return (revEpoch, rev)."""
