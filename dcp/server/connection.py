@@ -203,5 +203,7 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         if state.is_closing and not self._held and not state.answers:
             if state.close_reason:
-                self._node.log_event("connection closed", peer=self.peer, reason=state.close_reason)
+                self._node.log_detail(
+                    "connection closed", peer=self.peer, reason=state.close_reason
+                )
             self._transport.close()

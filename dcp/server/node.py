@@ -33,11 +33,12 @@ from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.users import Users
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
+from vbucket.device import SEGMENT_HEADER_BYTES
 from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine, Group, new_partitions, replay_log
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log import TornTail, recover
+from vbucket.log import LogDamagedError, TornTail, recover
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store, put_failover
@@ -188,7 +189,14 @@ class Node:
             self._folder.store_path, TABLES, map_size_bytes=self._settings.map_size_bytes
         )
         self._store = Store(self._env)
-        node = self._store.node() or self._create()
+        node = self._store.node()
+        if node is None:
+            if self._device.segments() != [1] or self._device.current_bytes > SEGMENT_HEADER_BYTES:
+                raise LogDamagedError(
+                    f"{self._folder.store_path} holds no store, but the log beside it holds "
+                    "changes; put the store's files back, or restore a copy of the whole folder"
+                )
+            node = self._create()
         needs_new_versions = not node.clean_shutdown and node.durability != "commit"
         # Durable before the first answer: which promise the next start has to assume.
         self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
@@ -415,6 +423,10 @@ class Node:
     def log_event(self, event: str, **fields: object) -> None:
         """Log one event with its fields."""
         self._log.info(event, **fields)
+
+    def log_detail(self, event: str, **fields: object) -> None:
+        """Log what happens all the time, for whoever looks closely."""
+        self._log.debug(event, **fields)
 
     # -- what sessions and the admin API ask -------------------------------------------------------
 

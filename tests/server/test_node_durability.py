@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -236,3 +237,13 @@ async def test_damage_in_the_middle_of_the_log_is_refused(tmp_path: Path) -> Non
         assert "damaged" in refused.stderr
         assert "Traceback" not in refused.stderr
         assert segment.read_bytes() == data, "nothing was changed"
+
+
+async def test_a_log_without_its_store_is_refused(tmp_path: Path) -> None:
+    with DcpdProcess(tmp_path / "data") as server:
+        await newest_segment(server)
+        shutil.rmtree(server.data / "store")
+        refused = run_dcpd("--data", str(server.data))
+        assert refused.returncode == 4
+        assert "no store" in refused.stderr
+        assert "Traceback" not in refused.stderr
