@@ -272,7 +272,7 @@ class DocumentCommands:
 
     def _refuse_vbucket(self, opcode: int, opaque: int) -> None:
         config = self._state.facts.bucket_config()
-        self._state.answers.append(
+        self._state.send(
             _pack_header(0x81, opcode, 0, 0, 0, Status.NOT_MY_VBUCKET, len(config), opaque, 0)
             + config
         )

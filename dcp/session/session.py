@@ -10,7 +10,8 @@ Invariants
 - no input raises: bad frames are answered as the protocol defines, or the connection closes with
   a reason;
 - what is kept of a peer is bounded: one incomplete packet (header checked before its body is
-  waited for) and ANSWER_BYTES_MAX of answers plus one value.
+  waited for) and ANSWER_BYTES_MAX of answers plus one;
+- the same bytes get the same answers however the network cut them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ _unpack_header: Final = HEADER.unpack_from
 
 BODY_EXTRA_BYTES: Final = 4096
 """Room for extras, key and framing beside the value in a body."""
+
+BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
+"""Largest body of a stranger: logging in needs far less, and anybody can be one."""
+
+GATHERED_BYTES_MIN: Final = 64 * 1024
+"""A packet that lacks more than this is gathered piece by piece. Adding each piece to what was
+there before would cost a copy of the whole packet per piece."""
 
 _BEFORE_LOGIN: Final = frozenset(
     {
@@ -57,7 +65,10 @@ class Session:
         connection = ConnectionCommands(state)
         self._cold = connection.handlers() | DcpCommands(state, connection).handlers()
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
-        self.request_count = 0
+        self._gathered = bytearray()
+        """The beginning of a large packet; `state.buffer` is empty meanwhile."""
+        self._missing_bytes = 0
+        """What is not there yet of a packet that is being gathered."""
 
     @property
     def is_logged_in(self) -> bool:
@@ -67,9 +78,17 @@ class Session:
     def receive(self, data: bytes, now_ns: int) -> None:
         """Work through what a read brought in; `now_ns` is Unix time."""
         state = self.state
-        state.buffer = state.buffer + data if state.buffer else data
         if state.producer is not None:
             state.producer.heard(now_ns)
+        if state.is_closing:
+            return
+        if self._missing_bytes > 0:
+            self._gathered += data
+            self._missing_bytes -= len(data)
+            if self._missing_bytes > 0:
+                return
+            data, self._gathered = bytes(self._gathered), bytearray()
+        state.buffer = state.buffer + data if state.buffer else data
         self.resume(now_ns)
 
     def resume(self, now_ns: int) -> None:
@@ -81,14 +100,15 @@ class Session:
         self._documents.now_s = now_ns // 1_000_000_000
         buffer = state.buffer
         end = len(buffer)
-        position = 0
+        position = missing_bytes = 0
+        body_bytes_max = self._body_bytes_max
         hot = self._hot if self.is_logged_in else {}
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
             )
             body_end = position + HEADER_BYTES + body_len
-            if magic == 0x80 and body_end <= end:
+            if magic == 0x80 and body_end <= end and body_len <= body_bytes_max:
                 handler = hot.get(opcode)
                 if handler is not None:
                     handler(
@@ -102,19 +122,32 @@ class Session:
                 state.close(problem)
                 break
             if body_end > end:
+                missing_bytes = body_end - end
                 break
             self._take(buffer, position, body_end)
             hot = self._hot if self.is_logged_in else {}
             position = body_end
+        if position < end < position + HEADER_BYTES and not state.is_closing:
+            # Whoever speaks another protocol may never send 24 bytes.
+            problem = self._problem_of(buffer[position], 0, 0)
+            if problem:
+                state.close(problem)
+        if missing_bytes > GATHERED_BYTES_MIN:
+            self._gathered += memoryview(buffer)[position:]
+            self._missing_bytes = missing_bytes
+            position = end
         state.buffer = buffer[position:] if position else buffer
 
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
             return f"no request begins with byte 0x{magic:02x}"
-        if body_len > self._body_bytes_max:
+        body_bytes_max = self._body_bytes_max
+        if not self.is_logged_in:
+            body_bytes_max = min(body_bytes_max, BODY_BYTES_MAX_BEFORE_LOGIN)
+        if body_len > body_bytes_max:
             return (
                 f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
-                f"at most {self._body_bytes_max} are taken"
+                f"at most {body_bytes_max} are taken"
             )
         return ""
 

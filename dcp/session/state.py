@@ -14,8 +14,10 @@ from vbucket.engine import Engine
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """What may be waiting to be sent before a session stops to take commands: a client that asks and
-does not read costs no more than this and one value."""
+does not read costs no more than this and one answer."""
 
+CONTEXT_CHARS_MAX: Final = 300
+"""Longest text in an error response and its log line: what a client sent may stand in it."""
 
 NOTES_MAX: Final = 16
 """Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
@@ -99,7 +101,7 @@ class SessionState:
         """Responses in order; they may leave when `wait_group` is committed."""
         self.wait_group = 0
         self.unread_bytes = 0
-        """Bytes of values among `answers`."""
+        """Bytes among `answers` that a request can ask for without sending as many itself."""
         self.is_full = False
         """Stop taking commands until the answers are gone."""
         self.is_closing = False
@@ -131,7 +133,7 @@ class SessionState:
         value: bytes = b"",
     ) -> None:
         """Answer a request."""
-        self.answers.append(
+        self.send(
             pack_response(
                 request.opcode,
                 status,
@@ -144,12 +146,20 @@ class SessionState:
 
     def refuse(self, request: Frame, status: int, context: str) -> None:
         """Answer with an error; the context goes along where the client understands it."""
+        context = context[:CONTEXT_CHARS_MAX]
         self.note("refused", opcode=request.opcode, status=status, reason=context)
-        self.answers.append(
+        self.send(
             pack_response(
                 request.opcode, status, opaque=request.opaque, value=self.error_body(context)
             )
         )
+
+    def send(self, packet: bytes) -> None:
+        """Send a response that may be longer than its request, and stop when there is enough."""
+        self.answers.append(packet)
+        self.unread_bytes += len(packet)
+        if self.unread_bytes > ANSWER_BYTES_MAX:
+            self.is_full = True
 
     def note(self, event: str, **fields: object) -> None:
         """Leave a line for the log; at most NOTES_MAX per batch are kept."""
