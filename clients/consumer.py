@@ -55,6 +55,8 @@ from dcp.wire.frame import ProtocolError
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 5.0
 """Pause between attempts to place partitions that no connection streams; doubles."""
+SILENT_NOOPS: Final = 2
+"""NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
 QUEUE_WINDOWS: Final = 2
 """Reading pauses at so many windows of undelivered bytes (a server that ignores flow control)."""
 
@@ -75,11 +77,14 @@ class _Session:
         self.is_paused = False
         self._consumer = consumer
         self._timer: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._has_heard = True
 
     def begin(self) -> None:
         """Take the connection over and ask for the partitions that were added."""
         self.link.write(self.core.begin(time.monotonic_ns()))
         self.link.hand_over(self._on_bytes, self._on_lost)
+        self._watch()
 
     def add(self, partitions: Mapping[int, Wanted]) -> None:
         """Stream more partitions."""
@@ -110,10 +115,23 @@ class _Session:
 
     def close(self) -> None:
         """Close the connection for good."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timers()
         self.link.close()
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._timer, self._watchdog):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._watchdog = None
+
+    def _watch(self) -> None:
+        """Take the server for dead when it is silent for longer than two NOOPs are apart."""
+        if not self._has_heard and not self.is_paused:
+            self.link.close()
+            return
+        self._has_heard = False
+        interval_s = SILENT_NOOPS * self._consumer.noop_interval_s
+        self._watchdog = asyncio.get_running_loop().call_later(interval_s, self._watch)
 
     def _is_full(self) -> bool:
         return self.queued_bytes > QUEUE_WINDOWS * max(self._consumer.buffer_bytes, 65536)
@@ -124,6 +142,7 @@ class _Session:
         self.flush()
 
     def _on_bytes(self, data: bytes) -> None:
+        self._has_heard = True
         try:
             batch = self.core.receive(data, time.monotonic_ns())
         except ProtocolError as error:
@@ -143,9 +162,7 @@ class _Session:
         self.flush()
 
     def _on_lost(self, error: DcpdError) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._cancel_timers()
         self._consumer.session_lost(self, error)
 
 
@@ -189,7 +206,7 @@ class Consumer:
         self._store = store
         self._until_now = until_now
         self._rollback_to = rollback_to
-        self._noop_interval_s = noop_interval_s
+        self.noop_interval_s = noop_interval_s
         self._connect_timeout_s = connect_timeout_s
         self._give_up_after_s = give_up_after_s
         self._sessions: dict[Place, _Session] = {}
@@ -451,7 +468,7 @@ class Consumer:
             self.name.encode(),
             has_collections=link.has_collections,
             buffer_bytes=self.buffer_bytes,
-            noop_interval_s=self._noop_interval_s,
+            noop_interval_s=self.noop_interval_s,
             until_now=self._until_now,
             rollback_to_beginning=self._rollback_to == "beginning",
             node=link.node,

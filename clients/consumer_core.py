@@ -54,7 +54,6 @@ from dcp.wire.frame import (
     pack_response,
 )
 from dcp.wire.message import (
-    U32,
     U64,
     VB_SEQNO,
     EndReason,
@@ -384,11 +383,7 @@ class ConsumerCore:
 
     def on_deletion(self, stream: Stream, frame: Frame) -> None:
         """A document was deleted or expired."""
-        if frame.opcode == Opcode.DCP_EXPIRATION:
-            seqno, rev_seqno = U64.unpack_from(frame.extras)[0], U64.unpack_from(frame.extras, 8)[0]
-            delete_time_s = U32.unpack_from(frame.extras, 16)[0]
-        else:
-            seqno, rev_seqno, delete_time_s = parse_deletion(frame)
+        seqno, rev_seqno, delete_time_s = parse_deletion(frame)
         self._move(stream, seqno)
         key = frame.key[1:] if self._has_collections else frame.key
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION

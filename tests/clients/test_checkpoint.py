@@ -1,0 +1,172 @@
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clients.checkpoint import (
+    CheckpointFile,
+    MemoryCheckpoint,
+    decode_checkpoint,
+    encode_checkpoint,
+)
+from clients.errors import CheckpointError
+from clients.position import RANGES_MAX, RANGES_NEWEST, Position, rolled_back, thinned
+
+POSITION = Position(((7, 5), (9, 0)), 12, 10, 20, ((0, 4), (8, 8)), 0)
+
+
+def test_file_keeps_what_was_saved(tmp_path):
+    store = CheckpointFile(tmp_path / "c")
+    assert store.load() == {}
+    store.save({17: POSITION, 3: Position()})
+    store.save({17: POSITION})
+    assert CheckpointFile(tmp_path / "c").load() == {17: POSITION}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_memory_keeps_a_copy():
+    store = MemoryCheckpoint()
+    positions = {1: POSITION}
+    store.save(positions)
+    positions.clear()
+    assert store.load() == {1: POSITION}
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 1023),
+        st.builds(
+            lambda uuid, a, b, c: Position(((uuid, a),), a + b, a, a + b + c, ((0, a),), 0),
+            *[st.integers(0, 2**50)] * 4,
+        ),
+    )
+)
+def test_encoding_is_reversible(checkpoint):
+    assert decode_checkpoint(encode_checkpoint(checkpoint)) == checkpoint
+
+
+@given(st.data())
+def test_damage_is_an_error_and_never_a_position(data):
+    raw = bytearray(encode_checkpoint({17: POSITION}))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        raw[at] ^= data.draw(st.integers(1, 255))
+    else:
+        del raw[at:]
+    try:
+        found = decode_checkpoint(bytes(raw))
+    except ValueError:
+        return
+    assert found == {17: POSITION}, "only a byte that carries nothing may change"
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "cut short"),
+        (b"hello world", "not a checkpoint|damaged"),
+        (
+            cbor2.dumps({"format": "dcpd-checkpoint", "version": 2}),
+            "format 2; this program reads 1",
+        ),
+        (cbor2.dumps([1]), "not a checkpoint"),
+    ],
+)
+def test_foreign_file_is_refused_and_named(tmp_path, raw, why):
+    path = tmp_path / "state"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=why) as caught:
+        CheckpointFile(path).load()
+    assert str(path) in str(caught.value)
+    assert "move this one away" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [[], 5, 6, 9, [], 0],
+        [[], 5, 1, 4, [], 0],
+        [[[1]], 0, 0, 0, [], 0],
+        [[[1, -1]], 0, 0, 0, [], 0],
+        [[], 0, 0],
+        {"a": 1},
+    ],
+)
+def test_position_that_breaks_its_invariants_is_refused(entry):
+    import zlib
+
+    positions = cbor2.dumps({1: entry})
+    document = {
+        "format": "dcpd-checkpoint", "version": 1, "crc32": zlib.crc32(positions),
+        "positions": positions,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="partition 1"):
+        decode_checkpoint(cbor2.dumps(document))
+
+
+def test_file_in_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        CheckpointFile(tmp_path / "no" / "c").save({})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        CheckpointFile(tmp_path).load()
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def position(seqno, complete, versions=((7, 0),), **more):
+    return Position(versions, seqno, seqno, seqno, complete, **more)
+
+
+def test_rollback_goes_to_the_newest_complete_state():
+    held = position(100, ((0, 10), (40, 45), (100, 100)))
+    assert rolled_back(held, 43).seqno == 43
+    assert rolled_back(held, 80).seqno == 45
+    assert rolled_back(held, 30).seqno == 10
+    assert rolled_back(held, 30).complete == ((0, 10),)
+
+
+def test_rollback_to_beginning_forgets_everything():
+    assert rolled_back(position(100, ((0, 100),)), 50, to_beginning=True) == Position()
+    assert rolled_back(position(100, ((0, 100),)), 0) == Position()
+
+
+def test_rollback_forgets_versions_that_began_above():
+    held = position(100, ((0, 100),), versions=((9, 60), (8, 50), (7, 0)))
+    assert rolled_back(held, 55).versions == ((8, 50), (7, 0))
+
+
+def test_unknown_version_is_given_up_for_the_next_older_one():
+    held = position(100, ((0, 100),), versions=((9, 60), (7, 0)))
+    back = rolled_back(held, 0)
+    assert (back.seqno, back.versions) == (60, ((7, 0),))
+    assert rolled_back(back, 0) == Position()
+
+
+def test_unknown_version_that_was_not_reached_costs_nothing():
+    held = position(50, ((0, 50),), versions=((9, 60), (7, 0)))
+    back = rolled_back(held, 0)
+    assert (back.seqno, back.versions) == (50, ((7, 0),))
+
+
+def test_consumer_from_now_follows_the_server_down():
+    held = position(100, ((90, 100),), base_seqno=90)
+    back = rolled_back(held, 40)
+    assert (back.seqno, back.base_seqno, back.complete) == (40, 40, ((40, 40),))
+
+
+def test_server_that_names_our_own_place_does_not_stop_us():
+    assert rolled_back(position(100, ((0, 100),)), 100).seqno == 99
+
+
+@given(st.integers(1, 2**40), st.lists(st.integers(1, 2**30), min_size=RANGES_MAX))
+def test_thinning_keeps_the_newest_and_is_bounded(start, steps):
+    ranges = []
+    for step in steps:
+        start += step
+        ranges.append((start, start))
+    kept = thinned(ranges)
+    assert kept[-RANGES_NEWEST:] == ranges[-RANGES_NEWEST:]
+    assert set(kept) <= set(ranges)
+    assert kept == sorted(kept)
+    assert len(kept) <= RANGES_NEWEST + 64
