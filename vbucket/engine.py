@@ -383,6 +383,7 @@ class Engine:
         }
         self._pending.append(pack_control(vb_id, document))
         self._branched.append(vb_id)
+        part.branch_group = self.group
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)

@@ -75,6 +75,7 @@ class Partition:
 
     __slots__ = (
         "active",
+        "branch_group",
         "committed_seqno",
         "cut_seqno",
         "epoch",
@@ -110,6 +111,8 @@ class Partition:
         self.item_count = 0
         self.last_group = 0
         """The last commit group that changed the partition; answers wait for it."""
+        self.branch_group = 0
+        """The commit group that began the newest version, 0 if it is older than this process."""
         self.cut_seqno: int | None = None
         """Where a rollback cut, since the last freeze; the merge under way knows nothing of it."""
         self.active = Layer()

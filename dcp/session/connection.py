@@ -229,13 +229,14 @@ class ConnectionCommands:
             state.answer(request, Status.UNKNOWN_COLLECTION, value=b'{"manifest_uid":"0"}')
             return
         states = _SERVING_STATES if wanted == _ANY_STATE else {VbState(wanted)}
+        engine = state.engine
+        parts = [part for part in engine.partitions if part.state in states]
+        for part in parts:
+            if part.branch_group > engine.committed_group:
+                state.observes(part.vb_id)  # the branch has lowered its committed_seqno already
         state.answer(
             request,
-            value=b"".join(
-                VB_SEQNO.pack(part.vb_id, part.committed_seqno)
-                for part in state.engine.partitions
-                if part.state in states
-            ),
+            value=b"".join(VB_SEQNO.pack(part.vb_id, part.committed_seqno) for part in parts),
         )
 
     def failover_log(self, request: Frame) -> None:
@@ -278,8 +279,4 @@ class ConnectionCommands:
 
     def refuse_vbucket(self, request: Frame) -> None:
         """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
-        self._state.answer(
-            request, Status.NOT_MY_VBUCKET, value=self._state.facts.bucket_config()
-        )
-
-
+        self._state.answer(request, Status.NOT_MY_VBUCKET, value=self._state.facts.bucket_config())
