@@ -308,7 +308,7 @@ class Consumer:
             if self._current_count is None or self._current_count >= len(batch.events):
                 positions.update(batch.positions)
             else:
-                advance(positions, batch.events[: self._current_count])
+                advance(positions, batch.events[: self._current_count], batch.markers)
         return positions
 
     def handed_out(self, count: int) -> None:

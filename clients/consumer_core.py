@@ -109,6 +109,8 @@ class Batch(NamedTuple):
     positions: dict[int, Position]
     wire_bytes: int
     """What flow control counts of it; `ConsumerCore.processed` gives it back to the server."""
+    markers: dict[int, tuple[int, int]]
+    """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
 
 
 class Wanted(NamedTuple):
@@ -172,6 +174,7 @@ class ConsumerCore:
         self._now_ns = 0
         self._events: list[Event] = []
         self._touched: set[Stream] = set()
+        self._markers: dict[int, tuple[int, int]] = {}
         self._waiting: set[Stream] = set()
 
     # -- what the shell calls ------------------------------------------------------------------
@@ -211,11 +214,12 @@ class ConsumerCore:
         self._chunk_bytes += len(data)
         self._events = []
         if self._chunk_bytes < self._frame_bytes:
-            return Batch(self._events, {}, 0)
+            return Batch(self._events, {}, 0, {})
         self._touched = set()
+        self._markers = {}
         wire_bytes = self._decode(b"".join(self._chunks))
         positions = {stream.vb_id: stream.position() for stream in self._touched}
-        return Batch(self._events, positions, wire_bytes)
+        return Batch(self._events, positions, wire_bytes, self._markers)
 
     def processed(self, batch: Batch) -> None:
         """Note that the user is done with a batch; acknowledges at half the window."""
@@ -267,7 +271,7 @@ class ConsumerCore:
     def _decode(self, buffer: bytes) -> int:
         """Take all complete frames of `buffer`; return their bytes as flow control counts them."""
         append = self._events.append
-        touched, streams = self._touched, self._open
+        streams = self._open
         unpack = MUTATION_HEAD.unpack_from
         prefix_bytes = 1 if self._has_collections else 0
         at, end, uncounted = 0, len(buffer), 0
@@ -294,7 +298,7 @@ class ConsumerCore:
             if opaque != opaque_now:
                 opaque_now, stream = opaque, streams.get(opaque)
                 if stream is not None:
-                    touched.add(stream)
+                    self._touch(stream)
             if stream is not None:
                 if not stream.seqno < seqno <= stream.marker_end:
                     raise _misplaced(stream, seqno)
@@ -315,6 +319,13 @@ class ConsumerCore:
             at = stop
         self._keep(buffer, at, end)
         return at - uncounted
+
+    def _touch(self, stream: Stream) -> None:
+        """Note that a batch concerns a partition, and the snapshot that it finds under way."""
+        if stream not in self._touched:
+            self._touched.add(stream)
+            if stream.marker_end:
+                self._markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
 
     def _keep(self, buffer: bytes, at: int, end: int) -> None:
         """Keep what is left of a read; learn how long the frame that it begins will be."""
@@ -358,7 +369,7 @@ class ConsumerCore:
         handler = _MESSAGES.get(opcode)
         stream = self._open.get(opaque)
         if handler is not None and stream is not None:
-            self._touched.add(stream)
+            self._touch(stream)
             handler(self, stream, frame)
         return stop, stop - at
 
@@ -478,7 +489,7 @@ class ConsumerCore:
     def _on_reply(self, frame: Frame) -> None:
         stream = self._asked.pop(frame.opaque, None)
         if stream is not None:
-            self._touched.add(stream)
+            self._touch(stream)
             self._on_stream_reply(stream, frame)
             return
         handler = self._replies.pop(frame.opaque, None)
@@ -529,7 +540,7 @@ class ConsumerCore:
 
     def _fail(self, stream: Stream, status: int, what: str, hint: str) -> None:
         stream.state = StreamState.FAILED
-        self._touched.add(stream)
+        self._touch(stream)
         self._events.append(StreamFailed(stream.vb_id, status, what, hint))
 
     def _on_open(self, frame: Frame) -> None:
@@ -559,7 +570,7 @@ class ConsumerCore:
             self._check(frame, "DCP_GET_FAILOVER_LOG")
             versions = tuple(parse_failover_log(frame.value))
             stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
-            self._touched.add(stream)
+            self._touch(stream)
             self._request(stream)
 
         self._send(

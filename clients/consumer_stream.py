@@ -12,7 +12,7 @@ no item yet (`is_marker_new`) has not moved the position.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 from clients.event import (
@@ -153,10 +153,15 @@ class Stream:
         self.is_marker_new = False
 
 
-def advance(positions: dict[int, Position], events: Iterable[Event]) -> None:
+def advance(
+    positions: dict[int, Position],
+    events: Iterable[Event],
+    markers: Mapping[int, tuple[int, int]],
+) -> None:
     """Move `positions` by events, as the core itself does while it receives them.
 
     For a user who is in the middle of a batch; the end of a batch comes with its positions.
+    `markers` are the batch's: snapshots that were announced before it.
     """
     streams: dict[int, Stream] = {}
     for event in events:
@@ -164,6 +169,8 @@ def advance(positions: dict[int, Position], events: Iterable[Event]) -> None:
         if stream is None:
             stream = Stream(event.vb_id, positions.get(event.vb_id, Position()))
             streams[event.vb_id] = stream
+            if event.vb_id in markers:
+                stream.begin_snapshot(*markers[event.vb_id])
         match event:
             case Mutation() | Deletion() | SeqnoAdvanced():
                 stream.move(event.seqno)

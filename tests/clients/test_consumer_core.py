@@ -1,0 +1,404 @@
+"""The consumer's core with hand-made frames: what it asks, counts, answers and gives up."""
+
+import pytest
+
+from clients.consumer_core import RETRY_FIRST_NS, ConsumerCore, Wanted
+from clients.errors import InvalidRequestError, StreamViolationError
+from clients.event import (
+    Deletion,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    StreamFailed,
+    StreamOpened,
+)
+from clients.position import Position
+from dcp.wire.frame import (
+    MAX_BODY_BYTES,
+    FrameDecoder,
+    RemoteProtocolError,
+    pack_request,
+    pack_response,
+)
+from dcp.wire.message import (
+    DELETION_EXTRAS,
+    MUTATION_EXTRAS,
+    U32,
+    VB_SEQNO,
+    SnapshotMarker,
+    pack_failover_log,
+    pack_marker,
+    pack_stream_end,
+    parse_stream_request,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.ids import SEQNO_MAX
+
+LOG = [(77, 0)]
+
+
+class Session:
+    """A core and the requests that it sent."""
+
+    def __init__(self, partitions=None, *, has_collections=True, **options):
+        self.core = ConsumerCore(b"c", has_collections=has_collections, **options)
+        self.decoder = FrameDecoder()
+        self.has_collections = has_collections
+        for vb_id, wanted in (partitions or {17: Wanted(Position())}).items():
+            self.core.add(vb_id, wanted)
+        self.sent = self.decoder.feed(self.core.begin(0))
+        self.open_requests = self.sent
+        for frame in self.sent:
+            if frame.opcode in {Opcode.DCP_OPEN, Opcode.DCP_CONTROL}:
+                self.feed(pack_response(frame.opcode, opaque=frame.opaque))
+
+    def feed(self, data, now_ns=0):
+        self.batch = self.core.receive(data, now_ns)
+        self.sent = self.decoder.feed(self.core.take_output())
+        return self.batch.events
+
+    def reply(self, request, status=0, **parts):
+        return self.feed(pack_response(request.opcode, status, opaque=request.opaque, **parts))
+
+    def stream_request(self, vb_id=17):
+        frames = [*self.open_requests, *self.sent]
+        found = [f for f in frames if f.opcode == Opcode.DCP_STREAM_REQ and f.vb_id == vb_id]
+        return found[-1]
+
+    def accept(self, log=None):
+        request = self.stream_request()
+        self.opaque = request.opaque
+        return self.reply(request, value=pack_failover_log(log or LOG))
+
+    def marker(self, start, end):
+        return pack_marker(17, self.opaque, SnapshotMarker(start, end, 1))
+
+    def mutation(self, seqno, key=b"k", value=b"v"):
+        prefix = b"\0" if self.has_collections else b""
+        return pack_request(
+            Opcode.DCP_MUTATION, vb_id=17, opaque=self.opaque, cas=9, key=prefix + key,
+            value=value, extras=MUTATION_EXTRAS.pack(seqno, 3, 4, 5, 0, 0, 0),
+        )  # fmt: skip
+
+    def message(self, opcode, extras=b"", key=b""):
+        return pack_request(opcode, vb_id=17, opaque=self.opaque, extras=extras, key=key, cas=9)
+
+    def position(self):
+        return self.core.positions()[17]
+
+
+def test_connection_is_set_up_before_streams():
+    session = Session(buffer_bytes=1000, noop_interval_s=20)
+    frames = session.open_requests
+    assert frames[0].opcode == Opcode.DCP_OPEN
+    assert frames[0].extras == bytes(7) + b"\x01"
+    controls = {f.key: f.value for f in frames if f.opcode == Opcode.DCP_CONTROL}
+    assert controls == {
+        b"enable_noop": b"true",
+        b"set_noop_interval": b"20",
+        b"connection_buffer_size": b"1000",
+        b"send_stream_end_on_client_close_stream": b"true",
+    }
+    assert frames[-1].opcode == Opcode.DCP_STREAM_REQ
+    assert parse_stream_request(frames[-1].extras) == (0, 0, SEQNO_MAX, 0, 0, 0)
+
+
+@pytest.mark.parametrize("has_collections", [True, False])
+def test_events_of_a_snapshot(has_collections):
+    session = Session(has_collections=has_collections)
+    assert session.accept() == [StreamOpened(17, ((77, 0),), 0, 0)]
+    prefix = b"\0" if has_collections else b""
+    events = session.feed(
+        session.marker(0, 4)
+        + session.mutation(1, b"a", b"")
+        + session.message(Opcode.DCP_DELETION, DELETION_EXTRAS.pack(2, 6, 0), prefix + b"b")
+        + session.message(Opcode.DCP_SEQNO_ADVANCED, (4).to_bytes(8, "big"))
+    )
+    assert events == [
+        SnapshotStart(17, 0, 4, 1),
+        Mutation(17, b"a", b"", 1, 3, 9, 4, 5),
+        Deletion(17, b"b", 2, 6, 9),
+        SeqnoAdvanced(17, 4),
+        SnapshotEnd(17, 4),
+    ]
+    assert session.batch.positions == {
+        17: Position(((77, 0),), 4, 4, 4, ((0, 2), (4, 4))),
+    }
+
+
+def test_bytes_may_come_one_by_one():
+    whole, pieces = Session(), Session()
+    whole.accept()
+    pieces.accept()
+    data = whole.marker(0, 2) + whole.mutation(1) + whole.mutation(2, b"x" * 50, b"y" * 500)
+    expected = whole.feed(data)
+    found, wire_bytes = [], 0
+    for at in range(len(data)):
+        found += pieces.feed(data[at : at + 1])
+        wire_bytes += pieces.batch.wire_bytes
+    assert found == expected
+    assert wire_bytes == whole.batch.wire_bytes == len(data)
+
+
+def test_position_does_not_move_with_a_marker_alone():
+    session = Session({17: Wanted(Position(((77, 0),), 10, 10, 10))})
+    session.accept()
+    session.feed(session.marker(11, 20))
+    assert session.position()[1:4] == (10, 10, 10)
+    session.feed(session.mutation(15))
+    assert session.position()[1:4] == (15, 11, 20)
+
+
+def test_interrupted_snapshot_keeps_its_start():
+    session = Session({17: Wanted(Position(((77, 0),), 15, 11, 20))})
+    request = parse_stream_request(session.stream_request().extras)
+    assert request == (0, 15, SEQNO_MAX, 77, 11, 20)
+    session.accept()
+    session.feed(session.marker(11, 30) + session.mutation(16))
+    assert session.position()[1:4] == (16, 11, 30)
+    session.feed(session.mutation(30))
+    assert session.position()[1:4] == (30, 30, 30)
+
+
+def test_failover_log_of_an_accepted_request_replaces_ours():
+    session = Session({17: Wanted(Position(((77, 0),), 5, 5, 5))})
+    session.accept([(88, 5), (77, 0)])
+    assert session.position().versions == ((88, 5), (77, 0))
+
+
+def test_noop_is_answered_and_not_counted():
+    session = Session(buffer_bytes=10)
+    session.feed(pack_request(Opcode.DCP_NOOP, opaque=10_000_001))
+    assert session.batch.wire_bytes == 0
+    (answer,) = session.sent
+    assert (answer.magic, answer.opcode, answer.opaque) == (0x81, Opcode.DCP_NOOP, 10_000_001)
+
+
+def test_bytes_are_acknowledged_at_half_the_window_after_processing():
+    session = Session(buffer_bytes=200)
+    session.accept()
+    assert session.batch.wire_bytes == 0, "replies are not counted"
+    session.feed(session.marker(0, 9))
+    first = session.batch
+    session.feed(session.mutation(1, b"a" * 40))
+    second = session.batch
+    assert (first.wire_bytes, second.wire_bytes) == (44, 55 + 41 + 1)
+    session.core.processed(first)
+    assert session.core.take_output() == b""
+    session.core.processed(second)
+    (ack,) = session.decoder.feed(session.core.take_output())
+    assert (ack.opcode, ack.extras) == (Opcode.DCP_BUFFER_ACK, U32.pack(44 + 97))
+    session.core.processed(first)
+    assert session.core.take_output() == b"", "each byte once"
+
+
+def test_messages_of_a_stream_that_ended_are_counted_and_dropped():
+    session = Session()
+    session.accept()
+    end = pack_stream_end(17, session.opaque, 7)
+    assert session.feed(end) == [StreamEnded(17, 7, will_resume=False)]
+    data = session.marker(0, 1) + session.mutation(1)
+    assert session.feed(data) == []
+    assert session.batch.wire_bytes == len(data)
+
+
+def test_rollback_is_told_and_asked_again_with_the_right_version():
+    held = Position(((99, 60), (88, 50), (77, 0)), 100, 100, 100, ((0, 30), (40, 58)))
+    session = Session({17: Wanted(held)})
+    (event,) = session.reply(
+        session.stream_request(), Status.ROLLBACK, value=(55).to_bytes(8, "big")
+    )
+    assert isinstance(event, Rollback)
+    assert (event.vb_id, event.to_seqno, event.server_seqno, event.from_seqno) == (17, 55, 55, 100)
+    assert "seqno 55" in event.reason
+    request = parse_stream_request(session.stream_request().extras)
+    assert request == (0, 55, SEQNO_MAX, 88, 55, 55)
+
+
+def test_rollback_to_zero_starts_with_no_version():
+    session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
+    (event,) = session.reply(session.stream_request(), Status.ROLLBACK, value=bytes(8))
+    assert event.to_seqno == 0
+    assert parse_stream_request(session.stream_request().extras) == (0, 0, SEQNO_MAX, 0, 0, 0)
+
+
+def test_rollback_at_zero_is_a_failure_and_no_loop():
+    session = Session()
+    (event,) = session.reply(session.stream_request(), Status.ROLLBACK, value=bytes(8))
+    assert isinstance(event, StreamFailed)
+    assert session.core.is_finished
+
+
+def test_temporary_refusal_is_repeated_later_with_growing_pauses():
+    session = Session()
+    session.reply(session.stream_request(), Status.ETMPFAIL)
+    assert session.sent == []
+    assert session.core.next_tick_ns == RETRY_FIRST_NS
+    session.core.tick(RETRY_FIRST_NS - 1)
+    assert session.core.take_output() == b""
+    session.core.tick(RETRY_FIRST_NS)
+    (again,) = session.decoder.feed(session.core.take_output())
+    assert again.opcode == Opcode.DCP_STREAM_REQ
+    session.reply(again, Status.ETMPFAIL)
+    assert session.core.next_tick_ns == 2 * RETRY_FIRST_NS
+
+
+def test_out_of_range_is_told_and_stands_still():
+    session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
+    body = b'{"error":{"context":"beyond the end"}}'
+    (event,) = session.reply(session.stream_request(), Status.ERANGE, value=body)
+    assert isinstance(event, StreamFailed)
+    assert "seqno 9" in event.what
+    assert "beyond the end" in event.what
+    assert event.hint
+    assert session.core.is_finished
+
+
+def test_partition_that_is_elsewhere_is_handed_back():
+    session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
+    session.reply(session.stream_request(), Status.NOT_MY_VBUCKET, value=b"{}")
+    ((vb_id, wanted, config),) = session.core.homeless
+    assert (vb_id, wanted.position.seqno, config) == (17, 9, b"{}")
+    assert session.core.positions() == {}
+
+
+@pytest.mark.parametrize(
+    ("reason", "again"), [(3, "later"), (4, "later"), (5, "later"), (6, "at once"), (2, "homeless")]
+)
+def test_ended_stream_is_asked_for_again(reason, again):
+    session = Session()
+    session.accept()
+    session.feed(session.marker(0, 5) + session.mutation(2))
+    (event,) = session.feed(pack_stream_end(17, session.opaque, reason))
+    assert event == StreamEnded(17, reason, will_resume=True)
+    assert bool(session.core.homeless) == (again == "homeless")
+    assert (session.core.next_tick_ns is not None) == (again == "later")
+    session.core.tick(10**12)
+    frames = session.sent + session.decoder.feed(session.core.take_output())
+    if again != "homeless":
+        (request,) = frames
+        assert parse_stream_request(request.extras) == (0, 2, SEQNO_MAX, 77, 0, 5)
+
+
+# -- until now, from now ---------------------------------------------------------------------------
+
+
+def high_seqnos(**seqnos):
+    return b"".join(VB_SEQNO.pack(int(vb[1:]), seqno) for vb, seqno in seqnos.items())
+
+
+def test_until_now_ends_where_the_partition_was():
+    session = Session(until_now=True)
+    ask = session.open_requests[-1]
+    assert ask.opcode == Opcode.GET_ALL_VB_SEQNOS
+    session.reply(ask, value=high_seqnos(v17=5))
+    request = session.stream_request()
+    assert parse_stream_request(request.extras).end_seqno == 5
+    session.accept()
+    session.feed(session.marker(0, 5) + session.mutation(5))
+    assert not session.core.is_finished
+    session.feed(pack_stream_end(17, session.opaque, 0))
+    assert session.core.is_finished
+
+
+def test_until_now_after_a_rollback_has_a_new_end_and_never_a_later_one():
+    session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))}, until_now=True)
+    session.reply(session.open_requests[-1], value=high_seqnos(v17=9))
+    session.reply(session.stream_request(), Status.ROLLBACK, value=(0).to_bytes(8, "big"))
+    (ask,) = session.sent
+    session.reply(ask, value=high_seqnos(v17=3))
+    assert parse_stream_request(session.stream_request().extras).end_seqno == 3
+    session.reply(session.stream_request(), Status.ETMPFAIL)
+    session.core.tick(10**12)
+    (again,) = session.decoder.feed(session.core.take_output())
+    assert parse_stream_request(again.extras).end_seqno == 3
+
+
+def test_until_now_keeps_an_end_that_is_known_already():
+    session = Session({17: Wanted(Position(), ceiling=4)}, until_now=True)
+    session.reply(session.open_requests[-1], value=high_seqnos(v17=9))
+    assert parse_stream_request(session.stream_request().extras).end_seqno == 4
+    assert session.core.unfinished() == {17: Wanted(Position(complete=((0, 0),)), 4)}
+
+
+def test_from_now_begins_at_the_high_seqno_of_the_current_version():
+    session = Session({17: Wanted(None)})
+    assert session.core.positions() == {}
+    session.reply(session.open_requests[-1], value=high_seqnos(v17=6))
+    (ask,) = session.sent
+    assert (ask.opcode, ask.vb_id) == (Opcode.DCP_GET_FAILOVER_LOG, 17)
+    session.reply(ask, value=pack_failover_log([(88, 4), (77, 0)]))
+    assert parse_stream_request(session.stream_request().extras) == (0, 6, SEQNO_MAX, 88, 6, 6)
+    assert session.position().base_seqno == 6
+
+
+def test_partition_without_a_high_seqno_is_elsewhere():
+    session = Session({17: Wanted(None)})
+    session.reply(session.open_requests[-1], value=high_seqnos(v3=6))
+    assert session.core.homeless == [(17, Wanted(None), b"")]
+
+
+# -- refusals of bad peers -------------------------------------------------------------------------
+
+
+def test_open_that_is_refused_ends_the_connection():
+    core = ConsumerCore(b"c", has_collections=True)
+    (frame, *_) = FrameDecoder().feed(core.begin(0))
+    with pytest.raises(InvalidRequestError, match="DCP_OPEN"):
+        core.receive(pack_response(frame.opcode, Status.EINVAL, opaque=frame.opaque), 0)
+
+
+@pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])
+def test_only_needed_controls_must_be_known(status):
+    core = ConsumerCore(b"c", has_collections=True)
+    frames = FrameDecoder().feed(core.begin(0))
+    controls = {f.key: f for f in frames if f.opcode == Opcode.DCP_CONTROL}
+    optional = controls[b"set_noop_interval"]
+    core.receive(pack_response(optional.opcode, status, opaque=optional.opaque), 0)
+    needed = controls[b"enable_noop"]
+    with pytest.raises(Exception, match="enable_noop"):
+        core.receive(pack_response(needed.opcode, status, opaque=needed.opaque), 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda s: s.mutation(1),
+        lambda s: s.marker(0, 5) + s.mutation(6),
+        lambda s: s.marker(0, 5) + s.mutation(2) + s.mutation(2),
+        lambda s: s.marker(0, 5) + s.marker(6, 7),
+        lambda s: s.marker(0, 0),
+        lambda s: s.message(Opcode.DCP_DELETION, DELETION_EXTRAS.pack(2, 6, 0), b"\0k"),
+    ],
+)
+def test_stream_that_breaks_the_rules_is_not_followed(make):
+    session = Session()
+    session.accept()
+    with pytest.raises(StreamViolationError, match="vbucket 17"):
+        session.feed(make(session))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x18" + bytes(60),
+        b"HTTP/1.1 400 Bad Request\r\nServer: x\r\n",
+        pack_request(Opcode.DCP_MUTATION, extras=bytes(30), key=b"k", value=b"v"),
+        pack_request(Opcode.DCP_NOOP)[:8] + (2**31).to_bytes(4, "big") + bytes(12),
+    ],
+)
+def test_garbage_ends_the_connection(data):
+    with pytest.raises(RemoteProtocolError):
+        Session().feed(data)
+
+
+def test_body_above_the_limit_is_refused_before_it_is_buffered():
+    session = Session()
+    head = bytearray(pack_request(Opcode.DCP_MUTATION, extras=bytes(31), key=b"k"))
+    head[8:12] = (MAX_BODY_BYTES + 1).to_bytes(4, "big")
+    with pytest.raises(RemoteProtocolError, match=r"limit|extras"):
+        session.feed(bytes(head[:40]))

@@ -1,0 +1,184 @@
+import pytest
+
+from clients.errors import StreamViolationError
+from clients.event import (
+    Deletion,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamEnded,
+    StreamFailed,
+    StreamOpened,
+)
+from clients.position import Position
+from clients.validator import Held, StreamValidator
+
+LOG = ((5, 0),)
+
+
+def opened(start=0, snap_start=None):
+    return StreamOpened(1, LOG, start, start if snap_start is None else snap_start)
+
+
+def marker(start, end):
+    return SnapshotStart(1, start, end, 1)
+
+
+def change(seqno, key=None, value=b"v"):
+    return Mutation(1, key or b"k%d" % seqno, value, seqno, 1, 100 + seqno, 0, 0)
+
+
+def deletion(seqno, key):
+    return Deletion(1, key, seqno, 1, 100 + seqno)
+
+
+def end(seqno):
+    return SnapshotEnd(1, seqno)
+
+
+def feed(*events, validator=None):
+    validator = validator or StreamValidator()
+    for event in events:
+        validator.observe(event)
+    return validator
+
+
+def test_a_stream_that_keeps_the_rules():
+    validator = feed(
+        opened(), marker(0, 3), change(1, b"a"), change(3, b"b"), end(3),
+        marker(4, 5), change(4, b"a", b"2"), SeqnoAdvanced(1, 5), end(5),
+        marker(6, 6), deletion(6, b"b"), end(6),
+        StreamEnded(1, 0, will_resume=False),
+    )  # fmt: skip
+    assert validator.documents() == {b"a": Held(b"2", 104, 4)}
+    assert validator.seqnos() == {1: 6}
+    assert validator.event_count == 13
+
+
+VIOLATIONS = {
+    "change before the opening": ([change(1)], "no stream is open"),
+    "marker before the opening": ([marker(0, 1)], "no stream is open"),
+    "end before the opening": ([StreamEnded(1, 0, will_resume=False)], "no stream is open"),
+    "change without a snapshot": ([opened(), change(1)], "outside of any snapshot"),
+    "advance without a snapshot": (
+        [opened(), SeqnoAdvanced(1, 1)],
+        "outside of any snapshot",
+    ),
+    "change above the snapshot": ([opened(), marker(0, 2), change(3)], r"outside of .* 0\.\.2"),
+    "change below the snapshot": (
+        [opened(5), marker(6, 9), change(5)],
+        r"outside of the snapshot 6\.\.9",
+    ),
+    "seqno falls": ([opened(), marker(0, 9), change(5), change(4)], "seqno 4 after seqno 5"),
+    "seqno repeated": ([opened(), marker(0, 9), change(5), change(5, b"x")], "5 after seqno 5"),
+    "deletion falls": ([opened(), marker(0, 9), change(5), deletion(4, b"x")], "4 after seqno 5"),
+    "key twice": ([opened(), marker(0, 9), change(1, b"a"), change(2, b"a")], "b'a' twice"),
+    "key twice, deleted": (
+        [opened(), marker(0, 9), change(1, b"a"), deletion(2, b"a")],
+        "b'a' twice",
+    ),
+    "next marker too early": (
+        [opened(), marker(0, 9), change(1), marker(10, 11)],
+        r"before the snapshot 0\.\.9 reached its end",
+    ),
+    "gap between markers": (
+        [opened(), marker(0, 1), change(1), end(1), marker(3, 4)],
+        "its start is not 2",
+    ),
+    "markers overlap": (
+        [opened(), marker(0, 1), change(1), end(1), marker(1, 4)],
+        "its start is not 2",
+    ),
+    "first marker leaves a gap": ([opened(5), marker(7, 9)], "first marker"),
+    "first marker before the request": ([opened(5, 3), marker(2, 9)], "first marker"),
+    "marker upside down": ([opened(), marker(5, 4)], "a marker 5..4"),
+    "marker behind us": ([opened(5), marker(5, 5)], "at seqno 5"),
+    "end not reached": ([opened(), marker(0, 3), change(1), end(3)], "end 3 at seqno 1"),
+    "end that was not announced": ([opened(), marker(0, 3), change(3), end(2)], "end 2"),
+    "end without a snapshot": ([opened(), end(0)], "not announced"),
+    "complete inside a snapshot": (
+        [opened(), marker(0, 3), change(1), StreamEnded(1, 0, will_resume=False)],
+        "ended as complete at seqno 1",
+    ),
+    "change after the end": (
+        [opened(), StreamEnded(1, 0, will_resume=False), change(1)],
+        "no stream is open",
+    ),
+    "marker after the end": (
+        [opened(), StreamEnded(1, 2, will_resume=True), marker(0, 1)],
+        "no stream is open",
+    ),
+    "change after a refusal": (
+        [opened(), StreamFailed(1, 0x22, "w", "h"), marker(0, 1)],
+        "no stream is open",
+    ),
+    "opened with a gap": (
+        [opened(), marker(0, 1), change(1), end(1), opened(4)],
+        "opened at seqno 4, the consumer stands at 1",
+    ),
+    "opened again below": (
+        [opened(), marker(0, 1), change(1), end(1), opened(0)],
+        "opened at seqno 0, the consumer stands at 1",
+    ),
+    "rollback up": ([opened(5), Rollback(1, 5, 5, 5, "r")], "not down"),
+}
+
+
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_each_violation_is_named(name):
+    events, why = VIOLATIONS[name]
+    validator = feed(*events[:-1])
+    with pytest.raises(StreamViolationError, match=why) as caught:
+        validator.observe(events[-1])
+    assert caught.value.vb_id == 1
+
+
+def test_partitions_are_apart():
+    validator = feed(opened(), marker(0, 9), change(5))
+    other = change(1)
+    other.vb_id = 2
+    with pytest.raises(StreamViolationError, match="vbucket 2"):
+        validator.observe(other)
+
+
+def test_snapshot_goes_on_after_a_lost_connection():
+    validator = feed(
+        opened(), marker(0, 9), change(5, b"a"),
+        opened(5, 0), marker(0, 12), change(7, b"a"), change(12), end(12),
+    )  # fmt: skip
+    assert validator.seqnos() == {1: 12}
+
+
+def test_interrupted_snapshot_ends_with_any_reason_but_ok():
+    feed(opened(), marker(0, 9), change(5), StreamEnded(1, 4, will_resume=True), opened(5, 0))
+
+
+def test_resuming_consumer_is_checked_from_its_checkpoint():
+    validator = StreamValidator()
+    validator.begin({1: Position(LOG, 9, 9, 9)})
+    with pytest.raises(StreamViolationError, match="the consumer stands at 9"):
+        validator.observe(opened(8))
+
+
+def test_rollback_restores_what_was_held():
+    validator = feed(
+        opened(), marker(0, 2), change(1, b"a"), change(2, b"b"), end(2),
+        marker(3, 5), change(3, b"a", b"2"), deletion(4, b"b"), change(5, b"c"), end(5),
+    )  # fmt: skip
+    assert set(validator.documents()) == {b"a", b"c"}
+    feed(StreamEnded(1, 6, will_resume=True), Rollback(1, 2, 2, 5, "r"), validator=validator)
+    assert validator.documents() == {b"a": Held(b"v", 101, 1), b"b": Held(b"v", 102, 2)}
+    assert validator.rollback_count == 1
+    feed(Rollback(1, 0, 0, 2, "r"), validator=validator)
+    assert validator.documents() == {}
+
+
+def test_differences_are_said_in_words():
+    validator = feed(opened(), marker(0, 3), change(1, b"a"), change(2, b"b"), change(3, b"c"))
+    assert validator.compare({b"a": b"v", b"b": b"v", b"c": b"v"}) == []
+    missing, extra, other = validator.compare({b"a": b"v", b"b": b"w", b"z": b"v"})
+    assert missing == "b'z': the server has it, the consumer does not"
+    assert extra == "b'c': the consumer has it (seqno 3), the server does not"
+    assert other == "b'b': the consumer has b'v' of seqno 2, the server b'w'"
