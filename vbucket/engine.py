@@ -35,6 +35,8 @@ from failover.history import FailoverLog
 from vbucket.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
+    EXPIRATION_ENTRY,
+    EXPIRATION_EXTRAS_BYTES,
     LOG_CONTROL,
     META,
     MUTATION_ENTRY,
@@ -53,12 +55,14 @@ from vbucket.ids import NUM_VBUCKETS
 from vbucket.log import Recovery, TornTail, pack_group, split_entries
 from vbucket.merge import MergeReport
 from vbucket.partition import ABSENT, Partition, VbState
-from vbucket.store import FrameBatch, PartitionRecord, Store
+from vbucket.store import FrameBatch, PartitionRecord, Store, StoredMeta
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
 DELETION: Final = int(Opcode.DCP_DELETION)
+EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack
+_PACK_EXPIRATION: Final = EXPIRATION_ENTRY.pack
 _UNPACK_META: Final = META.unpack_from
 _FLAGS_AT: Final = 52
 _EXPIRY_AT: Final = 56
@@ -242,11 +246,30 @@ class Engine:
             datatype,
         )
 
+    def meta(self, vb_id: int, key: bytes) -> StoredMeta | int:
+        """Return all but the value of a key's newest version, a deletion too, or the status that
+        says why there is none.
+        """
+        part = self.partitions[vb_id]
+        if part.state != 1:
+            return Status.NOT_MY_VBUCKET
+        self._expire_if_due(part, key)
+        entry: bytes | None = part.newest.get(key)
+        if entry is None and part.frozen is not None:
+            entry = part.frozen.newest.get(key)
+        if entry is None and part.merged_seqno:
+            return self._store.meta(vb_id, key) or Status.KEY_ENOENT
+        if not entry:
+            return Status.KEY_ENOENT
+        opcode, _, datatype, _, cas, seqno, rev_seqno = _UNPACK_META(entry)
+        flags = expiry = 0
+        if opcode == MUTATION:
+            flags = int.from_bytes(entry[_FLAGS_AT : _FLAGS_AT + 4], "big")
+            expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
+        return StoredMeta(opcode, datatype, cas, seqno, rev_seqno, flags, expiry)
+
     def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
-        part.item_count -= 1
-        new_cas = max(self._cas_floor, part.max_cas + 1)
-        part.max_cas = new_cas
-        part.high_seqno = seqno = part.high_seqno + 1
+        new_cas, seqno = self._next_of_removal(part)
         entry = (
             _PACK_DELETION(
                 prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
@@ -256,6 +279,25 @@ class Engine:
         )  # fmt: skip
         self._applied(part, key, entry)
         return 0, new_cas, seqno
+
+    def _expire(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> None:
+        new_cas, seqno = self._next_of_removal(part)
+        entry = (
+            _PACK_EXPIRATION(
+                prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
+                part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno + 1,
+                min(self._now_s, 0xFFFF_FFFF),
+            )
+            + key
+        )  # fmt: skip
+        self._applied(part, key, entry)
+
+    def _next_of_removal(self, part: Partition) -> tuple[int, int]:
+        """Return CAS and seqno for a document that goes."""
+        part.item_count -= 1
+        part.max_cas = new_cas = max(self._cas_floor, part.max_cas + 1)
+        part.high_seqno = seqno = part.high_seqno + 1
+        return new_cas, seqno
 
     def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
         part.newest[key] = entry
@@ -297,7 +339,7 @@ class Engine:
         return None
 
     def _expire_if_due(self, part: Partition, key: bytes) -> bool:
-        """Delete a document whose time is over; the delete has its own seqno."""
+        """Remove a document whose time is over: an expiry is a change with a seqno of its own."""
         entry = part.newest.get(key)
         if entry is None:
             entry = self._entry_below(part, key)
@@ -307,7 +349,7 @@ class Engine:
         if not expiry or expiry > self._now_s:
             return False
         _, _, _, _, _, seqno, rev_seqno = _UNPACK_META(entry)
-        self._delete(part, key, seqno, rev_seqno)
+        self._expire(part, key, seqno, rev_seqno)
         return True
 
     # -- groups ------------------------------------------------------------------------------

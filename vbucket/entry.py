@@ -7,10 +7,11 @@
     frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
              the key carries its collection id (unsigned LEB128; one zero byte for the default)
 
-A deletion is stored with the 18-byte extras of version 1; its time is its CAS. Log, memtable and
-blocks hold the same bytes, so nothing is encoded twice. Entries that only the log knows (a new
-partition version, a change of state) have the opcode `LOG_CONTROL`, never seen on the wire, and a
-CBOR document as their value.
+A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
+as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
+memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
+knows (a new partition version, a change of state) have the opcode `LOG_CONTROL`, never seen on the
+wire, and a CBOR document as their value.
 
 Who calls it: engine, log, store, merge. Big-endian.
 """
@@ -36,12 +37,15 @@ extras length, datatype, vbucket, body length, opaque, CAS; seqno, rev seqno, fl
 time, nmeta, nru."""
 DELETION_ENTRY: Final = Struct(">QIBBHBBHIIQQQH")
 """The same for a deletion."""
+EXPIRATION_ENTRY: Final = Struct(">QIBBHBBHIIQQQI")
+"""The same for an expiry; its last field is the delete time, Unix seconds."""
 CONTROL_ENTRY: Final = Struct(">QIBBHBBHIIQ")
 
 MUTATION_KEY_AT: Final = MUTATION_ENTRY.size  # 67
 DELETION_KEY_AT: Final = DELETION_ENTRY.size  # 54
 MUTATION_EXTRAS_BYTES: Final = 31
 DELETION_EXTRAS_BYTES: Final = 18
+EXPIRATION_EXTRAS_BYTES: Final = 20
 
 META: Final = Struct(">13xBH1xB2xI4xQQQ")
 """opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change."""

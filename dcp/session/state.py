@@ -63,6 +63,7 @@ class SessionState:
         "exchange",
         "facts",
         "has_collections",
+        "has_json",
         "has_mutation_tokens",
         "has_xerror",
         "hashes_keys",
@@ -118,6 +119,8 @@ class SessionState:
         self.hashes_keys = True
         """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
         self.has_collections = False
+        self.has_json = 0
+        """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
         self.has_mutation_tokens = False
         self.has_xerror = False
         self.producer: Producer | None = None

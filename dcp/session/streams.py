@@ -90,10 +90,19 @@ class DcpCommands:
             return
         self._open_flags = OpenFlag(flags)
         producer = Producer(request.key, state.engine, state.hub, state.schedule)
-        producer.codec = frame_codec(flags, has_collections=state.has_collections)
         state.producer = producer
+        self._set_codec(producer)
         state.hub.open(request.key, producer)
         state.answer(request)
+
+    def _set_codec(self, producer: Producer) -> None:
+        """What was negotiated has changed, and with it the form of the frames."""
+        producer.codec = frame_codec(
+            self._open_flags,
+            has_collections=self._state.has_collections,
+            has_json=bool(self._state.has_json),
+            has_expiry_opcode=producer.has_expiry_opcode,
+        )
 
     def _problem_of_open(self, request: Frame) -> str:
         if len(request.extras) != OPEN_EXTRAS.size:
@@ -128,6 +137,7 @@ class DcpCommands:
         if status:
             state.refuse(request, status, f"control {key!r} does not take {value!r} here")
             return
+        self._set_codec(producer)
         state.answer(request)
 
     def buffer_ack(self, request: Frame) -> None:
@@ -347,6 +357,13 @@ def _set_end_on_close(producer: Producer, value: str) -> int:
     return Status.OK
 
 
+def _set_expiry_opcode(producer: Producer, value: str) -> int:
+    if value not in {"true", "false"}:
+        return Status.EINVAL
+    producer.has_expiry_opcode = value == "true"
+    return Status.OK
+
+
 def _not_supported(_producer: Producer, _value: str) -> int:
     return Status.NOT_SUPPORTED
 
@@ -367,7 +384,7 @@ _CONTROLS: Final[dict[str, Callable[[Producer, str], int]]] = {
     "set_priority": _accept("high", "medium", "low"),
     "backfill_order": _accept("round-robin", "sequential"),
     "send_stream_end_on_client_close_stream": _set_end_on_close,
-    "enable_expiry_opcode": _accept("true", "false"),
+    "enable_expiry_opcode": _set_expiry_opcode,
     "supports_cursor_dropping": _accept(),
     "supports_cursor_dropping_vulcan": _accept(),
     "supports_hifi_MFU": _accept(),

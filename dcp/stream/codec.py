@@ -1,7 +1,11 @@
 """From a stored frame to what a connection negotiated.
 
-The stored frame is what a connection with collections gets; every other form is derived here, one
-frame at a time. A connection that needs nothing of it has no codec at all.
+The stored frame is what a connection with collections, JSON and the expiry opcode gets; every other
+form is derived here, one frame at a time, in steps that each leave alone what they need not touch.
+
+Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
+enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
+0x20; no value means datatype raw, unless flag 0x40 asks to keep it.
 """
 
 from __future__ import annotations
@@ -10,26 +14,40 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.wire.frame import HEADER, HEADER_BYTES
-from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, OpenFlag
+from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from vbucket.ids import time_ns_from_cas
 
-_NO_VALUE: Final = OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE
+_DATATYPE_AT: Final = 5
+_DELETION: Final = int(Opcode.DCP_DELETION)
+_EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
+_DELETE_TIME_MAX: Final = 0xFFFF_FFFF
+
+FrameStep = Callable[[bytes], bytes]
 
 
-def frame_codec(open_flags: int, *, has_collections: bool) -> Callable[[bytes], bytes] | None:
-    """Return the function that makes a connection's frames, None where stored frames are right."""
-    steps: list[Callable[[bytes], bytes]] = []
+def frame_codec(
+    open_flags: int, *, has_collections: bool, has_json: bool, has_expiry_opcode: bool
+) -> FrameStep:
+    """Return the function that makes a connection's frames out of stored ones."""
+    steps: list[FrameStep] = []
+    if not open_flags & OpenFlag.INCLUDE_DELETE_TIMES:
+        steps.append(expiry_as_deletion)
+    elif has_expiry_opcode:
+        steps.append(deletion_with_time)
+    else:
+        steps.append(removal_with_time)
     if not has_collections:
         steps.append(without_collection)
-    if open_flags & _NO_VALUE:
+    if open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
         steps.append(without_value)
-    if open_flags & OpenFlag.INCLUDE_DELETE_TIMES:
-        steps.append(with_delete_time)
-    if not steps:
-        return None
+    if not has_json or open_flags & OpenFlag.NO_VALUE:
+        steps.append(without_datatype)
     if len(steps) == 1:
         return steps[0]
+    if len(steps) == 2:
+        first, second = steps
+        return lambda frame: second(first(frame))
 
     def apply(frame: bytes) -> bytes:
         for step in steps:
@@ -63,25 +81,44 @@ def without_value(frame: bytes) -> bytes:
     return head + frame[HEADER_BYTES : HEADER_BYTES + body]
 
 
-def with_delete_time(frame: bytes) -> bytes:
-    """Return a deletion as version 2, with the time of its CAS (DCP_OPEN flag 0x20)."""
-    magic, opcode, key_len, _, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(frame)
-    if opcode != Opcode.DCP_DELETION:
+def without_datatype(frame: bytes) -> bytes:
+    """Return the frame with datatype raw: the client has not said that it knows others."""
+    if not frame[_DATATYPE_AT]:
         return frame
-    extras_at = HEADER_BYTES
-    by_seqno, rev_seqno, _ = DELETION_EXTRAS.unpack_from(frame, extras_at)
-    extras = DELETION_V2_EXTRAS.pack(
-        by_seqno, rev_seqno, time_ns_from_cas(cas) // 1_000_000_000, 0
-    )
+    return frame[:_DATATYPE_AT] + b"\0" + frame[_DATATYPE_AT + 1 :]
+
+
+def expiry_as_deletion(frame: bytes) -> bytes:
+    """Return an expiry as a deletion of version 1."""
+    if frame[1] != _EXPIRATION:
+        return frame
+    by_seqno, rev_seqno, _ = EXPIRATION_EXTRAS.unpack_from(frame, HEADER_BYTES)
+    return _with_extras(frame, DELETION_EXTRAS.pack(by_seqno, rev_seqno, 0))
+
+
+def deletion_with_time(frame: bytes) -> bytes:
+    """Return a deletion as version 2, with the time of its CAS."""
+    if frame[1] != _DELETION:
+        return frame
+    cas = HEADER.unpack_from(frame)[-1]
+    by_seqno, rev_seqno, _ = DELETION_EXTRAS.unpack_from(frame, HEADER_BYTES)
+    delete_time = min(time_ns_from_cas(cas) // 1_000_000_000, _DELETE_TIME_MAX)
+    return _with_extras(frame, DELETION_V2_EXTRAS.pack(by_seqno, rev_seqno, delete_time, 0))
+
+
+def removal_with_time(frame: bytes) -> bytes:
+    """Return a deletion or an expiry as a deletion of version 2."""
+    if frame[1] != _EXPIRATION:
+        return deletion_with_time(frame)
+    by_seqno, rev_seqno, delete_time = EXPIRATION_EXTRAS.unpack_from(frame, HEADER_BYTES)
+    return _with_extras(frame, DELETION_V2_EXTRAS.pack(by_seqno, rev_seqno, delete_time, 0))
+
+
+def _with_extras(frame: bytes, extras: bytes) -> bytes:
+    """Return a removal as a DCP_DELETION with these extras."""
+    magic, _, key_len, extras_len, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(frame)
     head = HEADER.pack(
-        magic,
-        opcode,
-        key_len,
-        DELETION_V2_EXTRAS.size,
-        datatype,
-        vb_id,
-        body - DELETION_EXTRAS.size + DELETION_V2_EXTRAS.size,
-        opaque,
-        cas,
-    )
-    return head + extras + frame[extras_at + DELETION_EXTRAS.size :]
+        magic, _DELETION, key_len, len(extras), datatype, vb_id, body - extras_len + len(extras),
+        opaque, cas,
+    )  # fmt: skip
+    return head + extras + frame[HEADER_BYTES + extras_len :]

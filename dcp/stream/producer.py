@@ -107,6 +107,8 @@ class Producer:
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
         self.sends_end_on_close = False
+        self.has_expiry_opcode = False
+        """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
         self.noop_is_enabled = False
         self.noop_interval_ns = NOOP_INTERVAL_DEFAULT_NS
         self.is_superseded = False

@@ -26,6 +26,8 @@ DELETION_EXTRAS: Final = Struct(">QQH")
 """by_seqno, rev_seqno, nmeta = 0."""
 DELETION_V2_EXTRAS: Final = Struct(">QQIB")
 """by_seqno, rev_seqno, delete time (s), 0."""
+EXPIRATION_EXTRAS: Final = Struct(">QQI")
+"""by_seqno, rev_seqno, delete time (s)."""
 FAILOVER_ENTRY: Final = Struct(">QQ")
 """vb_uuid, seqno."""
 VB_SEQNO: Final = Struct(">HQ")
@@ -186,7 +188,10 @@ def parse_mutation(frame: Frame) -> Mutation:
 
 
 def parse_deletion(frame: Frame) -> Deletion:
-    """Return the numbers of a DCP_DELETION of either version."""
+    """Return the numbers of a DCP_DELETION of either version, or of a DCP_EXPIRATION."""
+    if frame.opcode == Opcode.DCP_EXPIRATION:
+        _need(frame, EXPIRATION_EXTRAS)
+        return Deletion(*EXPIRATION_EXTRAS.unpack(frame.extras))
     if len(frame.extras) == DELETION_V2_EXTRAS.size:
         by_seqno, rev_seqno, delete_time, _ = DELETION_V2_EXTRAS.unpack(frame.extras)
         return Deletion(by_seqno, rev_seqno, delete_time)
