@@ -32,6 +32,9 @@ from vbucket.partition import Partition, VbState
 Handler = Callable[[Frame], None]
 
 CONNECTION_NAME_BYTES_MAX: Final = 200
+CONTROL_BYTES_MAX: Final = 250
+FILTER_BYTES_MAX: Final = 64 * 1024
+"""Longest JSON value of a stream request; a list of 1,024 collections has some 10 KiB."""
 
 _OPEN_FLAGS: Final = (
     OpenFlag.PRODUCER
@@ -51,6 +54,8 @@ _STREAM_FLAGS: Final = (
 )
 
 NOOP_INTERVAL_MIN_S: Final = 0.1
+_HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
+_DECIMAL: Final = frozenset("0123456789")
 
 
 class DcpCommands:
@@ -127,6 +132,13 @@ class DcpCommands:
         if not request.key or not request.value or request.extras:
             state.refuse(request, Status.EINVAL, "DCP_CONTROL has a key and a value, no extras")
             return
+        if len(request.key) > CONTROL_BYTES_MAX or len(request.value) > CONTROL_BYTES_MAX:
+            state.refuse(
+                request,
+                Status.EINVAL,
+                f"key and value of a control have at most {CONTROL_BYTES_MAX} bytes",
+            )
+            return
         key = request.key.decode("utf-8", "replace")
         value = request.value.decode("utf-8", "replace")
         setter = _CONTROLS.get(key)
@@ -180,6 +192,7 @@ class DcpCommands:
         part = self._partition_of(request, asked.flags)
         if part is None:
             return
+        state.observes(part.vb_id)
         if asked.flags & StreamFlag.FROM_LATEST:
             high = part.committed_seqno
             vb_uuid = asked.vb_uuid or part.vb_uuid
@@ -224,8 +237,13 @@ class DcpCommands:
         self, request: Frame, asked: StreamRequest, producer: Producer
     ) -> tuple[int, str, int]:
         """Return status, context and the client's purge seqno; status 0: nothing is wrong."""
-        if self._state.has_collections and not producer.noop_is_enabled:
-            return Status.NOT_SUPPORTED, "collections need control enable_noop=true first", 0
+        needs_noop = self._state.has_collections or self._open_flags & OpenFlag.INCLUDE_XATTRS
+        if needs_noop and not producer.noop_is_enabled:
+            return (
+                Status.NOT_SUPPORTED,
+                "collections and xattrs need control enable_noop=true first",
+                0,
+            )
         if asked.start_seqno > asked.end_seqno:
             return (
                 Status.ERANGE,
@@ -240,8 +258,6 @@ class DcpCommands:
             return status, context, 0
         if producer.has_stream(request.vb_id):
             return Status.KEY_EEXISTS, f"a stream of vb {request.vb_id} is open here", 0
-        if producer.stream_count >= self._state.limits.streams_max:
-            return Status.ENOMEM, f"{producer.stream_count} streams are open, the limit", 0
         return Status.OK, "", purge_seqno
 
     def _decide(
@@ -253,7 +269,6 @@ class DcpCommands:
         purge_seqno: int,
     ) -> None:
         state = self._state
-        state.observes(part.vb_id)
         question = Question(
             asked.start_seqno,
             asked.vb_uuid,
@@ -281,6 +296,11 @@ class DcpCommands:
                 f"{min(end_seqno, part.high_seqno)}",
             )
             return
+        if producer.stream_count >= state.limits.streams_max:
+            state.refuse(
+                request, Status.ENOMEM, f"{producer.stream_count} streams are open, the limit"
+            )
+            return
         state.answer(request, value=pack_failover_log(part.failover.pairs()))
         producer.add_stream(part.vb_id, request.opaque, asked._replace(end_seqno=end_seqno))
 
@@ -292,9 +312,11 @@ def check_filter(value: bytes) -> tuple[int, str, int]:
     """
     if not value:
         return Status.OK, "", 0
+    if len(value) > FILTER_BYTES_MAX:
+        return Status.EINVAL, f"a stream filter has at most {FILTER_BYTES_MAX} bytes", 0
     try:
         document = msgspec.json.decode(value, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Status.EINVAL, f"the stream filter is not a JSON object: {error}", 0
     if "sid" in document:
         return Status.NOT_SUPPORTED, "stream ids are not enabled on this connection", 0
@@ -306,20 +328,25 @@ def check_filter(value: bytes) -> tuple[int, str, int]:
     purge = document.get("purge_seqno", "0")
     if not isinstance(collections, list) or not collections:
         return Status.EINVAL, "collections is a list of hexadecimal ids", 0
-    try:
-        ids = [int(item, 16) for item in collections]
-        scope_id, _, purge_seqno = int(scope, 16), int(uid, 16), int(purge)
-    except (TypeError, ValueError):
+    if not (all(map(_is_hexadecimal, [scope, uid, *collections])) and _is_decimal(purge)):
         return (
             Status.EINVAL,
             "collections, scope and uid are hexadecimal text, purge_seqno decimal text",
             0,
         )
-    if any(ids):
+    if any(int(item, 16) for item in collections):
         return Status.UNKNOWN_COLLECTION, "only the default collection (0) exists", 0
-    if scope_id:
+    if int(scope, 16):
         return Status.UNKNOWN_SCOPE, "only the default scope (0) exists", 0
-    return Status.OK, "", purge_seqno
+    return Status.OK, "", int(purge)
+
+
+def _is_hexadecimal(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= 16 and _HEXADECIMAL.issuperset(text)
+
+
+def _is_decimal(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= 20 and _DECIMAL.issuperset(text)
 
 
 # -- controls --------------------------------------------------------------------------------------
@@ -344,9 +371,9 @@ def _set_noop_interval(producer: Producer, value: str) -> int:
 
 
 def _set_window(producer: Producer, value: str) -> int:
-    if not value.isascii() or not value.isdigit() or int(value) >= 2**32:
+    if not _is_decimal(value) or int(value) >= 2**32:
         return Status.EINVAL
-    producer.window_bytes = int(value)
+    producer.set_window(int(value))
     return Status.OK
 
 
