@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from dcp.wire.message import EndReason
-
 
 class Follower(Protocol):
     """A producer connection as the hub sees it."""
@@ -14,8 +12,8 @@ class Follower(Protocol):
     def wake(self, vb_id: int) -> None:
         """Something may be there to send for this partition."""
 
-    def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """End the streams of this partition."""
+    def branched(self, vb_id: int) -> None:
+        """The failover log of this partition changed."""
 
     def supersede(self) -> None:
         """Another connection took this one's name: close."""
@@ -70,6 +68,6 @@ class StreamHub:
                 follower.wake(vb_id)
 
     def branched(self, vb_id: int) -> None:
-        """The partition's failover log changed: every stream of it ends."""
+        """The partition's failover log changed: every stream that began before ends."""
         for follower in tuple(self._followers.get(vb_id, ())):
-            follower.end_streams(vb_id, EndReason.ROLLBACK)
+            follower.branched(vb_id)

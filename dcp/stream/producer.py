@@ -3,6 +3,8 @@
     STREAM_REQ accepted -> BACKLOG -> LIVE -> ended
     each turn: [marker] frames ... until the snapshot's end, then the next marker
 
+A stream is in its backlog until it has caught up once.
+
 A stream holds no data: it is a cursor (next seqno, end of the snapshot under way) over what the
 engine has, in memory or in the store, so a slow consumer costs nothing but its cursor and no
 writer ever waits for it.
@@ -15,7 +17,10 @@ Invariants
 - nothing above the partition's committed_seqno is sent;
 - all messages of a stream, STREAM_END included, carry the opaque of its request;
 - at most BACKLOGS_MAX backlogs are under way; a stream whose is_queued is true stands in exactly
-  one of the two queues;
+  one of the two queues; while one waits for a backlog's place, all places are taken or a
+  stream that may take one stands in the other queue;
+- a partition whose newest version is not committed yet sends nothing: what its streams were in
+  the middle of is undone, but a crash could bring it back;
 - with a window of N bytes, sending stops as soon as N or more are unacknowledged; command
   responses, NOOP and STREAM_END still flow.
 
@@ -32,6 +37,7 @@ from dcp.stream.hub import StreamHub
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import (
     MARKER_EXTRAS,
+    U64,
     EndReason,
     MarkerFlag,
     SnapshotMarker,
@@ -41,6 +47,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from vbucket.engine import Engine
+from vbucket.store import FrameBatch
 
 TURN_BYTES: Final = 128 * 1024
 """What one stream may send before it is another one's turn."""
@@ -77,10 +84,13 @@ class Stream:
         "snap_end_seqno",
         "snap_start_seqno",
         "vb_id",
+        "vb_uuid",
     )
 
-    def __init__(self, vb_id: int, opaque: int, request: StreamRequest) -> None:
+    def __init__(self, vb_id: int, vb_uuid: int, opaque: int, request: StreamRequest) -> None:
         self.vb_id = vb_id
+        self.vb_uuid = vb_uuid
+        """The partition's version whose failover log answered the request."""
         self.opaque = opaque
         self.opaque_bytes = opaque.to_bytes(4, "big")
         self.next_seqno = request.start_seqno + 1
@@ -139,7 +149,11 @@ class Producer:
     def add_stream(self, vb_id: int, opaque: int, request: StreamRequest) -> None:
         """Begin to stream; the caller has answered the request with OK."""
         assert vb_id not in self._streams
-        stream = Stream(vb_id, opaque, request)
+        if request.start_seqno >= request.end_seqno:
+            self._send_urgently(pack_stream_end(vb_id, opaque, EndReason.OK))
+            return
+        vb_uuid = self._engine.partitions[vb_id].vb_uuid
+        stream = Stream(vb_id, vb_uuid, opaque, request)
         self._streams[vb_id] = stream
         self._hub.follow(vb_id, self)
         self._queue(stream)
@@ -153,6 +167,14 @@ class Producer:
         if self.sends_end_on_close:
             self._send_urgently(pack_stream_end(vb_id, stream.opaque, EndReason.CLOSED))
         return True
+
+    def set_window(self, window_bytes: int) -> None:
+        """Count what is sent from now on against a window; 0: no flow control."""
+        self.window_bytes = window_bytes
+        if not window_bytes:
+            self.unacked_bytes = 0
+        if self._ready:
+            self._schedule()
 
     def acknowledge(self, processed_bytes: int) -> None:
         """Open the window by what the client has processed."""
@@ -168,7 +190,9 @@ class Producer:
         """Send a NOOP where one is due. False: the peer is gone, close the connection."""
         if not self.noop_is_enabled:
             return True
-        if self._last_heard_ns and now_ns - self._last_heard_ns > IDLE_CLOSE_NS:
+        self._last_heard_ns = self._last_heard_ns or now_ns
+        self._last_noop_ns = self._last_noop_ns or now_ns
+        if now_ns - self._last_heard_ns > IDLE_CLOSE_NS:
             return False
         if now_ns - self._last_noop_ns >= self.noop_interval_ns:
             self._last_noop_ns = now_ns
@@ -184,11 +208,12 @@ class Producer:
         if not stream.is_queued:
             self._queue(stream)
 
-    def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """End the stream of a partition whose failover log or state changed."""
+    def branched(self, vb_id: int) -> None:
+        """The partition's failover log changed: its stream ends, unless it began under this one."""
         stream = self._streams[vb_id]
-        self._forget(stream)
-        self._send_urgently(pack_stream_end(vb_id, stream.opaque, reason))
+        if stream.vb_uuid != self._engine.partitions[vb_id].vb_uuid:
+            self._forget(stream)
+            self._send_urgently(pack_stream_end(vb_id, stream.opaque, EndReason.ROLLBACK))
 
     def supersede(self) -> None:
         """A newer connection has this one's name."""
@@ -220,43 +245,45 @@ class Producer:
             stream = ready.popleft()
             sent = self._take_turn(stream, out, min(TURN_BYTES, window, bytes_max))
             bytes_max -= sent
-            self.unacked_bytes += sent
+            self._count(sent)
         return out
 
     def _window_left(self) -> int:
-        if not self.window_bytes:
-            self.unacked_bytes = 0
-            return TURN_BYTES
-        return self.window_bytes - self.unacked_bytes
+        return self.window_bytes - self.unacked_bytes if self.window_bytes else TURN_BYTES
+
+    def _count(self, sent_bytes: int) -> None:
+        if self.window_bytes:
+            self.unacked_bytes += sent_bytes
 
     def _take_turn(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
         """Send the stream's next messages; queue it again if there are more."""
         stream.is_queued = False
+        part = self._engine.partitions[stream.vb_id]
+        if part.branch_group > self._engine.committed_group:
+            self._admit()
+            return 0  # the hub ends or wakes the stream when the branch is committed
         sent = 0
         if stream.snap_end_seqno is None:
-            if stream.next_seqno > stream.end_seqno:
-                return self._end(stream, out)
+            if part.committed_seqno < stream.next_seqno:
+                stream.is_backlog = False
+                self._admit()
+                return 0
             if stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
                 stream.is_queued = True
                 self._waiting.append(stream)
                 return 0
-            if not self._begin_snapshot(stream, out):
-                return 0
-            sent += MARKER_BYTES
-        sent += self._send_frames(stream, out, bytes_max - sent)
+            self._begin_snapshot(stream, out, min(part.committed_seqno, stream.end_seqno))
+            sent = MARKER_BYTES
+        if sent < bytes_max:
+            sent += self._send_frames(stream, out, bytes_max - sent)
         if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
             return sent + self._end(stream, out)
-        part = self._engine.partitions[stream.vb_id]
         if stream.snap_end_seqno is not None or part.committed_seqno >= stream.next_seqno:
             self._queue(stream)
         return sent
 
-    def _begin_snapshot(self, stream: Stream, out: list[bytes]) -> bool:
-        """Announce the next snapshot; False where nothing new is committed."""
-        part = self._engine.partitions[stream.vb_id]
-        end_seqno = min(part.committed_seqno, stream.end_seqno)
-        if end_seqno < stream.next_seqno:
-            return False
+    def _begin_snapshot(self, stream: Stream, out: list[bytes], end_seqno: int) -> None:
+        """Announce the next snapshot."""
         stream.snap_end_seqno = end_seqno
         if end_seqno > stream.next_seqno:
             stream.skip = self._engine.superseded(stream.vb_id, stream.next_seqno, end_seqno)
@@ -264,7 +291,6 @@ class Producer:
         self._backlogs += stream.is_backlog
         marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
         out.append(pack_marker(stream.vb_id, stream.opaque, marker))
-        return True
 
     def _send_frames(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
         end_seqno = stream.snap_end_seqno
@@ -272,16 +298,14 @@ class Producer:
         batch = self._engine.frames(
             stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max
         )
-        sent = batch.wire_bytes
         if self.codec is None:
             out += batch.frames
+            sent, next_seqno = batch.wire_bytes, batch.next_seqno
         else:
-            frames = [self.codec(frame) for frame in batch.frames]
-            sent = sum(map(len, frames))
-            out += frames
-        assert stream.next_seqno < batch.next_seqno <= end_seqno + 1
-        stream.next_seqno = batch.next_seqno
-        if batch.next_seqno > end_seqno:
+            sent, next_seqno = _encode(self.codec, batch, out, bytes_max)
+        assert stream.next_seqno < next_seqno <= end_seqno + 1
+        stream.next_seqno = next_seqno
+        if next_seqno > end_seqno:
             assert batch.frames, "a snapshot ends on an item"
             stream.snap_end_seqno = None
             stream.snap_start_seqno = end_seqno + 1
@@ -294,8 +318,13 @@ class Producer:
         if stream.is_backlog:
             stream.is_backlog = False
             self._backlogs -= 1
-            if self._waiting:
-                self._ready.append(self._waiting.popleft())
+            self._admit()
+
+    def _admit(self) -> None:
+        """A backlog's place is free, or a stream that might have taken it has not: offer it."""
+        if self._waiting and self._backlogs < BACKLOGS_MAX:
+            self._ready.append(self._waiting.popleft())
+            self._schedule()
 
     def _end(self, stream: Stream, out: list[bytes]) -> int:
         self._forget(stream)
@@ -312,6 +341,8 @@ class Producer:
             stream.is_queued = False
         if stream.snap_end_seqno is not None:
             self._leave_backlog(stream)
+        else:
+            self._admit()
 
     def _queue(self, stream: Stream) -> None:
         stream.is_queued = True
@@ -321,5 +352,23 @@ class Producer:
     def _send_urgently(self, message: bytes) -> None:
         self._urgent.append(message)
         if message[1] == Opcode.DCP_STREAM_END:
-            self.unacked_bytes += len(message)
+            self._count(len(message))
         self._schedule()
+
+
+def _encode(
+    codec: FrameCodec, batch: FrameBatch, out: list[bytes], bytes_max: int
+) -> tuple[int, int]:
+    """Send a batch in the connection's own form; return bytes sent and the next seqno.
+
+    The engine counted stored bytes: where the codec makes frames longer, the last ones wait.
+    """
+    sent = 0
+    for frame in batch.frames:
+        if sent >= bytes_max:
+            next_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
+            return sent, next_seqno
+        message = codec(frame)
+        out.append(message)
+        sent += len(message)
+    return sent, batch.next_seqno
