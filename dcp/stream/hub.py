@@ -23,7 +23,8 @@ class StreamHub:
     """The node's register of producer connections, by name, and of streams, by partition."""
 
     def __init__(self) -> None:
-        self._followers: dict[int, set[Follower]] = {}
+        self._followers: dict[int, dict[Follower, None]] = {}
+        """Per partition, in the order they came: what is woken first does not depend on chance."""
         self._names: dict[bytes, Follower] = {}
 
     @property
@@ -48,15 +49,15 @@ class StreamHub:
         if self._names.get(name) is follower:
             del self._names[name]
         for followers in self._followers.values():
-            followers.discard(follower)
+            followers.pop(follower, None)
 
     def follow(self, vb_id: int, follower: Follower) -> None:
         """From now on, wake `follower` when the partition commits something."""
-        self._followers.setdefault(vb_id, set()).add(follower)
+        self._followers.setdefault(vb_id, {})[follower] = None
 
     def unfollow(self, vb_id: int, follower: Follower) -> None:
         """Stop waking `follower` for this partition."""
-        self._followers.get(vb_id, set()).discard(follower)
+        self._followers.get(vb_id, {}).pop(follower, None)
 
     def committed(self, vb_ids: Iterable[int]) -> None:
         """Wake whoever follows one of these partitions."""

@@ -354,6 +354,20 @@ def test_every_producer_gets_every_change(node: MemoryNode, writer: Peer) -> Non
         assert {frame.opaque for frame in frames} == {n}
 
 
+def test_who_followed_first_is_woken_first(node: MemoryNode, writer: Peer) -> None:
+    """Otherwise a simulation could not be repeated."""
+    woken: list[int] = []
+    for n in range(20):
+        peer = node.connect()
+        peer.open(b"consumer%d" % n)
+        peer.stream(VB)
+        peer.drain()
+        peer.producer._schedule = lambda n=n: woken.append(n)
+    set_all(writer, "a")
+    node.commit()
+    assert woken == list(range(20))
+
+
 def test_a_producer_that_closes_frees_the_hub(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     for vb_id in range(100):
         peer.stream(vb_id)
