@@ -268,6 +268,31 @@ class Engine:
             expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
         return StoredMeta(opcode, datatype, cas, seqno, rev_seqno, flags, expiry)
 
+    def delete_up_to(self, vb_id: int, key: bytes, seqno: int) -> None:
+        """Delete a document if its newest version is not above `seqno`."""
+        meta = self.meta(vb_id, key)
+        if not isinstance(meta, int) and meta.opcode == MUTATION and meta.seqno <= seqno:
+            self._delete(self.partitions[vb_id], key, meta.seqno, meta.rev_seqno)
+
+    def keys_in_memory(
+        self, vb_id: int, start_seqno: int, end_seqno: int, limit: int
+    ) -> list[tuple[int, bytes]]:
+        """Return up to `limit` (seqno, key) of the versions in [start, end] that are not merged."""
+        found: list[tuple[int, bytes]] = []
+        for layer in self.partitions[vb_id].layers():
+            entries = layer.entries
+            for index in range(layer.position_of(start_seqno), len(entries)):
+                entry = entries[index]
+                seqno = seqno_of(entry)
+                if seqno > end_seqno or len(found) == limit:
+                    return found
+                found.append((seqno, key_of(entry)))
+        return found
+
+    def keys_in_store(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` merged keys > `after`, ascending; deleted ones too."""
+        return self._store.keys(vb_id, after, limit) if self.partitions[vb_id].merged_seqno else []
+
     def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
         new_cas, seqno = self._next_of_removal(part)
         entry = (

@@ -155,7 +155,7 @@ class ClientConnection(asyncio.Protocol):
         self._update_reading()
         if state.producer is not None:
             self.schedule_pump()
-        if state.is_closing:
+        if state.is_closing and state.flush is None:
             self._close_if_done()
         elif state.is_full and not self._held and not self._is_write_paused:
             self._loop.call_soon(self._resume_session)
@@ -163,7 +163,8 @@ class ClientConnection(asyncio.Protocol):
     def _resume_session(self) -> None:
         """Go on with commands that were left in the session's buffer, and with reading."""
         state = self.session.state
-        if state.is_full and not self._held and not self._is_write_paused:
+        may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
+        if state.is_full and may_go_on and not self._node.engine.is_overfull:
             self.session.resume(time.time_ns())
             self._after_commands()
         else:
@@ -201,7 +202,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
-        if state.is_closing and not self._held and not state.answers:
+        if state.is_closing and not self._held and not state.answers and state.flush is None:
             if state.close_reason:
                 self._node.log_detail(
                     "connection closed", peer=self.peer, reason=state.close_reason

@@ -35,6 +35,7 @@ _MANIFEST: Final = (
     b'{"uid":"0","scopes":[{"name":"_default","uid":"0",'
     b'"collections":[{"name":"_default","uid":"0"}]}]}'
 )
+_MANIFEST_UID: Final = b'{"manifest_uid":"0"}'
 _COLLECTION_ID: Final = Struct(">QI")
 _DEFAULT_COLLECTION_NAMES: Final = frozenset({b"_default._default", b"._default", b"_default."})
 _DEFAULT_SCOPE_NAMES: Final = frozenset({b"_default", b""})
@@ -85,6 +86,8 @@ class ConnectionCommands:
         state.agent = request.key.decode("utf-8", "replace")[:256]
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
+        state.has_json = int(Feature.JSON in granted)
+        state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
         state.has_xerror = Feature.XERROR in granted
         state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))
@@ -160,7 +163,9 @@ class ConnectionCommands:
                 return
         facts = state.facts
         state.answer(
-            request, value=facts.global_config() if state.bucket is None else facts.bucket_config()
+            request,
+            value=facts.global_config() if state.bucket is None else facts.bucket_config(),
+            is_json=True,
         )
 
     def error_map(self, request: Frame) -> None:
@@ -168,7 +173,7 @@ class ConnectionCommands:
         if len(request.value) != 2:
             self._state.refuse(request, Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
             return
-        self._state.answer(request, value=json.dumps(error_map_document()).encode())
+        self._state.answer(request, value=json.dumps(error_map_document()).encode(), is_json=True)
 
     def version(self, request: Frame) -> None:
         """Answer the version of the protocol's server that we behave like."""
@@ -192,21 +197,21 @@ class ConnectionCommands:
 
     def collections_manifest(self, request: Frame) -> None:
         """Answer the manifest: the default scope and collection."""
-        self._state.answer(request, value=_MANIFEST)
+        self._state.answer(request, value=_MANIFEST, is_json=True)
 
     def collection_id(self, request: Frame) -> None:
         """Answer the id of "scope.collection", named in the key or in the value."""
         if (request.key or request.value) in _DEFAULT_COLLECTION_NAMES:
             self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
             return
-        self._state.answer(request, Status.UNKNOWN_COLLECTION, value=b'{"manifest_uid":"0"}')
+        self._state.answer(request, Status.UNKNOWN_COLLECTION, value=_MANIFEST_UID, is_json=True)
 
     def scope_id(self, request: Frame) -> None:
         """Answer the id of a scope."""
         if (request.key or request.value) in _DEFAULT_SCOPE_NAMES:
             self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
             return
-        self._state.answer(request, Status.UNKNOWN_SCOPE, value=b'{"manifest_uid":"0"}')
+        self._state.answer(request, Status.UNKNOWN_SCOPE, value=_MANIFEST_UID, is_json=True)
 
     # -- partition history -----------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class ConnectionCommands:
             state.refuse(request, Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
             return
         if len(extras) == 8 and extras[4:] != b"\0\0\0\0":
-            state.answer(request, Status.UNKNOWN_COLLECTION, value=b'{"manifest_uid":"0"}')
+            state.answer(request, Status.UNKNOWN_COLLECTION, value=_MANIFEST_UID, is_json=True)
             return
         states = _SERVING_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
@@ -279,4 +284,5 @@ class ConnectionCommands:
 
     def refuse_vbucket(self, request: Frame) -> None:
         """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
-        self._state.answer(request, Status.NOT_MY_VBUCKET, value=self._state.facts.bucket_config())
+        config = self._state.facts.bucket_config()
+        self._state.answer(request, Status.NOT_MY_VBUCKET, value=config, is_json=True)

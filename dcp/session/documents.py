@@ -15,11 +15,12 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
-from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES
+from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine import ADD, REPLACE, SET
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.updates import expiry_of
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
@@ -35,8 +36,10 @@ RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
 """Expiry values up to 30 days count from now, larger ones are Unix seconds (memcached)."""
 
 DATATYPE_JSON: Final = 0x01
-"""The one datatype that is taken without negotiation: a hint, which the official SDKs always send.
-Snappy and XATTR say how to read the value, and nobody here could have negotiated them."""
+"""The one datatype that is taken. It is stored as the client says it, where it was negotiated:
+looking at the bytes, as kv_engine does, would cost every SET. Without negotiation it is a hint that
+is not kept; Snappy and XATTR say how to read the value, and nobody here could have negotiated them.
+"""
 
 _STORE_FORMS: Final = {
     Opcode.SET: (SET, False),
@@ -53,6 +56,11 @@ _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
 _pack_token: Final = TOKEN_RESPONSE.pack
 _pack_get: Final = GET_RESPONSE.pack
+
+
+def absolute_expiry(expiry: int, now_s: int) -> int:
+    """Return an expiry of the wire as Unix seconds, 0 for never."""
+    return expiry + now_s if 0 < expiry <= RELATIVE_EXPIRY_MAX_S else expiry
 
 
 class DocumentCommands:
@@ -88,11 +96,11 @@ class DocumentCommands:
         mode, is_quiet = _STORE_FORMS[opcode]  # type: ignore[index] # an IntEnum key equals its int
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
-            self._refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
+            self.refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
             return
         if datatype > DATATYPE_JSON:
             # Stored, such a bit would mislead whoever streams the document.
-            self._refuse(
+            self.refuse(
                 opcode, opaque, Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated"
             )
             return
@@ -115,7 +123,7 @@ class DocumentCommands:
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
         if len(body) - len(key) > state.limits.value_bytes_max:
-            self._refuse(
+            self.refuse(
                 opcode,
                 opaque,
                 Status.E2BIG,
@@ -129,10 +137,10 @@ class DocumentCommands:
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s
         status, new_cas, seqno = self._engine.store(
-            mode, vb_id, key, body, flags, expiry, datatype, cas
+            mode, vb_id, key, body, flags, expiry, datatype & state.has_json, cas
         )
         if status:
-            self._refuse_outcome(opcode, opaque, status, vb_id)
+            self.refuse_outcome(opcode, opaque, status, vb_id)
             return
         state.wait_group = self._engine.group
         if is_quiet:
@@ -146,6 +154,25 @@ class DocumentCommands:
             )  # fmt: skip
         else:
             state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+
+    def store_preserving_expiry(self, request: Frame) -> None:
+        """A store that leaves an existing document the expiry it has (frame info 5)."""
+        extras = request.extras
+        if request.key and len(extras) == STORE_EXTRAS.size:
+            located = self.locate(request.opcode, request.opaque, request.vb_id, request.key)
+            if located is None:
+                return
+            expiry = expiry_of(self._engine, *located)
+            if expiry is not None:
+                extras = extras[:4] + expiry.to_bytes(4, "big")
+        state = self._state
+        received = state.buffer
+        state.buffer = extras + request.key + request.value
+        self.store(
+            request.opcode, len(request.key), len(extras), request.datatype, request.vb_id,
+            request.opaque, request.cas, 0, len(state.buffer),
+        )  # fmt: skip
+        state.buffer = received
 
     def delete(
         self,
@@ -162,15 +189,15 @@ class DocumentCommands:
         """DELETE and DELETEQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            self._refuse(opcode, opaque, Status.EINVAL, "a delete has a key and nothing else")
+            self.refuse(opcode, opaque, Status.EINVAL, "a delete has a key and nothing else")
             return
-        located = self._locate(opcode, opaque, vb_id, state.buffer[start:end])
+        located = self.locate(opcode, opaque, vb_id, state.buffer[start:end])
         if located is None:
             return
         vb_id, key = located
         status, new_cas, seqno = self._engine.delete(vb_id, key, cas)
         if status:
-            self._refuse_outcome(opcode, opaque, status, vb_id)
+            self.refuse_outcome(opcode, opaque, status, vb_id)
             return
         state.wait_group = self._engine.group
         if opcode == Opcode.DELETEQ:
@@ -200,10 +227,10 @@ class DocumentCommands:
         """GET, GETQ, GETK, GETKQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            self._refuse(opcode, opaque, Status.EINVAL, "a get has a key and nothing else")
+            self.refuse(opcode, opaque, Status.EINVAL, "a get has a key and nothing else")
             return
         wire_key = state.buffer[start:end]
-        located = self._locate(opcode, opaque, vb_id, wire_key)
+        located = self.locate(opcode, opaque, vb_id, wire_key)
         if located is None:
             return
         vb_id, key = located
@@ -211,21 +238,25 @@ class DocumentCommands:
         state.observes(vb_id)
         if isinstance(found, int):
             if found != Status.KEY_ENOENT or opcode not in _QUIET_READS:
-                self._refuse_outcome(opcode, opaque, found, vb_id)
+                self.refuse_outcome(opcode, opaque, found, vb_id)
             return
-        document_cas, flags, value, _ = found
+        document_cas, flags, value, datatype = found
         if opcode not in _READS_WITH_KEY:
             wire_key = b""
         response = _pack_get(
-            0x81, opcode, len(wire_key), 4, 0, 0, 4 + len(wire_key) + len(value), opaque,
-            document_cas, flags,
+            0x81, opcode, len(wire_key), 4, datatype & state.has_json, 0,
+            4 + len(wire_key) + len(value), opaque, document_cas, flags,
         )  # fmt: skip
         state.answers.append(response + wire_key + value)
         state.unread_bytes += len(value)
         if state.unread_bytes > ANSWER_BYTES_MAX:
             state.is_full = True
 
-    def _locate(
+    def absolute_expiry(self, expiry: int) -> int:
+        """Return an expiry of the wire as Unix seconds, 0 for never."""
+        return absolute_expiry(expiry, self.now_s)
+
+    def locate(
         self, opcode: int, opaque: int, vb_id: int, wire_key: bytes
     ) -> tuple[int, bytes] | None:
         """Return the partition and the stored key, or refuse and return None."""
@@ -252,13 +283,11 @@ class DocumentCommands:
 
     # -- refusals ------------------------------------------------------------------------------
 
-    def _refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
+    def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
         body = self._state.error_body(context)
-        self._state.answers.append(
-            _pack_header(0x81, opcode, 0, 0, 0, status, len(body), opaque, 0) + body
-        )
+        self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
-    def _refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
+    def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
         if status == Status.NOT_MY_VBUCKET:
             self._refuse_vbucket(opcode, opaque)
             return
@@ -266,19 +295,14 @@ class DocumentCommands:
         # A miss is an everyday answer: no context, no cost.
         context = "" if status == Status.KEY_ENOENT else ERROR_TABLE[Status(status)][1]
         body = self._state.error_body(context) if context else b""
-        self._state.answers.append(
-            _pack_header(0x81, opcode, 0, 0, 0, status, len(body), opaque, 0) + body
-        )
+        self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
     def _refuse_vbucket(self, opcode: int, opaque: int) -> None:
         config = self._state.facts.bucket_config()
-        self._state.send(
-            _pack_header(0x81, opcode, 0, 0, 0, Status.NOT_MY_VBUCKET, len(config), opaque, 0)
-            + config
-        )
+        self._state.send(self._json_response(opcode, opaque, Status.NOT_MY_VBUCKET, config))
 
     def _refuse_long_key(self, opcode: int, opaque: int, key_len: int) -> None:
-        self._refuse(
+        self.refuse(
             opcode,
             opaque,
             Status.EINVAL,
@@ -287,13 +311,16 @@ class DocumentCommands:
 
     def _refuse_collection(self, opcode: int, opaque: int, key: bytes) -> None:
         if len(key) == 1:
-            self._refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
+            self.refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
             return
-        body = b'{"manifest_uid":"0"}'
         self._state.answers.append(
-            _pack_header(0x81, opcode, 0, 0, 0, Status.UNKNOWN_COLLECTION, len(body), opaque, 0)
-            + body
+            self._json_response(opcode, opaque, Status.UNKNOWN_COLLECTION, b'{"manifest_uid":"0"}')
         )
+
+    def _json_response(self, opcode: int, opaque: int, status: int, body: bytes) -> bytes:
+        """Return a response whose body, if it has one, is a JSON document."""
+        datatype = self._state.has_json if body else 0
+        return _pack_header(0x81, opcode, 0, 0, datatype, status, len(body), opaque, 0) + body
 
 
 assert TOKEN_RESPONSE.size == HEADER_BYTES + 16

@@ -22,6 +22,7 @@ from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
+from dcp.session.updates import UpdateCommands
 from dcp.wire.frame import FLEX_HEADER, HEADER, HEADER_BYTES, Frame
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
@@ -53,6 +54,23 @@ _BEFORE_LOGIN: Final = frozenset(
 )
 
 BARRIER_FRAME_ID: Final = 0
+PRESERVE_TTL_FRAME_ID: Final = 5
+_KNOWN_FRAMES: Final = frozenset({BARRIER_FRAME_ID, PRESERVE_TTL_FRAME_ID})
+_PRESERVE_EXPIRY: Final = frozenset({Opcode.SET, Opcode.SETQ, Opcode.REPLACE, Opcode.REPLACEQ})
+"""Commands that keep a document's expiry where frame 5 asks for it."""
+_KEEP_THEIR_EXPIRY: Final = frozenset(
+    {
+        Opcode.INCREMENT,
+        Opcode.INCREMENTQ,
+        Opcode.DECREMENT,
+        Opcode.DECREMENTQ,
+        Opcode.APPEND,
+        Opcode.APPENDQ,
+        Opcode.PREPEND,
+        Opcode.PREPENDQ,
+    }
+)
+"""Commands that keep a document's expiry anyway."""
 
 
 class Session:
@@ -63,7 +81,11 @@ class Session:
         self._documents = DocumentCommands(state)
         self._hot = self._documents.handlers()
         connection = ConnectionCommands(state)
-        self._cold = connection.handlers() | DcpCommands(state, connection).handlers()
+        self._cold = (
+            connection.handlers()
+            | UpdateCommands(state, self._documents).handlers()
+            | DcpCommands(state, connection).handlers()
+        )
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
         self._gathered = bytearray()
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
@@ -98,6 +120,10 @@ class Session:
         state.unread_bytes = 0
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
+        if state.flush is not None:
+            state.continue_flush()
+            if state.is_full:
+                return
         buffer = state.buffer
         end = len(buffer)
         position = missing_bytes = 0
@@ -173,10 +199,17 @@ class Session:
         if value_at > body_end:
             state.refuse(request, Status.EINVAL, "extras and key are longer than the body")
             return
-        if request.framing and not self._accepts_framing(request):
+        frame_ids: set[int] = set()
+        if request.framing and not self._accepts_framing(request, frame_ids):
             return
         if not self.is_logged_in and opcode not in _BEFORE_LOGIN:
             state.refuse(request, Status.EACCESS, "log in first (SASL_AUTH)")
+            return
+        if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
+            if opcode in _PRESERVE_EXPIRY:
+                self._documents.store_preserving_expiry(request)
+            else:
+                state.refuse(request, Status.EINVAL, "this command has no expiry to preserve")
             return
         hot = self._hot.get(opcode)
         if hot is not None:
@@ -190,8 +223,10 @@ class Session:
             return
         handler(request)
 
-    def _accepts_framing(self, request: Frame) -> bool:
-        """Whether all frame infos of a flex request are ones that need nothing of us."""
+    def _accepts_framing(self, request: Frame, frame_ids: set[int]) -> bool:
+        """Whether all frame infos of a flex request are known; their ids go into `frame_ids`."""
+        state = self.state
+        known = _KNOWN_FRAMES if state.has_preserve_ttl else {BARRIER_FRAME_ID}
         framing = request.framing
         position = 0
         while position < len(framing):
@@ -205,13 +240,14 @@ class Session:
                 length += framing[position]
                 position += 1
             position += length
-            if frame_id != BARRIER_FRAME_ID:
-                self.state.refuse(
+            frame_ids.add(frame_id)
+            if frame_id not in known:
+                state.refuse(
                     request, Status.UNKNOWN_FRAME_INFO, f"frame info {frame_id} is not known here"
                 )
                 return False
         if position != len(framing):
-            self.state.refuse(request, Status.EINVAL, "the framing extras are cut short")
+            state.refuse(request, Status.EINVAL, "the framing extras are cut short")
             return False
         return True
 

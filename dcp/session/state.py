@@ -11,6 +11,7 @@ from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.status import Status
 from vbucket.engine import Engine
+from vbucket.updates import Flush
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """What may be waiting to be sent before a session stops to take commands: a client that asks and
@@ -62,9 +63,12 @@ class SessionState:
         "engine",
         "exchange",
         "facts",
+        "flush",
+        "flush_answer",
         "has_collections",
         "has_json",
         "has_mutation_tokens",
+        "has_preserve_ttl",
         "has_xerror",
         "hashes_keys",
         "hub",
@@ -122,9 +126,13 @@ class SessionState:
         self.has_json = 0
         """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
         self.has_mutation_tokens = False
+        self.has_preserve_ttl = False
         self.has_xerror = False
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
+        self.flush: Flush | None = None
+        """A flush under way; no other command is taken before it is done."""
+        self.flush_answer = b""
 
     def answer(
         self,
@@ -134,8 +142,9 @@ class SessionState:
         extras: bytes = b"",
         key: bytes = b"",
         value: bytes = b"",
+        is_json: bool = False,
     ) -> None:
-        """Answer a request."""
+        """Answer a request; `is_json` says that the value is a JSON document."""
         self.send(
             pack_response(
                 request.opcode,
@@ -144,6 +153,7 @@ class SessionState:
                 extras=extras,
                 key=key,
                 value=value,
+                datatype=self.has_json if is_json else 0,
             )
         )
 
@@ -151,11 +161,8 @@ class SessionState:
         """Answer with an error; the context goes along where the client understands it."""
         context = context[:CONTEXT_CHARS_MAX]
         self.note("refused", opcode=request.opcode, status=status, reason=context)
-        self.send(
-            pack_response(
-                request.opcode, status, opaque=request.opaque, value=self.error_body(context)
-            )
-        )
+        body = self.error_body(context)
+        self.answer(request, status, value=body, is_json=bool(body))
 
     def send(self, packet: bytes) -> None:
         """Send a response that may be longer than its request, and stop when there is enough."""
@@ -174,6 +181,25 @@ class SessionState:
         if not self.has_xerror:
             return b""
         return json.dumps({"error": {"context": context}}).encode()
+
+    def begin_flush(self, flush: Flush, answer: bytes) -> None:
+        """Delete all documents in steps, one per `resume`; `answer` follows the last one."""
+        self.flush = flush
+        self.flush_answer = answer
+        self.continue_flush()
+
+    def continue_flush(self) -> None:
+        """Take the next step; until the last one is done the session is full."""
+        assert self.flush is not None
+        if not self.flush.step():
+            self.is_full = True
+            return
+        self.flush = None
+        last_group = max(part.last_group for part in self.engine.partitions)
+        if last_group > self.engine.committed_group:
+            self.wait_group = max(self.wait_group, last_group)
+        if self.flush_answer:
+            self.answers.append(self.flush_answer)
 
     def close(self, reason: str) -> None:
         """Close the connection after what has been answered."""

@@ -22,6 +22,7 @@ class Feature(IntEnum):
     ALT_REQUEST = 0x10
     SYNC_REPLICATION = 0x11
     COLLECTIONS = 0x12
+    PRESERVE_TTL = 0x14
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
     DEDUPE_NOT_MY_VBUCKET = 0x1E
 
@@ -32,8 +33,10 @@ GRANTED: Final = frozenset(
         Feature.MUTATION_SEQNO,
         Feature.XERROR,
         Feature.SELECT_BUCKET,
+        Feature.JSON,
         Feature.ALT_REQUEST,
         Feature.COLLECTIONS,
+        Feature.PRESERVE_TTL,
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
         Feature.DEDUPE_NOT_MY_VBUCKET,
     }

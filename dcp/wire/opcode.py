@@ -1,13 +1,17 @@
 """Opcodes of the binary protocol, as one table.
 
-The session dispatches on it, the documentation is generated from it. Names are the field's own
-(kv_engine, memcached); a quiet opcode answers errors only (mutations) or hits only (reads).
+The session dispatches on the names, the documentation is generated from `OPCODES`. Names are the
+field's own (kv_engine, memcached); a quiet opcode answers errors only (mutations) or hits only
+(reads).
+
+0x23 and 0x24 are memcached's GATK and GATKQ and Couchbase's IOCTL_GET and IOCTL_SET: no client can
+be sure what they would do here, so they are unknown commands.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 
 class Magic(IntEnum):
@@ -29,18 +33,32 @@ class Opcode(IntEnum):
     ADD = 0x02
     REPLACE = 0x03
     DELETE = 0x04
+    INCREMENT = 0x05
+    DECREMENT = 0x06
     QUIT = 0x07
+    FLUSH = 0x08
     GETQ = 0x09
     NOOP = 0x0A
     VERSION = 0x0B
     GETK = 0x0C
     GETKQ = 0x0D
+    APPEND = 0x0E
+    PREPEND = 0x0F
     STAT = 0x10
     SETQ = 0x11
     ADDQ = 0x12
     REPLACEQ = 0x13
     DELETEQ = 0x14
+    INCREMENTQ = 0x15
+    DECREMENTQ = 0x16
     QUITQ = 0x17
+    FLUSHQ = 0x18
+    APPENDQ = 0x19
+    PREPENDQ = 0x1A
+    VERBOSITY = 0x1B
+    TOUCH = 0x1C
+    GAT = 0x1D
+    GATQ = 0x1E
     HELLO = 0x1F
     SASL_LIST_MECHS = 0x20
     SASL_AUTH = 0x21
@@ -66,6 +84,7 @@ class Opcode(IntEnum):
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
     GET_FAILOVER_LOG = 0x96
+    GET_META = 0xA0
     GET_CLUSTER_CONFIG = 0xB5
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
@@ -80,6 +99,133 @@ QUIET_FORMS: Final[dict[Opcode, Opcode]] = {
     Opcode.ADDQ: Opcode.ADD,
     Opcode.REPLACEQ: Opcode.REPLACE,
     Opcode.DELETEQ: Opcode.DELETE,
+    Opcode.INCREMENTQ: Opcode.INCREMENT,
+    Opcode.DECREMENTQ: Opcode.DECREMENT,
     Opcode.QUITQ: Opcode.QUIT,
+    Opcode.FLUSHQ: Opcode.FLUSH,
+    Opcode.APPENDQ: Opcode.APPEND,
+    Opcode.PREPENDQ: Opcode.PREPEND,
+    Opcode.GATQ: Opcode.GAT,
 }
 """Quiet opcode -> the opcode whose work it does."""
+
+
+class OpGroup(IntEnum):
+    """What an opcode is about; the order is that of the documentation."""
+
+    SESSION = 1
+    DOCUMENT = 2
+    PARTITION = 3
+    COLLECTION = 4
+    DCP = 5
+
+
+class OpSpec(NamedTuple):
+    """One line of the opcode table. `extras` and `body` are the request's: "-" where there are
+    none; of opcodes that the server sends they are the server's.
+    """
+
+    group: OpGroup
+    extras: str
+    body: str
+    meaning: str
+
+
+_S, _D, _P, _C, _DCP = OpGroup
+
+OPCODES: Final[dict[Opcode, OpSpec]] = {
+    Opcode.HELLO: OpSpec(_S, "-", "key agent, value u16 features", "negotiate features"),
+    Opcode.SASL_LIST_MECHS: OpSpec(_S, "-", "-", "name the SASL mechanisms"),
+    Opcode.SASL_AUTH: OpSpec(_S, "-", "key mechanism, value message", "begin to log in"),
+    Opcode.SASL_STEP: OpSpec(_S, "-", "key mechanism, value message", "go on logging in"),
+    Opcode.SELECT_BUCKET: OpSpec(_S, "-", "key bucket", "select the bucket"),
+    Opcode.GET_CLUSTER_CONFIG: OpSpec(
+        _S, "- or i64 epoch, i64 revision", "-", "the partition map as JSON, if there is a newer"
+    ),
+    Opcode.GET_ERROR_MAP: OpSpec(_S, "-", "value u16 version", "what each status means, as JSON"),
+    Opcode.NOOP: OpSpec(_S, "-", "-", "answer, nothing else"),
+    Opcode.VERSION: OpSpec(_S, "-", "-", "the version that clients derive abilities from"),
+    Opcode.STAT: OpSpec(_S, "-", "- or key group", "statistics, one response each, then an empty"),
+    Opcode.VERBOSITY: OpSpec(_S, "u32 level", "-", "accepted; the server's settings decide"),
+    Opcode.QUIT: OpSpec(_S, "-", "-", "close the connection"),
+    Opcode.QUITQ: OpSpec(_S, "-", "-", "close the connection, no answer"),
+    Opcode.GET: OpSpec(_D, "-", "key", "the document, its flags and CAS"),
+    Opcode.GETQ: OpSpec(_D, "-", "key", "GET, silent on a miss"),
+    Opcode.GETK: OpSpec(_D, "-", "key", "GET that answers the key too"),
+    Opcode.GETKQ: OpSpec(_D, "-", "key", "GETK, silent on a miss"),
+    Opcode.SET: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store, whatever is there"),
+    Opcode.SETQ: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "SET, silent on success"),
+    Opcode.ADD: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if there is none"),
+    Opcode.ADDQ: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "ADD, silent on success"),
+    Opcode.REPLACE: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if there is one"),
+    Opcode.REPLACEQ: OpSpec(
+        _D, "u32 flags, u32 expiry", "key, value", "REPLACE, silent on success"
+    ),
+    Opcode.DELETE: OpSpec(_D, "-", "key", "delete; the deletion has a seqno of its own"),
+    Opcode.DELETEQ: OpSpec(_D, "-", "key", "DELETE, silent on success"),
+    Opcode.INCREMENT: OpSpec(
+        _D, "u64 delta, u64 initial, u32 expiry", "key",
+        "add to a counter, wrap at 2^64; expiry 0xffffffff: do not create it",
+    ),
+    Opcode.INCREMENTQ: OpSpec(
+        _D, "u64 delta, u64 initial, u32 expiry", "key", "INCREMENT, silent on success"
+    ),
+    Opcode.DECREMENT: OpSpec(
+        _D, "u64 delta, u64 initial, u32 expiry", "key", "subtract from a counter, stop at 0"
+    ),
+    Opcode.DECREMENTQ: OpSpec(
+        _D, "u64 delta, u64 initial, u32 expiry", "key", "DECREMENT, silent on success"
+    ),
+    Opcode.APPEND: OpSpec(_D, "-", "key, value", "add to the end of a document"),
+    Opcode.APPENDQ: OpSpec(_D, "-", "key, value", "APPEND, silent on success"),
+    Opcode.PREPEND: OpSpec(_D, "-", "key, value", "add to the beginning of a document"),
+    Opcode.PREPENDQ: OpSpec(_D, "-", "key, value", "PREPEND, silent on success"),
+    Opcode.TOUCH: OpSpec(_D, "u32 expiry", "key", "give a document another expiry"),
+    Opcode.GAT: OpSpec(_D, "u32 expiry", "key", "TOUCH and GET in one"),
+    Opcode.GATQ: OpSpec(_D, "u32 expiry", "key", "GAT, silent on a miss"),
+    Opcode.GET_META: OpSpec(
+        _D, "- or u8 2", "key", "revision, flags, expiry of a document, a deleted one too"
+    ),
+    Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
+    Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
+    Opcode.GET_ALL_VB_SEQNOS: OpSpec(
+        _P, "-, u32 state, or u32 state, u32 collection", "-", "u16 vbucket, u64 seqno of each"
+    ),
+    Opcode.GET_FAILOVER_LOG: OpSpec(_P, "-", "-", "a partition's versions, newest first"),
+    Opcode.OBSERVE_SEQNO: OpSpec(
+        _P, "-", "value u64 vb_uuid", "how far a version has come, in memory and on disk"
+    ),
+    Opcode.GET_COLLECTIONS_MANIFEST: OpSpec(_C, "-", "-", "scopes and collections as JSON"),
+    Opcode.GET_COLLECTION_ID: OpSpec(_C, "-", "scope.collection", "the id of a collection"),
+    Opcode.GET_SCOPE_ID: OpSpec(_C, "-", "scope", "the id of a scope"),
+    Opcode.DCP_OPEN: OpSpec(
+        _DCP, "u32 0, u32 flags", "key name", "make this a connection that streams changes"
+    ),
+    Opcode.DCP_CONTROL: OpSpec(_DCP, "-", "key, value", "set a property of the connection"),
+    Opcode.DCP_STREAM_REQ: OpSpec(
+        _DCP, "48 bytes", "- or value JSON", "stream a partition; OK, or roll back to a seqno"
+    ),
+    Opcode.DCP_CLOSE_STREAM: OpSpec(_DCP, "-", "-", "end a stream"),
+    Opcode.DCP_GET_FAILOVER_LOG: OpSpec(_DCP, "-", "-", "a partition's versions, newest first"),
+    Opcode.DCP_ADD_STREAM: OpSpec(_DCP, "u32 flags", "-", "for consumers; closes a producer"),
+    Opcode.DCP_BUFFER_ACK: OpSpec(_DCP, "u32 bytes", "-", "open the window; never answered"),
+    Opcode.DCP_NOOP: OpSpec(_DCP, "-", "-", "sent by the server: are you there?"),
+    Opcode.DCP_SNAPSHOT_MARKER: OpSpec(
+        _DCP, "u64 start, u64 end, u32 type", "-", "sent: a snapshot of unique keys begins"
+    ),
+    Opcode.DCP_MUTATION: OpSpec(_DCP, "31 bytes", "key, value", "sent: a document was stored"),
+    Opcode.DCP_DELETION: OpSpec(_DCP, "18 or 21 bytes", "key", "sent: a document was deleted"),
+    Opcode.DCP_EXPIRATION: OpSpec(
+        _DCP, "u64 seqno, u64 revision, u32 time", "key", "sent: a document's time was over"
+    ),
+    Opcode.DCP_STREAM_END: OpSpec(_DCP, "u32 reason", "-", "sent: the stream is over"),
+    Opcode.DCP_SET_VBUCKET_STATE: OpSpec(_DCP, "u8 state", "-", "sent: a takeover's next step"),
+    Opcode.DCP_SYSTEM_EVENT: OpSpec(
+        _DCP, "u64 seqno, u32 event, u8 version", "key, value", "sent: a collection came or went"
+    ),
+    Opcode.DCP_SEQNO_ADVANCED: OpSpec(
+        _DCP, "u64 seqno", "-", "sent: up to here nothing is left for this filter"
+    ),
+    Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
+}  # fmt: skip
+"""What each opcode does, grouped, in the order in which the documentation shows them."""
