@@ -246,6 +246,13 @@ class Consumer:
         """
         if self._is_open:
             return
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> None:
         saved = self._store.load() if self._store is not None else {}
         await self._refresh_topology()
         assert self.topology is not None

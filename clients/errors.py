@@ -28,9 +28,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from errno import errorcode
+from typing import ClassVar, Final
 
 from dcp.wire.status import ERROR_TABLE, Status
+
+_REASONS: Final = {
+    "ECONNREFUSED": "connection refused",
+    "ETIMEDOUT": "timed out",
+    "EHOSTUNREACH": "no route to the host",
+    "ENETUNREACH": "the network cannot be reached",
+}
 
 
 class DcpdError(Exception):
@@ -74,6 +82,14 @@ class ConnectError(DcpdError):
 
     retry = True
     default_hint = "Is the server running, and is the address right? Start one with: dcpd"
+
+    @classmethod
+    def of(cls, error: OSError, node: str) -> ConnectError:
+        """Return the error for a connection that the system could not make."""
+        # asyncio says "Connect call failed (address)" where the socket module says the reason.
+        name = errorcode.get(error.errno or 0)
+        reason = _REASONS.get(name or "", error.strerror or str(error))
+        return cls(f"cannot connect: {reason}", node=node)
 
 
 class ConnectionLostError(DcpdError):

@@ -90,19 +90,15 @@ class Link(asyncio.Protocol):
                 )
                 await link.ready
         except TimeoutError:
-            if link is not None:
-                link.close()
             raise OperationTimeoutError(
                 f"no session within {timeout_s:g} s", node=address.node
             ) from None
         except OSError as error:
-            raise ConnectError(
-                f"cannot connect: {error.strerror or error}", node=address.node
-            ) from error
-        except DcpdError:
-            if link is not None:
+            raise ConnectError.of(error, address.node) from error
+        finally:
+            # Timed out, refused or cancelled: nobody else knows of this connection.
+            if link is not None and (not link.ready.done() or link.ready.exception()):
                 link.close()
-            raise
         return link
 
     # -- requests ------------------------------------------------------------------------------
@@ -274,7 +270,8 @@ class Link(asyncio.Protocol):
         self._failure = error
         self._can_write.set()
         if self._transport is not None:
-            self._transport.close()
+            # Not close(): that waits for a peer that may be gone to take what is not sent yet.
+            self._transport.abort()
         if not self.ready.done():
             if isinstance(error, ConnectionLostError):
                 error = ConnectError(f"no session: {error.what}", node=self.node)

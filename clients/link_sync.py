@@ -41,9 +41,7 @@ class SyncLink:
                 f"no connection within {timeout_s:g} s", node=self.node
             ) from None
         except OSError as error:
-            raise ConnectError(
-                f"cannot connect: {error.strerror or error}", node=self.node
-            ) from error
+            raise ConnectError.of(error, self.node) from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.handshake = self._shake()

@@ -95,11 +95,17 @@ class StreamValidator:
 
     def documents(self) -> dict[bytes, Held]:
         """Return what is held now, by key, without what was deleted."""
+        documents: dict[bytes, Held] = {}
+        for vb_id in self._partitions:
+            documents.update(self.documents_of(vb_id))
+        return documents
+
+    def documents_of(self, vb_id: int) -> dict[bytes, Held]:
+        """Return what is held of one partition."""
         return {
             key: versions[-1]
-            for partition in self._partitions.values()
-            for key, versions in partition.held.items()
-            if versions and versions[-1].value is not None
+            for key, versions in self._partition(vb_id).held.items()
+            if versions[-1].value is not None
         }
 
     def seqnos(self) -> dict[int, int]:

@@ -254,7 +254,3 @@ def complain(error: DcpdError) -> None:
     click.echo(f"dcpctl: {error}", err=True)
     if error.hint:
         click.echo(f"  try: {error.hint}", err=True)
-
-
-if __name__ == "__main__":
-    main()

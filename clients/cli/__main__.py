@@ -1,0 +1,5 @@
+"""`python -m clients.cli` is dcpctl."""
+
+from clients.cli.main import main
+
+main()

@@ -1,0 +1,169 @@
+"""Consumer against a live server: resume, rollback, kill, slow users. Every event is validated."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from clients.checkpoint import CheckpointFile, MemoryCheckpoint
+from clients.cli.admin import admin_of
+from clients.cli.main import Target
+from clients.consumer import Consumer
+from clients.errors import AuthenticationError, ConnectError
+from clients.event import Deletion, Mutation, Rollback
+from clients.kv import KvClient
+from support.server import DcpdProcess
+from vbucket.ids import vbucket_of
+
+
+@pytest.fixture
+def server(tmp_path):
+    with DcpdProcess(tmp_path / "data") as process:
+        yield process
+
+
+async def consume(consumer):
+    kinds = Mutation | Deletion | Rollback
+    async with consumer:
+        return [event async for event in consumer if isinstance(event, kinds)]
+
+
+def branch(server, vb_id, at_seqno):
+    target = Target(server.address, None, None, 10.0, None)
+    path = f"/api/v1/vbuckets/{vb_id}/branch"
+    return admin_of(target, vb_id=vb_id).request("POST", path, {"at": at_seqno})
+
+
+async def test_until_now_sees_everything_and_resumes_without_gap_or_duplicate(server, tmp_path):
+    store = CheckpointFile(tmp_path / "state")
+    async with KvClient.connect(server.address) as kv:
+        await kv.set_many((f"k{n}", b"1") for n in range(500))
+        first = Consumer(server.address, until_now=True, store=store, validate=True)
+        assert len(await consume(first)) == 500
+        await first.save()
+        await kv.set_many((f"k{n}", b"2") for n in range(100))
+        await kv.delete("k499")
+        second = Consumer(server.address, until_now=True, store=store, validate=True)
+        changes = await consume(second)
+        assert len(changes) == 101
+        assert sum(isinstance(change, Deletion) for change in changes) == 1
+        await second.save()
+        assert await consume(Consumer(server.address, until_now=True, store=store)) == []
+
+
+async def test_checkpoint_covers_the_event_in_hand(server):
+    async with KvClient.connect(server.address) as kv:
+        await kv.set_many((f"k{n}", b"1") for n in range(300))
+    store, seen = MemoryCheckpoint(), []
+    while True:
+        taken = 0
+        async with Consumer(server.address, until_now=True, store=store, validate=True) as consumer:
+            async for event in consumer:
+                if isinstance(event, Mutation):
+                    seen.append(event.key)
+                    taken += 1
+                    if taken == 37:
+                        break
+            await consumer.save()
+        if taken < 37:
+            break
+    assert len(seen) == 300
+    assert len(set(seen)) == 300
+
+
+async def test_from_now_shows_only_what_comes(server):
+    async with KvClient.connect(server.address) as kv:
+        await kv.set("old", b"1")
+        async with Consumer(server.address, start="now", validate=True) as consumer:
+            batches = consumer.batches()
+            opened = 0
+            while opened < 1024:
+                opened += len(await anext(batches))
+            await kv.set("new", b"1")
+            while True:
+                changes = [e for e in await anext(batches) if isinstance(e, Mutation)]
+                if changes:
+                    break
+            assert [change.key for change in changes] == [b"new"]
+
+
+@pytest.mark.parametrize("rollback_to", ["state", "beginning"])
+async def test_rollback_is_told_and_recovered_from(server, rollback_to):
+    vb_id = vbucket_of(b"a")
+    async with KvClient.connect(server.address) as kv:
+        for n in range(6):
+            await kv.set("a", b"%d" % n)
+        consumer = Consumer(
+            server.address, vbuckets=[vb_id], validate=True, rollback_to=rollback_to
+        )
+        rollbacks = []
+        async with consumer:
+            async for event in consumer:
+                if isinstance(event, Mutation) and event.value == b"5" and not rollbacks:
+                    await kv.set("a", b"6")
+                if isinstance(event, Mutation) and event.value == b"6":
+                    await asyncio.to_thread(branch, server, vb_id, 6)
+                if isinstance(event, Rollback):
+                    rollbacks.append(event)
+                    await kv.set("a", b"new")
+                if isinstance(event, Mutation) and event.value == b"new":
+                    break
+        (rollback,) = rollbacks
+        assert (rollback.vb_id, rollback.server_seqno, rollback.from_seqno) == (vb_id, 6, 7)
+        assert rollback.to_seqno == (6 if rollback_to == "state" else 0)
+        assert consumer.validator.compare({b"a": b"new"}) == []
+
+
+async def test_killed_server_is_waited_for(server):
+    async with Consumer(server.address, validate=True) as consumer:
+        seen = {}
+
+        async def follow():
+            async for event in consumer:
+                if isinstance(event, Mutation):
+                    seen[event.key] = event.value
+                    if event.key == b"last":
+                        return
+
+        task = asyncio.create_task(follow())
+        for round_number in range(2):
+            async with KvClient.connect(server.address) as kv:
+                await kv.set_many((f"k{n}", b"%d" % round_number) for n in range(2000))
+            await asyncio.to_thread(server.restart_after_kill)
+        async with KvClient.connect(server.address) as kv:
+            await kv.set("last", b"1")
+            await task
+            documents = await kv.get_many([*(f"k{n}" for n in range(2000)), "last"])
+        assert seen == {key: document.value for key, document in documents.items()}
+        assert consumer.validator.compare(seen) == []
+
+
+async def test_small_window_goes_through(server):
+    async with KvClient.connect(server.address) as kv:
+        await kv.set_many((f"k{n}", b"x" * 200) for n in range(3000))
+        await kv.set("big", b"y" * 300_000)
+    consumer = Consumer(server.address, until_now=True, buffer_bytes=1000, validate=True)
+    assert len(await consume(consumer)) == 3001
+
+
+async def test_partition_that_is_not_there(server):
+    with pytest.raises(ValueError, match="no partition 1024"):
+        await consume(Consumer(server.address, vbuckets=[1024]))
+
+
+async def test_wrong_password_and_wrong_port(server, unused_tcp_port):
+    with pytest.raises(AuthenticationError):
+        await consume(Consumer(f"dcpd://guest:wrong@{server.address}"))
+    with pytest.raises(ConnectError):
+        await consume(Consumer(f"127.0.0.1:{unused_tcp_port}"))
+
+
+async def test_server_that_does_not_come_back_is_given_up(server):
+    async with Consumer(server.address, give_up_after_s=0.0) as consumer:
+        batches = consumer.batches()
+        await anext(batches)
+        await asyncio.to_thread(server.kill)
+        with pytest.raises(ConnectError):
+            async for _ in batches:
+                pass

@@ -1,0 +1,270 @@
+"""KvClient and its link against a scripted peer on loopback."""
+
+import asyncio
+
+import pytest
+from scripted_peer import ScriptedPeer, config_of, push, reply
+
+from clients.address import parse_address
+from clients.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLostError,
+    NotFoundError,
+    NotMyVbucketError,
+    OperationTimeoutError,
+    TemporaryError,
+)
+from clients.kv import ATTEMPTS_MAX, BATCH_OPERATIONS_MAX, KvClient
+from clients.kv_sync import SyncKv
+from clients.operation import Document, MutationResult
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.ids import vbucket_of
+
+
+@pytest.fixture
+async def peer():
+    async with ScriptedPeer() as peer:
+        yield peer
+
+
+async def test_documents_go_there_and_back(peer):
+    async with KvClient.connect(peer.address) as kv:
+        result = await kv.set("a", b"1", flags=3, expiry_s=9)
+        assert result == MutationResult(8, vbucket_of(b"a"), 5, 1)
+        sent = peer.requests[-1]
+        assert (sent.key, sent.vb_id) == (b"\0a", vbucket_of(b"a"))
+        assert sent.extras == (3).to_bytes(4, "big") + (9).to_bytes(4, "big")
+        assert await kv.get("a") == Document(b"1", 7, 0)
+        await kv.delete("a")
+        with pytest.raises(NotFoundError) as caught:
+            await kv.get(b"a")
+        assert caught.value.key == b"a"
+        assert caught.value.node == peer.address
+        assert await kv.stats() == {"uptime": "3", "version": "9.9.9"}
+
+
+async def test_batch_is_written_at_once_and_reports_each_operation(peer):
+    count = BATCH_OPERATIONS_MAX * 5 + 3
+    async with KvClient.connect(peer.address) as kv:
+        outcomes = await kv.set_many((f"k{n}", b"%d" % n) for n in range(count))
+        assert [outcome.seqno for outcome in outcomes] == list(range(1, count + 1))
+        async with kv.pipeline() as batch:
+            batch.get("k7")
+            batch.get("none")
+            batch.delete("k7")
+            batch.delete("k7")
+        found, missing, deleted, gone = batch.results
+        assert found.value == b"7"
+        assert isinstance(missing, NotFoundError)
+        assert isinstance(deleted, MutationResult)
+        assert isinstance(gone, NotFoundError)
+        assert (await kv.get_many(["k1", "none", b"k2"])).keys() == {b"k1", b"k2"}
+        assert await kv.set_many({}) == []
+
+
+@pytest.mark.parametrize("key", ["", b"", b"x" * 251])
+async def test_key_that_the_wire_has_no_room_for(peer, key):
+    async with KvClient.connect(peer.address) as kv:
+        with pytest.raises(ValueError, match="1 to 250 bytes"):
+            await kv.get(key)
+
+
+async def test_partition_that_moved_is_followed(peer):
+    async with ScriptedPeer() as other:
+        moved = config_of([peer.port, other.port], [1] * 1024, rev=2)
+        peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET, value=moved)
+        async with KvClient.connect(peer.address) as kv:
+            outcomes = await kv.set_many((f"k{n}", b"v") for n in range(50))
+            assert all(isinstance(outcome, MutationResult) for outcome in outcomes)
+            assert len(other.documents) == 50
+            assert kv.topology.revision == (1, 2)
+
+
+async def test_refusal_without_configuration_asks_for_it(peer):
+    async with ScriptedPeer() as other:
+        peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET)
+        async with KvClient.connect(peer.address) as kv:
+            peer.config = config_of([peer.port, other.port], [1] * 1024, rev=2)
+            await kv.set("a", b"1")
+            assert other.documents == {b"a": b"1"}
+
+
+async def test_partition_that_nobody_holds_is_given_up(peer):
+    peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET)
+    async with KvClient.connect(peer.address) as kv:
+        with pytest.raises(NotMyVbucketError):
+            await kv.set("a", b"1")
+        assert peer.opcodes().count(Opcode.SET) == ATTEMPTS_MAX
+
+
+async def test_temporary_refusal_is_repeated(peer):
+    refusals = [Status.ETMPFAIL, Status.EBUSY]
+
+    def busy(frame):
+        return reply(frame, refusals.pop()) if refusals else peer.answer(frame)
+
+    peer.handlers[Opcode.SET] = busy
+    async with KvClient.connect(peer.address) as kv:
+        await kv.set("a", b"1")
+        assert peer.opcodes().count(Opcode.SET) == 3
+        peer.handlers[Opcode.SET] = lambda f: reply(f, Status.ENOMEM)
+        with pytest.raises(TemporaryError):
+            await kv.set("a", b"1")
+
+
+async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(peer):
+    peer.documents[b"a"] = b"1"
+    lose = [True]
+
+    def lose_once(frame):
+        return None if lose and lose.pop() else peer.answer(frame)
+
+    async with KvClient.connect(peer.address) as kv:
+        peer.handlers[Opcode.GET] = lose_once
+        assert (await kv.get("a")).value == b"1"
+        assert peer.connections == 2
+        lose.append(True)
+        peer.handlers[Opcode.SET] = lose_once
+        with pytest.raises(ConnectionLostError):
+            await kv.set("a", b"2")
+        await kv.set("a", b"3")
+        assert peer.connections == 3
+        assert peer.documents == {b"a": b"3"}
+
+
+async def test_lost_connection_in_a_batch_is_reported_for_what_was_under_way(peer):
+    def lose_at(frame):
+        return None if frame.key == b"\0k3" else peer.answer(frame)
+
+    peer.handlers[Opcode.SET] = lose_at
+    async with KvClient.connect(peer.address) as kv:
+        outcomes = await kv.set_many((f"k{n}", b"v") for n in range(6))
+        assert isinstance(outcomes[3], ConnectionLostError)
+        assert all(isinstance(o, MutationResult | ConnectionLostError) for o in outcomes)
+
+
+async def test_no_answer_in_time(peer):
+    async with KvClient.connect(peer.address, timeout_s=0.05) as kv:
+        peer.held.clear()
+        with pytest.raises(OperationTimeoutError, match=r"0\.05 s"):
+            await kv.set("a", b"1")
+        with pytest.raises(TimeoutError):
+            await kv.stats()
+        peer.held.set()
+
+
+async def test_late_answers_do_not_meet_the_wrong_request(peer):
+    peer.documents.update({b"a": b"1", b"b": b"2"})
+    async with KvClient.connect(peer.address, timeout_s=0.05) as kv:
+        peer.held.clear()
+        with pytest.raises(OperationTimeoutError):
+            await kv.get("a")
+        peer.held.set()
+        kv.timeout_s = 10
+        assert (await kv.get("b")).value == b"2"
+        assert peer.connections == 1
+
+
+async def test_many_tasks_share_a_connection(peer):
+    async with KvClient.connect(peer.address) as kv:
+        await asyncio.gather(*(kv.set(f"k{n}", b"%d" % n) for n in range(100)))
+        found = await asyncio.gather(*(kv.get(f"k{n}") for n in range(100)))
+        assert [document.value for document in found] == [b"%d" % n for n in range(100)]
+        assert peer.connections == 1
+
+
+async def test_push_of_the_server_is_skipped(peer):
+    peer.handlers[Opcode.GET] = lambda f: push(f) + reply(f, value=b"x", extras=bytes(4))
+    async with KvClient.connect(peer.address) as kv:
+        assert (await kv.get("a")).value == b"x"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda f: reply(f._replace(opaque=f.opaque + 1)),
+        lambda f: reply(f) + reply(f),
+        lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+)
+async def test_peer_that_breaks_the_protocol_is_left(peer, answer):
+    peer.handlers[Opcode.SET] = answer
+    async with KvClient.connect(peer.address) as kv:
+        first = await kv.set_many([("a", b"1"), ("b", b"2")])
+        assert isinstance(first[1], ConnectionLostError)
+
+
+async def test_server_without_a_configuration_holds_everything():
+    peer = ScriptedPeer()
+    peer.config = None
+    async with peer, KvClient.connect(peer.address) as kv:
+        await kv.set("a", b"1")
+        assert kv.topology.num_vbuckets == 1024
+
+
+async def test_cannot_connect(unused_tcp_port):
+    with pytest.raises(ConnectError, match="cannot connect") as caught:
+        await KvClient.open(f"127.0.0.1:{unused_tcp_port}")
+    assert "dcpd" in caught.value.hint
+
+
+async def test_refused_user(peer):
+    peer.handlers[Opcode.SASL_AUTH] = lambda f: reply(f, Status.AUTH_ERROR)
+    with pytest.raises(AuthenticationError, match="'eve' was refused"):
+        await KvClient.open(f"dcpd://eve:x@{peer.address}")
+
+
+async def test_peer_that_closes_in_the_handshake(peer):
+    peer.handlers[Opcode.HELLO] = lambda _: None
+    with pytest.raises(ConnectError, match="no session"):
+        await KvClient.open(peer.address)
+
+
+# -- the blocking twin -----------------------------------------------------------------------------
+
+
+async def in_thread(peer, work):
+    def run():
+        with SyncKv(parse_address(peer.address), timeout_s=5) as kv:
+            return work(kv)
+
+    return await asyncio.to_thread(run)
+
+
+async def test_blocking_client(peer):
+    assert (await in_thread(peer, lambda kv: kv.set(b"a", b"1"))).seqno == 1
+    assert (await in_thread(peer, lambda kv: kv.get(b"a"))).value == b"1"
+    assert (await in_thread(peer, lambda kv: kv.stats()))["uptime"] == "3"
+    await in_thread(peer, lambda kv: kv.delete(b"a"))
+    with pytest.raises(NotFoundError):
+        await in_thread(peer, lambda kv: kv.get(b"a"))
+
+
+async def test_blocking_client_follows_a_partition(peer):
+    async with ScriptedPeer() as other:
+        moved = config_of([peer.port, other.port], [1] * 1024, rev=2)
+        peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET, value=moved)
+        await in_thread(peer, lambda kv: kv.set(b"a", b"1"))
+        assert other.documents == {b"a": b"1"}
+
+
+async def test_blocking_client_repeats_what_was_refused_for_now(peer):
+    refusals = [Status.ETMPFAIL]
+    peer.handlers[Opcode.GET] = lambda f: (
+        reply(f, refusals.pop()) if refusals else reply(f, value=b"x", extras=bytes(4))
+    )
+    assert (await in_thread(peer, lambda kv: kv.get(b"a"))).value == b"x"
+
+
+async def test_blocking_client_says_what_went_wrong(peer):
+    peer.handlers[Opcode.GET] = lambda _: None
+    with pytest.raises(ConnectionLostError):
+        await in_thread(peer, lambda kv: kv.get(b"a"))
+    peer.handlers[Opcode.GET] = lambda f: reply(f._replace(opaque=f.opaque + 1))
+    with pytest.raises(ConnectionLostError, match="opaque"):
+        await in_thread(peer, lambda kv: kv.get(b"a"))
+    peer.handlers[Opcode.HELLO] = lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n"
+    with pytest.raises(ConnectError, match="does not speak the protocol"):
+        await in_thread(peer, lambda kv: kv.get(b"a"))
