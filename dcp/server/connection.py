@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
 from dcp.session.session import Session
+from dcp.session.text import TextSession, begins_text
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -36,8 +37,9 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
+        self._has_begun = False
         self._transport: asyncio.Transport
-        self.session: Session
+        self.session: Session | TextSession
         self.peer = ""
         self.opened_ns = 0
         self.heard_ns = 0
@@ -66,6 +68,10 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand what came in to the session and send what it answers."""
         self.heard_ns = time.monotonic_ns()
+        if not self._has_begun:
+            self._has_begun = True
+            if begins_text(data[0]):
+                self.session = TextSession(self.session.state)
         self.session.receive(data, time.time_ns())
         self._after_commands()
 

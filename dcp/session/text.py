@@ -1,0 +1,420 @@
+"""One client connection that speaks the classic memcached text protocol. Sans-IO.
+
+The same shell drives it as a binary `Session`: bytes go in by `receive`, answers gather in
+`state.answers` and may leave when `state.wait_group` is committed. A connection speaks text if its
+first byte is a lower-case letter (`begins_text`), and until its end.
+
+Such clients know no partitions, so keys are hashed here; nor do they log in, so they are served
+only where the binary protocol takes guests.
+
+Invariants
+- responses keep the order of the requests, and are the same however the network cut the bytes;
+- no input raises; what cannot be read is answered with ERROR or CLIENT_ERROR, and the data block
+  of a refused command is swallowed, never read as commands;
+- what is kept of a peer is bounded: a line of LINE_BYTES_MAX, one value, and ANSWER_BYTES_MAX of
+  answers plus one (a get of many keys goes on when its first answers are gone).
+
+Rules: memcached's doc/protocol.txt. `noreply` silences errors too, as clients that send it do not
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from dcp.session.connection import REPORTED_VERSION
+from dcp.session.documents import absolute_expiry
+from dcp.session.state import SessionState
+from dcp.wire.frame import MAX_KEY_BYTES
+from dcp.wire.status import Status
+from vbucket.engine import ADD, REPLACE, SET, Document, Outcome
+from vbucket.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
+from vbucket.updates import Flush, count, extend, touch
+
+LINE_BYTES_MAX: Final = 64 * 1024
+"""Longest command line: a get of 250 keys of the longest kind."""
+
+_LONG_PAST_S: Final = 1
+"""Expiry of a document that is stored with a time before now (a negative exptime)."""
+_NO_CAS: Final = 1
+"""A CAS that no document has; 0 would mean that any will do."""
+_UINT32_MAX: Final = 2**32 - 1
+_UINT64_MAX: Final = 2**64 - 1
+_DIGITS_MAX: Final = 20
+_NOREPLY: Final = b"noreply"
+_APPEND, _PREPEND = 3, 4
+_MODES: Final = {
+    b"set": SET,
+    b"cas": SET,
+    b"add": ADD,
+    b"replace": REPLACE,
+    b"append": _APPEND,
+    b"prepend": _PREPEND,
+}
+
+_ERROR: Final = b"ERROR\r\n"
+_BAD_FORMAT: Final = b"CLIENT_ERROR bad command line format\r\n"
+_BAD_CHUNK: Final = b"CLIENT_ERROR bad data chunk\r\n"
+_BAD_DELTA: Final = b"CLIENT_ERROR invalid numeric delta argument\r\n"
+_BAD_EXPTIME: Final = b"CLIENT_ERROR invalid exptime argument\r\n"
+_TOO_LARGE: Final = b"SERVER_ERROR object too large for cache\r\n"
+_NOT_HERE: Final = b"SERVER_ERROR the partition of this key is not active on this node\r\n"
+_STORED: Final = b"STORED\r\n"
+_NOT_STORED: Final = b"NOT_STORED\r\n"
+_NOT_FOUND: Final = b"NOT_FOUND\r\n"
+
+_COMMON_ANSWERS: Final[dict[int, bytes]] = {
+    Status.KEY_ENOENT: _NOT_FOUND,
+    Status.KEY_EEXISTS: b"EXISTS\r\n",
+    Status.NOT_STORED: _NOT_STORED,
+    Status.E2BIG: _TOO_LARGE,
+    Status.NOT_MY_VBUCKET: _NOT_HERE,
+    Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
+}
+"""Status of a refused change -> answer."""
+
+
+def begins_text(first_byte: int) -> bool:
+    """Whether a connection that begins so speaks the text protocol.
+
+    Commands are lower case. What begins with a capital is somebody else's protocol: an HTTP request
+    read line by line could carry commands in its body.
+    """
+    return 0x61 <= first_byte <= 0x7A
+
+
+class _Store(NamedTuple):
+    """A store command whose data block has not arrived yet."""
+
+    name: bytes
+    key: bytes
+    flags: int
+    expiry: int
+    value_bytes: int
+    cas: int
+    is_quiet: bool
+
+
+class _Read(NamedTuple):
+    """A get of keys that are left; `expiry` is set where they are touched too."""
+
+    keys: list[bytes]
+    """In reverse: the next one is the last."""
+    shows_cas: bool
+    expiry: int | None
+
+
+class TextSession:
+    """See the module."""
+
+    def __init__(self, state: SessionState) -> None:
+        self.state = state
+        self._engine = state.engine
+        self._buffer = bytearray()
+        self._now_s = 0
+        self._store: _Store | None = None
+        self._read: _Read | None = None
+        self._skip_bytes = 0
+        """Bytes of a refused data block that are still to come."""
+        self._skips_line = False
+        """What comes up to the next newline is the rest of a bad data block."""
+        self._commands: dict[bytes, Callable[[bytes, list[bytes]], bytes]] = {
+            **dict.fromkeys(_MODES, self._begin_store),
+            **dict.fromkeys((b"get", b"gets"), self._get),
+            **dict.fromkeys((b"gat", b"gats"), self._get_and_touch),
+            **dict.fromkeys((b"incr", b"decr"), self._count),
+            b"delete": self._delete,
+            b"touch": self._touch,
+            b"stats": self._stats,
+            b"version": self._version,
+            b"verbosity": self._verbosity,
+            b"quit": self._quit,
+        }
+
+    @property
+    def is_logged_in(self) -> bool:
+        """Whether commands are taken: the peer is local and guests are welcome."""
+        return self.state.allows_anonymous
+
+    def receive(self, data: bytes, now_ns: int) -> None:
+        """Work through what a read brought in; `now_ns` is Unix time."""
+        state = self.state
+        if state.is_closing:
+            return
+        if not self.is_logged_in:
+            state.send(b"CLIENT_ERROR log in with SASL over the binary protocol\r\n")
+            state.close("the text protocol has no login, and guests are not served there")
+            return
+        self._buffer += data
+        self.resume(now_ns)
+
+    def resume(self, now_ns: int) -> None:
+        """Go on with what is buffered, after the answers were taken away."""
+        state = self.state
+        state.is_full = False
+        state.unread_bytes = 0
+        self._engine.begin_batch(now_ns)
+        self._now_s = now_ns // 1_000_000_000
+        if state.flush is not None:
+            state.continue_flush()
+        position = 0
+        while not (state.is_full or state.is_closing):
+            if self._read is not None:
+                self._go_on_reading(self._read)
+                continue
+            step = self._next_step(position)
+            if step == position:
+                break
+            position = step
+        del self._buffer[:position]
+
+    def _next_step(self, position: int) -> int:
+        """Do what the bytes at `position` are about; return where the next ones begin, the same
+        place where there are too few.
+        """
+        buffer = self._buffer
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(buffer) - position)
+            self._skip_bytes -= skipped
+            return position + skipped
+        if self._skips_line:
+            newline = buffer.find(b"\n", position)
+            self._skips_line = newline < 0
+            return len(buffer) if newline < 0 else newline + 1
+        if self._store is not None:
+            return self._take_block(self._store, position)
+        newline = buffer.find(b"\n", position, position + LINE_BYTES_MAX)
+        if newline < 0:
+            if len(buffer) - position >= LINE_BYTES_MAX:
+                self.state.send(b"CLIENT_ERROR line too long\r\n")
+                self.state.close(f"a text command has more than {LINE_BYTES_MAX} bytes")
+            return position
+        self._take_line(bytes(buffer[position:newline]))
+        return newline + 1
+
+    def _take_line(self, line: bytes) -> None:
+        name, *arguments = [part for part in line.removesuffix(b"\r").split(b" ") if part] or [b""]
+        is_quiet = name not in _ALWAYS_ANSWERED and arguments[-1:] == [_NOREPLY]
+        if name == b"flush_all":
+            self._flush_all(arguments[: len(arguments) - is_quiet], is_quiet=is_quiet)
+            return
+        if is_quiet and name not in _MODES:
+            del arguments[-1]
+        handler = self._commands.get(name)
+        if handler is None:
+            self.state.send(_ERROR)
+            return
+        answer = handler(name, arguments)
+        if answer and not is_quiet:
+            self.state.send(answer)
+
+    # -- stores --------------------------------------------------------------------------------
+
+    def _begin_store(self, name: bytes, arguments: list[bytes]) -> bytes:
+        """Take the line of a store; its data block comes next."""
+        is_quiet = arguments[-1:] == [_NOREPLY]
+        fields = arguments[: len(arguments) - is_quiet]
+        if len(fields) != 4 + (name == b"cas"):
+            return _ERROR
+        value_bytes = _number(fields[3], _UINT64_MAX)
+        if value_bytes is None:
+            return _BAD_CHUNK if fields[3].startswith(b"-") else _BAD_FORMAT
+        flags = _number(fields[1], _UINT32_MAX)
+        expiry = self._expiry(fields[2])
+        cas = _number(fields[4], _UINT64_MAX) if name == b"cas" else 0
+        if _is_bad_key(fields[0]) or flags is None or expiry is None or cas is None:
+            self._skip_bytes = value_bytes + 2
+            return _BAD_FORMAT
+        if value_bytes > self.state.limits.value_bytes_max:
+            self._skip_bytes = value_bytes + 2
+            return _TOO_LARGE
+        if name == b"cas":
+            cas = cas or _NO_CAS
+        self._store = _Store(name, fields[0], flags, expiry, value_bytes, cas, is_quiet)
+        return b""
+
+    def _take_block(self, store: _Store, position: int) -> int:
+        """Store the value at `position`, once it is all there."""
+        buffer = self._buffer
+        end = position + store.value_bytes
+        if len(buffer) < end + 2:
+            return position
+        self._store = None
+        if buffer[end : end + 2] != b"\r\n":
+            self._skips_line = True
+            if not store.is_quiet:
+                self.state.send(_BAD_CHUNK)
+            return end
+        answer = self._apply(store, bytes(buffer[position:end]))
+        if not store.is_quiet:
+            self.state.send(answer)
+        return end + 2
+
+    def _apply(self, store: _Store, value: bytes) -> bytes:
+        mode = _MODES[store.name]
+        vb_id, key = _locate(store.key)
+        if mode in {_APPEND, _PREPEND}:
+            outcome = extend(
+                self._engine, vb_id, key, value, is_prepended=mode == _PREPEND, cas=0,
+                value_bytes_max=self.state.limits.value_bytes_max,
+            )  # fmt: skip
+        else:
+            outcome = self._engine.store(
+                mode, vb_id, key, key + value, store.flags, store.expiry, 0, store.cas
+            )
+        if mode in {ADD, REPLACE} and outcome[0] in {Status.KEY_EEXISTS, Status.KEY_ENOENT}:
+            self.state.observes(vb_id)
+            return _NOT_STORED
+        return self._answer_of(vb_id, outcome, _STORED)
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    def _get(self, name: bytes, arguments: list[bytes]) -> bytes:
+        if not arguments:
+            return _ERROR
+        return self._begin_reading(arguments, shows_cas=name == b"gets", expiry=None)
+
+    def _get_and_touch(self, name: bytes, arguments: list[bytes]) -> bytes:
+        if len(arguments) < 2:
+            return _ERROR
+        expiry = self._expiry(arguments[0])
+        if expiry is None:
+            return _BAD_EXPTIME
+        return self._begin_reading(arguments[1:], shows_cas=name == b"gats", expiry=expiry)
+
+    def _begin_reading(self, keys: list[bytes], *, shows_cas: bool, expiry: int | None) -> bytes:
+        if any(map(_is_bad_key, keys)):
+            return _BAD_FORMAT
+        self._read = _Read(keys[::-1], shows_cas, expiry)
+        return b""
+
+    def _go_on_reading(self, read: _Read) -> None:
+        """Answer the keys that are left, until there is enough to send."""
+        state = self.state
+        while read.keys and not state.is_full:
+            key = read.keys.pop()
+            found = self._look_up(key, read.expiry)
+            if isinstance(found, int):
+                if found == Status.KEY_ENOENT:
+                    continue
+                self._read = None
+                state.send(_COMMON_ANSWERS[found])
+                return
+            flags = int.from_bytes(found.flags, "big")
+            head = b"VALUE %b %d %d" % (key, flags, len(found.value))
+            if read.shows_cas:
+                head += b" %d" % found.cas
+            state.send(b"%b\r\n%b\r\n" % (head, found.value))
+        if not read.keys:
+            self._read = None
+            state.send(b"END\r\n")
+
+    def _look_up(self, wire_key: bytes, expiry: int | None) -> Document | int:
+        vb_id, key = _locate(wire_key)
+        found: Document | int | None
+        if expiry is None:
+            found = self._engine.get(vb_id, key)
+        else:
+            outcome, found = touch(self._engine, vb_id, key, expiry)
+            if found is None:
+                found = outcome[0]
+        self.state.observes(vb_id)
+        return found
+
+    # -- other changes -------------------------------------------------------------------------
+
+    def _delete(self, _name: bytes, arguments: list[bytes]) -> bytes:
+        if not arguments:
+            return _ERROR
+        if _is_bad_key(arguments[0]) or arguments[1:] not in ([], [b"0"]):
+            return _BAD_FORMAT[:-2] + b".  Usage: delete <key> [noreply]\r\n"
+        vb_id, key = _locate(arguments[0])
+        return self._answer_of(vb_id, self._engine.delete(vb_id, key, 0), b"DELETED\r\n")
+
+    def _count(self, name: bytes, arguments: list[bytes]) -> bytes:
+        if len(arguments) != 2:
+            return _ERROR
+        if _is_bad_key(arguments[0]):
+            return _BAD_FORMAT
+        delta = _number(arguments[1], _UINT64_MAX)
+        if delta is None:
+            return _BAD_DELTA
+        if name == b"decr":
+            delta = -delta
+        vb_id, key = _locate(arguments[0])
+        outcome, number = count(self._engine, vb_id, key, delta, initial=None, expiry=0)
+        return self._answer_of(vb_id, outcome, b"%d\r\n" % number)
+
+    def _touch(self, _name: bytes, arguments: list[bytes]) -> bytes:
+        if len(arguments) != 2:
+            return _ERROR
+        if _is_bad_key(arguments[0]):
+            return _BAD_FORMAT
+        expiry = self._expiry(arguments[1])
+        if expiry is None:
+            return _BAD_EXPTIME
+        vb_id, key = _locate(arguments[0])
+        outcome, _ = touch(self._engine, vb_id, key, expiry)
+        return self._answer_of(vb_id, outcome, b"TOUCHED\r\n")
+
+    def _flush_all(self, arguments: list[bytes], *, is_quiet: bool) -> None:
+        """Delete all documents, in steps; the answer comes with the last one."""
+        if arguments in ([], [b"0"]):
+            self.state.begin_flush(Flush(self._engine), b"" if is_quiet else b"OK\r\n")
+        elif not is_quiet:
+            self.state.send(b"CLIENT_ERROR flush_all works at once; it takes no delay but 0\r\n")
+
+    def _answer_of(self, vb_id: int, outcome: Outcome, success: bytes) -> bytes:
+        """Return the answer to a change, which waits for what it made or saw."""
+        self.state.observes(vb_id)
+        status = outcome[0]
+        return _COMMON_ANSWERS[status] if status else success
+
+    # -- the server ----------------------------------------------------------------------------
+
+    def _stats(self, _name: bytes, arguments: list[bytes]) -> bytes:
+        stats = self.state.facts.stats(b" ".join(arguments))
+        if stats is None:
+            return b"CLIENT_ERROR no such statistics\r\n"
+        if arguments == [b"reset"]:
+            return b"RESET\r\n"
+        return "".join(f"STAT {name} {value}\r\n" for name, value in stats).encode() + b"END\r\n"
+
+    def _version(self, _name: bytes, _arguments: list[bytes]) -> bytes:
+        return b"VERSION %b\r\n" % REPORTED_VERSION
+
+    def _verbosity(self, _name: bytes, arguments: list[bytes]) -> bytes:
+        return b"OK\r\n" if arguments else _ERROR
+
+    def _quit(self, _name: bytes, _arguments: list[bytes]) -> bytes:
+        self.state.close("the client quit")
+        return b""
+
+    def _expiry(self, text: bytes) -> int | None:
+        """Return an exptime as Unix seconds, 0 for never; None where it is no such number."""
+        if text.startswith(b"-"):
+            return None if _number(text[1:], _UINT64_MAX) is None else _LONG_PAST_S
+        seconds = _number(text, _UINT32_MAX)
+        return None if seconds is None else absolute_expiry(seconds, self._now_s)
+
+
+_ALWAYS_ANSWERED: Final = frozenset({b"get", b"gets", b"gat", b"gats", b"stats", b"version"})
+"""Commands that know no `noreply`: it is a key there, or nothing."""
+
+
+def _locate(wire_key: bytes) -> tuple[int, bytes]:
+    """Return the partition and the stored key of a key."""
+    return vbucket_of(wire_key), DEFAULT_COLLECTION_PREFIX + wire_key
+
+
+def _is_bad_key(key: bytes) -> bool:
+    return len(key) > MAX_KEY_BYTES
+
+
+def _number(text: bytes, maximum: int) -> int | None:
+    """Return a decimal number without sign, None where it is none or too large."""
+    if not text.isdigit() or len(text) > _DIGITS_MAX:
+        return None
+    number = int(text)
+    return number if number <= maximum else None
