@@ -33,8 +33,8 @@ from typing import Final, Literal
 
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint import Checkpoint, CheckpointStore
-from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, Batch, ConsumerCore, Wanted
-from clients.consumer_stream import advance
+from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, Batch, ConsumerCore
+from clients.consumer_stream import Wanted, advance
 from clients.errors import (
     AuthenticationError,
     ConnectError,

@@ -29,7 +29,14 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.consumer_stream import FINAL_STATES, Stream, StreamState
+from clients.consumer_stream import (
+    FINAL_STATES,
+    Stream,
+    StreamState,
+    Wanted,
+    misplaced,
+    wanted_of,
+)
 from clients.errors import StreamViolationError, error_from_status
 from clients.event import (
     Deletion,
@@ -43,7 +50,7 @@ from clients.event import (
     StreamFailed,
     StreamOpened,
 )
-from clients.position import Position, rolled_back
+from clients.position import Position, rollback_reason, rolled_back
 from dcp.wire.frame import (
     HEADER,
     HEADER_BYTES,
@@ -111,16 +118,6 @@ class Batch(NamedTuple):
     """What flow control counts of it; `ConsumerCore.processed` gives it back to the server."""
     markers: dict[int, tuple[int, int]]
     """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
-
-
-class Wanted(NamedTuple):
-    """From where a partition is to be streamed; None = from now.
-
-    `ceiling`: with `until_now`, the end that is known already; the stream ends there or lower.
-    """
-
-    position: Position | None
-    ceiling: int | None = None
 
 
 class Homeless(NamedTuple):
@@ -256,7 +253,7 @@ class ConsumerCore:
     def unfinished(self) -> dict[int, Wanted]:
         """Return the partitions that another connection has to go on with, and from where."""
         return {
-            vb_id: _wanted(stream)
+            vb_id: wanted_of(stream)
             for vb_id, stream in self._streams.items()
             if stream.state not in FINAL_STATES and stream.state is not StreamState.GONE
         }
@@ -301,7 +298,7 @@ class ConsumerCore:
                     self._touch(stream)
             if stream is not None:
                 if not stream.seqno < seqno <= stream.marker_end:
-                    raise _misplaced(stream, seqno)
+                    raise misplaced(stream, seqno)
                 if stream.is_marker_new:
                     stream.enter_snapshot(seqno)
                 if seqno == stream.range_end + 1:
@@ -429,7 +426,7 @@ class ConsumerCore:
 
     def _move(self, stream: Stream, seqno: int) -> None:
         if not stream.seqno < seqno <= stream.marker_end:
-            raise _misplaced(stream, seqno)
+            raise misplaced(stream, seqno)
         stream.move(seqno)
 
     def _complete_at(self, stream: Stream, seqno: int) -> None:
@@ -482,7 +479,7 @@ class ConsumerCore:
 
     def _give_up(self, stream: Stream, config: bytes) -> None:
         stream.state = StreamState.GONE
-        self.homeless.append(Homeless(stream.vb_id, _wanted(stream), config))
+        self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
 
     # -- replies -------------------------------------------------------------------------------
 
@@ -523,7 +520,7 @@ class ConsumerCore:
         assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
         stream.place(position)
         if position.seqno < before.seqno:
-            reason = _rollback_reason(before, server_seqno, position.seqno)
+            reason = rollback_reason(before, server_seqno, position.seqno)
             self._events.append(
                 Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason)
             )
@@ -610,32 +607,3 @@ _MESSAGES: Final[dict[int, Callable[[ConsumerCore, Stream, Frame], None]]] = {
     Opcode.DCP_SYSTEM_EVENT: ConsumerCore.on_advanced,
     Opcode.DCP_STREAM_END: ConsumerCore.on_end,
 }
-
-
-def _wanted(stream: Stream) -> Wanted:
-    ceiling = stream.ceiling if stream.target is None else stream.target
-    return Wanted(stream.position() if stream.has_position else None, ceiling)
-
-
-def _misplaced(stream: Stream, seqno: int) -> StreamViolationError:
-    if not stream.marker_end:
-        what = f"a change with seqno {seqno} outside of any snapshot"
-    else:
-        what = (
-            f"a change with seqno {seqno} after seqno {stream.seqno} in the snapshot"
-            f" {stream.marker_start} to {stream.marker_end}"
-        )
-    return StreamViolationError(what, vb_id=stream.vb_id)
-
-
-def _rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
-    """Return in words why a partition goes back, and why just there."""
-    known = f"version {before.vb_uuid}" if before.vb_uuid else "no version"
-    if server_seqno:
-        parts = f"the server's history parts from ours ({known}, seqno {before.seqno}) at seqno"
-        reason = f"{parts} {server_seqno}"
-    else:
-        reason = f"the server cannot go on from {known}, seqno {before.seqno}"
-    if to_seqno == server_seqno:
-        return reason
-    return f"{reason}; the newest complete state that we held at or below is that of {to_seqno}"

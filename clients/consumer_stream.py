@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
+from typing import NamedTuple
 
+from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
     Event,
@@ -42,6 +44,16 @@ class StreamState(Enum):
 
 FINAL_STATES = frozenset({StreamState.DONE, StreamState.FAILED})
 """States after which nothing more comes for a partition."""
+
+
+class Wanted(NamedTuple):
+    """From where a partition is to be streamed; None = from now.
+
+    `ceiling`: with `until_now`, the end that is known already; the stream ends there or lower.
+    """
+
+    position: Position | None
+    ceiling: int | None = None
 
 
 class Stream:
@@ -151,6 +163,24 @@ class Stream:
         """Forget a marker whose snapshot will not go on in this stream."""
         self.marker_start = self.marker_end = 0
         self.is_marker_new = False
+
+
+def wanted_of(stream: Stream) -> Wanted:
+    """Return what another connection has to ask for to go on with a stream."""
+    ceiling = stream.ceiling if stream.target is None else stream.target
+    return Wanted(stream.position() if stream.has_position else None, ceiling)
+
+
+def misplaced(stream: Stream, seqno: int) -> StreamViolationError:
+    """Return the error for a change that does not belong where it came."""
+    if not stream.marker_end:
+        what = f"a change with seqno {seqno} outside of any snapshot"
+    else:
+        what = (
+            f"a change with seqno {seqno} after seqno {stream.seqno} in the snapshot"
+            f" {stream.marker_start} to {stream.marker_end}"
+        )
+    return StreamViolationError(what, vb_id=stream.vb_id)
 
 
 def advance(

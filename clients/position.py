@@ -85,3 +85,16 @@ def rolled_back(position: Position, server_seqno: int, *, to_beginning: bool = F
 def clipped(complete: Ranges, seqno: int) -> Ranges:
     """Return the ranges up to a seqno."""
     return tuple((first, min(last, seqno)) for first, last in complete if first <= seqno)
+
+
+def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
+    """Return in words why a partition goes back, and why just there."""
+    known = f"version {before.vb_uuid}" if before.vb_uuid else "no version"
+    if server_seqno:
+        parts = f"the server's history parts from ours ({known}, seqno {before.seqno}) at seqno"
+        reason = f"{parts} {server_seqno}"
+    else:
+        reason = f"the server cannot go on from {known}, seqno {before.seqno}"
+    if to_seqno == server_seqno:
+        return reason
+    return f"{reason}; the newest complete state that we held at or below is that of {to_seqno}"

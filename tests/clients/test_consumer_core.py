@@ -2,7 +2,8 @@
 
 import pytest
 
-from clients.consumer_core import RETRY_FIRST_NS, ConsumerCore, Wanted
+from clients.consumer_core import RETRY_FIRST_NS, ConsumerCore
+from clients.consumer_stream import Wanted
 from clients.errors import InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,

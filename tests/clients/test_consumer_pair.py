@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from clients.consumer_core import ConsumerCore, Wanted
-from clients.consumer_stream import advance
+from clients.consumer_core import ConsumerCore
+from clients.consumer_stream import Wanted, advance
 from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.feature import Feature
