@@ -202,6 +202,8 @@ class DocumentCommands:
         state.wait_group = self._engine.group
         if opcode == Opcode.DELETEQ:
             return
+        if state.hashes_keys:
+            new_cas = 0  # memcached's clients and their conformance suite expect none
         if state.has_mutation_tokens:
             state.answers.append(
                 _pack_token(

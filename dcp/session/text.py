@@ -385,7 +385,8 @@ class TextSession:
         return b"VERSION %b\r\n" % REPORTED_VERSION
 
     def _verbosity(self, _name: bytes, arguments: list[bytes]) -> bytes:
-        return b"OK\r\n" if arguments else _ERROR
+        is_level = len(arguments) == 1 and _number(arguments[0], _UINT32_MAX) is not None
+        return b"OK\r\n" if is_level else _ERROR
 
     def _quit(self, _name: bytes, _arguments: list[bytes]) -> bytes:
         self.state.close("the client quit")

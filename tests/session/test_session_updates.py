@@ -657,3 +657,13 @@ def test_no_request_raises_and_each_is_answered_once(
     frames = peer.send(packet + pack_request(Opcode.NOOP))
     assert frames[-1].opcode == Opcode.NOOP
     assert len(frames) == 2 or (len(frames) == 1 and opcode in QUIET_FORMS)
+
+
+def test_a_delete_answers_no_cas_to_clients_that_know_memcached_only(node: MemoryNode) -> None:
+    memcached, couchbase = node.connect(), node.connect()
+    couchbase.hello()
+    put(couchbase, b"v")
+    assert couchbase.delete(VB, KEY).cas != 0
+    memcached.ask(Opcode.SET, key=KEY, value=b"v", extras=bytes(8))
+    deleted = memcached.delete(0, KEY)
+    assert (deleted.status, deleted.cas) == (Status.OK, 0)

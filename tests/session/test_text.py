@@ -175,7 +175,7 @@ def test_exptime_is_relative_absolute_or_past(
 def test_the_server_commands(node: MemoryNode, peer: TextPeer) -> None:
     assert peer.send(b"version\r\n").startswith(b"VERSION ")
     assert peer.send(b"verbosity 1\r\n") == b"OK\r\n"
-    assert peer.send(b"verbosity\r\n") == b"ERROR\r\n"
+    assert peer.send(b"verbosity\r\nverbosity x\r\nverbosity 1 2\r\n") == b"ERROR\r\n" * 3
     assert peer.send(b"stats\r\n") == b"STAT pid 1\r\nEND\r\n"
     assert peer.send(b"stats nonsense\r\n") == b"CLIENT_ERROR no such statistics\r\n"
     assert peer.send(b"nonsense\r\n\r\nGET a\r\n") == b"ERROR\r\n" * 3
