@@ -48,14 +48,14 @@ from vbucket.entry import (
     is_deleted,
     key_of,
     pack_control,
-    prev_seqno_of,
     seqno_of,
 )
 from vbucket.ids import NUM_VBUCKETS
-from vbucket.log import Recovery, TornTail, pack_group, split_entries
+from vbucket.log import pack_group
 from vbucket.merge import MergeReport
 from vbucket.partition import ABSENT, Partition, VbState
-from vbucket.store import FrameBatch, PartitionRecord, Store, StoredMeta
+from vbucket.store import FrameBatch, Store, StoredMeta
+from vbucket.versions import Versions
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
 DELETION: Final = int(Opcode.DCP_DELETION)
@@ -126,6 +126,7 @@ class Engine:
         self, store: Store, draw_uuid: Callable[[], int], memtable_bytes_max: int = 64 << 20
     ) -> None:
         self._store = store
+        self._versions = Versions(store)
         self._draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
         records = store.partitions()
@@ -183,7 +184,9 @@ class Engine:
         if entry:
             opcode, _, _, _, old_cas, prev_seqno, rev_seqno = _UNPACK_META(entry)
         else:
-            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = self._meta_below(part, key, entry)
+            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = self._versions.meta_below(
+                part, key, entry
+            )
         if mode or cas:
             if opcode == MUTATION and self._expire_if_due(part, key):
                 return self.store(mode, vb_id, key, body, flags, expiry, datatype, cas)
@@ -216,7 +219,7 @@ class Engine:
         if self._expire_if_due(part, key):
             return _MISSING
         entry = part.newest.get(key)
-        meta = _UNPACK_META(entry) if entry else self._meta_below(part, key, entry)
+        meta = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
         opcode, _, _, _, old_cas, prev_seqno, rev_seqno = meta
         if opcode != MUTATION:
             return _MISSING
@@ -231,7 +234,7 @@ class Engine:
             return Status.NOT_MY_VBUCKET
         entry: bytes | None = part.newest.get(key)
         if entry is None:
-            entry = self._entry_below(part, key)
+            entry = self._versions.entry_below(part, key)
         if not entry:
             return Status.KEY_ENOENT
         opcode, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
@@ -332,42 +335,11 @@ class Engine:
             part.last_group = self.group
             self._touched.append(part)
 
-    def _meta_below(
-        self, part: Partition, key: bytes, entry: bytes | None
-    ) -> tuple[int, int, int, int, int, int, int]:
-        """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
-        that the active layer does not hold; `entry` is what the active layer said.
-        """
-        if entry is None:
-            frozen = part.frozen
-            if frozen is not None:
-                entry = frozen.newest.get(key)
-                if entry:
-                    return _UNPACK_META(entry)
-            if entry is None and part.merged_seqno:
-                meta = self._store.meta(part.vb_id, key)
-                if meta is not None:
-                    return (meta.opcode, 0, meta.datatype, 0, meta.cas, meta.seqno, meta.rev_seqno)
-        return _ABSENT_META
-
-    def _entry_below(self, part: Partition, key: bytes) -> bytes | None:
-        """Return the newest version of a key from the frozen layer or the store."""
-        frozen = part.frozen
-        if frozen is not None:
-            entry = frozen.newest.get(key)
-            if entry is not None:
-                return entry
-        if part.merged_seqno:
-            meta = self._store.meta(part.vb_id, key)
-            if meta is not None and meta.opcode == MUTATION:
-                return self._store.entry(part.vb_id, meta.seqno)
-        return None
-
     def _expire_if_due(self, part: Partition, key: bytes) -> bool:
         """Remove a document whose time is over: an expiry is a change with a seqno of its own."""
         entry = part.newest.get(key)
         if entry is None:
-            entry = self._entry_below(part, key)
+            entry = self._versions.entry_below(part, key)
         if not entry or is_deleted(entry):
             return False
         expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
@@ -448,23 +420,27 @@ class Engine:
             "log": failover.to_document(),
             "rollback_to": at_seqno,
         }
-        self._pending.append(pack_control(vb_id, document))
+        self.add_control(part, document)
         self._branched.append(vb_id)
         part.branch_group = self.group
-        if part.last_group != self.group:
-            part.last_group = self.group
-            self._touched.append(part)
         for group in self._in_flight:
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
         return Branch(vb_id, failover, at_seqno, before - at_seqno, undone_keys)
 
+    def add_control(self, part: Partition, document: dict[str, object]) -> None:
+        """Put what was done to a partition into the open group, beside its changes."""
+        self._pending.append(pack_control(part.vb_id, document))
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+
     def _roll_back(self, part: Partition, seqno: int) -> int:
         """Undo what lies above `seqno` in memory; return how many keys changed back."""
-        first_changes = self._first_changes_after(part, seqno)
+        first_changes = self._versions.first_changes_after(part, seqno)
         restored: dict[bytes, bytes] = {}
         for key, prev_seqno in first_changes.items():
-            entry = self._entry_at(part, prev_seqno) if prev_seqno else ABSENT
+            entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
             assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
             restored[key] = entry
             was_live = self._is_live(part, key)
@@ -476,28 +452,7 @@ class Engine:
         entry = part.newest.get(key)
         if entry:
             return not is_deleted(entry)
-        return self._meta_below(part, key, entry)[0] == MUTATION
-
-    def _first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
-        """Return, for every key that changed above `seqno`, the seqno of its version before."""
-        changes: dict[bytes, int] = {}
-        if part.merged_seqno > seqno:
-            changes = self._store.first_changes_after(part.vb_id, seqno, part.merged_seqno)
-        for layer in part.layers():
-            for entry in layer.between(max(seqno, part.merged_seqno) + 1, part.high_seqno):
-                prev_seqno = prev_seqno_of(entry)
-                if prev_seqno <= seqno:
-                    changes[key_of(entry)] = prev_seqno
-        return changes
-
-    def _entry_at(self, part: Partition, seqno: int) -> bytes | None:
-        """Return the version with exactly this seqno."""
-        if seqno <= part.merged_seqno:
-            return self._store.entry(part.vb_id, seqno)
-        for layer in part.layers():
-            for entry in layer.between(seqno, seqno):
-                return entry
-        return None
+        return self._versions.meta_below(part, key, entry)[0] == MUTATION
 
     # -- streams -----------------------------------------------------------------------------
 
@@ -510,50 +465,14 @@ class Engine:
         skip: Container[int],
         bytes_max: int,
     ) -> FrameBatch:
-        """Return DCP frames of the versions in [start, end] that are not in `skip`, in order.
-
-        Stops after about `bytes_max`, with at least one frame. `next_seqno` of the answer is where
-        to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame.
-        """
+        """Return `Versions.frames` of a partition; nothing that is not committed."""
         part = self.partitions[vb_id]
         assert end_seqno <= part.committed_seqno, "streams show what is committed"
-        if start_seqno <= part.merged_seqno:
-            return self._store.frames(
-                vb_id, start_seqno, min(end_seqno, part.merged_seqno), opaque, skip, bytes_max
-            )
-        frames: list[bytes] = []
-        size = 0
-        next_seqno = start_seqno
-        for layer in part.layers():
-            entries = layer.entries
-            for index in range(layer.position_of(next_seqno), len(entries)):
-                entry = entries[index]
-                seqno = seqno_of(entry)
-                if seqno > end_seqno:
-                    break
-                next_seqno = seqno + 1
-                if seqno in skip:
-                    continue
-                frames.append(entry[PREFIX_BYTES:24] + opaque + entry[28:])
-                size += len(entry) - PREFIX_BYTES
-                if size >= bytes_max:
-                    return FrameBatch(frames, next_seqno, size)
-        return FrameBatch(frames, end_seqno + 1, size)
+        return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max)
 
     def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
-        part = self.partitions[vb_id]
-        old: set[int] = set()
-        if start_seqno <= part.merged_seqno:
-            old = self._store.superseded(vb_id, start_seqno, min(end_seqno, part.merged_seqno))
-        start_in_memory = max(start_seqno, part.merged_seqno + 1)
-        if start_in_memory <= end_seqno:
-            for layer in part.layers():
-                for entry in layer.between(start_in_memory, end_seqno):
-                    prev_seqno = prev_seqno_of(entry)
-                    if prev_seqno >= start_seqno:
-                        old.add(prev_seqno)
-        return old
+        return self._versions.superseded(self.partitions[vb_id], start_seqno, end_seqno)
 
     # -- merging -----------------------------------------------------------------------------
 
@@ -630,6 +549,11 @@ class Engine:
             state = document["state"]
             assert isinstance(state, int)
             self.partitions[vb_id].state = VbState(state)
+        elif kind == "purge":
+            part = self.partitions[vb_id]
+            upto_seqno = document["upto"]
+            assert isinstance(upto_seqno, int)
+            part.purge_seqno = max(part.purge_seqno, upto_seqno)
         else:
             # `durability` concerns the shell, which reads it from the node record.
             assert kind == "durability", kind
@@ -648,31 +572,3 @@ def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | N
     if mode == ADD or (cas and cas != old_cas):
         return _EXISTS
     return None
-
-
-def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:
-    """Return the records of a keyspace that begins: every partition active, at seqno 0."""
-    return {
-        vb_id: PartitionRecord(
-            state=VbState.ACTIVE,
-            high_seqno=0,
-            purge_seqno=0,
-            history_floor=0,
-            max_cas=0,
-            item_count=0,
-            epoch=0,
-            failover=FailoverLog.create(draw_uuid()).to_document(),
-        )
-        for vb_id in range(NUM_VBUCKETS)
-    }
-
-
-def replay_log(engine: Engine, recovery: Recovery) -> TornTail | None:
-    """Bring a new engine up to the log's end; return the torn tail that was cut, if any.
-
-    The log is synced before this returns: what was read may never have reached the disk, and what
-    is served must. Raises LogDamagedError, SyncFailedError.
-    """
-    for group in recovery.groups():
-        engine.replay(group.group, split_entries(group.payload))
-    return recovery.finish()

@@ -35,12 +35,13 @@ from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
 from vbucket.device import SEGMENT_HEADER_BYTES
 from vbucket.device_files import FileLogDevice
-from vbucket.engine import Engine, Group, new_partitions, replay_log
+from vbucket.engine import Engine, Group
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.log import LogDamagedError, TornTail, recover
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
+from vbucket.recovery import new_partitions, replay_log
 from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store, put_failover
 
 TICK_S: Final = 0.25

@@ -18,11 +18,12 @@ from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_r
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine, Group, new_partitions, replay_log
+from vbucket.engine import Engine, Group
 from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import recover
 from vbucket.merge import merge
+from vbucket.recovery import new_partitions, replay_log
 from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
 
 START_NS = 1_800_000_000_000_000_000

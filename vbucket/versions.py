@@ -1,0 +1,136 @@
+"""The versions of a partition, wherever they are: active layer, frozen layer, store.
+
+Who calls it: the engine alone. Reads only; the rules for which layer is right are those of
+`vbucket.partition`: the newest layer that says anything about a key wins, and of the store only
+what lies at or below `merged_seqno` is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+from dcp.wire.opcode import Opcode
+from vbucket.entry import META, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
+from vbucket.partition import Partition
+from vbucket.store import FrameBatch, Store
+
+Meta = tuple[int, int, int, int, int, int, int]
+"""The fields of `vbucket.entry.META`: opcode, key length, datatype, body length, CAS, seqno,
+rev_seqno."""
+
+MUTATION: Final = int(Opcode.DCP_MUTATION)
+ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
+"""What is known of a key that never was."""
+
+_unpack_meta: Final = META.unpack_from
+
+
+class Versions:
+    """See the module."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def meta_below(
+        self, part: Partition, key: bytes, entry: bytes | None
+    ) -> tuple[int, int, int, int, int, int, int]:
+        """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
+        that the active layer does not hold; `entry` is what the active layer said.
+        """
+        if entry is None:
+            frozen = part.frozen
+            if frozen is not None:
+                entry = frozen.newest.get(key)
+                if entry:
+                    return _unpack_meta(entry)
+            if entry is None and part.merged_seqno:
+                meta = self._store.meta(part.vb_id, key)
+                if meta is not None:
+                    return (meta.opcode, 0, meta.datatype, 0, meta.cas, meta.seqno, meta.rev_seqno)
+        return ABSENT_META
+
+    def entry_below(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the newest version of a key from the frozen layer or the store."""
+        frozen = part.frozen
+        if frozen is not None:
+            entry = frozen.newest.get(key)
+            if entry is not None:
+                return entry
+        if part.merged_seqno:
+            meta = self._store.meta(part.vb_id, key)
+            if meta is not None and meta.opcode == MUTATION:
+                return self._store.entry(part.vb_id, meta.seqno)
+        return None
+
+    def first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
+        """Return, for every key that changed above `seqno`, the seqno of its version before."""
+        changes: dict[bytes, int] = {}
+        if part.merged_seqno > seqno:
+            changes = self._store.first_changes_after(part.vb_id, seqno, part.merged_seqno)
+        for layer in part.layers():
+            for entry in layer.between(max(seqno, part.merged_seqno) + 1, part.high_seqno):
+                prev_seqno = prev_seqno_of(entry)
+                if prev_seqno <= seqno:
+                    changes[key_of(entry)] = prev_seqno
+        return changes
+
+    def entry_at(self, part: Partition, seqno: int) -> bytes | None:
+        """Return the version with exactly this seqno."""
+        if seqno <= part.merged_seqno:
+            return self._store.entry(part.vb_id, seqno)
+        for layer in part.layers():
+            for entry in layer.between(seqno, seqno):
+                return entry
+        return None
+
+    def frames(
+        self,
+        part: Partition,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: bytes,
+        skip: Container[int],
+        bytes_max: int,
+    ) -> FrameBatch:
+        """Return DCP frames of the versions in [start, end] that are not in `skip`, in order.
+
+        Stops after about `bytes_max`, with at least one frame. `next_seqno` of the answer is where
+        to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame.
+        """
+        if start_seqno <= part.merged_seqno:
+            return self._store.frames(
+                part.vb_id, start_seqno, min(end_seqno, part.merged_seqno), opaque, skip, bytes_max
+            )
+        frames: list[bytes] = []
+        size = 0
+        next_seqno = start_seqno
+        for layer in part.layers():
+            entries = layer.entries
+            for index in range(layer.position_of(next_seqno), len(entries)):
+                entry = entries[index]
+                seqno = seqno_of(entry)
+                if seqno > end_seqno:
+                    break
+                next_seqno = seqno + 1
+                if seqno in skip:
+                    continue
+                frames.append(entry[PREFIX_BYTES:24] + opaque + entry[28:])
+                size += len(entry) - PREFIX_BYTES
+                if size >= bytes_max:
+                    return FrameBatch(frames, next_seqno, size)
+        return FrameBatch(frames, end_seqno + 1, size)
+
+    def superseded(self, part: Partition, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        old: set[int] = set()
+        if start_seqno <= part.merged_seqno:
+            old = self._store.superseded(part.vb_id, start_seqno, min(end_seqno, part.merged_seqno))
+        start_in_memory = max(start_seqno, part.merged_seqno + 1)
+        if start_in_memory <= end_seqno:
+            for layer in part.layers():
+                for entry in layer.between(start_in_memory, end_seqno):
+                    prev_seqno = prev_seqno_of(entry)
+                    if prev_seqno >= start_seqno:
+                        old.add(prev_seqno)
+        return old
