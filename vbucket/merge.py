@@ -141,6 +141,9 @@ class _Staging:
         stage = self._stage(vb_id)
         if kind == "state":
             stage.record = stage.record._replace(state=document["state"])
+        elif kind == "purge":
+            purge_seqno = max(stage.record.purge_seqno, document["upto"])
+            stage.record = stage.record._replace(purge_seqno=purge_seqno)
         elif kind == "failover":
             log = document["log"]
             if document.get("rollback_to") is not None:

@@ -162,4 +162,5 @@ class Partition:
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.persisted_seqno = min(self.persisted_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
+        self.purge_seqno = min(self.purge_seqno, seqno)
         self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)

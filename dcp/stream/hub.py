@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from dcp.wire.message import EndReason
+
 
 class Follower(Protocol):
     """A producer connection as the hub sees it."""
@@ -12,8 +14,11 @@ class Follower(Protocol):
     def wake(self, vb_id: int) -> None:
         """Something may be there to send for this partition."""
 
-    def branched(self, vb_id: int) -> None:
+    def branched(self, vb_id: int, reason: EndReason) -> None:
         """The failover log of this partition changed."""
+
+    def end_streams(self, vb_id: int, reason: EndReason) -> None:
+        """The partition's streams are over."""
 
     def supersede(self) -> None:
         """Another connection took this one's name: close."""
@@ -68,7 +73,12 @@ class StreamHub:
             for follower in followers.get(vb_id, ()):
                 follower.wake(vb_id)
 
-    def branched(self, vb_id: int) -> None:
+    def branched(self, vb_id: int, reason: EndReason = EndReason.ROLLBACK) -> None:
         """The partition's failover log changed: every stream that began before ends."""
         for follower in tuple(self._followers.get(vb_id, ())):
-            follower.branched(vb_id)
+            follower.branched(vb_id, reason)
+
+    def end_streams(self, vb_id: int, reason: EndReason) -> None:
+        """End all streams of a partition."""
+        for follower in tuple(self._followers.get(vb_id, ())):
+            follower.end_streams(vb_id, reason)

@@ -30,10 +30,13 @@ Rules: DCP flow control and snapshots as kv_engine documents them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from dcp.stream.hub import StreamHub
+from dcp.stream.rate import RateLimit
+from dcp.stream.stream import Stream
+from dcp.stream.terms import Terms
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import (
     MARKER_EXTRAS,
@@ -70,40 +73,6 @@ FrameCodec = Callable[[bytes], bytes]
 """Turns a stored frame (opaque set) into what this connection negotiated."""
 
 
-class Stream:
-    """One partition's cursor on one connection."""
-
-    __slots__ = (
-        "end_seqno",
-        "is_backlog",
-        "is_queued",
-        "next_seqno",
-        "opaque",
-        "opaque_bytes",
-        "skip",
-        "snap_end_seqno",
-        "snap_start_seqno",
-        "vb_id",
-        "vb_uuid",
-    )
-
-    def __init__(self, vb_id: int, vb_uuid: int, opaque: int, request: StreamRequest) -> None:
-        self.vb_id = vb_id
-        self.vb_uuid = vb_uuid
-        """The partition's version whose failover log answered the request."""
-        self.opaque = opaque
-        self.opaque_bytes = opaque.to_bytes(4, "big")
-        self.next_seqno = request.start_seqno + 1
-        self.end_seqno = request.end_seqno
-        self.snap_start_seqno = request.snap_start_seqno
-        """Where the next marker starts."""
-        self.snap_end_seqno: int | None = None
-        """End of the snapshot under way; None between snapshots."""
-        self.skip: Container[int] = ()
-        self.is_backlog = True
-        self.is_queued = False
-
-
 class Producer:
     """See the module. `schedule` is called when there is something to pump."""
 
@@ -131,6 +100,8 @@ class Producer:
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
         self._urgent: list[bytes] = []
+        self._limited: dict[int, Stream] = {}
+        """Streams that have a `rate`, by partition."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._last_noop_ns = 0
         self._last_heard_ns = 0
@@ -154,6 +125,7 @@ class Producer:
             return
         vb_uuid = self._engine.partitions[vb_id].vb_uuid
         stream = Stream(vb_id, vb_uuid, opaque, request)
+        stream.opened_ns = self._last_heard_ns
         self._streams[vb_id] = stream
         self._hub.follow(vb_id, self)
         self._queue(stream)
@@ -188,6 +160,8 @@ class Producer:
 
     def tick(self, now_ns: int) -> bool:
         """Send a NOOP where one is due. False: the peer is gone, close the connection."""
+        if self._limited:
+            self._refill(now_ns)
         if not self.noop_is_enabled:
             return True
         self._last_heard_ns = self._last_heard_ns or now_ns
@@ -208,12 +182,15 @@ class Producer:
         if not stream.is_queued:
             self._queue(stream)
 
-    def branched(self, vb_id: int) -> None:
+    def branched(self, vb_id: int, reason: EndReason) -> None:
         """The partition's failover log changed: its stream ends, unless it began under this one."""
         stream = self._streams[vb_id]
         if stream.vb_uuid != self._engine.partitions[vb_id].vb_uuid:
-            self._forget(stream)
-            self._send_urgently(pack_stream_end(vb_id, stream.opaque, EndReason.ROLLBACK))
+            self.end(stream, reason)
+
+    def end_streams(self, vb_id: int, reason: EndReason) -> None:
+        """The partition's stream is over."""
+        self.end(self._streams[vb_id], reason)
 
     def supersede(self) -> None:
         """A newer connection has this one's name."""
@@ -226,6 +203,47 @@ class Producer:
         self._streams.clear()
         self._ready.clear()
         self._waiting.clear()
+        self._limited.clear()
+
+    # -- what operators do ---------------------------------------------------------------------
+
+    def streams(self) -> Iterator[Stream]:
+        """Return the open streams."""
+        return iter(tuple(self._streams.values()))
+
+    def phase_of(self, stream: Stream) -> str:
+        """Say in a word what a stream is doing."""
+        if stream.rate is not None and not stream.rate.bytes_per_s:
+            return "stalled"
+        if stream in self._waiting:
+            return "waiting"
+        return "backlog" if stream.is_backlog else "live"
+
+    def end(self, stream: Stream, reason: EndReason) -> None:
+        """End a stream and tell the client why."""
+        self._forget(stream)
+        self._send_urgently(pack_stream_end(stream.vb_id, stream.opaque, reason))
+
+    def limit(self, stream: Stream, rate: RateLimit | None) -> None:
+        """Slow a stream down, stop it (a rate of 0), or let it go again (None).
+
+        A stream that stops in the middle of its backlog keeps its place among BACKLOGS_MAX.
+        """
+        stream.rate = rate
+        if rate is not None:
+            self._limited[stream.vb_id] = stream
+            return
+        self._limited.pop(stream.vb_id, None)
+        if not stream.is_queued:
+            self._queue(stream)
+
+    def _refill(self, now_ns: int) -> None:
+        for stream in self._limited.values():
+            rate = stream.rate
+            assert rate is not None
+            rate.refill(now_ns)
+            if rate.allowance_bytes > 0 and not stream.is_queued:
+                self._queue(stream)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -243,7 +261,17 @@ class Producer:
             if window <= 0:
                 break
             stream = ready.popleft()
-            sent = self._take_turn(stream, out, min(TURN_BYTES, window, bytes_max))
+            turn_bytes = min(TURN_BYTES, window, bytes_max)
+            rate = stream.rate
+            if rate is None:
+                sent = self._take_turn(stream, out, turn_bytes)
+            elif rate.allowance_bytes > 0:
+                sent = self._take_turn(stream, out, min(turn_bytes, rate.allowance_bytes))
+                rate.allowance_bytes -= sent
+            else:
+                stream.is_queued = False  # `_refill` queues it again
+                self._admit()
+                continue
             bytes_max -= sent
             self._count(sent)
         return out
@@ -335,6 +363,7 @@ class Producer:
     def _forget(self, stream: Stream) -> None:
         del self._streams[stream.vb_id]
         self._hub.unfollow(stream.vb_id, self)
+        self._limited.pop(stream.vb_id, None)
         if stream.is_queued:
             queue = self._ready if stream in self._ready else self._waiting
             queue.remove(stream)

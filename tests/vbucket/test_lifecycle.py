@@ -1,0 +1,156 @@
+"""Failover, states and purges: in memory, after a crash, in the store after a merge."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.wire.message import EndReason, parse_stream_end
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.memory_node import MemoryNode, Peer
+from vbucket.engine import BranchRefusedError
+from vbucket.lifecycle import PurgeRefusedError, failover, purge, set_state
+from vbucket.partition import Partition, VbState
+
+VB = 7
+
+
+@pytest.fixture
+def node() -> MemoryNode:
+    return MemoryNode()
+
+
+@pytest.fixture
+def writer(node: MemoryNode) -> Peer:
+    peer = node.connect()
+    peer.hello()
+    for key in (b"a", b"b", b"a", b"c"):
+        peer.set(VB, key, b"value")
+    node.commit()
+    return peer
+
+
+def survives(node: MemoryNode, how: str) -> Partition:
+    """Commit, then lose memory: by a crash, or by a merge and a crash."""
+    node.commit()
+    if how == "merge":
+        node.merge()
+    node.crash()
+    return node.engine.partitions[VB]
+
+
+def facts(part: Partition) -> tuple[object, ...]:
+    return part.state, part.high_seqno, part.purge_seqno, part.failover.pairs(), part.item_count
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+def test_a_failover_makes_a_version_at_the_high_seqno(
+    node: MemoryNode, writer: Peer, how: str
+) -> None:
+    before = node.engine.partitions[VB].vb_uuid
+    failover(node.engine, VB)
+    part = survives(node, how)
+    pairs = part.failover.pairs()
+    assert [seqno for _, seqno in pairs] == [4, 0]
+    assert pairs[1][0] == before != pairs[0][0]
+    assert (part.high_seqno, part.item_count) == (4, 3)
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+def test_a_failover_to_a_copy_that_was_behind_loses_the_last_changes(
+    node: MemoryNode, writer: Peer, how: str
+) -> None:
+    branch = failover(node.engine, VB, 2)
+    assert (branch.seqno, branch.undone_seqnos, branch.undone_keys) == (2, 2, 2)
+    part = survives(node, how)
+    assert (part.high_seqno, part.item_count, part.failover.current.seqno) == (2, 2, 2)
+
+
+def test_more_than_there_is_cannot_be_lost(node: MemoryNode, writer: Peer) -> None:
+    with pytest.raises(BranchRefusedError, match="ends at seqno 4; it cannot lose 5"):
+        failover(node.engine, VB, 5)
+    assert not node.engine.has_pending
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+@pytest.mark.parametrize("state", [VbState.REPLICA, VbState.PENDING, VbState.DEAD])
+def test_a_partition_that_is_not_active_takes_no_commands(
+    node: MemoryNode, writer: Peer, how: str, state: VbState
+) -> None:
+    assert set_state(node.engine, VB, state) is None
+    assert writer.set(VB, b"d", b"").status == Status.NOT_MY_VBUCKET
+    assert writer.ask(Opcode.GET, vb_id=VB, key=b"a").status == Status.NOT_MY_VBUCKET
+    before = facts(node.engine.partitions[VB])
+    part = survives(node, how)
+    assert part.state == state
+    assert facts(part) == before
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+def test_becoming_active_makes_a_version(node: MemoryNode, writer: Peer, how: str) -> None:
+    set_state(node.engine, VB, VbState.DEAD)
+    branch = set_state(node.engine, VB, VbState.ACTIVE)
+    assert branch is not None
+    assert branch.seqno == 4
+    part = survives(node, how)
+    assert part.state == VbState.ACTIVE
+    assert part.failover.current == branch.failover.current
+
+
+def test_the_state_that_a_partition_has_changes_nothing(node: MemoryNode, writer: Peer) -> None:
+    assert set_state(node.engine, VB, VbState.ACTIVE) is None
+    assert not node.engine.has_pending
+
+
+def test_a_failover_makes_a_replica_active(node: MemoryNode, writer: Peer) -> None:
+    set_state(node.engine, VB, VbState.REPLICA)
+    failover(node.engine, VB)
+    node.commit()
+    assert node.engine.partitions[VB].state == VbState.ACTIVE
+    assert writer.set(VB, b"d", b"").status == Status.OK
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+def test_a_purge_makes_who_stood_below_it_start_again(
+    node: MemoryNode, writer: Peer, how: str
+) -> None:
+    assert purge(node.engine, VB, 3) == 3
+    assert purge(node.engine, VB, 2) == 3, "it never falls"
+    part = survives(node, how)
+    assert part.purge_seqno == 3
+    peer = node.connect()
+    peer.hello()
+    peer.open()
+    answer = peer.stream(VB, 2, uuid=part.vb_uuid)
+    assert (answer.status, answer.value) == (Status.ROLLBACK, bytes(8))
+    assert peer.stream(VB, 3, uuid=part.vb_uuid).status == Status.OK
+
+
+def test_the_change_at_the_high_seqno_is_never_purged(node: MemoryNode, writer: Peer) -> None:
+    assert purge(node.engine, VB) == 3
+    for upto_seqno in (4, 5):
+        with pytest.raises(PurgeRefusedError, match="ends at seqno 4"):
+            purge(node.engine, VB, upto_seqno)
+    assert purge(node.engine, VB + 1) == 0, "an empty partition has nothing to purge"
+
+
+@pytest.mark.parametrize("how", ["replay", "merge"])
+def test_a_rollback_takes_the_purge_seqno_along(node: MemoryNode, writer: Peer, how: str) -> None:
+    purge(node.engine, VB, 3)
+    failover(node.engine, VB, 2)
+    assert node.engine.partitions[VB].purge_seqno == 2
+    assert survives(node, how).purge_seqno == 2
+
+
+def test_streams_end_with_the_state(node: MemoryNode, writer: Peer) -> None:
+    peer = node.connect()
+    peer.hello()
+    peer.open()
+    peer.stream(VB)
+    peer.drain()
+    set_state(node.engine, VB, VbState.DEAD)
+    node.commit()
+    node.hub.end_streams(VB, EndReason.STATE_CHANGED)
+    (end,) = peer.drain()
+    assert parse_stream_end(end) == EndReason.STATE_CHANGED
+    assert peer.stream(VB).status == Status.NOT_MY_VBUCKET
