@@ -20,6 +20,7 @@ from typing import Final
 
 from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands
+from dcp.session.fault_gate import FaultGate
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.updates import UpdateCommands
@@ -91,6 +92,7 @@ class Session:
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
         """What is not there yet of a packet that is being gathered."""
+        self._gate = FaultGate(state)
 
     @property
     def is_logged_in(self) -> bool:
@@ -116,7 +118,9 @@ class Session:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered, after the answers were taken away."""
         state = self.state
-        state.is_full = False
+        state.is_full = now_ns < state.held_until_ns
+        if state.is_full:
+            return
         state.unread_bytes = 0
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
@@ -128,7 +132,7 @@ class Session:
         end = len(buffer)
         position = missing_bytes = 0
         body_bytes_max = self._body_bytes_max
-        hot = self._hot if self.is_logged_in else {}
+        hot = self._hot if self.is_logged_in and self._gate.is_open else {}
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -150,8 +154,11 @@ class Session:
             if body_end > end:
                 missing_bytes = body_end - end
                 break
-            self._take(buffer, position, body_end)
-            hot = self._hot if self.is_logged_in else {}
+            if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
+                self._take(buffer, position, body_end)
+            elif state.is_full:
+                break
+            hot = self._hot if self.is_logged_in and self._gate.is_open else {}
             position = body_end
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # Whoever speaks another protocol may never send 24 bytes.

@@ -6,6 +6,7 @@ import json
 from typing import Final, NamedTuple, Protocol
 
 from dcp.session.auth import Authenticator
+from dcp.session.faults import FaultTable
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
@@ -63,6 +64,7 @@ class SessionState:
         "engine",
         "exchange",
         "facts",
+        "faults",
         "flush",
         "flush_answer",
         "has_collections",
@@ -71,6 +73,7 @@ class SessionState:
         "has_preserve_ttl",
         "has_xerror",
         "hashes_keys",
+        "held_until_ns",
         "hub",
         "is_closing",
         "is_full",
@@ -93,6 +96,7 @@ class SessionState:
         authenticator: Authenticator,
         peer_is_loopback: bool,
         limits: Limits,
+        faults: FaultTable | None = None,
     ) -> None:
         self.engine = engine
         self.hub = hub
@@ -100,6 +104,7 @@ class SessionState:
         self.authenticator = authenticator
         self.peer_is_loopback = peer_is_loopback
         self.limits = limits
+        self.faults = FaultTable() if faults is None else faults
         self.buffer = b""
         """What was received and not yet consumed."""
         self.answers: list[bytes] = []
@@ -109,6 +114,8 @@ class SessionState:
         """Bytes among `answers` that a request can ask for without sending as many itself."""
         self.is_full = False
         """Stop taking commands until the answers are gone."""
+        self.held_until_ns = 0
+        """No command is taken before this Unix time: a fault asked for a delay."""
         self.is_closing = False
         self.close_reason = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
