@@ -18,6 +18,7 @@ from couchbase.exceptions import (
 )
 from couchbase.options import ClusterOptions, GetOptions, ReplaceOptions, UpsertOptions
 from couchbase.transcoder import RawBinaryTranscoder
+
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign

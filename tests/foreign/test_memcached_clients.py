@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import bmemcached
 import pylibmc
 import pytest
+
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.foreign
