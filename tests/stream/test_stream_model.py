@@ -67,13 +67,14 @@ class StreamMachine(RuleBasedStateMachine):
         peer.control(b"connection_buffer_size", str(WINDOWS[number]).encode())
         return peer
 
-    @initialize(shares=st.tuples(*[st.sets(vb_ids)] * len(WINDOWS)))
-    def begin(self, shares: tuple[set[int], ...]) -> None:
-        """Some have a history, some of it merged; everybody follows all or a part."""
-        self.set(set(range(VBUCKETS)), list(KEYS + KEYS))
-        self.commit()
-        for number, vb_ids in enumerate(shares):
-            for vb_id in sorted(vb_ids) or range(VBUCKETS):
+    @initialize(with_history=st.sets(vb_ids), order=st.permutations(range(VBUCKETS)))
+    def begin(self, with_history: set[int], order: list[int]) -> None:
+        """Some partitions have a history, and everybody follows all."""
+        if with_history:
+            self.set(with_history, list(KEYS + KEYS))
+            self.commit()
+        for number in range(len(WINDOWS)):
+            for vb_id in order:
                 self.follow(number, vb_id)
 
     # -- the server's side -----------------------------------------------------------------------
@@ -132,12 +133,14 @@ class StreamMachine(RuleBasedStateMachine):
         self.node.end_merge()
         self.is_merging = False
 
-    @rule(vb_id=vb_ids, part=st.floats(0, 1))
-    def branch(self, vb_id: int, part: float) -> None:
+    @rule(vb_id=vb_ids, part=st.floats(0, 1), reads=st.integers(0, 4))
+    def branch(self, vb_id: int, part: float, reads: int) -> None:
         at = int(len(self.live[vb_id]) * part)
         self.node.engine.branch(vb_id, at)
         self.live[vb_id] = self.live[vb_id][:at]
         self.has_branched = True
+        for number in range(len(WINDOWS)):
+            self.read(number, reads)
 
     @precondition(lambda self: not self.has_crashed)
     @rule()
