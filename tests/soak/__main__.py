@@ -1,0 +1,58 @@
+"""python -m soak fuzz: long runs, with a state file that lets them go on where they were."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from soak.fuzz import resident_bytes, run_round
+
+GROWTH_BYTES_MAX = 64 << 20
+SETTLED_ROUNDS = 200
+
+
+def fuzz(frames_wanted: int, state_path: Path) -> int:
+    """Run rounds until so many frames were sent, over all runs with this state file."""
+    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    frames, seed = state.get("frames", 0), state.get("seed", 0)
+    began, began_frames, rounds, settled = time.monotonic(), frames, 0, 0
+    while frames < frames_wanted:
+        try:
+            frames += run_round(seed).frames
+        except BaseException:
+            print(f"round {seed} failed; replay it with: scripts/soak fuzz --round {seed}")
+            raise
+        seed += 1
+        rounds += 1
+        if rounds == SETTLED_ROUNDS:
+            settled = resident_bytes()
+        if settled and resident_bytes() - settled > GROWTH_BYTES_MAX:
+            print(f"memory grew from {settled} to {resident_bytes()} bytes by round {seed}")
+            return 1
+        if rounds % 50 == 0 or frames >= frames_wanted:
+            rate = (frames - began_frames) / (time.monotonic() - began)
+            state_path.write_text(json.dumps({"frames": frames, "seed": seed}))
+            print(f"\r{frames:,} of {frames_wanted:,} frames, {rate:,.0f}/s", end="", flush=True)
+    print(f"\n{frames:,} frames in {seed:,} rounds: no crash, no hang, no growth of memory")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fuzzing = commands.add_parser("fuzz", help="garbage at whole sessions")
+    fuzzing.add_argument("--frames", type=int, default=10_000_000)
+    fuzzing.add_argument("--round", type=int, help="replay one round")
+    fuzzing.add_argument("--state", type=Path, default=Path(".soak-fuzz.json"))
+    arguments = parser.parse_args()
+    if arguments.round is not None:
+        print(run_round(arguments.round))
+        return 0
+    return fuzz(arguments.frames, arguments.state)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Garbage at whole sessions: no crash, no hang, no memory without bound, whatever a peer sends.
+
+Each round is one node in memory and a few connections, made from the round's number alone, so a
+failing round replays by itself. What is sent mixes plain noise, packets whose headers lie, and
+ordinary conversations with some of their bytes changed; all of it cut anywhere.
+
+Invariants, checked after each piece
+- nothing raises;
+- a session keeps at most one incomplete packet, and only one whose header was accepted;
+- answers are well-formed packets, and no more than the limit wait at a time;
+- the connection either goes on or has said why it closes;
+- memory at the end of a run is what it was near its beginning.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dcp.session.session import BODY_EXTRA_BYTES
+from dcp.session.state import ANSWER_BYTES_MAX, Limits
+from dcp.wire.frame import HEADER, FrameDecoder, pack_request
+from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request
+from dcp.wire.opcode import Opcode
+from support.memory_node import MemoryNode, Peer
+
+VALUE_BYTES_MAX: Final = 2048
+PEERS: Final = 4
+PIECES: Final = 60
+FRAMES_IN_PIECE: Final = 40
+OPCODES: Final = [int(opcode) for opcode in Opcode]
+FEATURES: Final = (0x04, 0x07, 0x08, 0x0B, 0x12, 0x14, 0x1D)
+TEXT: Final = (
+    b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
+    b"gets a\r\n", b"cas a 0 0 1 5\r\nx\r\n", b"touch a 5\r\n", b"version\r\n", b"noop\r\n",
+    b"set a 0 0 99999999999\r\n", b"append a 0 0 2 noreply\r\nzz\r\n", b"\r\n", b"quit\r\n",
+)  # fmt: skip
+
+
+class Round(NamedTuple):
+    """What a round did."""
+
+    frames: int
+    closed: int
+
+
+def run_round(seed: int) -> Round:
+    """Play one round; raises AssertionError, or whatever the code under test should not raise."""
+    draw = random.Random(seed)
+    node = MemoryNode(seed)
+    limits = Limits(value_bytes_max=VALUE_BYTES_MAX)
+    peers = [connect(node, draw, limits) for _ in range(PEERS)]
+    frames = closed = 0
+    for _ in range(PIECES):
+        place = draw.randrange(PEERS)
+        count, data = piece(draw)
+        frames += count
+        feed(draw, peers[place], data)
+        if draw.random() < 0.5:
+            node.commit()
+        if draw.random() < 0.02:
+            node.merge()
+        pump(draw, peers[place])
+        if peers[place].state.is_closing:
+            closed += 1
+            if peers[place].state.producer is not None:
+                peers[place].state.producer.close()
+            peers[place] = connect(node, draw, limits)
+    return Round(frames, closed)
+
+
+def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
+    """Open a connection; half of them shake hands as real clients do."""
+    peer = node.connect(is_loopback=draw.random() < 0.8, limits=limits)
+    if draw.random() < 0.5:
+        peer.hello(*draw.sample(FEATURES, draw.randint(0, len(FEATURES))))
+    if draw.random() < 0.5:
+        peer.send(
+            pack_open(b"fuzz%d" % draw.randrange(3), draw.choice((1, 1, 1, 0x21, 0x09)))
+            + pack_control(b"enable_noop", b"true")
+            + pack_control(b"connection_buffer_size", b"%d" % draw.choice((0, 50, 5000)))
+        )
+    return peer
+
+
+def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
+    """Send bytes cut anywhere, and check what the session keeps and says."""
+    state, session = peer.state, peer.session
+    decoder = FrameDecoder()
+    position = 0
+    is_text = bool(data) and not state.buffer and data[0] < 0x80
+    while position < len(data) and not state.is_closing:
+        size = draw.choice((1, 7, 24, 100, 1000, len(data)))
+        session.receive(data[position : position + size], peer.node.now_ns)
+        position += size
+        answers = b"".join(state.answers)
+        state.answers.clear()
+        state.notes.clear()
+        assert len(answers) <= 2 * ANSWER_BYTES_MAX + VALUE_BYTES_MAX
+        if not is_text and answers[:1] == b"\x81":
+            decoder.feed(answers)
+        while state.is_full:
+            session.resume(peer.node.now_ns)
+            state.answers.clear()
+            state.notes.clear()
+        assert len(state.buffer) <= VALUE_BYTES_MAX + BODY_EXTRA_BYTES + 24 + size
+    if state.is_closing:
+        assert state.close_reason, "a connection closes with a reason"
+
+
+def pump(draw: random.Random, peer: Peer) -> None:
+    """Send stream messages as a connection would."""
+    producer = peer.state.producer
+    if producer is None:
+        return
+    producer.tick(peer.node.now_ns)
+    for _ in range(3):
+        messages = producer.pump(draw.choice((100, 10_000)))
+        FrameDecoder().feed(b"".join(messages))
+        if not producer.has_output:
+            break
+
+
+def piece(draw: random.Random) -> tuple[int, bytes]:
+    """Return a number of packets, good, bad or noise, as one run of bytes."""
+    count = draw.randint(1, FRAMES_IN_PIECE)
+    kind = draw.random()
+    if kind < 0.05:
+        return count, draw.randbytes(draw.randint(1, 400))
+    if kind < 0.10:
+        return count, b"".join(draw.choice(TEXT) for _ in range(count))
+    make = lying_header if kind < 0.4 else ordinary
+    data = bytearray(b"".join(make(draw) for _ in range(count)))
+    if kind > 0.7:
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return count, bytes(data)
+
+
+def lying_header(draw: random.Random) -> bytes:
+    """Return a packet whose lengths need not fit its body."""
+    body = draw.randbytes(draw.choice((0, 1, 8, 20, 48, 60)))
+    body_len = len(body) if draw.random() < 0.9 else draw.choice((0, 5, 2**31, 2**32 - 1))
+    magic = draw.choice((0x80, 0x80, 0x80, 0x80, 0x08, 0x81, 0x82, 0x83, 0x18))
+    opcode = draw.choice(OPCODES) if draw.random() < 0.8 else draw.randrange(256)
+    return (
+        HEADER.pack(
+            magic,
+            opcode,
+            draw.choice((0, 1, 4, len(body), 251, 65535)),
+            draw.choice((0, 4, 8, 20, 48, 255)),
+            draw.choice((0, 1, 2, 255)),
+            draw.choice((0, 5, 1023, 1024, 65535)),
+            body_len,
+            draw.getrandbits(32),
+            draw.choice((0, 0, 1, 2**64 - 1)),
+        )
+        + body
+    )
+
+
+def ordinary(draw: random.Random) -> bytes:
+    """Return a packet that a client could send."""
+    key = b"\0" * (draw.random() < 0.7) + draw.choice((b"a", b"b", b"longer-key"))
+    vb_id = draw.choice((0, 5, 9))
+    choice = draw.randrange(8)
+    if choice < 3:
+        value = draw.randbytes(draw.choice((0, 3, 200, VALUE_BYTES_MAX)))
+        opcode = draw.choice((Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.REPLACE))
+        extras = struct.pack(">II", draw.getrandbits(32), draw.choice((0, 0, 10, 2**31)))
+        return pack_request(opcode, vb_id=vb_id, key=key, value=value, extras=extras)
+    if choice < 5:
+        opcode = draw.choice((Opcode.GET, Opcode.GETKQ, Opcode.DELETE, Opcode.GETQ))
+        return pack_request(opcode, vb_id=vb_id, key=key)
+    if choice == 5:
+        start = draw.choice((0, 0, 1, 5))
+        request = StreamRequest(
+            draw.choice((0, 0, 0x04, 0x40)), start, 2**64 - 1, draw.choice((0, 1)), start, start
+        )
+        value = draw.choice((b"", b"", b'{"uid":"0"}', b'{"collections":["0"]}', b"{"))
+        return pack_stream_request(vb_id, request, draw.getrandbits(32), value)
+    if choice == 6:
+        return pack_request(Opcode.DCP_BUFFER_ACK, extras=struct.pack(">I", draw.getrandbits(16)))
+    opcode = draw.choice((Opcode.NOOP, Opcode.STAT, Opcode.GET_ALL_VB_SEQNOS, Opcode.VERSION))
+    return pack_request(opcode)
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
