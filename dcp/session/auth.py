@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from dcp.session.rights import FULL_RIGHTS, Rights
+
 
 class AuthStep(NamedTuple):
     """The outcome of one SASL message."""
@@ -21,6 +23,12 @@ class AuthStep(NamedTuple):
     """What `Authenticator.step` wants with the next message; None when the exchange is over."""
     user: str | None = None
     """Who logged in; set with OK only."""
+    rights: Rights = FULL_RIGHTS
+    """What the user may do; counts with OK only."""
+    claimed: str = ""
+    """Whom the client says it is, where it has said so."""
+    why: str = ""
+    """Why it was refused, where the client may know; "" where any reason would tell too much."""
 
 
 class Authenticator(Protocol):

@@ -8,6 +8,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.auth import AuthStep
+from dcp.session.rights import FULL_RIGHTS
 from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, Feature
 from dcp.wire.frame import Frame
@@ -104,6 +105,7 @@ class ConnectionCommands:
         mechanism = request.key.decode("ascii", "replace")
         if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
             state.refuse(request, Status.AUTH_ERROR, f"no such SASL mechanism: {mechanism}")
+            self._count_failure()
             return
         self._finish_step(
             request,
@@ -123,11 +125,22 @@ class ConnectionCommands:
         state.exchange = step.exchange
         if step.status in {Status.OK, Status.AUTH_CONTINUE}:
             if step.status == Status.OK:
-                state.user = step.user
+                state.logged_in(step.user, step.rights)
             state.answer(request, step.status, value=step.data)
             return
-        state.user = None
-        state.refuse(request, step.status, "user or password is wrong, or not allowed from there")
+        state.logged_in(None, FULL_RIGHTS)
+        why = step.why or "user or password is wrong, or not allowed from there"
+        state.refuse(request, step.status, why)
+        self._count_failure()
+
+    def _count_failure(self) -> None:
+        """Whoever guesses passwords has to connect again now and then."""
+        state = self._state
+        state.login_failures += 1
+        if state.login_failures >= state.limits.login_failures_max:
+            state.close(
+                f"{state.login_failures} logins failed, the limit (setting login_failures_max)"
+            )
 
     def select_bucket(self, request: Frame) -> None:
         """Select the bucket; there is one."""

@@ -20,6 +20,7 @@ from typing import Final
 
 from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands
+from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
@@ -32,9 +33,6 @@ _unpack_header: Final = HEADER.unpack_from
 
 BODY_EXTRA_BYTES: Final = 4096
 """Room for extras, key and framing beside the value in a body."""
-
-BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
-"""Largest body of a stranger: logging in needs far less, and anybody can be one."""
 
 GATHERED_BYTES_MIN: Final = 64 * 1024
 """A packet that lacks more than this is gathered piece by piece. Adding each piece to what was
@@ -89,6 +87,8 @@ class Session:
         )
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
         self._gathered = bytearray()
+        self._checked: dict[int, DocumentHandler] = {}
+        """What users run that may not read and write everything; made for the first of them."""
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
         """What is not there yet of a packet that is being gathered."""
@@ -97,7 +97,7 @@ class Session:
     @property
     def is_logged_in(self) -> bool:
         """Whether commands are taken: a user is known, or the peer is local and none is needed."""
-        return self.state.user is not None or self.state.allows_anonymous
+        return self.state.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
         """Work through what a read brought in; `now_ns` is Unix time."""
@@ -132,7 +132,7 @@ class Session:
         end = len(buffer)
         position = missing_bytes = 0
         body_bytes_max = self._body_bytes_max
-        hot = self._hot if self.is_logged_in and self._gate.is_open else {}
+        hot = self._document_handlers()
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -158,7 +158,7 @@ class Session:
                 self._take(buffer, position, body_end)
             elif state.is_full:
                 break
-            hot = self._hot if self.is_logged_in and self._gate.is_open else {}
+            hot = self._document_handlers()
             position = body_end
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # Whoever speaks another protocol may never send 24 bytes.
@@ -174,13 +174,41 @@ class Session:
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
             return f"no request begins with byte 0x{magic:02x}"
-        body_bytes_max = self._body_bytes_max
-        if not self.is_logged_in:
-            body_bytes_max = min(body_bytes_max, BODY_BYTES_MAX_BEFORE_LOGIN)
+        body_bytes_max, setting = self._body_bytes_max, "value_bytes_max"
+        login_bytes_max = self.state.limits.login_body_bytes_max
+        if not self.is_logged_in and login_bytes_max < body_bytes_max:
+            body_bytes_max, setting = login_bytes_max, "login_body_bytes_max"
         if body_len > body_bytes_max:
             return (
+    def _document_handlers(self) -> dict[int, DocumentHandler]:
+        """Return the handlers that requests reach without a look at their opcode's rules."""
+        rights = self.state.rights
+        if rights is None or not self._gate.is_open:
+            return _NO_HANDLERS
+        if rights.has_all_documents:
+            return self._hot
+        if not self._checked:
+            self._checked = {opcode: self._with_check(run) for opcode, run in self._hot.items()}
+        return self._checked
+
+    def _with_check(self, run: DocumentHandler) -> DocumentHandler:
+        state = self.state
+
+        def checked(
+            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
+            cas: int, start: int, end: int,
+        ) -> None:  # fmt: skip
+            key_at = start + extras_len
+            why = state.denial(opcode, state.buffer[key_at : min(key_at + key_len, end)])
+            if why:
+                self._documents.refuse(opcode, opaque, Status.EACCESS, why)
+            else:
+                run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
+
+        return checked
+
                 f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
-                f"at most {body_bytes_max} are taken"
+                f"at most {body_bytes_max} are taken (setting {setting})"
             )
         return ""
 
@@ -209,8 +237,7 @@ class Session:
         frame_ids: set[int] = set()
         if request.framing and not self._accepts_framing(request, frame_ids):
             return
-        if not self.is_logged_in and opcode not in _BEFORE_LOGIN:
-            state.refuse(request, Status.EACCESS, "log in first (SASL_AUTH)")
+        if opcode not in _BEFORE_LOGIN and not self._may(request):
             return
         if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
             if opcode in _PRESERVE_EXPIRY:
@@ -241,6 +268,25 @@ class Session:
             frame_id, length = byte >> 4, byte & 0x0F
             position += 1
             if frame_id == 15 and position < len(framing):
+    def _may(self, request: Frame) -> bool:
+        """Whether the client may do this; it is refused otherwise."""
+        state = self.state
+        rights = state.rights
+        if rights is None:
+            if state.stale_user:
+                context = f"user {state.stale_user!r} was removed; log in again (SASL_AUTH)"
+                state.refuse(request, Status.AUTH_STALE, context)
+            else:
+                state.refuse(request, Status.EACCESS, "log in first (SASL_AUTH)")
+            return False
+        opcode = request.opcode
+        if rights.is_full or not (opcode in self._cold or opcode in self._hot):
+            return True
+        why = state.denial(opcode, request.key)
+        if why:
+            state.refuse(request, Status.EACCESS, why)
+        return not why
+
                 frame_id += framing[position]
                 position += 1
             if length == 15 and position < len(framing):
@@ -261,4 +307,5 @@ class Session:
 
 _ACCEPTED_MAGICS: Final = frozenset(
     {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.RESPONSE, Magic.SERVER_RESPONSE}
+_NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 )

@@ -7,9 +7,11 @@ from typing import Final, NamedTuple, Protocol
 
 from dcp.session.auth import Authenticator
 from dcp.session.faults import FaultTable
+from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
+from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine import Engine
 from vbucket.updates import Flush
@@ -23,6 +25,10 @@ CONTEXT_CHARS_MAX: Final = 300
 
 NOTES_MAX: Final = 16
 """Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
+
+
+BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
+"""Largest body of a stranger: logging in needs far less, and anybody can be one."""
 
 
 class NodeFacts(Protocol):
@@ -48,6 +54,9 @@ class Limits(NamedTuple):
 
     value_bytes_max: int = MAX_VALUE_BYTES
     streams_max: int = 1024
+    login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
+    login_failures_max: int = 5
+    """Wrong logins after which a connection is closed."""
 
 
 class SessionState:
@@ -78,10 +87,13 @@ class SessionState:
         "is_closing",
         "is_full",
         "limits",
+        "login_failures",
         "notes",
         "peer_is_loopback",
         "producer",
+        "rights",
         "schedule",
+        "stale_user",
         "unread_bytes",
         "user",
         "wait_group",
@@ -96,6 +108,7 @@ class SessionState:
         authenticator: Authenticator,
         peer_is_loopback: bool,
         limits: Limits,
+        takes_anonymous: bool = True,
         faults: FaultTable | None = None,
     ) -> None:
         self.engine = engine
@@ -121,10 +134,13 @@ class SessionState:
         self.notes: list[tuple[str, dict[str, object]]] = []
         """What the shell should log: (event, fields)."""
         self.user: str | None = None
+        self.stale_user = ""
+        """Who was logged in until the user was removed."""
+        self.login_failures = 0
         self.exchange: object | None = None
-        self.allows_anonymous = peer_is_loopback and "PLAIN" in authenticator.mechanisms(
-            peer_is_loopback
-        )
+        self.allows_anonymous = peer_is_loopback and takes_anonymous
+        self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
+        """What the client may do; None: nothing before it has logged in."""
         self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
@@ -170,6 +186,34 @@ class SessionState:
         self.note("refused", opcode=request.opcode, status=status, reason=context)
         body = self.error_body(context)
         self.answer(request, status, value=body, is_json=bool(body))
+
+    def denial(self, opcode: int, wire_key: bytes) -> str:
+        """Return why the client may not do this, "" if it may; what is refused is noted."""
+        assert self.rights is not None, "asked before the login"
+        collection, key = split_key(wire_key, has_collections=self.has_collections)
+        denial = self.rights.denial(opcode, collection, key)
+        if denial is None:
+            return ""
+        name = Opcode(opcode).name
+        user = self.user or ""
+        self.note("denied", command=name, user=user, role=str(denial.role), reason=denial.why)
+        return (
+            f"user {user!r} may not {name}: {denial.why}; "
+            f"an admin grants it: dcpctl user grant {user} {denial.role}"
+        )[:CONTEXT_CHARS_MAX]
+
+    def rights_changed(self, rights: Rights | None) -> None:
+        """Take note of what the logged-in user may do from now on; None: the user is gone."""
+        assert self.user is not None, "nobody is logged in"
+        self.rights = rights
+        if rights is None:
+            self.stale_user, self.user = self.user, None
+
+    def logged_in(self, user: str | None, rights: Rights) -> None:
+        """Take note of a login; None: it failed, and the client is nobody again."""
+        self.user = user
+        self.stale_user = ""
+        self.rights = rights if user is not None or self.allows_anonymous else None
 
     def send(self, packet: bytes) -> None:
         """Send a response that may be longer than its request, and stop when there is enough."""
