@@ -20,6 +20,7 @@ answer is then OK, or 0.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
 from failover.history import FailoverLog
@@ -46,11 +47,26 @@ class Question(NamedTuple):
     """The purge seqno under which the client's data was sent to it; 0: it does not say."""
 
 
+class RollbackKind(StrEnum):
+    """Why a client has to go back."""
+
+    PURGED = "purged"
+    """Deletions that it may have missed are gone."""
+    UNKNOWN_VERSION = "unknown_version"
+    """No version that it knows is in the failover log."""
+    BRANCHED = "branched"
+    """It holds changes that this history does not have."""
+    INSIDE_SNAPSHOT = "inside_snapshot"
+    """History branched inside the snapshot that it holds in part."""
+
+
 class Decision(NamedTuple):
     """The answer: None for no rollback, else the seqno to go back to; and the reason in words."""
 
     rollback_seqno: int | None
     reason: str
+    kind: RollbackKind | None = None
+    """The reason in one word, for counting; None where there is no rollback."""
 
 
 class _Known(NamedTuple):
@@ -78,17 +94,20 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
             0,
             f"The client stands at seqno {start}, deletions up to seqno {purge} have been purged"
             f" and it may have missed some (it names purge seqno {told_purge}).",
+            RollbackKind.PURGED,
         )
     known = _newest_known(question, log, high_seqno)
     if known is None:
-        return Decision(0, _unknown_reason(question, log))
+        return Decision(0, _unknown_reason(question, log), RollbackKind.UNKNOWN_VERSION)
     decision = _place(question, known)
     back_to = decision.rollback_seqno
     # With a list the next round would only say 0. A client that names our own purge seqno would
     # be let through in the next round, though that seqno tells of newer data than it then holds.
     if back_to and back_to < purge and (question.versions or told_purge == purge):
         return Decision(
-            0, f"{decision.reason} Deletions up to seqno {purge} have been purged, so from seqno 0."
+            0,
+            f"{decision.reason} Deletions up to seqno {purge} have been purged, so from seqno 0.",
+            RollbackKind.PURGED,
         )
     return decision
 
@@ -133,12 +152,14 @@ def _place(question: Question, known: _Known) -> Decision:
             common,
             f"The client stands at seqno {start} ({held}) on {version}: back to where the"
             f" histories part, seqno {common}.",
+            RollbackKind.BRANCHED,
         )
     return Decision(
         snap_start,
         f"The client stands at seqno {start}, inside {held}, on {version}: what it holds of that"
         f" snapshot may leave out changes up to seqno {common}, so back to the snapshot's start,"
         f" seqno {snap_start}.",
+        RollbackKind.INSIDE_SNAPSHOT,
     )
 
 

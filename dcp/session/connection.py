@@ -297,5 +297,6 @@ class ConnectionCommands:
 
     def refuse_vbucket(self, request: Frame) -> None:
         """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
+        self._state.note_not_my_vbucket(request.opcode, request.vb_id)
         config = self._state.facts.bucket_config()
         self._state.answer(request, Status.NOT_MY_VBUCKET, value=config, is_json=True)

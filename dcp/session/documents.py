@@ -131,7 +131,7 @@ class DocumentCommands:
             )
             return
         if vb_id >= NUM_VBUCKETS:
-            self._refuse_vbucket(opcode, opaque)
+            self._refuse_vbucket(opcode, opaque, vb_id)
             return
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
@@ -279,19 +279,20 @@ class DocumentCommands:
                 vb_id = vbucket_of(wire_key)
             key = DEFAULT_COLLECTION_PREFIX + wire_key
         if vb_id >= NUM_VBUCKETS:
-            self._refuse_vbucket(opcode, opaque)
+            self._refuse_vbucket(opcode, opaque, vb_id)
             return None
         return vb_id, key
 
     # -- refusals ------------------------------------------------------------------------------
 
     def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
+        self._state.note("refused", opcode=opcode, status=status, reason=context)
         body = self._state.error_body(context)
         self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
         if status == Status.NOT_MY_VBUCKET:
-            self._refuse_vbucket(opcode, opaque)
+            self._refuse_vbucket(opcode, opaque, vb_id)
             return
         self._state.observes(vb_id)
         # A miss is an everyday answer: no context, no cost.
@@ -299,7 +300,8 @@ class DocumentCommands:
         body = self._state.error_body(context) if context else b""
         self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
-    def _refuse_vbucket(self, opcode: int, opaque: int) -> None:
+    def _refuse_vbucket(self, opcode: int, opaque: int, vb_id: int) -> None:
+        self._state.note_not_my_vbucket(opcode, vb_id)
         config = self._state.facts.bucket_config()
         self._state.send(self._json_response(opcode, opaque, Status.NOT_MY_VBUCKET, config))
 

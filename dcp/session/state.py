@@ -89,6 +89,7 @@ class SessionState:
         "limits",
         "login_failures",
         "notes",
+        "notes_left_out",
         "peer_is_loopback",
         "producer",
         "rights",
@@ -133,6 +134,7 @@ class SessionState:
         self.close_reason = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """What the shell should log: (event, fields)."""
+        self.notes_left_out = 0
         self.user: str | None = None
         self.stale_user = ""
         """Who was logged in until the user was removed."""
@@ -226,6 +228,16 @@ class SessionState:
         """Leave a line for the log; at most NOTES_MAX per batch are kept."""
         if len(self.notes) < NOTES_MAX:
             self.notes.append((event, fields))
+        else:
+            self.notes_left_out += 1
+
+    def note_not_my_vbucket(self, opcode: int, vb_id: int) -> None:
+        """Leave a line for the log: a partition does not take this command here."""
+        parts = self.engine.partitions
+        why = f"it is {parts[vb_id].state.name.lower()}" if vb_id < len(parts) else "no such one"
+        self.note(
+            "refused", opcode=opcode, status=Status.NOT_MY_VBUCKET, reason=f"vb {vb_id}: {why}"
+        )
 
     def error_body(self, context: str) -> bytes:
         """Return the body of an error response, empty for clients without XERROR."""

@@ -280,7 +280,10 @@ class DcpCommands:
         )
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
-            state.note("rollback", vb_id=part.vb_id, reason=decision.reason)
+            state.note(
+                "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
+                kind=str(decision.kind), reason=decision.reason,
+            )  # fmt: skip
             state.answer(request, Status.ROLLBACK, value=U64.pack(decision.rollback_seqno))
             return
         end_seqno = asked.end_seqno
