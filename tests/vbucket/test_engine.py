@@ -1,0 +1,245 @@
+"""The engine's steps one by one: groups, what is committed, branches among groups, freezing.
+
+What any order of them gives is in test_engine_model.py; what clients see, in tests/session.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.wire.status import Status
+from support.memory_node import MemoryNode
+from vbucket.engine import SET, BranchRefusedError, Document, Engine
+from vbucket.log import scan_segment, split_entries
+
+VB, OTHER = 7, 8
+KEY = b"\0k"
+
+
+@pytest.fixture
+def node() -> MemoryNode:
+    return MemoryNode()
+
+
+@pytest.fixture
+def engine(node: MemoryNode) -> Engine:
+    return node.engine
+
+
+def put(engine: Engine, value: bytes = b"v", key: bytes = KEY, vb_id: int = VB) -> int:
+    status, _, seqno = engine.store(SET, vb_id, key, key + value, 0, 0, 0, 0)
+    assert status == Status.OK
+    return seqno
+
+
+def value_of(engine: Engine, key: bytes = KEY, vb_id: int = VB) -> bytes | None:
+    found = engine.get(vb_id, key)
+    return found.value if isinstance(found, Document) else None
+
+
+# -- groups ------------------------------------------------------------------------------------
+
+
+def test_a_group_holds_what_was_applied_since_the_one_before(engine: Engine) -> None:
+    assert engine.take_group() is None
+    put(engine)
+    put(engine, vb_id=OTHER)
+    put(engine)
+    first = engine.take_group()
+    assert first is not None
+    assert (first.number, first.entries, first.high_seqnos) == (1, 3, {VB: 2, OTHER: 1})
+    assert engine.take_group() is None
+    put(engine)
+    second = engine.take_group()
+    assert second is not None
+    assert (second.number, second.entries, second.high_seqnos) == (2, 1, {VB: 3})
+
+
+def test_a_refusal_leaves_nothing_in_the_group(engine: Engine) -> None:
+    assert engine.delete(VB, KEY, 0)[0] == Status.KEY_ENOENT
+    assert engine.store(SET, VB, KEY, KEY, 0, 0, 0, 1)[0] == Status.KEY_ENOENT
+    assert not engine.has_pending
+
+
+def test_groups_commit_in_the_order_they_were_taken(engine: Engine) -> None:
+    put(engine)
+    first = engine.take_group()
+    put(engine)
+    second = engine.take_group()
+    assert first is not None
+    assert second is not None
+    with pytest.raises(AssertionError, match="in the order"):
+        engine.group_committed(second)
+    engine.group_committed(first)
+    part = engine.partitions[VB]
+    assert (part.high_seqno, part.committed_seqno, engine.committed_group) == (2, 1, 1)
+    engine.group_committed(second)
+    assert (part.committed_seqno, engine.committed_group) == (2, 2)
+
+
+def test_a_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engine) -> None:
+    put(engine)
+    group = engine.take_group()
+    assert group is not None
+    engine.group_committed(group, is_synced=False)
+    part = engine.partitions[VB]
+    assert (part.committed_seqno, part.persisted_seqno) == (1, 0)
+    engine.synced()
+    assert part.persisted_seqno == 1
+
+
+def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: MemoryNode) -> None:
+    put(node.engine, b"1")
+    put(node.engine, b"2")
+    group = node.engine.take_group()
+    assert group is not None
+    node.device.append(group.record)
+    node.device.sync()
+    segment = node.device.segments()[-1]
+    (scanned,) = scan_segment(node.device.read(segment), segment)
+    assert scanned[0] == group.number
+    assert len(split_entries(scanned[1])) == 2
+    node.crash()
+    assert value_of(node.engine) == b"2"
+
+
+# -- what waits, what does not -------------------------------------------------------------------
+
+
+def test_a_partition_names_the_last_group_that_changed_it(engine: Engine) -> None:
+    put(engine)
+    engine.take_group()
+    put(engine, vb_id=OTHER)
+    assert engine.partitions[VB].last_group == 1
+    assert engine.partitions[OTHER].last_group == 2
+    assert engine.group == 2
+
+
+def test_frames_above_what_is_committed_are_never_read(engine: Engine) -> None:
+    put(engine)
+    with pytest.raises(AssertionError, match="committed"):
+        engine.frames(VB, 1, 1, bytes(4), (), 100)
+
+
+# -- branches among groups -----------------------------------------------------------------------
+
+
+def test_a_branch_takes_back_what_is_pending_and_what_is_being_written(node: MemoryNode) -> None:
+    engine = node.engine
+    put(engine, b"committed")
+    node.commit()
+    put(engine, b"in flight")
+    in_flight = engine.take_group()
+    put(engine, b"pending")
+    assert in_flight is not None
+    branch = engine.branch(VB, 1)
+    assert (branch.undone_seqnos, branch.undone_keys) == (2, 1)
+    assert value_of(engine) == b"committed"
+    put(engine, b"new branch")
+    node.finish(in_flight)
+    part = engine.partitions[VB]
+    assert (part.high_seqno, part.committed_seqno) == (2, 1)
+    node.commit()
+    assert part.committed_seqno == 2
+    node.crash()
+    assert value_of(node.engine) == b"new branch"
+
+
+def test_a_branch_that_was_not_synced_is_gone_after_a_crash(node: MemoryNode) -> None:
+    put(node.engine, b"1")
+    put(node.engine, b"2")
+    node.commit()
+    log = node.engine.partitions[VB].failover.pairs()
+    node.engine.branch(VB, 1)
+    put(node.engine, b"never seen")
+    node.crash()
+    assert value_of(node.engine) == b"2"
+    assert node.engine.partitions[VB].failover.pairs() == log
+
+
+def test_a_branch_restores_deleted_documents_and_counts(node: MemoryNode) -> None:
+    engine = node.engine
+    put(engine, b"1")
+    put(engine, b"x", b"\0other")
+    node.merge()
+    engine.delete(VB, KEY, 0)
+    engine.delete(VB, b"\0other", 0)
+    put(engine, b"new", b"\0third")
+    part = engine.partitions[VB]
+    assert part.item_count == 1
+    engine.branch(VB, 3)
+    assert (value_of(engine), value_of(engine, b"\0other")) == (None, b"x")
+    assert value_of(engine, b"\0third") is None
+    assert part.item_count == 1
+    engine.branch(VB, 0)
+    assert part.item_count == 0
+    assert put(engine, b"again") == 1
+
+
+def test_cas_and_revision_go_on_after_a_branch(engine: Engine) -> None:
+    for n in range(5):
+        put(engine, b"%d" % n)
+    max_cas = engine.partitions[VB].max_cas
+    engine.branch(VB, 2)
+    assert engine.store(SET, VB, KEY, KEY, 0, 0, 0, 0)[1] > max_cas, "a CAS is never used twice"
+
+
+def test_a_branch_cannot_begin_where_nothing_is_or_where_versions_are_gone(engine: Engine) -> None:
+    put(engine)
+    put(engine)
+    with pytest.raises(BranchRefusedError, match="ends at seqno 2"):
+        engine.branch(VB, 3)
+    engine.partitions[VB].history_floor = 2
+    with pytest.raises(BranchRefusedError, match="from seqno 2 only"):
+        engine.branch(VB, 1)
+    assert engine.partitions[VB].high_seqno == 2
+
+
+# -- freezing ------------------------------------------------------------------------------------
+
+
+def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
+    put(engine)
+    with pytest.raises(AssertionError, match="group boundary"):
+        engine.freeze()
+
+
+def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_four_times(
+    node: MemoryNode,
+) -> None:
+    engine = Engine(node.store, node.draw_uuid, memtable_bytes_max=10_000)
+
+    def fill(size: int) -> None:
+        put(engine, bytes(size))
+        group = engine.take_group()
+        assert group is not None
+        engine.group_committed(group)
+
+    fill(9_000)
+    assert not engine.wants_freeze
+    fill(1_000)
+    assert engine.wants_freeze
+    engine.freeze()
+    assert not engine.wants_freeze, "one merge at a time"
+    fill(29_000)
+    assert not engine.is_overfull
+    fill(1_000)
+    assert engine.is_overfull
+
+
+def test_reads_find_every_layer(node: MemoryNode) -> None:
+    engine = node.engine
+    put(engine, b"store", b"\0store")
+    put(engine, b"old", b"\0deleted")
+    node.merge()
+    put(engine, b"frozen", b"\0frozen")
+    engine.delete(VB, b"\0deleted", 0)
+    node.begin_merge()
+    put(engine, b"active", b"\0active")
+    for name in (b"store", b"frozen", b"active"):
+        assert value_of(engine, b"\0" + name) == name
+    assert value_of(engine, b"\0deleted") is None
+    node.end_merge()
+    for name in (b"store", b"frozen", b"active"):
+        assert value_of(engine, b"\0" + name) == name
+    assert value_of(engine, b"\0deleted") is None
