@@ -33,6 +33,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.history import FailoverLog
 from vbucket.entry import (
+    DATATYPE_AT,
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
     EXPIRATION_ENTRY,
@@ -48,13 +49,26 @@ from vbucket.entry import (
     is_deleted,
     key_of,
     pack_control,
+    pack_system_event,
+    prev_seqno_of,
     seqno_of,
+    value_of,
 )
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.log import pack_group
+from vbucket.manifest import (
+    DEFAULT_COLLECTION,
+    Manifest,
+    SystemEvent,
+    collection_of,
+    events_between,
+    missing_events,
+    system_key,
+)
 from vbucket.merge import MergeReport
 from vbucket.partition import ABSENT, Partition, VbState
-from vbucket.store import FrameBatch, Store, StoredMeta
+from vbucket.store import Accepts, FrameBatch, Store, StoredMeta
+from vbucket.tally import Tally
 from vbucket.versions import Versions
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -78,6 +92,7 @@ Outcome = tuple[int, int, int]
 """Status, CAS, seqno. CAS and seqno are 0 where nothing was changed."""
 
 _NOT_MY_VBUCKET: Final[Outcome] = (Status.NOT_MY_VBUCKET, 0, 0)
+_COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
 _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
 _ABSENT_META: Final = (DELETION, 0, 0, 0, 0, 0, 0)
@@ -102,7 +117,11 @@ class Group(NamedTuple):
     """vb -> high seqno of each partition that the group changed."""
     branched: list[int]
     """Partitions whose failover log the group changed."""
+    restated: list[int]
+    """Partitions whose state the group changed."""
     entries: int
+    manifest: Manifest | None = None
+    """The collections manifest, where the group changed it."""
 
 
 class BranchRefusedError(Exception):
@@ -141,13 +160,20 @@ class Engine:
             part.history_floor = record.history_floor
             part.max_cas = record.max_cas
             part.item_count = record.item_count
+            part.tally = Tally(record.tally)
             self.partitions.append(part)
+        self.manifest = self.committed_manifest = store.manifest()
+        """Which collections there are; as commands see it, and as streams do."""
+        self._adopt_manifest(self.manifest)
+        self.manifest_group = 0
+        """The commit group that changed the manifest last; answers that tell of it wait for it."""
         self.group = 1
         """Number of the open group."""
         self.committed_group = 0
         self._pending: list[bytes] = []
         self._touched: list[Partition] = []
         self._branched: list[int] = []
+        self._restated: list[int] = []
         self._in_flight: list[Group] = []
         self._cas_floor = 0
         self._now_s = 0
@@ -178,8 +204,8 @@ class Engine:
         A `cas` other than 0 must be the document's own.
         """
         part = self.partitions[vb_id]
-        if part.state != 1:
-            return _NOT_MY_VBUCKET
+        if part.state != 1 or part.is_backed_up:
+            return _unwritable(part)
         entry = part.newest.get(key)
         if entry:
             opcode, _, _, _, old_cas, prev_seqno, rev_seqno = _UNPACK_META(entry)
@@ -195,6 +221,8 @@ class Engine:
                 return refusal
         if opcode != MUTATION:
             part.item_count += 1
+            if key[0]:
+                part.tally.count(collection_of(key), 1)
         new_cas = self._cas_floor
         if new_cas <= part.max_cas:
             new_cas = part.max_cas + 1
@@ -214,8 +242,8 @@ class Engine:
     def delete(self, vb_id: int, key: bytes, cas: int) -> Outcome:
         """Delete a document, leaving a tombstone with a seqno of its own."""
         part = self.partitions[vb_id]
-        if part.state != 1:
-            return _NOT_MY_VBUCKET
+        if part.state != 1 or part.is_backed_up:
+            return _unwritable(part)
         if self._expire_if_due(part, key):
             return _MISSING
         entry = part.newest.get(key)
@@ -273,6 +301,8 @@ class Engine:
 
     def delete_up_to(self, vb_id: int, key: bytes, seqno: int) -> None:
         """Delete a document if its newest version is not above `seqno`."""
+        if key[0] and not self.is_reachable(key):
+            return
         meta = self.meta(vb_id, key)
         if not isinstance(meta, int) and meta.opcode == MUTATION and meta.seqno <= seqno:
             self._delete(self.partitions[vb_id], key, meta.seqno, meta.rev_seqno)
@@ -297,7 +327,7 @@ class Engine:
         return self._store.keys(vb_id, after, limit) if self.partitions[vb_id].merged_seqno else []
 
     def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
-        new_cas, seqno = self._next_of_removal(part)
+        new_cas, seqno = self._next_of_removal(part, key)
         entry = (
             _PACK_DELETION(
                 prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
@@ -309,7 +339,7 @@ class Engine:
         return 0, new_cas, seqno
 
     def _expire(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> None:
-        new_cas, seqno = self._next_of_removal(part)
+        new_cas, seqno = self._next_of_removal(part, key)
         entry = (
             _PACK_EXPIRATION(
                 prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
@@ -320,20 +350,32 @@ class Engine:
         )  # fmt: skip
         self._applied(part, key, entry)
 
-    def _next_of_removal(self, part: Partition) -> tuple[int, int]:
+    def _next_of_removal(self, part: Partition, key: bytes) -> tuple[int, int]:
         """Return CAS and seqno for a document that goes."""
-        part.item_count -= 1
+        self._count(part, key, -1)
         part.max_cas = new_cas = max(self._cas_floor, part.max_cas + 1)
         part.high_seqno = seqno = part.high_seqno + 1
         return new_cas, seqno
 
     def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
         part.newest[key] = entry
-        part.active.entries.append(entry)
+        part.append_entry(entry)
         self._pending.append(entry)
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
+        if key[0]:
+            seqno = part.high_seqno
+            part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
+
+    def _count(self, part: Partition, key: bytes, documents: int) -> None:
+        """Count live documents in or out; those of dropped collections do not count."""
+        if key[0]:
+            collection_id = collection_of(key)
+            if collection_id not in self.manifest.collections:
+                return
+            part.tally.count(collection_id, documents)
+        part.item_count += documents
 
     def _expire_if_due(self, part: Partition, key: bytes) -> bool:
         """Remove a document whose time is over: an expiry is a change with a seqno of its own."""
@@ -366,12 +408,15 @@ class Engine:
             pack_group(self.group, payload),
             {part.vb_id: part.high_seqno for part in self._touched},
             self._branched,
+            self._restated,
             len(self._pending),
+            self.manifest if self.manifest_group == self.group else None,
         )
         self.active_bytes += len(payload)
         self._pending = []
         self._touched = []
         self._branched = []
+        self._restated = []
         self._in_flight.append(group)
         self.group += 1
         return group
@@ -382,6 +427,8 @@ class Engine:
         assert self._in_flight[0] is group, "groups commit in the order they were taken"
         del self._in_flight[0]
         self.committed_group = group.number
+        if group.manifest is not None:
+            self.committed_manifest = group.manifest
         partitions = self.partitions
         for vb_id, seqno in group.high_seqnos.items():
             part = partitions[vb_id]
@@ -426,11 +473,15 @@ class Engine:
         for group in self._in_flight:
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
+        if part.state == VbState.ACTIVE:
+            self.tell_missing_events(part)
         return Branch(vb_id, failover, at_seqno, before - at_seqno, undone_keys)
 
     def add_control(self, part: Partition, document: dict[str, object]) -> None:
         """Put what was done to a partition into the open group, beside its changes."""
         self._pending.append(pack_control(part.vb_id, document))
+        if document["kind"] == "state":
+            self._restated.append(part.vb_id)
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
@@ -443,9 +494,11 @@ class Engine:
             entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
             assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
             restored[key] = entry
-            was_live = self._is_live(part, key)
-            part.item_count += bool(entry and not is_deleted(entry)) - was_live
+            documents = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
+            if documents:
+                self._count(part, key, documents)
         part.roll_back(seqno, restored)
+        part.tally.roll_back(seqno, self._versions.backward(part, seqno))
         return len(restored)
 
     def _is_live(self, part: Partition, key: bytes) -> bool:
@@ -453,6 +506,64 @@ class Engine:
         if entry:
             return not is_deleted(entry)
         return self._versions.meta_below(part, key, entry)[0] == MUTATION
+
+    # -- collections -------------------------------------------------------------------------
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """Change which collections there are, at once; every active partition tells its streams.
+
+        What a collection held that is no longer there is unreachable and counts no more.
+        """
+        events = events_between(self.manifest, manifest)
+        self._adopt_manifest(manifest)
+        self.manifest_group = self.group
+        document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
+        self._pending.append(pack_control(NODE_CONTROL_VB, document))
+        for part in self.partitions:
+            if part.state == VbState.ACTIVE:
+                for event in events:
+                    self._tell(part, event)
+
+    def is_reachable(self, key: bytes) -> bool:
+        """Whether the collection of a stored key exists. What is not reachable waits for its
+        removal: streams leave it out, and compaction may take it away, its last version included.
+        """
+        return collection_of(key) in self.manifest.collections
+
+    def collection_seqno(self, vb_id: int, collection_id: int) -> int:
+        """Return a collection's high seqno in a partition, committed changes only; 0 if none."""
+        part = self.partitions[vb_id]
+        if collection_id == DEFAULT_COLLECTION:
+            return self.default_seqno_at(vb_id, part.committed_seqno)
+        numbers = part.tally.collections.get(collection_id)
+        return min(numbers[0], part.committed_seqno) if numbers else 0
+
+    def default_seqno_at(self, vb_id: int, seqno: int) -> int:
+        """Return the default collection's last change at or below a seqno, 0 if there is none."""
+        part = self.partitions[vb_id]
+        found = part.tally.default_seqno_at(seqno)
+        if found is None:  # some changes that are not committed yet lie in between
+            backward = self._versions.backward(part, seqno)
+            found = next((at for at, key in backward if not key[0]), 0)
+        return found
+
+    def tell_missing_events(self, part: Partition) -> None:
+        """Bring a partition's system events up to the manifest: it was rolled back behind some, or
+        was not active when they happened. The manifest is the node's and does not roll back.
+        """
+        if self.manifest.uid:
+            for event in missing_events(self._versions.system_keys(part), self.manifest):
+                self._tell(part, event)
+
+    def _tell(self, part: Partition, event: SystemEvent) -> None:
+        part.high_seqno = seqno = part.high_seqno + 1
+        entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
+        self._applied(part, system_key(event), entry)
+
+    def _adopt_manifest(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        for part in self.partitions:
+            part.item_count -= part.tally.forget(manifest.collections)
 
     # -- streams -----------------------------------------------------------------------------
 
@@ -464,15 +575,29 @@ class Engine:
         opaque: bytes,
         skip: Container[int],
         bytes_max: int,
+        accepts: Accepts | None = None,
     ) -> FrameBatch:
         """Return `Versions.frames` of a partition; nothing that is not committed."""
         part = self.partitions[vb_id]
         assert end_seqno <= part.committed_seqno, "streams show what is committed"
-        return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max)
+        return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max, accepts)
 
     def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
         return self._versions.superseded(self.partitions[vb_id], start_seqno, end_seqno)
+
+    def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
+        """Return seqno, datatype and value of the document that the change with `seqno` replaced.
+
+        None where there was none, or where that version is not kept any more.
+        """
+        part = self.partitions[vb_id]
+        entry = self._versions.entry_at(part, seqno)
+        prev_seqno = prev_seqno_of(entry) if entry else 0
+        before = self._versions.entry_at(part, prev_seqno) if prev_seqno else None
+        if not before or is_deleted(before):
+            return None
+        return prev_seqno, before[DATATYPE_AT], value_of(before)
 
     # -- merging -----------------------------------------------------------------------------
 
@@ -528,11 +653,14 @@ class Engine:
             _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
             assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
             was_live = head.prev_seqno != 0 and self._is_live(part, key)
-            part.item_count += (head.opcode == MUTATION) - was_live
+            if (head.opcode == MUTATION) != was_live:
+                self._count(part, key, -1 if was_live else 1)
+            if key[0]:
+                part.tally.note(key, seqno, part.high_seqno, self.manifest.collections)
             part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
             part.max_cas = max(part.max_cas, cas)
             part.newest[key] = entry
-            part.active.entries.append(entry)
+            part.append_entry(entry)
         self.group = group + 1
         self.committed_group = group
 
@@ -554,6 +682,9 @@ class Engine:
             upto_seqno = document["upto"]
             assert isinstance(upto_seqno, int)
             part.purge_seqno = max(part.purge_seqno, upto_seqno)
+        elif kind == "manifest":
+            self._adopt_manifest(Manifest.from_document(document["manifest"]))
+            self.committed_manifest = self.manifest
         else:
             # `durability` concerns the shell, which reads it from the node record.
             assert kind == "durability", kind
@@ -563,6 +694,11 @@ class Engine:
         somebody had seen. Return the partitions; the entries are in the open group.
         """
         return [self.branch(part.vb_id, part.high_seqno).vb_id for part in self.partitions]
+
+
+def _unwritable(part: Partition) -> Outcome:
+    """Return why a partition takes no writes."""
+    return _COME_BACK if part.state == VbState.ACTIVE else _NOT_MY_VBUCKET
 
 
 def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:

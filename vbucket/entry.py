@@ -5,7 +5,9 @@
     prefix   u64 seqno of the key's previous version in this partition (0: none)
              u32 leader epoch
     frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
-             the key carries its collection id (unsigned LEB128; one zero byte for the default)
+             the key carries its collection id (unsigned LEB128; one zero byte for the default);
+             or DCP_SYSTEM_EVENT, whose stored key is that of vbucket.manifest.system_key: a stream
+             sends the name at its end
 
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
 as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
@@ -24,6 +26,7 @@ from typing import Final, NamedTuple
 import cbor2
 
 from dcp.wire.opcode import Opcode
+from vbucket.manifest import SystemEvent, system_key
 
 PREFIX: Final = Struct(">QI")
 PREFIX_BYTES: Final = PREFIX.size
@@ -39,6 +42,8 @@ DELETION_ENTRY: Final = Struct(">QIBBHBBHIIQQQH")
 """The same for a deletion."""
 EXPIRATION_ENTRY: Final = Struct(">QIBBHBBHIIQQQI")
 """The same for an expiry; its last field is the delete time, Unix seconds."""
+SYSTEM_EVENT_ENTRY: Final = Struct(">QIBBHBBHIIQQIB")
+"""The same for a system event; after the seqno its kind and the version of its value."""
 CONTROL_ENTRY: Final = Struct(">QIBBHBBHIIQ")
 
 MUTATION_KEY_AT: Final = MUTATION_ENTRY.size  # 67
@@ -46,10 +51,13 @@ DELETION_KEY_AT: Final = DELETION_ENTRY.size  # 54
 MUTATION_EXTRAS_BYTES: Final = 31
 DELETION_EXTRAS_BYTES: Final = 18
 EXPIRATION_EXTRAS_BYTES: Final = 20
+SYSTEM_EVENT_EXTRAS_BYTES: Final = 13
 
 META: Final = Struct(">13xBH1xB2xI4xQQQ")
-"""opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change."""
+"""opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change (the last has no
+meaning for a system event)."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
+DATATYPE_AT: Final = PREFIX_BYTES + 5
 SEQNO_AT: Final = PREFIX_BYTES + 24
 LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
@@ -92,7 +100,7 @@ def prev_seqno_of(entry: bytes) -> int:
 
 
 def is_deleted(entry: bytes) -> bool:
-    """Whether the change is a deletion or an expiry."""
+    """Whether the change leaves no document: a deletion, an expiry, a system event."""
     return entry[OPCODE_AT] != Opcode.DCP_MUTATION
 
 
@@ -101,6 +109,12 @@ def key_of(entry: bytes) -> bytes:
     head = head_of(entry)
     start = PREFIX_BYTES + 24 + head.extras_bytes
     return entry[start : start + head.key_bytes]
+
+
+def key_in_frame(frame: bytes) -> bytes:
+    """Return the key in a stored frame (an entry without its prefix)."""
+    start = 24 + frame[4]
+    return frame[start : start + (frame[2] << 8 | frame[3])]
 
 
 def value_of(entry: bytes) -> bytes:
@@ -148,6 +162,17 @@ def pack_deletion(
         vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
     )  # fmt: skip
     return head + key
+
+
+def pack_system_event(vb_id: int, seqno: int, event: SystemEvent, epoch: int = 0) -> bytes:
+    """Return the entry of a system event; it has neither CAS nor previous version."""
+    key, value = system_key(event), event.value()
+    body = SYSTEM_EVENT_EXTRAS_BYTES + len(key) + len(value)
+    head = SYSTEM_EVENT_ENTRY.pack(
+        0, epoch, 0x80, Opcode.DCP_SYSTEM_EVENT, len(key), SYSTEM_EVENT_EXTRAS_BYTES, 0, vb_id,
+        body, 0, 0, seqno, event.kind, event.version,
+    )  # fmt: skip
+    return head + key + value
 
 
 def pack_control(vb_id: int, document: dict[str, object]) -> bytes:

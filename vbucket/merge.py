@@ -30,6 +30,7 @@ from vbucket.entry import (
 )
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.manifest import Manifest, collection_of
 from vbucket.store import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -37,9 +38,11 @@ from vbucket.store import (
     PartitionRecord,
     StoreView,
     by_key_item,
+    put_manifest,
     put_node,
     put_partition,
 )
+from vbucket.tally import Tally
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries that are the node's."""
@@ -115,6 +118,7 @@ class _Staging:
     def __init__(self, view: StoreView, node: NodeRecord) -> None:
         self._view = view
         self.node = node
+        self.manifest = view.manifest()
         self.stages: dict[int, _Stage] = {}
         self.entries = 0
         self._appends: dict[int, Callable[[bytes], None]] = {}
@@ -137,6 +141,9 @@ class _Staging:
         kind = document["kind"]
         if kind == "durability":
             self.node = self.node._replace(durability=document["level"])
+            return
+        if kind == "manifest":
+            self.manifest = Manifest.from_document(document["manifest"])
             return
         stage = self._stage(vb_id)
         if kind == "state":
@@ -190,8 +197,10 @@ def merge(
         merged_segment = _stage_segments(staging, segments, node.merged_segment)
         high_seqnos: dict[int, int] = {}
         for vb_id in sorted(staging.stages):
-            record = _merge_partition(write, view, staging.stages.pop(vb_id))
+            record = _merge_partition(write, view, staging.stages.pop(vb_id), staging.manifest)
             high_seqnos[vb_id] = record.high_seqno
+        if staging.manifest != view.manifest():
+            put_manifest(write, staging.manifest)
         put_node(write, staging.node._replace(merged_segment=merged_segment))
         before_commit()
     return MergeReport(merged_segment, high_seqnos, staging.entries)
@@ -224,8 +233,13 @@ def _stage_segments(
     return merged_segment
 
 
-def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> PartitionRecord:
-    """Write one partition's stage; return its record. Reads come first, then writes."""
+def _merge_partition(
+    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest
+) -> PartitionRecord:
+    """Write one partition's stage; return its record. Reads come first, then writes.
+
+    `manifest` is that of the last segment: what it does not know is not counted.
+    """
     vb_id, record, entries = stage.vb_id, stage.record, stage.entries
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
@@ -240,16 +254,19 @@ def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> Partitio
             newest[key] = _entry_as_of(view, vb_id, key, undone[key])
         else:
             gone.append(key)
-    live_before = sum(_is_live(view, vb_id, key) for key in gone)
+    tally = Tally(record.tally)
+    default_documents = record.item_count - tally.documents
+    for key in gone:
+        default_documents += _count(tally, manifest, key, -_is_live(view, vb_id, key))
     vb_prefix = vb_id.to_bytes(2, "big")
     items: list[tuple[bytes, bytes]] = []
-    live_after = 0
     for key in sorted(newest):
         entry = newest[key]
-        live_after += entry[OPCODE_AT] == _MUTATION
+        documents = int(entry[OPCODE_AT] == _MUTATION)
         # A key without a previous version was not there, so it need not be looked up.
         if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
-            live_before += _is_live(view, vb_id, key)
+            documents -= _is_live(view, vb_id, key)
+        default_documents += _count(tally, manifest, key, documents) if key[0] else documents
         items.append(by_key_item(vb_prefix, key, entry))
 
     for key in gone:
@@ -257,17 +274,41 @@ def _merge_partition(write: KvWrite, view: StoreView, stage: _Stage) -> Partitio
     write.put_sorted(BY_KEY_TABLE, items)
     if stage.trim_to is not None:
         _trim_blocks(write, vb_id, stage.trim_to)
+        tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
+    if any(key[0] for key in newest):
+        _note(tally, manifest, entries, last_seqno)
+    tally.forget(manifest.collections)
     write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
     record = record._replace(
         high_seqno=stage.final_high_seqno(),
         last_seqno=seqno_of(entries[-1]) if entries else last_seqno,
         max_cas=stage.final_max_cas(),
-        item_count=record.item_count + live_after - live_before,
+        item_count=default_documents + tally.documents,
+        tally=tally.to_document(),
     )
     put_partition(write, vb_id, record)
     return record
+
+
+def _count(tally: Tally, manifest: Manifest, key: bytes, documents: int) -> int:
+    """Count live documents of a key; return what concerns the default collection."""
+    if not key[0]:
+        return documents
+    collection_id = collection_of(key)
+    if documents and collection_id in manifest.collections:
+        tally.count(collection_id, documents)
+    return 0
+
+
+def _note(tally: Tally, manifest: Manifest, entries: list[bytes], seqno_before: int) -> None:
+    """Note the staged changes outside of the default collection."""
+    for entry in entries:
+        key, seqno = key_of(entry), seqno_of(entry)
+        if key[0]:
+            tally.note(key, seqno, seqno_before, manifest.collections)
+        seqno_before = seqno
 
 
 def _blocks_of(

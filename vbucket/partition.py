@@ -26,6 +26,7 @@ from typing import Final
 
 from failover.history import FailoverLog
 from vbucket.entry import seqno_of
+from vbucket.tally import Tally
 
 ABSENT: Final = b""
 
@@ -75,6 +76,7 @@ class Partition:
 
     __slots__ = (
         "active",
+        "append_entry",
         "branch_group",
         "committed_seqno",
         "cut_seqno",
@@ -83,6 +85,7 @@ class Partition:
         "frozen",
         "high_seqno",
         "history_floor",
+        "is_backed_up",
         "item_count",
         "last_group",
         "max_cas",
@@ -91,6 +94,7 @@ class Partition:
         "persisted_seqno",
         "purge_seqno",
         "state",
+        "tally",
         "vb_id",
         "vb_uuid",
     )
@@ -107,8 +111,11 @@ class Partition:
         self.merged_seqno = 0
         self.purge_seqno = 0
         self.history_floor = 0
+        self.is_backed_up = False
+        """A takeover cannot catch up with writers: they are told to come back later."""
         self.max_cas = 0
         self.item_count = 0
+        self.tally = Tally()
         self.last_group = 0
         """The last commit group that changed the partition; answers wait for it."""
         self.branch_group = 0
@@ -118,6 +125,8 @@ class Partition:
         self.active = Layer()
         self.newest = self.active.newest
         """The active layer's dictionary, one attribute nearer to the hot path."""
+        self.append_entry = self.active.entries.append
+        """The same for its entries."""
         self.frozen: Layer | None = None
 
     def set_failover(self, failover: FailoverLog) -> None:
@@ -133,6 +142,7 @@ class Partition:
             self.frozen = self.active
             self.active = Layer()
             self.newest = self.active.newest
+            self.append_entry = self.active.entries.append
         self.cut_seqno = None
 
     def become_merged(self, merged_seqno: int) -> None:

@@ -1,6 +1,7 @@
 """The store: what has been merged from the log, readable by key and by seqno.
 
     meta      b"node"             NodeRecord                                   (CBOR)
+              b"manifest"         vbucket.manifest.Manifest.to_document        (CBOR)
     failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
     state     vb                  the rest of PartitionRecord                  (CBOR)
     by_key    vb + key            BY_KEY_RECORD: the key's newest version
@@ -20,7 +21,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import pairwise
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -31,8 +32,9 @@ import google_crc32c
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key
 from vbucket.device import UnknownFormatError
-from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_of
+from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.kvenv import KvEnv, KvReader, KvWrite, StoreDamagedError, StoreFailedError
+from vbucket.manifest import INITIAL_MANIFEST, Manifest
 
 STORE_FORMAT_VERSION: Final = 1
 META_TABLE: Final = "meta"
@@ -46,12 +48,20 @@ TABLES: Final = (META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
 """opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of the key and these."""
 _NODE_KEY: Final = b"node"
+_MANIFEST_KEY: Final = b"manifest"
 _CRC_BYTES: Final = 4
 _OPCODE: Final = slice(OPCODE_AT, OPCODE_AT + 1)
 _DATATYPE: Final = slice(PREFIX_BYTES + 5, PREFIX_BYTES + 6)
 _CAS_TO_EXPIRY: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 48)
 _CAS_TO_REV_SEQNO: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 40)
 _crc32c = google_crc32c.value
+
+
+Accepts = Callable[[bytes], bool]
+"""Whether a filter takes the change of a stored key."""
+
+REFUSED_BYTES_MAX: Final = 1 << 20
+"""What one call looks through for a filter that takes little of it: some milliseconds."""
 
 
 class RecordDamagedError(StoreDamagedError):
@@ -87,6 +97,8 @@ class PartitionRecord(NamedTuple):
     epoch: int
     failover: list[list[int]]
     last_seqno: int = 0
+    tally: list[Any] | None = None
+    """vbucket.tally.Tally.to_document."""
 
 
 class NodeRecord(NamedTuple):
@@ -109,6 +121,8 @@ class FrameBatch(NamedTuple):
     frames: list[bytes]
     next_seqno: int
     wire_bytes: int
+    refused_bytes: int = 0
+    """Frames that a filter did not let through: work that nobody gets anything for."""
 
 
 class StoreView:
@@ -132,6 +146,11 @@ class StoreView:
                 "with a backup"
             )
         return NodeRecord(**document)
+
+    def manifest(self) -> Manifest:
+        """Return the collections manifest, the initial one where none was ever written."""
+        document = self._document(META_TABLE, _MANIFEST_KEY)
+        return INITIAL_MANIFEST if document is None else Manifest.from_document(document)
 
     def partition(self, vb_id: int) -> PartitionRecord | None:
         """Return a partition's record, None where it was never created."""
@@ -179,14 +198,16 @@ class StoreView:
         opaque: bytes,
         skip: Container[int],
         bytes_max: int,
+        accepts: Accepts | None = None,
     ) -> FrameBatch:
         """Return frames of the versions in [start, end] that are not in `skip`, in order.
 
         Stops as soon as `bytes_max` is reached, with at least one frame where there is one.
-        `opaque` (4 bytes) is set in every frame. Raises StoreDamagedError.
+        `opaque` (4 bytes) is set in every frame. With `accepts`, only frames whose key it takes;
+        then also stops, perhaps with none, after REFUSED_BYTES_MAX. Raises StoreDamagedError.
         """
         frames: list[bytes] = []
-        size = 0
+        size = refused = 0
         for block in self._blocks(vb_id, start_seqno, end_seqno):
             body = block.checked_body()
             seqnos, ends = block.seqnos, block.ends
@@ -203,13 +224,30 @@ class StoreView:
                     )
                     if seqno not in skip
                 ]
+                if accepts is not None:
+                    there = sum(map(len, found))
+                    found = [frame for frame in found if accepts(key_in_frame(frame))]
+                    refused += there - sum(map(len, found))
                 size += sum(map(len, found))
                 frames += found
                 low = stop
-                if size >= bytes_max:
+                if size >= bytes_max or refused >= REFUSED_BYTES_MAX:
                     next_seqno = seqnos[stop - 1] + 1
-                    return FrameBatch(frames, min(next_seqno, end_seqno + 1), size)
-        return FrameBatch(frames, end_seqno + 1, size)
+                    return FrameBatch(frames, min(next_seqno, end_seqno + 1), size, refused)
+        return FrameBatch(frames, end_seqno + 1, size, refused)
+
+    def backward(self, vb_id: int, seqno: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
+        while found := self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno)):
+            block = Block(*found)
+            if block.vb_id != vb_id:
+                return
+            for entry in reversed(block.entries()):
+                if seqno_of(entry) <= seqno:
+                    yield seqno_of(entry), key_of(entry)
+            seqno = block.first_seqno - 1
+            if seqno <= 0:
+                return
 
     def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
@@ -347,6 +385,11 @@ class Store(StoreView):
 def put_node(write: KvWrite, node: NodeRecord) -> None:
     """Write the node's record."""
     _put_document(write, META_TABLE, _NODE_KEY, node._asdict())
+
+
+def put_manifest(write: KvWrite, manifest: Manifest) -> None:
+    """Write the collections manifest."""
+    _put_document(write, META_TABLE, _MANIFEST_KEY, manifest.to_document())
 
 
 def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:

@@ -7,13 +7,14 @@ what lies at or below `merged_seqno` is ours.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final
 
 from dcp.wire.opcode import Opcode
 from vbucket.entry import META, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
+from vbucket.manifest import SYSTEM_COLLECTION
 from vbucket.partition import Partition
-from vbucket.store import FrameBatch, Store
+from vbucket.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
 Meta = tuple[int, int, int, int, int, int, int]
 """The fields of `vbucket.entry.META`: opcode, key length, datatype, body length, CAS, seqno,
@@ -22,6 +23,9 @@ rev_seqno."""
 MUTATION: Final = int(Opcode.DCP_MUTATION)
 ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
 """What is known of a key that never was."""
+
+_BEFORE_SYSTEM_KEYS: Final = bytes([SYSTEM_COLLECTION])
+_KEYS_AT_ONCE: Final = 256
 
 _unpack_meta: Final = META.unpack_from
 
@@ -92,18 +96,21 @@ class Versions:
         opaque: bytes,
         skip: Container[int],
         bytes_max: int,
+        accepts: Accepts | None = None,
     ) -> FrameBatch:
         """Return DCP frames of the versions in [start, end] that are not in `skip`, in order.
 
         Stops after about `bytes_max`, with at least one frame. `next_seqno` of the answer is where
-        to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame.
+        to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame. With
+        `accepts`, only frames whose key it takes: perhaps none, after REFUSED_BYTES_MAX of others.
         """
         if start_seqno <= part.merged_seqno:
+            end_seqno = min(end_seqno, part.merged_seqno)
             return self._store.frames(
-                part.vb_id, start_seqno, min(end_seqno, part.merged_seqno), opaque, skip, bytes_max
+                part.vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, accepts
             )
         frames: list[bytes] = []
-        size = 0
+        size = refused = 0
         next_seqno = start_seqno
         for layer in part.layers():
             entries = layer.entries
@@ -115,11 +122,42 @@ class Versions:
                 next_seqno = seqno + 1
                 if seqno in skip:
                     continue
+                if accepts is not None and not accepts(key_of(entry)):
+                    refused += len(entry)
+                    if refused < REFUSED_BYTES_MAX:
+                        continue
+                    return FrameBatch(frames, next_seqno, size, refused)
                 frames.append(entry[PREFIX_BYTES:24] + opaque + entry[28:])
                 size += len(entry) - PREFIX_BYTES
                 if size >= bytes_max:
-                    return FrameBatch(frames, next_seqno, size)
-        return FrameBatch(frames, end_seqno + 1, size)
+                    return FrameBatch(frames, next_seqno, size, refused)
+        return FrameBatch(frames, end_seqno + 1, size, refused)
+
+    def backward(self, part: Partition, seqno: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
+        for layer in reversed(part.layers()):
+            for index in range(layer.position_of(seqno + 1) - 1, -1, -1):
+                entry = layer.entries[index]
+                if seqno_of(entry) <= part.merged_seqno:
+                    break
+                yield seqno_of(entry), key_of(entry)
+        yield from self._store.backward(part.vb_id, min(seqno, part.merged_seqno))
+
+    def system_keys(self, part: Partition) -> set[bytes]:
+        """Return the keys of the system events that a partition has."""
+        keys: set[bytes] = set()
+        after = _BEFORE_SYSTEM_KEYS
+        while part.merged_seqno:
+            found = self._store.keys(part.vb_id, after, _KEYS_AT_ONCE)
+            keys.update(key for key in found if key[0] == SYSTEM_COLLECTION)
+            if len(found) < _KEYS_AT_ONCE or found[-1][0] != SYSTEM_COLLECTION:
+                break
+            after = found[-1]
+        for layer in part.layers():
+            for key, entry in layer.newest.items():
+                if key[0] == SYSTEM_COLLECTION:
+                    (keys.add if entry else keys.discard)(key)
+        return keys
 
     def superseded(self, part: Partition, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
