@@ -5,9 +5,9 @@ Called by the session for users that may not do everything, and by the server's 
     read    GET and its kin, statistics, seqnos and failover logs
     write   everything that changes documents; commands that answer with the value need read too
     stream  DCP
-    admin   the admin interface where it changes something, and commands about partitions and users
+    admin   what changes something over the admin interface, and commands about partitions
 
-A role is held for scopes: a key prefix, a collection, both or (the empty scope) everything. `stream`
+A role is held for scopes: a key prefix, a collection, both, or everything (the empty one). `stream`
 and `admin` know no scopes, and a user whose `read` is restricted cannot stream: a stream carries
 every key of a partition.
 

@@ -79,6 +79,8 @@ class Session:
         self.state = state
         self._documents = DocumentCommands(state)
         self._hot = self._documents.handlers()
+        self._checked: dict[int, DocumentHandler] = {}
+        """What users run that may not read and write everything; made for the first of them."""
         connection = ConnectionCommands(state)
         self._cold = (
             connection.handlers()
@@ -87,8 +89,6 @@ class Session:
         )
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
         self._gathered = bytearray()
-        self._checked: dict[int, DocumentHandler] = {}
-        """What users run that may not read and write everything; made for the first of them."""
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
         """What is not there yet of a packet that is being gathered."""
@@ -171,15 +171,6 @@ class Session:
             position = end
         state.buffer = buffer[position:] if position else buffer
 
-    def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
-        if magic not in _ACCEPTED_MAGICS:
-            return f"no request begins with byte 0x{magic:02x}"
-        body_bytes_max, setting = self._body_bytes_max, "value_bytes_max"
-        login_bytes_max = self.state.limits.login_body_bytes_max
-        if not self.is_logged_in and login_bytes_max < body_bytes_max:
-            body_bytes_max, setting = login_bytes_max, "login_body_bytes_max"
-        if body_len > body_bytes_max:
-            return (
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that requests reach without a look at their opcode's rules."""
         rights = self.state.rights
@@ -207,6 +198,15 @@ class Session:
 
         return checked
 
+    def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
+        if magic not in _ACCEPTED_MAGICS:
+            return f"no request begins with byte 0x{magic:02x}"
+        body_bytes_max, setting = self._body_bytes_max, "value_bytes_max"
+        login_bytes_max = self.state.limits.login_body_bytes_max
+        if not self.is_logged_in and login_bytes_max < body_bytes_max:
+            body_bytes_max, setting = login_bytes_max, "login_body_bytes_max"
+        if body_len > body_bytes_max:
+            return (
                 f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
                 f"at most {body_bytes_max} are taken (setting {setting})"
             )
@@ -305,7 +305,7 @@ class Session:
         return True
 
 
+_NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(
     {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.RESPONSE, Magic.SERVER_RESPONSE}
-_NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 )

@@ -69,7 +69,7 @@ def context(frame) -> str:
 def ask(peer: Peer, opcode: int, key: bytes = b"a:1"):
     """A well-formed request of a document command."""
     extras, value = {
-        Opcode.SET: (bytes(8), b"v"), Opcode.ADD: (bytes(8), b"v"), Opcode.REPLACE: (bytes(8), b"v"),
+        **dict.fromkeys((Opcode.SET, Opcode.ADD, Opcode.REPLACE), (bytes(8), b"v")),
         Opcode.INCREMENT: (bytes(20), b""), Opcode.DECREMENT: (bytes(20), b""),
         Opcode.APPEND: (b"", b"v"), Opcode.PREPEND: (b"", b"v"),
         Opcode.TOUCH: (bytes(4), b""), Opcode.GAT: (bytes(4), b""),
