@@ -85,8 +85,10 @@ def extend(
     """Add bytes to the end or the beginning of a document. NOT_STORED: there is none."""
     meta = engine.meta(vb_id, key)
     if isinstance(meta, int) or meta.opcode != MUTATION:
-        is_elsewhere = meta == Status.NOT_MY_VBUCKET
-        return Status.NOT_MY_VBUCKET if is_elsewhere else Status.NOT_STORED, 0, 0
+        is_missing = not isinstance(meta, int) or meta == Status.KEY_ENOENT
+        status = Status.NOT_STORED if is_missing else meta
+        assert isinstance(status, int)
+        return status, 0, 0
     refusal = _refusal(meta, cas)
     if refusal:
         return refusal, 0, 0

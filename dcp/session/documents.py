@@ -99,10 +99,7 @@ class DocumentCommands:
             self.refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
             return
         if datatype > DATATYPE_JSON:
-            # Stored, such a bit would mislead whoever streams the document.
-            self.refuse(
-                opcode, opaque, Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated"
-            )
+            self._refuse_datatype(opcode, opaque, datatype)
             return
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
@@ -123,12 +120,7 @@ class DocumentCommands:
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
         if len(body) - len(key) > state.limits.value_bytes_max:
-            self.refuse(
-                opcode,
-                opaque,
-                Status.E2BIG,
-                f"a value has at most {state.limits.value_bytes_max} bytes",
-            )
+            self.refuse(opcode, opaque, Status.E2BIG, "the value is longer than the limit")
             return
         if vb_id >= NUM_VBUCKETS:
             self._refuse_vbucket(opcode, opaque, vb_id)
@@ -286,11 +278,13 @@ class DocumentCommands:
     # -- refusals ------------------------------------------------------------------------------
 
     def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
+        """Answer with an error that says what is wrong with the request."""
         self._state.note("refused", opcode=opcode, status=status, reason=context)
         body = self._state.error_body(context)
         self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
+        """Answer with what the engine said; it waits until what it tells is committed."""
         if status == Status.NOT_MY_VBUCKET:
             self._refuse_vbucket(opcode, opaque, vb_id)
             return
@@ -304,6 +298,10 @@ class DocumentCommands:
         self._state.note_not_my_vbucket(opcode, vb_id)
         config = self._state.facts.bucket_config()
         self._state.send(self._json_response(opcode, opaque, Status.NOT_MY_VBUCKET, config))
+
+    def _refuse_datatype(self, opcode: int, opaque: int, datatype: int) -> None:
+        # Stored, such a bit would mislead whoever streams the document.
+        self.refuse(opcode, opaque, Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated")
 
     def _refuse_long_key(self, opcode: int, opaque: int, key_len: int) -> None:
         self.refuse(

@@ -60,6 +60,7 @@ _BAD_DELTA: Final = b"CLIENT_ERROR invalid numeric delta argument\r\n"
 _BAD_EXPTIME: Final = b"CLIENT_ERROR invalid exptime argument\r\n"
 _TOO_LARGE: Final = b"SERVER_ERROR object too large for cache\r\n"
 _NOT_HERE: Final = b"SERVER_ERROR the partition of this key is not active on this node\r\n"
+_NOT_NOW: Final = b"SERVER_ERROR try again later\r\n"
 _STORED: Final = b"STORED\r\n"
 _NOT_STORED: Final = b"NOT_STORED\r\n"
 _NOT_FOUND: Final = b"NOT_FOUND\r\n"
@@ -299,7 +300,7 @@ class TextSession:
                 if found == Status.KEY_ENOENT:
                     continue
                 self._read = None
-                state.send(_COMMON_ANSWERS[found])
+                state.send(_COMMON_ANSWERS.get(found, _NOT_NOW))
                 return
             flags = int.from_bytes(found.flags, "big")
             head = b"VALUE %b %d %d" % (key, flags, len(found.value))
@@ -369,7 +370,7 @@ class TextSession:
         """Return the answer to a change, which waits for what it made or saw."""
         self.state.observes(vb_id)
         status = outcome[0]
-        return _COMMON_ANSWERS[status] if status else success
+        return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
 
     # -- the server ----------------------------------------------------------------------------
 
