@@ -53,9 +53,7 @@ class Explanation(NamedTuple):
         }
 
 
-def explain(
-    question: Question, log: FailoverLog, high_seqno: int, purge_seqno: int
-) -> Explanation:
+def explain(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: int) -> Explanation:
     """Answer a question with its reasons."""
     answer, rollback_seqno, reason = _answer(question, log, high_seqno, purge_seqno)
     asked_for = {question.vb_uuid, *(vb_uuid for vb_uuid, _ in question.versions)}

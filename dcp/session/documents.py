@@ -279,7 +279,8 @@ class DocumentCommands:
 
     def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
         """Answer with an error that says what is wrong with the request."""
-        self._state.note("refused", opcode=opcode, status=status, reason=context)
+        if status != Status.EACCESS:  # which is noted as a denial
+            self._state.note("refused", opcode=opcode, status=status, reason=context)
         body = self._state.error_body(context)
         self._state.answers.append(self._json_response(opcode, opaque, status, body))
 
