@@ -291,6 +291,8 @@ class Node:
         for vb_id in group.branched:
             self.hub.branched(vb_id)
             self._spawn(self._keep_failover_log(vb_id))
+        for vb_id in group.restated:
+            self.hub.restated(vb_id)
         self.hub.committed(group.high_seqnos)
         while self._commit_waiters and self._commit_waiters[0][0] <= group.number:
             self._commit_waiters.popleft()[1].set_result(None)

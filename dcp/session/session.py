@@ -25,7 +25,15 @@ from dcp.session.fault_gate import FaultGate
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.updates import UpdateCommands
-from dcp.wire.frame import FLEX_HEADER, HEADER, HEADER_BYTES, Frame
+from dcp.wire.frame import (
+    FLEX_HEADER,
+    HEADER,
+    HEADER_BYTES,
+    Frame,
+    RemoteProtocolError,
+    frame_infos,
+)
+from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 
@@ -218,7 +226,10 @@ class Session:
             buffer, position
         )
         if magic in {Magic.RESPONSE, Magic.SERVER_RESPONSE}:
-            return  # answers to our NOOP and the like: that the peer lives is noted already
+            # That the peer lives is noted already; of a response the vb_id field is the status.
+            if magic == Magic.RESPONSE and self.state.producer is not None:
+                self.state.producer.answered(opcode, opaque, vb_id)
+            return
         framing_len = 0
         if magic == Magic.FLEX_REQUEST:
             framing_len, key_len = FLEX_HEADER.unpack_from(buffer, position)[2:4]
@@ -257,17 +268,6 @@ class Session:
             return
         handler(request)
 
-    def _accepts_framing(self, request: Frame, frame_ids: set[int]) -> bool:
-        """Whether all frame infos of a flex request are known; their ids go into `frame_ids`."""
-        state = self.state
-        known = _KNOWN_FRAMES if state.has_preserve_ttl else {BARRIER_FRAME_ID}
-        framing = request.framing
-        position = 0
-        while position < len(framing):
-            byte = framing[position]
-            frame_id, length = byte >> 4, byte & 0x0F
-            position += 1
-            if frame_id == 15 and position < len(framing):
     def _may(self, request: Frame) -> bool:
         """Whether the client may do this; it is refused otherwise."""
         state = self.state
@@ -287,20 +287,22 @@ class Session:
             state.refuse(request, Status.EACCESS, why)
         return not why
 
-                frame_id += framing[position]
-                position += 1
-            if length == 15 and position < len(framing):
-                length += framing[position]
-                position += 1
-            position += length
-            frame_ids.add(frame_id)
-            if frame_id not in known:
-                state.refuse(
-                    request, Status.UNKNOWN_FRAME_INFO, f"frame info {frame_id} is not known here"
+    def _accepts_framing(self, request: Frame, frame_ids: set[int]) -> bool:
+        """Whether all frame infos of a flex request are known; their ids go into `frame_ids`."""
+        state = self.state
+        known = _KNOWN_FRAMES if state.has_preserve_ttl else {BARRIER_FRAME_ID}
+        try:
+            for frame_id, _ in frame_infos(request.framing):
+                frame_ids.add(frame_id)
+                names_stream = (
+                    frame_id == STREAM_ID_FRAME and request.opcode == Opcode.DCP_CLOSE_STREAM
                 )
-                return False
-        if position != len(framing):
-            state.refuse(request, Status.EINVAL, "the framing extras are cut short")
+                if frame_id not in known and not names_stream:
+                    problem = f"frame info {frame_id} is not known here"
+                    state.refuse(request, Status.UNKNOWN_FRAME_INFO, problem)
+                    return False
+        except RemoteProtocolError as error:
+            state.refuse(request, Status.EINVAL, str(error))
             return False
         return True
 

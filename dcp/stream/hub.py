@@ -11,11 +11,18 @@ from dcp.wire.message import EndReason
 class Follower(Protocol):
     """A producer connection as the hub sees it."""
 
+    @property
+    def stream_count(self) -> int:
+        """Streams that are open on the connection."""
+
     def wake(self, vb_id: int) -> None:
         """Something may be there to send for this partition."""
 
     def branched(self, vb_id: int, reason: EndReason) -> None:
         """The failover log of this partition changed."""
+
+    def restated(self, vb_id: int) -> None:
+        """The state of this partition changed."""
 
     def end_streams(self, vb_id: int, reason: EndReason) -> None:
         """The partition's streams are over."""
@@ -40,7 +47,8 @@ class StreamHub:
     @property
     def stream_count(self) -> int:
         """Streams that are open, over all connections."""
-        return sum(map(len, self._followers.values()))
+        open_now = {follower for group in self._followers.values() for follower in group}
+        return sum(follower.stream_count for follower in open_now)
 
     def open(self, name: bytes, follower: Follower) -> None:
         """Register a producer; an older one of the same name is told to close."""
@@ -77,6 +85,11 @@ class StreamHub:
         """The partition's failover log changed: every stream that began before ends."""
         for follower in tuple(self._followers.get(vb_id, ())):
             follower.branched(vb_id, reason)
+
+    def restated(self, vb_id: int) -> None:
+        """The partition's state changed: streams end that may not be in it."""
+        for follower in tuple(self._followers.get(vb_id, ())):
+            follower.restated(vb_id)
 
     def end_streams(self, vb_id: int, reason: EndReason) -> None:
         """End all streams of a partition."""

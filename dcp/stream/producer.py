@@ -10,7 +10,8 @@ engine has, in memory or in the store, so a slow consumer costs nothing but its 
 writer ever waits for it.
 
 Invariants
-- within a snapshot seqnos rise and keys are unique; a snapshot ends on its announced end;
+- within a snapshot seqnos rise and, except in a history snapshot, keys are unique; a snapshot ends
+  on its announced end;
 - the first marker starts at the requested snapshot start, each later one at the previous end + 1
   (never at the first item: after de-duplication a consumer that stopped in between would resume
   with a gap);
@@ -30,32 +31,39 @@ Rules: DCP flow control and snapshots as kv_engine documents them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
 from dcp.stream.stream import Stream
-from dcp.stream.terms import Terms
+from dcp.stream.takeover import Takeover
+from dcp.stream.terms import MarkerVersion, Terms
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import (
-    MARKER_EXTRAS,
     U64,
     EndReason,
     MarkerFlag,
     SnapshotMarker,
     StreamRequest,
     pack_marker,
+    pack_marker_v2_0,
+    pack_marker_v2_2,
+    pack_previous_value,
+    pack_set_vbucket_state,
+    pack_snapshot_end,
     pack_stream_end,
+    with_framing,
 )
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from vbucket.engine import Engine
+from vbucket.kvenv import StoreDamagedError
+from vbucket.partition import Partition, VbState
 from vbucket.store import FrameBatch
 
 TURN_BYTES: Final = 128 * 1024
 """What one stream may send before it is another one's turn."""
-
-MARKER_BYTES: Final = HEADER_BYTES + MARKER_EXTRAS.size
 
 NOOP_OPAQUE_FIRST: Final = 10_000_001
 """Opaques of our own requests count from here, as kv_engine's do."""
@@ -72,6 +80,13 @@ the others wait their turn, so that memory does not grow with the number of part
 FrameCodec = Callable[[bytes], bytes]
 """Turns a stored frame (opaque set) into what this connection negotiated."""
 
+MARKER_FORMS: Final[dict[MarkerVersion, Callable[[int, int, SnapshotMarker, int], bytes]]] = {
+    MarkerVersion.V1: lambda vb_id, opaque, marker, _: pack_marker(vb_id, opaque, marker),
+    MarkerVersion.V2_0: lambda vb_id, opaque, marker, _: pack_marker_v2_0(vb_id, opaque, marker),
+    MarkerVersion.V2_2: pack_marker_v2_2,
+}
+"""How a marker is written; the last argument is the partition's purge seqno."""
+
 
 class Producer:
     """See the module. `schedule` is called when there is something to pump."""
@@ -85,23 +100,30 @@ class Producer:
         self.window_bytes = 0
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
+        self.terms = Terms()
         self.sends_end_on_close = False
         self.has_expiry_opcode = False
         """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
         self.noop_is_enabled = False
         self.noop_interval_ns = NOOP_INTERVAL_DEFAULT_NS
         self.is_superseded = False
+        self.damages: list[str] = []
+        """What could not be read of the store, in words; the caller logs and empties it."""
         self._engine = engine
         self._hub = hub
         self._schedule = schedule
         self._streams: dict[int, Stream] = {}
+        """By `Stream.key`; that of a stream without a name is its partition."""
+        self._by_vb: dict[int, tuple[Stream, ...]] = {}
+        self._takeovers: dict[int, Stream] = {}
+        """Streams that hand a partition over, by opaque: the client's answers carry it."""
         self._ready: deque[Stream] = deque()
         self._waiting: deque[Stream] = deque()
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
         self._urgent: list[bytes] = []
         self._limited: dict[int, Stream] = {}
-        """Streams that have a `rate`, by partition."""
+        """Streams that have a `rate`, by key."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._last_noop_ns = 0
         self._last_heard_ns = 0
@@ -111,34 +133,58 @@ class Producer:
         """Streams that are open on this connection."""
         return len(self._streams)
 
-    def has_stream(self, vb_id: int) -> bool:
-        """Whether a stream of this partition is open on this connection."""
-        return vb_id in self._streams
+    def has_stream(self, vb_id: int, stream_id: int = 0) -> bool:
+        """Whether a stream of this partition (and name) is open on this connection."""
+        return stream_id << 16 | vb_id in self._streams
 
     # -- commands ----------------------------------------------------------------------------
 
-    def add_stream(self, vb_id: int, opaque: int, request: StreamRequest) -> None:
+    def add_stream(
+        self, vb_id: int, opaque: int, request: StreamRequest, stream_id: int = 0
+    ) -> None:
         """Begin to stream; the caller has answered the request with OK."""
-        assert vb_id not in self._streams
+        stream = Stream(self._engine.partitions[vb_id], opaque, request, stream_id)
+        assert stream.key not in self._streams
         if request.start_seqno >= request.end_seqno:
-            self._send_urgently(pack_stream_end(vb_id, opaque, EndReason.OK))
+            self._send_end(stream, EndReason.OK)
             return
-        vb_uuid = self._engine.partitions[vb_id].vb_uuid
-        stream = Stream(vb_id, vb_uuid, opaque, request)
         stream.opened_ns = self._last_heard_ns
-        self._streams[vb_id] = stream
+        self._streams[stream.key] = stream
+        self._by_vb[vb_id] = (*self._by_vb.get(vb_id, ()), stream)
+        if stream.takeover is not None:
+            self._takeovers[opaque] = stream
         self._hub.follow(vb_id, self)
         self._queue(stream)
 
-    def close_stream(self, vb_id: int) -> bool:
+    def close_stream(self, vb_id: int, stream_id: int = 0) -> bool:
         """End a stream because the client asks; False where there is none."""
-        stream = self._streams.get(vb_id)
+        stream = self._streams.get(stream_id << 16 | vb_id)
         if stream is None:
             return False
         self._forget(stream)
         if self.sends_end_on_close:
-            self._send_urgently(pack_stream_end(vb_id, stream.opaque, EndReason.CLOSED))
+            self._send_end(stream, EndReason.CLOSED)
         return True
+
+    def answered(self, opcode: int, opaque: int, status: int) -> None:
+        """Take a client's answer to a message of ours: a takeover waits for some of them."""
+        stream = self._takeovers.get(opaque)
+        takeover = stream.takeover if stream is not None else None
+        if stream is None or takeover is None:
+            return
+        if opcode == Opcode.DCP_SNAPSHOT_MARKER and takeover.has_open_marker:
+            takeover.has_open_marker = False
+        elif opcode != Opcode.DCP_SET_VBUCKET_STATE:
+            return
+        elif not status and not takeover.accepted(self._engine, stream.vb_id):
+            self.end(stream, EndReason.STATE_CHANGED)
+            return
+        if status != Status.OK:
+            self.end(stream, EndReason.CLOSED)  # the client will not have it
+        elif takeover.is_done:
+            self.end(stream, EndReason.OK)
+        elif not stream.is_queued:
+            self._queue(stream)
 
     def set_window(self, window_bytes: int) -> None:
         """Count what is sent from now on against a window; 0: no flow control."""
@@ -162,6 +208,9 @@ class Producer:
         """Send a NOOP where one is due. False: the peer is gone, close the connection."""
         if self._limited:
             self._refill(now_ns)
+        for stream in self._takeovers.values():
+            if stream.takeover is not None and not stream.is_backlog:
+                stream.takeover.tick(self._engine, stream.vb_id, now_ns)
         if not self.noop_is_enabled:
             return True
         self._last_heard_ns = self._last_heard_ns or now_ns
@@ -178,19 +227,30 @@ class Producer:
 
     def wake(self, vb_id: int) -> None:
         """The partition committed something."""
-        stream = self._streams[vb_id]
-        if not stream.is_queued:
-            self._queue(stream)
+        for stream in self._by_vb[vb_id]:
+            if not stream.is_queued:
+                self._queue(stream)
 
     def branched(self, vb_id: int, reason: EndReason) -> None:
-        """The partition's failover log changed: its stream ends, unless it began under this one."""
-        stream = self._streams[vb_id]
-        if stream.vb_uuid != self._engine.partitions[vb_id].vb_uuid:
-            self.end(stream, reason)
+        """The partition's failover log changed: its streams end, unless they began under it."""
+        for stream in self._by_vb[vb_id]:
+            if stream.vb_uuid != self._engine.partitions[vb_id].vb_uuid:
+                self.end(stream, reason)
+
+    def restated(self, vb_id: int) -> None:
+        """The partition's state changed: streams end that may not be in it."""
+        state = self._engine.partitions[vb_id].state
+        for stream in self._by_vb[vb_id]:
+            takeover = stream.takeover
+            if takeover is not None and takeover.made_it_dead and state == VbState.DEAD:
+                continue
+            if state != VbState.ACTIVE and (state != VbState.REPLICA or stream.is_active_only):
+                self.end(stream, EndReason.STATE_CHANGED)
 
     def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """The partition's stream is over."""
-        self.end(self._streams[vb_id], reason)
+        """The partition's streams are over."""
+        for stream in self._by_vb[vb_id]:
+            self.end(stream, reason)
 
     def supersede(self) -> None:
         """A newer connection has this one's name."""
@@ -200,6 +260,11 @@ class Producer:
     def close(self) -> None:
         """The connection is gone."""
         self._hub.close(self.name, self)
+        for stream in self._takeovers.values():
+            assert stream.takeover is not None
+            stream.takeover.abandon(self._engine, stream.vb_id)
+        self._takeovers.clear()
+        self._by_vb.clear()
         self._streams.clear()
         self._ready.clear()
         self._waiting.clear()
@@ -222,7 +287,7 @@ class Producer:
     def end(self, stream: Stream, reason: EndReason) -> None:
         """End a stream and tell the client why."""
         self._forget(stream)
-        self._send_urgently(pack_stream_end(stream.vb_id, stream.opaque, reason))
+        self._send_end(stream, reason)
 
     def limit(self, stream: Stream, rate: RateLimit | None) -> None:
         """Slow a stream down, stop it (a rate of 0), or let it go again (None).
@@ -231,9 +296,9 @@ class Producer:
         """
         stream.rate = rate
         if rate is not None:
-            self._limited[stream.vb_id] = stream
+            self._limited[stream.key] = stream
             return
-        self._limited.pop(stream.vb_id, None)
+        self._limited.pop(stream.key, None)
         if not stream.is_queued:
             self._queue(stream)
 
@@ -290,35 +355,71 @@ class Producer:
         if part.branch_group > self._engine.committed_group:
             self._admit()
             return 0  # the hub ends or wakes the stream when the branch is committed
-        sent = 0
-        if stream.snap_end_seqno is None:
-            if part.committed_seqno < stream.next_seqno:
-                stream.is_backlog = False
-                self._admit()
-                return 0
-            if stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
-                stream.is_queued = True
-                self._waiting.append(stream)
-                return 0
-            self._begin_snapshot(stream, out, min(part.committed_seqno, stream.end_seqno))
-            sent = MARKER_BYTES
-        if sent < bytes_max:
-            sent += self._send_frames(stream, out, bytes_max - sent)
+        if stream.has_missed_a_purge(part):
+            self.end(stream, EndReason.ROLLBACK)
+            return 0
+        sent = self._begin_turn(stream, part, out) if stream.snap_end_seqno is None else 0
+        end_seqno = stream.snap_end_seqno
+        if end_seqno is None:
+            return sent
+        try:
+            if sent < bytes_max and stream.next_seqno <= end_seqno:
+                sent += self._send_frames(stream, out, bytes_max - sent)
+        except StoreDamagedError as error:
+            self._fail(stream, error)
+            return sent
+        if stream.next_seqno > end_seqno and (
+            sent < bytes_max or not self.terms.has_snapshot_ends
+        ):
+            sent += self._end_snapshot(stream, part, out)
         if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
             return sent + self._end(stream, out)
-        if stream.snap_end_seqno is not None or part.committed_seqno >= stream.next_seqno:
+        has_more = part.committed_seqno >= stream.next_seqno or stream.takeover is not None
+        if stream.snap_end_seqno is not None or has_more:
             self._queue(stream)
         return sent
 
-    def _begin_snapshot(self, stream: Stream, out: list[bytes], end_seqno: int) -> None:
+    def _begin_turn(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+        """Begin a snapshot if there is one to begin and place for it; return the bytes sent."""
+        takeover = stream.takeover
+        if takeover is not None and takeover.is_waiting:
+            self._admit()
+            return 0  # the client's answer queues the stream again
+        if part.committed_seqno < stream.next_seqno:
+            stream.is_backlog = False
+            self._admit()
+            return self._take_over(stream, takeover, out) if takeover is not None else 0
+        if stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
+            stream.is_queued = True
+            self._waiting.append(stream)
+            return 0
+        try:
+            return self._begin_snapshot(stream, part, out)
+        except StoreDamagedError as error:
+            self._fail(stream, error)
+            return 0
+
+    def _begin_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
         """Announce the next snapshot."""
-        stream.snap_end_seqno = end_seqno
-        if end_seqno > stream.next_seqno:
-            stream.skip = self._engine.superseded(stream.vb_id, stream.next_seqno, end_seqno)
+        start_seqno = stream.next_seqno
+        end_seqno = min(part.committed_seqno, stream.end_seqno)
         flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
+        is_history = self.terms.has_history and start_seqno > part.history_floor
+        if is_history:
+            flags |= MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
+        elif self.terms.has_history:
+            end_seqno = min(end_seqno, part.history_floor)
+        if not is_history and end_seqno > start_seqno:
+            stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
+        if stream.takeover is not None and not stream.is_backlog:
+            flags |= MarkerFlag.ACK
+            stream.takeover.has_open_marker = True
+        stream.held_seqno = start_seqno - 1
+        stream.snap_end_seqno = end_seqno
         self._backlogs += stream.is_backlog
         marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
-        out.append(pack_marker(stream.vb_id, stream.opaque, marker))
+        pack = MARKER_FORMS[self.terms.marker_version]
+        return self._put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
 
     def _send_frames(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
         end_seqno = stream.snap_end_seqno
@@ -326,20 +427,69 @@ class Producer:
         batch = self._engine.frames(
             stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max
         )
-        if self.codec is None:
+        previous = self._previous_value if self.terms.has_previous_values else None
+        codec = self._codec_of(stream)
+        if codec is None and previous is None:
             out += batch.frames
             sent, next_seqno = batch.wire_bytes, batch.next_seqno
         else:
-            sent, next_seqno = _encode(self.codec, batch, out, bytes_max)
+            sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
         assert stream.next_seqno < next_seqno <= end_seqno + 1
+        assert next_seqno <= end_seqno or batch.frames, "a snapshot ends on an item"
         stream.next_seqno = next_seqno
-        if next_seqno > end_seqno:
-            assert batch.frames, "a snapshot ends on an item"
-            stream.snap_end_seqno = None
-            stream.snap_start_seqno = end_seqno + 1
-            stream.skip = ()
-            self._leave_backlog(stream)
         return sent
+
+    def _end_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+        """Everything of the snapshot is sent."""
+        end_seqno = stream.snap_end_seqno
+        assert end_seqno is not None
+        stream.snap_end_seqno = None
+        stream.snap_start_seqno = end_seqno + 1
+        stream.skip = ()
+        was_backlog = stream.is_backlog
+        self._leave_backlog(stream)
+        # Of a history stream's backlog the part with all versions is still to come.
+        stream.is_backlog = (
+            was_backlog and self.terms.has_history and end_seqno == part.history_floor
+        )
+        if not self.terms.has_snapshot_ends:
+            return 0
+        return self._put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
+
+    def _take_over(self, stream: Stream, takeover: Takeover, out: list[bytes]) -> int:
+        """Everything is sent: go on to the takeover's next step, if it is time."""
+        state = takeover.next_state(self._engine, stream.vb_id)
+        if state is None:
+            return 0
+        return self._put(stream, out, pack_set_vbucket_state(stream.vb_id, stream.opaque, state))
+
+    def _put(self, stream: Stream, out: list[bytes], message: bytes) -> int:
+        """Send a message of a stream; return its length."""
+        if stream.framing:
+            message = with_framing(message, stream.framing)
+        out.append(message)
+        return len(message)
+
+    def _codec_of(self, stream: Stream) -> FrameCodec | None:
+        codec, framing = self.codec, stream.framing
+        if not framing:
+            return codec
+        if codec is None:
+            return lambda frame: with_framing(frame, framing)
+        return lambda frame: with_framing(codec(frame), framing)
+
+    def _previous_value(self, stream: Stream, frame: bytes) -> bytes | None:
+        """Return the message that tells what a stored frame's change replaced, None if nothing."""
+        by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
+        found = self._engine.previous_value(stream.vb_id, by_seqno)
+        if found is None:
+            return None
+        prev_seqno, datatype, value = found
+        datatype = datatype if self.terms.has_json else 0
+        message = pack_previous_value(
+            stream.vb_id, stream.opaque, by_seqno, prev_seqno, value, datatype
+        )
+        return with_framing(message, stream.framing) if stream.framing else message
 
     def _leave_backlog(self, stream: Stream) -> None:
         """The stream's backlog is through, or the stream ends in it: the next one may begin."""
@@ -356,14 +506,27 @@ class Producer:
 
     def _end(self, stream: Stream, out: list[bytes]) -> int:
         self._forget(stream)
-        message = pack_stream_end(stream.vb_id, stream.opaque, EndReason.OK)
-        out.append(message)
-        return len(message)
+        return self._put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, EndReason.OK))
+
+    def _fail(self, stream: Stream, error: StoreDamagedError) -> None:
+        """What the stream needs cannot be read: end it, rather than leave anything out."""
+        self.damages.append(str(error))
+        self.end(stream, EndReason.BACKFILL_FAILED)
 
     def _forget(self, stream: Stream) -> None:
-        del self._streams[stream.vb_id]
-        self._hub.unfollow(stream.vb_id, self)
-        self._limited.pop(stream.vb_id, None)
+        vb_id = stream.vb_id
+        del self._streams[stream.key]
+        others = tuple(other for other in self._by_vb[vb_id] if other is not stream)
+        if others:
+            self._by_vb[vb_id] = others
+        else:
+            del self._by_vb[vb_id]
+            self._hub.unfollow(vb_id, self)
+        self._limited.pop(stream.key, None)
+        if stream.takeover is not None:
+            if self._takeovers.get(stream.opaque) is stream:
+                del self._takeovers[stream.opaque]
+            stream.takeover.abandon(self._engine, vb_id)
         if stream.is_queued:
             queue = self._ready if stream in self._ready else self._waiting
             queue.remove(stream)
@@ -378,26 +541,40 @@ class Producer:
         self._ready.append(stream)
         self._schedule()
 
+    def _send_end(self, stream: Stream, reason: EndReason) -> None:
+        """Send STREAM_END, window or not; it counts all the same."""
+        message = pack_stream_end(stream.vb_id, stream.opaque, reason)
+        self._count(self._put(stream, self._urgent, message))
+        self._schedule()
+
     def _send_urgently(self, message: bytes) -> None:
         self._urgent.append(message)
-        if message[1] == Opcode.DCP_STREAM_END:
-            self._count(len(message))
         self._schedule()
 
 
 def _encode(
-    codec: FrameCodec, batch: FrameBatch, out: list[bytes], bytes_max: int
+    stream: Stream,
+    codec: FrameCodec | None,
+    previous: Callable[[Stream, bytes], bytes | None] | None,
+    batch: FrameBatch,
+    out: list[bytes],
+    bytes_max: int,
 ) -> tuple[int, int]:
-    """Send a batch in the connection's own form; return bytes sent and the next seqno.
+    """Send a batch in the stream's own form; return bytes sent and the next seqno.
 
-    The engine counted stored bytes: where the codec makes frames longer, the last ones wait.
+    The engine counted stored bytes: where messages become longer or more, the last ones wait.
     """
     sent = 0
     for frame in batch.frames:
         if sent >= bytes_max:
             next_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
             return sent, next_seqno
-        message = codec(frame)
+        if previous is not None:
+            replaced = previous(stream, frame)
+            if replaced is not None:
+                out.append(replaced)
+                sent += len(replaced)
+        message = frame if codec is None else codec(frame)
         out.append(message)
         sent += len(message)
     return sent, batch.next_seqno

@@ -10,6 +10,7 @@ Limits
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -124,6 +125,27 @@ def pack_response(
         + key
         + value
     )
+
+
+def frame_infos(framing: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield id and data of each frame info in the framing extras of a flex packet.
+
+    Raises RemoteProtocolError after the last one if it is cut short.
+    """
+    position, end = 0, len(framing)
+    while position < end:
+        frame_id, length = framing[position] >> 4, framing[position] & 0x0F
+        position += 1
+        if frame_id == 15 and position < end:
+            frame_id += framing[position]
+            position += 1
+        if length == 15 and position < end:
+            length += framing[position]
+            position += 1
+        yield frame_id, framing[position : position + length]
+        position += length
+    if position != end:
+        raise RemoteProtocolError("the framing extras are cut short")
 
 
 _CLASSIC: Final = frozenset(

@@ -11,8 +11,8 @@ from enum import IntEnum, IntFlag
 from struct import Struct
 from typing import Final, NamedTuple
 
-from dcp.wire.frame import Frame, RemoteProtocolError, pack_request
-from dcp.wire.opcode import Opcode
+from dcp.wire.frame import HEADER_BYTES, Frame, RemoteProtocolError, frame_infos, pack_request
+from dcp.wire.opcode import Magic, Opcode
 
 OPEN_EXTRAS: Final = Struct(">II")
 """Reserved, flags."""
@@ -20,6 +20,14 @@ STREAM_REQ_EXTRAS: Final = Struct(">IIQQQQQ")
 """Flags, reserved, start seqno, end seqno, vb_uuid, snapshot start, snapshot end."""
 MARKER_EXTRAS: Final = Struct(">QQI")
 """Start seqno, end seqno, type."""
+MARKER_V2_0_VALUE: Final = Struct(">QQIQQ")
+"""Start seqno, end seqno, type, highest visible seqno, highest completed seqno; extras: u8 0."""
+MARKER_V2_2_VALUE: Final = Struct(">QQIQQQQ")
+"""The same and purge seqno, highest prepared seqno; extras: u8 2."""
+PREVIOUS_VALUE_EXTRAS: Final = Struct(">QQ")
+"""by_seqno of the change that it belongs to, seqno of the version that was replaced."""
+STREAM_ID_FRAMING: Final = Struct(">BH")
+"""Frame info of id 2 and length 2, stream id: framing extras of flex packets."""
 MUTATION_EXTRAS: Final = Struct(">QQIIIHB")
 """by_seqno, rev_seqno, flags, expiration (absolute s), lock time, nmeta = 0, nru."""
 DELETION_EXTRAS: Final = Struct(">QQH")
@@ -38,6 +46,8 @@ OBSERVE_OLD: Final = Struct(">BHQQQQQ")
 """1, vbucket id, current vb_uuid, persisted, current, old vb_uuid, seqno where it ended."""
 MUTATION_TOKEN: Final = Struct(">QQ")
 """vb_uuid, by_seqno: extras of a mutation's response when MUTATION_SEQNO was granted."""
+STREAM_ID_FRAME: Final = 2
+"""Id of the frame info that names a stream."""
 U32: Final = Struct(">I")
 U64: Final = Struct(">Q")
 
@@ -172,10 +182,104 @@ def pack_marker(vb_id: int, opaque: int, marker: SnapshotMarker) -> bytes:
     )
 
 
+def pack_marker_v2_0(vb_id: int, opaque: int, marker: SnapshotMarker) -> bytes:
+    """Return a SNAPSHOT_MARKER of version 2.0. Everything in it is visible: there are no prepares,
+    so none is completed.
+    """
+    value = MARKER_V2_0_VALUE.pack(*marker, marker.end_seqno, 0)
+    return pack_request(
+        Opcode.DCP_SNAPSHOT_MARKER, vb_id=vb_id, opaque=opaque, extras=b"\0", value=value
+    )
+
+
+def pack_marker_v2_2(vb_id: int, opaque: int, marker: SnapshotMarker, purge_seqno: int) -> bytes:
+    """Return a SNAPSHOT_MARKER of version 2.2, which tells the partition's purge seqno."""
+    value = MARKER_V2_2_VALUE.pack(*marker, marker.end_seqno, 0, purge_seqno, 0)
+    return pack_request(
+        Opcode.DCP_SNAPSHOT_MARKER, vb_id=vb_id, opaque=opaque, extras=b"\2", value=value
+    )
+
+
 def parse_marker(frame: Frame) -> SnapshotMarker:
-    """Return a marker of version 1. Raises RemoteProtocolError for any other."""
+    """Return what all versions of a marker have. Raises RemoteProtocolError for an unknown one."""
+    layout = _MARKER_VALUES.get(frame.extras)
+    if layout is not None and len(frame.value) == layout.size:
+        return SnapshotMarker(*layout.unpack(frame.value)[:3])
     _need(frame, MARKER_EXTRAS)
     return SnapshotMarker(*MARKER_EXTRAS.unpack(frame.extras))
+
+
+_MARKER_VALUES: Final = {b"\0": MARKER_V2_0_VALUE, b"\2": MARKER_V2_2_VALUE}
+
+
+def pack_snapshot_end(vb_id: int, opaque: int, end_seqno: int) -> bytes:
+    """Return SNAPSHOT_END (control x_snapshot_end)."""
+    return pack_request(
+        Opcode.DCP_SNAPSHOT_END, vb_id=vb_id, opaque=opaque, extras=U64.pack(end_seqno)
+    )
+
+
+def parse_snapshot_end(frame: Frame) -> int:
+    """Return the seqno at which a snapshot ended."""
+    _need(frame, U64)
+    end_seqno: int = U64.unpack(frame.extras)[0]
+    return end_seqno
+
+
+def pack_previous_value(
+    vb_id: int, opaque: int, by_seqno: int, prev_seqno: int, value: bytes, datatype: int
+) -> bytes:
+    """Return PREVIOUS_VALUE (control x_previous_value): what the change that follows replaces."""
+    return pack_request(
+        Opcode.DCP_PREVIOUS_VALUE, vb_id=vb_id, opaque=opaque, value=value, datatype=datatype,
+        extras=PREVIOUS_VALUE_EXTRAS.pack(by_seqno, prev_seqno),
+    )  # fmt: skip
+
+
+def parse_previous_value(frame: Frame) -> tuple[int, int]:
+    """Return by_seqno of the change that it belongs to, and seqno of the version replaced."""
+    _need(frame, PREVIOUS_VALUE_EXTRAS)
+    by_seqno, prev_seqno = PREVIOUS_VALUE_EXTRAS.unpack(frame.extras)
+    return by_seqno, prev_seqno
+
+
+def pack_set_vbucket_state(vb_id: int, opaque: int, state: int) -> bytes:
+    """Return SET_VBUCKET_STATE, a takeover's request to the client."""
+    return pack_request(
+        Opcode.DCP_SET_VBUCKET_STATE, vb_id=vb_id, opaque=opaque, extras=bytes([state])
+    )
+
+
+# -- stream ids ------------------------------------------------------------------------------------
+
+
+def stream_id_framing(stream_id: int) -> bytes:
+    """Return the framing extras that name a stream; `stream_id` 1 to 65535."""
+    return STREAM_ID_FRAMING.pack(STREAM_ID_FRAME << 4 | 2, stream_id)
+
+
+def stream_id_of(framing: bytes) -> int:
+    """Return the stream id in a packet's framing extras, 0 where there is none."""
+    for frame_id, data in frame_infos(framing):
+        if frame_id == STREAM_ID_FRAME and len(data) == 2:
+            return int.from_bytes(data, "big")
+    return 0
+
+
+def with_framing(message: bytes, framing: bytes) -> bytes:
+    """Return a plain request as a flex request. Its key has at most 255 bytes (8 bits)."""
+    assert message[2] == 0, "a flex packet has no room for a longer key"
+    body_bytes = int.from_bytes(message[8:12], "big") + len(framing)
+    return b"".join(
+        (
+            _FLEX_REQUEST, message[1:2], bytes([len(framing)]), message[3:8],
+            body_bytes.to_bytes(4, "big"), message[12:HEADER_BYTES], framing,
+            message[HEADER_BYTES:],
+        )
+    )  # fmt: skip
+
+
+_FLEX_REQUEST: Final = bytes([Magic.FLEX_REQUEST])
 
 
 def parse_mutation(frame: Frame) -> Mutation:

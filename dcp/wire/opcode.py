@@ -80,6 +80,7 @@ class Opcode(IntEnum):
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
     DCP_SEQNO_ADVANCED = 0x64
+    DCP_PREVIOUS_VALUE = 0x6E
     DCP_SNAPSHOT_END = 0x6F
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
@@ -225,6 +226,9 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_SEQNO_ADVANCED: OpSpec(
         _DCP, "u64 seqno", "-", "sent: up to here nothing is left for this filter"
+    ),
+    Opcode.DCP_PREVIOUS_VALUE: OpSpec(
+        _DCP, "u64 seqno, u64 previous seqno", "value", "sent: what the next change replaces"
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ class Status(IntEnum):
     DELTA_BADVAL = 0x06
     NOT_MY_VBUCKET = 0x07
     NO_BUCKET = 0x08
+    DCP_STREAM_NOT_FOUND = 0x0A
     AUTH_STALE = 0x1F
     AUTH_ERROR = 0x20
     AUTH_CONTINUE = 0x21
@@ -33,6 +34,7 @@ class Status(IntEnum):
     ETMPFAIL = 0x86
     UNKNOWN_COLLECTION = 0x88
     UNKNOWN_SCOPE = 0x8C
+    DCP_STREAMID_INVALID = 0x8D
 
 
 ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
@@ -48,6 +50,11 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("fetch-config", "invalid-input"),
     ),
     Status.NO_BUCKET: ("NO_BUCKET", "no bucket is selected", ("conn-state-invalidated",)),
+    Status.DCP_STREAM_NOT_FOUND: (
+        "DCP_STREAM_NOT_FOUND",
+        "no such stream on this connection",
+        ("dcp", "item-only"),
+    ),
     Status.AUTH_STALE: ("AUTH_STALE", "authenticate again", ("conn-state-invalidated", "auth")),
     Status.AUTH_ERROR: ("AUTH_ERROR", "authentication failed", ("conn-state-invalidated", "auth")),
     Status.AUTH_CONTINUE: ("AUTH_CONTINUE", "another SASL step follows", ("special-handling",)),
@@ -62,6 +69,11 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
     Status.EBUSY: ("EBUSY", "busy", ("temp", "retry-later")),
     Status.ETMPFAIL: ("ETMPFAIL", "temporary failure", ("temp", "retry-later")),
     Status.UNKNOWN_COLLECTION: ("UNKNOWN_COLLECTION", "unknown collection", ("item-only",)),
+    Status.DCP_STREAMID_INVALID: (
+        "DCP_STREAMID_INVALID",
+        "a stream id is missing, or not enabled",
+        ("dcp", "invalid-input"),
+    ),
     Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
 }
 """Status -> (name, description, attributes of the error map)."""

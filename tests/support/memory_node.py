@@ -85,6 +85,8 @@ class MemoryNode:
         self.engine.group_committed(group)
         for vb_id in group.branched:
             self.hub.branched(vb_id)
+        for vb_id in group.restated:
+            self.hub.restated(vb_id)
         self.hub.committed(group.high_seqnos)
 
     def begin_merge(self) -> None:

@@ -1,0 +1,87 @@
+"""One partition's cursor on one connection.
+
+Invariants
+- `next_seqno` is what comes next; between snapshots `snap_end_seqno` is None;
+- while a snapshot is under way, what the client held before it is everything up to `held_seqno`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from dcp.stream.rate import RateLimit
+from dcp.stream.takeover import Takeover
+from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
+from vbucket.partition import Partition
+
+
+class Stream:
+    """See the module."""
+
+    __slots__ = (
+        "end_seqno",
+        "framing",
+        "held_seqno",
+        "ignores_purges",
+        "is_active_only",
+        "is_backlog",
+        "is_queued",
+        "next_seqno",
+        "opaque",
+        "opaque_bytes",
+        "opened_ns",
+        "purge_seqno",
+        "rate",
+        "skip",
+        "snap_end_seqno",
+        "snap_start_seqno",
+        "stream_id",
+        "takeover",
+        "vb_id",
+        "vb_uuid",
+    )
+
+    def __init__(
+        self, part: Partition, opaque: int, request: StreamRequest, stream_id: int = 0
+    ) -> None:
+        self.vb_id = part.vb_id
+        self.vb_uuid = part.vb_uuid
+        """The partition's version whose failover log answered the request."""
+        self.stream_id = stream_id
+        """What the client calls it (control enable_stream_id); 0: nothing."""
+        self.framing = stream_id_framing(stream_id) if stream_id else b""
+        self.opaque = opaque
+        self.opaque_bytes = opaque.to_bytes(4, "big")
+        self.next_seqno = request.start_seqno + 1
+        self.held_seqno = request.start_seqno
+        self.end_seqno = request.end_seqno
+        self.snap_start_seqno = request.snap_start_seqno
+        """Where the next marker starts."""
+        self.snap_end_seqno: int | None = None
+        """End of the snapshot under way; None between snapshots."""
+        self.skip: Container[int] = ()
+        self.is_backlog = True
+        self.is_queued = False
+        self.is_active_only = bool(request.flags & StreamFlag.ACTIVE_ONLY)
+        self.ignores_purges = bool(request.flags & StreamFlag.IGNORE_PURGED_TOMBSTONES)
+        self.purge_seqno = part.purge_seqno
+        """The partition's when the request was answered."""
+        self.takeover = Takeover() if request.flags & StreamFlag.TAKEOVER else None
+        self.rate: RateLimit | None = None
+        """A limit that an operator set; None: as fast as the connection takes it."""
+        self.opened_ns = 0
+        """When it was asked for, Unix time; 0: not known."""
+
+    @property
+    def key(self) -> int:
+        """What tells it from the other streams of its connection."""
+        return self.stream_id << 16 | self.vb_id
+
+    def has_missed_a_purge(self, part: Partition) -> bool:
+        """Whether deletions that it still had to send were purged since it began.
+
+        Who began with nothing has nothing to delete, so its first snapshot may leave them out.
+        """
+        if part.purge_seqno < self.next_seqno or part.purge_seqno == self.purge_seqno:
+            return False
+        return not self.ignores_purges and self.held_seqno > 0

@@ -1,0 +1,122 @@
+"""Handing a partition over to the client of a stream (stream request flag 0x01). Pure.
+
+    SENDING --- all sent, nothing under way ------> SET_VBUCKET_STATE(pending)
+    PENDING_ASKED --- client: OK -----------------> the partition is dead here
+    DRAINING --- dead is committed, all is sent --> SET_VBUCKET_STATE(active)
+    ACTIVE_ASKED --- client: OK ------------------> STREAM_END(0)
+
+After the backlog every marker asks for an answer (flag 0x08), and the next one waits for it.
+
+Who is active when a step fails
+- before the client answered "pending" the partition stays active here;
+- while DRAINING it is dead here, and the client is not active either: only our message makes it so,
+  and that was not sent. If the stream ends now, it becomes active here again. It is still the same
+  history, so no new version begins;
+- from ACTIVE_ASKED on the client may be active and may have taken writes, whether or not its answer
+  reaches us: the partition stays dead here, and an operator decides. Two active partitions of one
+  history would be worse than none;
+- a crash of this server forgets which of the last two it was: a partition that is dead in the log
+  stays dead.
+
+Rules: dcp-wire.md 2.8.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Final
+
+from vbucket.engine import Engine
+from vbucket.partition import VbState
+
+SENDING_NS_MAX: Final = 60 * 1_000_000_000
+"""After so long in SENDING writes are told to come back later, so that the stream can catch up
+(kv_engine's dcp_takeover_max_time)."""
+
+
+class TakeoverStep(Enum):
+    """See the module."""
+
+    SENDING = auto()
+    PENDING_ASKED = auto()
+    DRAINING = auto()
+    ACTIVE_ASKED = auto()
+    DONE = auto()
+
+
+_ASKED: Final = frozenset({TakeoverStep.PENDING_ASKED, TakeoverStep.ACTIVE_ASKED})
+
+
+class Takeover:
+    """How far one stream's takeover has come."""
+
+    __slots__ = ("began_ns", "has_open_marker", "step")
+
+    def __init__(self) -> None:
+        self.step = TakeoverStep.SENDING
+        self.has_open_marker = False
+        """A marker with flag 0x08 was sent and not answered yet."""
+        self.began_ns = 0
+        """When SENDING was first seen by a clock."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the client has to answer before anything else is sent."""
+        return self.has_open_marker or self.step in _ASKED
+
+    @property
+    def made_it_dead(self) -> bool:
+        """Whether it is this takeover because of which the partition is dead."""
+        return self.step in {TakeoverStep.DRAINING, TakeoverStep.ACTIVE_ASKED, TakeoverStep.DONE}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the partition is the client's now."""
+        return self.step is TakeoverStep.DONE
+
+    def next_state(self, engine: Engine, vb_id: int) -> VbState | None:
+        """Return the state to ask the client for, now that it has everything; None: not yet."""
+        part = engine.partitions[vb_id]
+        if self.step is TakeoverStep.SENDING:
+            self.step = TakeoverStep.PENDING_ASKED
+            return VbState.PENDING
+        is_durable = engine.committed_group >= part.last_group
+        if self.step is TakeoverStep.DRAINING and is_durable:
+            self.step = TakeoverStep.ACTIVE_ASKED
+            return VbState.ACTIVE
+        return None
+
+    def accepted(self, engine: Engine, vb_id: int) -> bool:
+        """Take the client's OK to the state that it was asked for; False: it cannot go on."""
+        part = engine.partitions[vb_id]
+        if self.step is TakeoverStep.ACTIVE_ASKED:
+            self.step = TakeoverStep.DONE
+            return True
+        if self.step is not TakeoverStep.PENDING_ASKED or part.state != VbState.ACTIVE:
+            return False
+        put_state(engine, vb_id, VbState.DEAD)
+        part.is_backed_up = False
+        self.step = TakeoverStep.DRAINING
+        return True
+
+    def tick(self, engine: Engine, vb_id: int, now_ns: int) -> None:
+        """Hold writers back once the stream has tried to catch up for too long."""
+        if self.step is not TakeoverStep.SENDING:
+            return
+        self.began_ns = self.began_ns or now_ns
+        if now_ns - self.began_ns >= SENDING_NS_MAX:
+            engine.partitions[vb_id].is_backed_up = True
+
+    def abandon(self, engine: Engine, vb_id: int) -> None:
+        """The stream ends: leave the partition in the state that is safe (see the module)."""
+        part = engine.partitions[vb_id]
+        part.is_backed_up = False
+        if self.step is TakeoverStep.DRAINING and part.state == VbState.DEAD:
+            put_state(engine, vb_id, VbState.ACTIVE)
+
+
+def put_state(engine: Engine, vb_id: int, state: VbState) -> None:
+    """Put a partition into a state, durably with the open group, within the same version."""
+    part = engine.partitions[vb_id]
+    part.state = state
+    engine.add_control(part, {"kind": "state", "state": int(state)})

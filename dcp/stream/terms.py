@@ -1,0 +1,50 @@
+"""What a client asked of its streams by DCP_CONTROL, one connection's worth. Plain attributes.
+
+Everything is off until a control turns it on, and a connection on which nothing is on sends exactly
+what it sent before the control existed. `x_` names are this server's own; the others are
+kv_engine's.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class MarkerVersion(IntEnum):
+    """Version of snapshot markers (control max_marker_version)."""
+
+    V1 = 10
+    V2_0 = 20
+    V2_2 = 22
+
+
+class Terms:
+    """See the module."""
+
+    __slots__ = (
+        "has_history",
+        "has_json",
+        "has_previous_values",
+        "has_snapshot_ends",
+        "has_stream_ids",
+        "has_v7_status_codes",
+        "has_version_lists",
+        "marker_version",
+    )
+
+    def __init__(self) -> None:
+        self.has_stream_ids = False
+        """enable_stream_id: a request names its stream, every message of it carries the name."""
+        self.has_history = False
+        """change_streams: every version, no de-duplication, as far back as there are all."""
+        self.has_snapshot_ends = False
+        """x_snapshot_end: a message after the last one of each snapshot."""
+        self.has_version_lists = False
+        """x_version_log: a request may name all versions that the client knows."""
+        self.has_previous_values = False
+        """x_previous_value: what a change replaced comes right before it."""
+        self.has_v7_status_codes = False
+        """v7_dcp_status_codes: "no such stream" has a status of its own."""
+        self.has_json = False
+        """HELLO 0x0b: the client knows the datatype bit JSON."""
+        self.marker_version = MarkerVersion.V1
