@@ -29,7 +29,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dcp.server.config import is_loopback
-from dcp.server.users import UserError, Users, UsersFileError
+from dcp.server.users import UserError, Users
+from dcp.server.users_file import UsersFileError
 from vbucket.engine import BranchRefusedError
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 

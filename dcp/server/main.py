@@ -191,7 +191,8 @@ def listen_error(host: str, port: int) -> OSError | None:
 def run(resolved: Resolved) -> ExitCode:
     """Run a server until it is told to stop; return what the process should end with."""
     from dcp.server.logging_setup import set_up_logging
-    from dcp.server.users import USERS_FILE, Users, UsersFileError
+    from dcp.server.users import USERS_FILE, Users
+    from dcp.server.users_file import UsersFileError
 
     settings = resolved.settings
     try:

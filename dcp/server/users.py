@@ -6,31 +6,39 @@ Invariants
 - a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
 - an unknown user goes through the same exchange as a known one, with keys that nothing matches and
   a salt that stays the same, so that neither answers nor their time tell who exists;
-- the file is replaced as a whole, readable by its owner only; a file that is damaged or of another
-  format is never overwritten, and what was read before it broke stays in force.
+- the file (dcp.server.users_file) is replaced as a whole; one that is damaged or of another format
+  is never overwritten, and what was read before it broke stays in force;
+- `revision` grows with every change of who there is or what they may do.
 
-The built-in guest/guest works from loopback only (RabbitMQ's precedent); the name is reserved.
-A file's user is an object, so that later versions can keep more beside its keys.
+The built-in guest/guest works from loopback only (RabbitMQ's precedent) and may do everything; it
+can be switched off. The name is reserved.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
-import os
 import re
 import secrets
 import threading
-from base64 import b64decode, b64encode
-from binascii import Error as Base64Error
-from collections.abc import Callable, Mapping
+from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from dcp.server.logging_setup import LOGGER_NAME
+from dcp.server.users_file import (
+    UserRecord,
+    UsersContent,
+    UsersFileError,
+    file_text,
+    parse_file,
+    replace_file,
+    stamp_of,
+)
 from dcp.session.auth import AuthStep
+from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
 from dcp.session.scram import (
     HASH_NAMES,
     MalformedMessageError,
@@ -46,7 +54,6 @@ from dcp.wire.status import Status
 
 USERS_FILE: Final = "users.json"
 """Name of the file in the data folder."""
-USERS_FORMAT_VERSION: Final = 1
 
 GUEST: Final = "guest"
 GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
@@ -56,8 +63,6 @@ _PLAIN_KEYS: Final = "SCRAM-SHA512"
 
 ITERATIONS: Final = 10_000
 """PBKDF2 rounds for new users: 5 ms of SHA-512, once when added and once per new PLAIN login."""
-ITERATIONS_MAX: Final = 1_000_000
-"""More would stop the server for seconds at a login; a file that says so is damaged."""
 GUEST_ITERATIONS: Final = 4096
 """The least that RFC 7677 allows: the password is known anyway."""
 SALT_BYTES: Final = 16
@@ -72,16 +77,13 @@ _PASSWORD: Final = re.compile(r"[ -~]*")
 
 _LOG: Final = logging.getLogger(LOGGER_NAME)
 
-Keys = Mapping[str, ScramKeys]
-"""Mechanism -> keys."""
-
 
 class UserError(Exception):
-    """A user cannot be added or removed; the text says why and what to do."""
+    """A user cannot be added, changed or removed; the text says why and what to do."""
 
 
-class UsersFileError(Exception):
-    """The file of users cannot be read or written; the text says what and why."""
+class UnknownUserError(UserError):
+    """There is no user of that name."""
 
 
 class _LoginAttempt(NamedTuple):
@@ -92,17 +94,15 @@ class _LoginAttempt(NamedTuple):
     is_known: bool
 
 
-class _FileContent(NamedTuple):
-    users: dict[str, Keys]
-    decoy_key: bytes
-    """Makes the salts of users that do not exist."""
-
-
 class Users:
-    """The users of one server. `add` and `remove` may be called from any thread."""
+    """The users of one server. What changes them may be called from any thread."""
 
     def __init__(
-        self, path: Path, draw_bytes: Callable[[int], bytes] = secrets.token_bytes
+        self,
+        path: Path,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        *,
+        has_guest: bool = True,
     ) -> None:
         """Read the file; a missing one means that there is only the guest.
 
@@ -115,7 +115,9 @@ class Users:
         self._process_key = draw_bytes(32)
         self._verified: set[bytes] = set()
         self._stamp: tuple[int, int, int] | None = None
-        self._content = _FileContent({}, draw_bytes(32))
+        self._has_guest = has_guest
+        self._content = UsersContent({}, draw_bytes(32))
+        self.revision = 0
         self.problem = ""
         """Why the file's last change was not taken over; "" if it was."""
         self._guest_salt = draw_bytes(SALT_BYTES)
@@ -126,50 +128,132 @@ class Users:
 
     def names(self) -> list[str]:
         """Return the names of the users that were added, sorted; the guest is not among them."""
-        self._reload_if_changed()
+        self.reload_if_changed()
         return sorted(self._content.users)
 
-    def add(self, name: str, password: str) -> None:
+    def table(self) -> dict[str, Rights]:
+        """Return what each user that was added may do, by name."""
+        self.reload_if_changed()
+        return {name: user.rights for name, user in sorted(self._content.users.items())}
+
+    def rights_of(self, name: str) -> Rights | None:
+        """Return what a user may do, None where there is no such user."""
+        if name == GUEST:
+            return FULL_RIGHTS if self._has_guest else None
+        record = self._content.users.get(name)
+        return None if record is None else record.rights
+
+    def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
+
+        Without `rights` a new user has all of them, and one that is there keeps those it has.
 
         Raises:
             UserError: the name or the password is not allowed.
             UsersFileError: the file cannot be written.
         """
         _check_name(name)
-        _check_password(password)
-        keys = {
-            mechanism: keys_of_password(
-                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=ITERATIONS
-            )
-            for mechanism in HASH_NAMES
-        }
+        keys = self._keys_for(password)
         with self._change:
             self._load()
-            if name not in self._content.users and len(self._content.users) >= USERS_MAX:
+            known = self._content.users.get(name)
+            if known is None and len(self._content.users) >= USERS_MAX:
                 raise UserError(f"there are {USERS_MAX} users already, the limit")
-            self._write({**self._content.users, name: keys})
+            if rights is None:
+                rights = FULL_RIGHTS if known is None else known.rights
+            self._write({**self._content.users, name: UserRecord(keys, rights)})
+
+    def set_password(self, name: str, password: str) -> None:
+        """Give a user a new password; what is logged in stays so.
+
+        Raises:
+            UnknownUserError: there is no such user.
+            UserError, UsersFileError: as for `add`.
+        """
+        keys = self._keys_for(password)
+        with self._change:
+            self._load()
+            record = self._record(name)
+            self._write({**self._content.users, name: record._replace(keys=keys)})
+
+    def grant(self, name: str, role: Role, scope: Scope = EVERYTHING) -> Rights:
+        """Give a user a role, for everything or for a scope; return its rights now.
+
+        Raises:
+            UserError: there is no such user, or the role is not granted that way.
+            UsersFileError: the file cannot be written.
+        """
+        return self._change_rights(name, lambda rights: rights.granted(role, scope))
+
+    def revoke(self, name: str, role: Role, scope: Scope | None = None) -> Rights:
+        """Take a role, or one scope of it, from a user; return its rights now. As `grant`."""
+        return self._change_rights(name, lambda rights: rights.revoked(role, scope))
 
     def remove(self, name: str) -> bool:
-        """Remove a user; return whether there was one. Connections that are logged in stay.
+        """Remove a user; return whether there was one.
 
         Raises:
             UserError: the guest cannot be removed.
             UsersFileError: the file cannot be written.
         """
         if name == GUEST:
-            raise UserError("guest is built in (it works from this machine only)")
+            raise UserError(
+                "guest is built in (it works from this machine only); dcpd --guest off"
+                " switches it off"
+            )
         with self._change:
             self._load()
             if name not in self._content.users:
                 return False
-            self._write({other: k for other, k in self._content.users.items() if other != name})
+            left = {other: u for other, u in self._content.users.items() if other != name}
+            self._check_admin(left)
+            self._write(left)
         return True
+
+    def _change_rights(self, name: str, change: Callable[[Rights], Rights]) -> Rights:
+        with self._change:
+            self._load()
+            record = self._record(name)
+            try:
+                rights = change(record.rights)
+            except ValueError as error:
+                raise UserError(f"user {name!r}: {error}") from error
+            users = {**self._content.users, name: record._replace(rights=rights)}
+            self._check_admin(users)
+            self._write(users)
+        return rights
+
+    def _record(self, name: str) -> UserRecord:
+        if name == GUEST:
+            raise UserError("guest is built in: its password and roles cannot be changed")
+        record = self._content.users.get(name)
+        if record is None:
+            raise UnknownUserError(f"there is no user {name!r}")
+        return record
+
+    def _check_admin(self, users: dict[str, UserRecord]) -> None:
+        """Nobody could give the role back: not even by starting again."""
+        had_admin = any(u.rights.has(Role.ADMIN) for u in self._content.users.values())
+        has_admin = any(u.rights.has(Role.ADMIN) for u in users.values())
+        if had_admin and not (has_admin or self._has_guest):
+            raise UserError(
+                "it is the last user with the role admin, and guest is switched off; "
+                "give the role to another user first"
+            )
+
+    def _keys_for(self, password: str) -> dict[str, ScramKeys]:
+        _check_password(password)
+        return {
+            mechanism: keys_of_password(
+                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=ITERATIONS
+            )
+            for mechanism in HASH_NAMES
+        }
 
     def is_password_of(self, name: str, password: str, *, peer_is_loopback: bool) -> bool:
         """Return whether a user may log in with a password from there."""
-        self._reload_if_changed()
-        if name == GUEST and peer_is_loopback:
+        self.reload_if_changed()
+        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return hmac.compare_digest(password.encode(), GUEST_PASSWORD.encode())
         keys, is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
         # The stored key is part of the digest: a new password makes the old memory worthless.
@@ -200,7 +284,7 @@ class Users:
             return self._plain(initial, peer_is_loopback=peer_is_loopback)
         if mechanism not in HASH_NAMES:
             return AuthStep(Status.AUTH_ERROR)
-        self._reload_if_changed()
+        self.reload_if_changed()
         try:
             first = read_client_first(initial)
         except MalformedMessageError:
@@ -209,7 +293,9 @@ class Users:
         nonce = b64encode(self._draw_bytes(18)).decode()
         exchange = begin_exchange(mechanism, first, keys, nonce)
         attempt = _LoginAttempt(exchange, first.user, is_known)
-        return AuthStep(Status.AUTH_CONTINUE, exchange.server_first.encode(), attempt)
+        return AuthStep(
+            Status.AUTH_CONTINUE, exchange.server_first.encode(), attempt, claimed=first.user
+        )
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
         """Finish an exchange."""
@@ -218,9 +304,10 @@ class Users:
             answer = finish_exchange(exchange.exchange, message)
         except MalformedMessageError:
             return AuthStep(Status.EINVAL)
-        if answer is None or not exchange.is_known:
-            return AuthStep(Status.AUTH_ERROR)
-        return AuthStep(Status.OK, answer, user=exchange.user)
+        rights = self.rights_of(exchange.user)
+        if answer is None or not exchange.is_known or rights is None:
+            return AuthStep(Status.AUTH_ERROR, claimed=exchange.user)
+        return AuthStep(Status.OK, answer, user=exchange.user, rights=rights, claimed=exchange.user)
 
     def _plain(self, message: bytes, *, peer_is_loopback: bool) -> AuthStep:
         parts = message.split(b"\0")
@@ -231,10 +318,12 @@ class Users:
         except UnicodeDecodeError:
             return AuthStep(Status.AUTH_ERROR)
         if authzid not in {"", name} or len(password) > PASSWORD_CHARS_MAX:
-            return AuthStep(Status.AUTH_ERROR)
-        if not self.is_password_of(name, password, peer_is_loopback=peer_is_loopback):
-            return AuthStep(Status.AUTH_ERROR)
-        return AuthStep(Status.OK, user=name)
+            return AuthStep(Status.AUTH_ERROR, claimed=name)
+        is_right = self.is_password_of(name, password, peer_is_loopback=peer_is_loopback)
+        rights = self.rights_of(name)
+        if not is_right or rights is None:
+            return AuthStep(Status.AUTH_ERROR, claimed=name)
+        return AuthStep(Status.OK, user=name, rights=rights, claimed=name)
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -242,15 +331,18 @@ class Users:
         self, name: str, mechanism: str, *, peer_is_loopback: bool
     ) -> tuple[ScramKeys, bool]:
         """Return keys for whatever name, and whether they are those of a user."""
-        if name == GUEST and peer_is_loopback:
+        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return self._keys_of_guest(mechanism), True
         known = self._content.users.get(name)
         if known is not None:
-            return known[mechanism], True
+            return known.keys[mechanism], True
         size = hashlib.new(HASH_NAMES[mechanism]).digest_size
         seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
         # No password has a stored key of zeros, and `is_known` is False besides.
         return ScramKeys(seed[:SALT_BYTES], ITERATIONS, bytes(size), bytes(size)), False
+
+    def _is_guest(self, name: str, *, peer_is_loopback: bool) -> bool:
+        return name == GUEST and peer_is_loopback and self._has_guest
 
     def _keys_of_guest(self, mechanism: str) -> ScramKeys:
         keys = self._guest_keys.get(mechanism)
@@ -263,8 +355,9 @@ class Users:
 
     # -- the file --------------------------------------------------------------------------------
 
-    def _reload_if_changed(self) -> None:
-        if _stamp_of(self._path) == self._stamp:
+    def reload_if_changed(self) -> None:
+        """Take over what another process, or an editor, made of the file."""
+        if stamp_of(self._path) == self._stamp:
             return
         try:
             self._load()
@@ -275,24 +368,28 @@ class Users:
 
     def _load(self) -> None:
         # The stamp is taken first: a change in between is seen the next time.
-        self._stamp = _stamp_of(self._path)
+        self._stamp = stamp_of(self._path)
         try:
             text = self._path.read_bytes()
         except FileNotFoundError:
-            self._content = _FileContent({}, self._content.decoy_key)
+            self._take_over(UsersContent({}, self._content.decoy_key))
             return
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be read: {error.strerror}") from error
-        self._content = _parse_file(self._path, text)
+        self._take_over(parse_file(self._path, text))
 
-    def _write(self, users: dict[str, Keys]) -> None:
-        content = _FileContent(users, self._content.decoy_key)
+    def _write(self, users: dict[str, UserRecord]) -> None:
+        content = UsersContent(users, self._content.decoy_key)
         try:
-            _replace_file(self._path, _file_text(content))
+            replace_file(self._path, file_text(content))
         except OSError as error:
             raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
-        self._stamp = _stamp_of(self._path)
+        self._stamp = stamp_of(self._path)
+        self._take_over(content)
+
+    def _take_over(self, content: UsersContent) -> None:
         self._content = content
+        self.revision += 1
 
 
 def _check_name(name: str) -> None:
@@ -316,89 +413,3 @@ def _check_password(password: str) -> None:
             "the password may hold printable ASCII only: clients disagree on how other "
             "characters are normalised (RFC 4013), and some could not log in"
         )
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _file_text(content: _FileContent) -> bytes:
-    document = {
-        "format_version": USERS_FORMAT_VERSION,
-        "decoy_key": b64encode(content.decoy_key).decode(),
-        "users": {
-            name: {"scram": {mechanism: _keys_document(k) for mechanism, k in keys.items()}}
-            for name, keys in sorted(content.users.items())
-        },
-    }
-    return json.dumps(document, indent=1).encode() + b"\n"
-
-
-def _keys_document(keys: ScramKeys) -> dict[str, Any]:
-    return {
-        "salt": b64encode(keys.salt).decode(),
-        "iterations": keys.iterations,
-        "stored_key": b64encode(keys.stored_key).decode(),
-        "server_key": b64encode(keys.server_key).decode(),
-    }
-
-
-def _parse_file(path: Path, text: bytes) -> _FileContent:
-    try:
-        document = json.loads(text)
-        version = document["format_version"]
-        if version != USERS_FORMAT_VERSION:
-            raise UsersFileError(
-                f"{path}: has format version {version!r}, this dcpd knows {USERS_FORMAT_VERSION}; "
-                "use the version that wrote it"
-            )
-        return _FileContent(
-            {
-                name: {mechanism: _parse_keys(user["scram"][mechanism]) for mechanism in HASH_NAMES}
-                for name, user in document["users"].items()
-            },
-            b64decode(document["decoy_key"], validate=True),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, Base64Error) as error:
-        raise UsersFileError(
-            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
-            "delete it and add the users again"
-        ) from error
-
-
-def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:
-    iterations = int(document["iterations"])
-    if not 1 <= iterations <= ITERATIONS_MAX:
-        raise ValueError(f"{iterations} iterations")
-    return ScramKeys(
-        b64decode(document["salt"], validate=True),
-        iterations,
-        b64decode(document["stored_key"], validate=True),
-        b64decode(document["server_key"], validate=True),
-    )
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves the old one or the new one, whole."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
