@@ -135,8 +135,8 @@ class TextSession:
 
     @property
     def is_logged_in(self) -> bool:
-        """Whether commands are taken: the peer is local and guests are welcome."""
-        return self.state.allows_anonymous
+        """Whether commands are taken: the peer is local and guests are welcome (still)."""
+        return self.state.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
         """Work through what a read brought in; `now_ns` is Unix time."""
