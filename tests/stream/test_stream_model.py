@@ -48,8 +48,6 @@ def state(versions: Versions, seqno: int) -> dict[bytes, bytes]:
 class StreamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch.object(producer_module, "BACKLOGS_MAX", BACKLOGS_MAX)
-        self.patch.start()
         self.node = MemoryNode()
         self.live: list[Versions] = [()] * VBUCKETS
         self.durable: list[Versions] = [()] * VBUCKETS
@@ -263,4 +261,10 @@ class StreamMachine(RuleBasedStateMachine):
 StreamMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=50, deadline=None, phases=set(Phase) - {Phase.explain}
 )
-TestStreams = StreamMachine.TestCase
+
+
+class TestStreams(StreamMachine.TestCase):
+    def setUp(self) -> None:
+        patch = mock.patch.object(producer_module, "BACKLOGS_MAX", BACKLOGS_MAX)
+        patch.start()
+        self.addCleanup(patch.stop)
