@@ -17,10 +17,12 @@ from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
 from vbucket.ids import time_ns_from_cas
+from vbucket.manifest import SYSTEM_KEY
 
 _DATATYPE_AT: Final = 5
 _DELETION: Final = int(Opcode.DCP_DELETION)
 _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _DELETE_TIME_MAX: Final = 0xFFFF_FFFF
 
 FrameStep = Callable[[bytes], bytes]
@@ -74,7 +76,7 @@ def without_value(frame: bytes) -> bytes:
     magic, opcode, key_len, extras_len, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(
         frame
     )
-    if body == extras_len + key_len:
+    if body == extras_len + key_len or opcode == _SYSTEM_EVENT:
         return frame
     body = extras_len + key_len
     head = HEADER.pack(magic, opcode, key_len, extras_len, datatype, vb_id, body, opaque, cas)
@@ -91,7 +93,7 @@ def without_datatype(frame: bytes) -> bytes:
 def expiry_as_deletion(frame: bytes) -> bytes:
     """Return an expiry as a deletion of version 1."""
     if frame[1] != _EXPIRATION:
-        return frame
+        return frame if frame[1] != _SYSTEM_EVENT else system_event_as_sent(frame)
     by_seqno, rev_seqno, _ = EXPIRATION_EXTRAS.unpack_from(frame, HEADER_BYTES)
     return _with_extras(frame, DELETION_EXTRAS.pack(by_seqno, rev_seqno, 0))
 
@@ -99,7 +101,7 @@ def expiry_as_deletion(frame: bytes) -> bytes:
 def deletion_with_time(frame: bytes) -> bytes:
     """Return a deletion as version 2, with the time of its CAS."""
     if frame[1] != _DELETION:
-        return frame
+        return frame if frame[1] != _SYSTEM_EVENT else system_event_as_sent(frame)
     cas = HEADER.unpack_from(frame)[-1]
     by_seqno, rev_seqno, _ = DELETION_EXTRAS.unpack_from(frame, HEADER_BYTES)
     delete_time = min(time_ns_from_cas(cas) // 1_000_000_000, _DELETE_TIME_MAX)
@@ -112,6 +114,19 @@ def removal_with_time(frame: bytes) -> bytes:
         return deletion_with_time(frame)
     by_seqno, rev_seqno, delete_time = EXPIRATION_EXTRAS.unpack_from(frame, HEADER_BYTES)
     return _with_extras(frame, DELETION_V2_EXTRAS.pack(by_seqno, rev_seqno, delete_time, 0))
+
+
+def system_event_as_sent(frame: bytes) -> bytes:
+    """Return a system event without that part of its key which only the store knows."""
+    magic, opcode, key_len, extras_len, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(
+        frame
+    )
+    cut = SYSTEM_KEY.size
+    key_at = HEADER_BYTES + extras_len
+    head = HEADER.pack(
+        magic, opcode, key_len - cut, extras_len, datatype, vb_id, body - cut, opaque, cas
+    )
+    return head + frame[HEADER_BYTES:key_at] + frame[key_at + cut :]
 
 
 def _with_extras(frame: bytes, extras: bytes) -> bytes:

@@ -1,0 +1,177 @@
+"""Which changes a stream shows: its filter by collection, or what its connection can understand.
+
+    connection without collections         the default collection, no system events
+    collections, no filter                 everything
+    collections, "collections": [...]      these, and their creations and drops
+    collections, "scope": "..."            what is in the scope, now and later, and its events
+
+Rules (kv_engine): items of collections that do not exist any more are left out; creations and
+drops come in seqno order among the changes; the stream ends with FILTER_EMPTY when the last
+collection of its list is dropped, or its scope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection as Ids
+from collections.abc import Mapping
+from typing import Final
+
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.manifest import (
+    DEFAULT_COLLECTION,
+    SYSTEM_COLLECTION,
+    SYSTEM_KEY,
+    Manifest,
+    SystemEventKind,
+    collection_of,
+)
+from vbucket.store import Accepts
+
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
+_SCOPE_EVENTS: Final = frozenset({SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE})
+
+
+class FilterRefusedError(Exception):
+    """A stream cannot have this filter; `status` is the answer, the text says why."""
+
+    def __init__(self, status: Status, what: str) -> None:
+        super().__init__(what)
+        self.status = status
+
+
+class StreamFilter:
+    """See the module. `collections` None: all; `scope_id` None: not by scope."""
+
+    __slots__ = ("_collections", "_is_over", "_scope_id", "has_events")
+
+    def __init__(
+        self,
+        *,
+        collections: Ids[int] | None = None,
+        scope_id: int | None = None,
+        has_events: bool = True,
+    ) -> None:
+        self.has_events = has_events
+        """Whether the stream shows system events and may end its snapshots with SEQNO_ADVANCED."""
+        self._collections = None if collections is None else set(collections)
+        self._scope_id = scope_id
+        self._is_over = False
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the client asked for less than everything."""
+        return self._collections is not None or self._scope_id is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing will ever come through any more."""
+        return self._is_over or (self._collections is not None and not self._collections)
+
+    def collection_ids(self, manifest: Manifest) -> list[int]:
+        """Return the collections that it lets through now."""
+        ids = manifest.collections
+        if self._collections is not None:
+            return [key for key in self._collections if key in ids]
+        if self._scope_id is not None:
+            return [item.collection_id for item in manifest.in_scope(self._scope_id)]
+        return list(ids)
+
+    def accepts(
+        self, manifest: Manifest, start_seqno: int, other_high_seqno: int
+    ) -> Accepts | None:
+        """Return the test of stored keys for a snapshot from `start_seqno`; None: all pass.
+
+        `manifest` is the committed one; the partition has nothing above `other_high_seqno` but
+        the default collection.
+        """
+        allowed = frozenset(self.collection_ids(manifest))
+        has_default = DEFAULT_COLLECTION in allowed
+        if has_default and (
+            other_high_seqno < start_seqno
+            or (self.has_events and not self.is_limited and not manifest.has_dropped)
+        ):
+            return None
+
+        def accept(key: bytes) -> bool:
+            first = key[0]
+            if first == DEFAULT_COLLECTION:
+                return has_default
+            if first == SYSTEM_COLLECTION:
+                return self._shows_event(key)
+            return collection_of(key) in allowed
+
+        return accept
+
+    def _shows_event(self, key: bytes) -> bool:
+        if not self.has_events:
+            return False
+        _, kind, scope_id, collection_id = SYSTEM_KEY.unpack_from(key)
+        if self._scope_id is not None:
+            return bool(scope_id == self._scope_id)
+        if self._collections is not None:
+            return kind not in _SCOPE_EVENTS and collection_id in self._collections
+        return True
+
+    def sent(self, frame: bytes) -> bool:
+        """Take note of a stored frame that was sent; True where the filter is empty after it."""
+        if frame[1] != _SYSTEM_EVENT:
+            return False
+        _, kind, scope_id, collection_id = SYSTEM_KEY.unpack_from(frame, HEADER_BYTES + frame[4])
+        if kind == SystemEventKind.DROP_COLLECTION and self._collections is not None:
+            self._collections.discard(collection_id)
+        elif kind == SystemEventKind.DROP_SCOPE and scope_id == self._scope_id:
+            self._is_over = True
+        return self.is_empty
+
+
+def filter_of(document: Mapping[str, object], manifest: Manifest) -> StreamFilter:
+    """Return the filter that a stream request's JSON value asks for (connections with collections).
+
+    Raises FilterRefusedError. What is asked for must exist (kv_engine). The `uid`, which manifest
+    the client has seen, is for whoever reads the log, as in today's kv_engine: which events are
+    still to come follows from the seqno, and a client that has seen more than we have is told to
+    roll back.
+    """
+    if "collections" in document and "scope" in document:
+        raise FilterRefusedError(Status.EINVAL, "a filter names collections or a scope, not both")
+    if not is_hexadecimal(document.get("uid", "0")):
+        raise FilterRefusedError(Status.EINVAL, "uid is hexadecimal text")
+    if "scope" in document:
+        scope = document["scope"]
+        if not isinstance(scope, str) or not is_hexadecimal(scope):
+            raise FilterRefusedError(Status.EINVAL, "scope is hexadecimal text")
+        if int(scope, 16) not in manifest.scopes:
+            raise FilterRefusedError(
+                Status.UNKNOWN_SCOPE, f"there is no scope {scope} in manifest {manifest.uid:x}"
+            )
+        return StreamFilter(scope_id=int(scope, 16))
+    if "collections" not in document:
+        return StreamFilter()
+    collections = document["collections"]
+    if not isinstance(collections, list) or not collections:
+        raise FilterRefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+    if not all(map(is_hexadecimal, collections)):
+        raise FilterRefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+    ids = [int(item, 16) for item in collections]
+    for collection_id in ids:
+        if collection_id not in manifest.collections:
+            raise FilterRefusedError(
+                Status.UNKNOWN_COLLECTION,
+                f"there is no collection {collection_id:x} in manifest {manifest.uid:x}",
+            )
+    return StreamFilter(collections=ids)
+
+
+def is_hexadecimal(text: object) -> bool:
+    """Whether it is an id as the manifest writes it."""
+    return isinstance(text, str) and 0 < len(text) <= 16 and _HEXADECIMAL.issuperset(text)
+
+
+def unfiltered(*, has_collections: bool) -> StreamFilter:
+    """Return the filter of a stream whose request names none."""
+    if has_collections:
+        return StreamFilter()
+    return StreamFilter(collections=(DEFAULT_COLLECTION,), has_events=False)
