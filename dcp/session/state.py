@@ -269,6 +269,11 @@ class SessionState:
         self.is_closing = True
         self.close_reason = reason
 
+    def observes_manifest(self) -> None:
+        """The next answers tell of the collections manifest: they wait until it is committed."""
+        if self.engine.manifest_group > self.engine.committed_group:
+            self.wait_group = max(self.wait_group, self.engine.manifest_group)
+
     def observes(self, vb_id: int) -> None:
         """The next answers tell of this partition: they wait until what they tell is committed."""
         last_group = self.engine.partitions[vb_id].last_group

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from dcp.session.connection import ConnectionCommands
+from dcp.session.controls import CONTROLS
 from dcp.session.state import SessionState
+from dcp.session.stream_value import StreamValue, ValueRefusedError, parse_stream_value
 from dcp.stream.codec import frame_codec
+from dcp.stream.filter import FilterRefusedError, StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -22,19 +23,18 @@ from dcp.wire.message import (
     StreamRequest,
     pack_failover_log,
     parse_stream_request,
+    stream_id_of,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question, decide
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.partition import Partition, VbState
 
 Handler = Callable[[Frame], None]
 
 CONNECTION_NAME_BYTES_MAX: Final = 200
 CONTROL_BYTES_MAX: Final = 250
-FILTER_BYTES_MAX: Final = 64 * 1024
-"""Longest JSON value of a stream request; a list of 1,024 collections has some 10 KiB."""
 
 _OPEN_FLAGS: Final = (
     OpenFlag.PRODUCER
@@ -45,7 +45,8 @@ _OPEN_FLAGS: Final = (
     | OpenFlag.INCLUDE_DELETED_USER_XATTRS
 )
 _STREAM_FLAGS: Final = (
-    StreamFlag.DISK_ONLY
+    StreamFlag.TAKEOVER
+    | StreamFlag.DISK_ONLY
     | StreamFlag.TO_LATEST
     | StreamFlag.ACTIVE_ONLY
     | StreamFlag.STRICT_VB_UUID
@@ -53,9 +54,8 @@ _STREAM_FLAGS: Final = (
     | StreamFlag.IGNORE_PURGED_TOMBSTONES
 )
 
-NOOP_INTERVAL_MIN_S: Final = 0.1
-_HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
-_DECIMAL: Final = frozenset("0123456789")
+_NO_VALUES: Final = OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE
+_NEEDS_ACTIVE: Final = StreamFlag.ACTIVE_ONLY | StreamFlag.TAKEOVER
 
 
 class DcpCommands:
@@ -102,6 +102,8 @@ class DcpCommands:
 
     def _set_codec(self, producer: Producer) -> None:
         """What was negotiated has changed, and with it the form of the frames."""
+        producer.terms.has_json = bool(self._state.has_json)
+        producer.terms.has_values = not self._open_flags & _NO_VALUES
         producer.codec = frame_codec(
             self._open_flags,
             has_collections=self._state.has_collections,
@@ -141,11 +143,11 @@ class DcpCommands:
             return
         key = request.key.decode("utf-8", "replace")
         value = request.value.decode("utf-8", "replace")
-        setter = _CONTROLS.get(key)
+        setter = CONTROLS.get(key)
         if setter is None:
             state.refuse(request, Status.EINVAL, f"no control {key!r}")
             return
-        status = setter(producer, value)
+        status = setter(producer, state, value)
         if status:
             state.refuse(request, status, f"control {key!r} does not take {value!r} here")
             return
@@ -186,7 +188,8 @@ class DcpCommands:
                 request, Status.EINVAL, f"unknown flags 0x{asked.flags & ~int(_STREAM_FLAGS):x}"
             )
             return
-        if request.value and not state.has_collections:
+        takes_value = state.has_collections or producer.terms.takes_values
+        if request.value and not takes_value:
             state.refuse(request, Status.EINVAL, "a filter needs collections (HELLO 0x12)")
             return
         part = self._partition_of(request, asked.flags)
@@ -199,22 +202,56 @@ class DcpCommands:
             asked = asked._replace(
                 start_seqno=high, snap_start_seqno=high, snap_end_seqno=high, vb_uuid=vb_uuid
             )
-        status, context, purge_seqno = self._check(request, asked, producer)
+        status, context = self._check(asked, producer)
         if status:
             state.refuse(request, status, context)
             return
-        self._decide(request, asked, part, producer, purge_seqno)
+        try:
+            told = parse_stream_value(request.value, producer.terms)
+            stream_filter = self._filter_of(told)
+        except (ValueRefusedError, FilterRefusedError) as error:
+            state.refuse(request, error.status, str(error))
+            return
+        if producer.has_stream(part.vb_id, told.stream_id):
+            name = f" with id {told.stream_id}" if told.stream_id else ""
+            state.refuse(
+                request, Status.KEY_EEXISTS, f"a stream of vb {part.vb_id}{name} is open here"
+            )
+            return
+        self._decide(request, asked, part, producer, told, stream_filter)
+
+    def _filter_of(self, told: StreamValue) -> StreamFilter:
+        """Return what the stream shows. Raises FilterRefusedError."""
+        state = self._state
+        if not told.document:
+            return unfiltered(has_collections=state.has_collections)
+        state.observes_manifest()
+        return filter_of(told.document, state.engine.manifest)
 
     def close_stream(self, request: Frame) -> None:
         """End a stream; STREAM_END follows where the client asked for it by control."""
         producer = self._producer_of(request)
         if producer is None:
             return
-        if not producer.has_stream(request.vb_id):
-            self._state.refuse(request, Status.KEY_ENOENT, f"no stream of vb {request.vb_id}")
+        stream_id, terms = stream_id_of(request.framing), producer.terms
+        if bool(stream_id) != terms.has_stream_ids:
+            self._state.refuse(
+                request,
+                Status.DCP_STREAMID_INVALID,
+                "CLOSE_STREAM names the stream (frame info 2) where control enable_stream_id is"
+                " on, and only there",
+            )
+            return
+        if not producer.has_stream(request.vb_id, stream_id):
+            name = f" with id {stream_id}" if stream_id else ""
+            self._state.refuse(
+                request,
+                Status.DCP_STREAM_NOT_FOUND if terms.has_v7_status_codes else Status.KEY_ENOENT,
+                f"no stream of vb {request.vb_id}{name}",
+            )
             return
         self._state.answer(request)
-        producer.close_stream(request.vb_id)
+        producer.close_stream(request.vb_id, stream_id)
 
     def _producer_of(self, request: Frame) -> Producer | None:
         producer = self._state.producer
@@ -228,37 +265,24 @@ class DcpCommands:
             part = self._state.engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
-            if part.state == VbState.REPLICA and not flags & StreamFlag.ACTIVE_ONLY:
+            if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
                 return part
         self._connection.refuse_vbucket(request)
         return None
 
-    def _check(
-        self, request: Frame, asked: StreamRequest, producer: Producer
-    ) -> tuple[int, str, int]:
-        """Return status, context and the client's purge seqno; status 0: nothing is wrong."""
+    def _check(self, asked: StreamRequest, producer: Producer) -> tuple[int, str]:
+        """Return status and context; status 0: nothing is wrong with the range."""
         needs_noop = self._state.has_collections or self._open_flags & OpenFlag.INCLUDE_XATTRS
         if needs_noop and not producer.noop_is_enabled:
             return (
-                Status.NOT_SUPPORTED,
-                "collections and xattrs need control enable_noop=true first",
-                0,
-            )
+                Status.NOT_SUPPORTED, "collections and xattrs need control enable_noop=true first"
+            )  # fmt: skip
         if asked.start_seqno > asked.end_seqno:
-            return (
-                Status.ERANGE,
-                f"start {asked.start_seqno} lies above end {asked.end_seqno}",
-                0,
-            )
+            return Status.ERANGE, f"start {asked.start_seqno} lies above end {asked.end_seqno}"
         if not asked.snap_start_seqno <= asked.start_seqno <= asked.snap_end_seqno:
             window = f"{asked.snap_start_seqno} to {asked.snap_end_seqno}"
-            return Status.ERANGE, f"start {asked.start_seqno} lies outside snapshot {window}", 0
-        status, context, purge_seqno = check_filter(request.value)
-        if status:
-            return status, context, 0
-        if producer.has_stream(request.vb_id):
-            return Status.KEY_EEXISTS, f"a stream of vb {request.vb_id} is open here", 0
-        return Status.OK, "", purge_seqno
+            return Status.ERANGE, f"start {asked.start_seqno} lies outside snapshot {window}"
+        return Status.OK, ""
 
     def _decide(
         self,
@@ -266,7 +290,8 @@ class DcpCommands:
         asked: StreamRequest,
         part: Partition,
         producer: Producer,
-        purge_seqno: int,
+        told: StreamValue,
+        stream_filter: StreamFilter,
     ) -> None:
         state = self._state
         question = Question(
@@ -276,18 +301,27 @@ class DcpCommands:
             asked.snap_end_seqno,
             strict=bool(asked.flags & StreamFlag.STRICT_VB_UUID),
             ignore_purged=bool(asked.flags & StreamFlag.IGNORE_PURGED_TOMBSTONES),
-            client_purge_seqno=purge_seqno,
+            client_purge_seqno=told.purge_seqno,
+            versions=() if asked.flags & StreamFlag.FROM_LATEST else told.versions,
         )
+        if stream_filter.is_limited and asked.start_seqno >= self._high_seqno(part, stream_filter):
+            # Nothing of what it follows changed after it: no deletion can have been purged.
+            question = question._replace(ignore_purged=True)
         decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
         if decision.rollback_seqno is not None:
             state.note(
                 "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
                 kind=str(decision.kind), reason=decision.reason,
             )  # fmt: skip
-            state.answer(request, Status.ROLLBACK, value=U64.pack(decision.rollback_seqno))
+            value = U64.pack(decision.rollback_seqno)
+            if producer.terms.has_version_lists and told.wants_version_log:
+                value += pack_failover_log(part.failover.pairs())
+            state.answer(request, Status.ROLLBACK, value=value)
             return
         end_seqno = asked.end_seqno
-        if asked.flags & StreamFlag.DISK_ONLY:
+        if asked.flags & StreamFlag.TAKEOVER:
+            end_seqno = SEQNO_MAX
+        elif asked.flags & StreamFlag.DISK_ONLY:
             end_seqno = part.persisted_seqno
         elif asked.flags & StreamFlag.TO_LATEST:
             end_seqno = part.committed_seqno
@@ -304,126 +338,22 @@ class DcpCommands:
                 request, Status.ENOMEM, f"{producer.stream_count} streams are open, the limit"
             )
             return
-        state.answer(request, value=pack_failover_log(part.failover.pairs()))
-        producer.add_stream(part.vb_id, request.opaque, asked._replace(end_seqno=end_seqno))
-
-
-def check_filter(value: bytes) -> tuple[int, str, int]:
-    """Check the JSON value of a stream request; return status, context, client's purge seqno.
-
-    Unknown names are ignored by design; only the default collection exists.
-    """
-    if not value:
-        return Status.OK, "", 0
-    if len(value) > FILTER_BYTES_MAX:
-        return Status.EINVAL, f"a stream filter has at most {FILTER_BYTES_MAX} bytes", 0
-    try:
-        document = msgspec.json.decode(value, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Status.EINVAL, f"the stream filter is not a JSON object: {error}", 0
-    if "sid" in document:
-        return Status.NOT_SUPPORTED, "stream ids are not enabled on this connection", 0
-    if "collections" in document and "scope" in document:
-        return Status.EINVAL, "a filter names collections or a scope, not both", 0
-    collections = document.get("collections", ["0"])
-    scope = document.get("scope", "0")
-    uid = document.get("uid", "0")
-    purge = document.get("purge_seqno", "0")
-    if not isinstance(collections, list) or not collections:
-        return Status.EINVAL, "collections is a list of hexadecimal ids", 0
-    if not (all(map(_is_hexadecimal, [scope, uid, *collections])) and _is_decimal(purge)):
-        return (
-            Status.EINVAL,
-            "collections, scope and uid are hexadecimal text, purge_seqno decimal text",
-            0,
+        versions = part.failover.pairs()
+        state.answer(
+            request, value=pack_failover_log(versions if told.wants_version_log else versions[:1])
         )
-    if any(int(item, 16) for item in collections):
-        return Status.UNKNOWN_COLLECTION, "only the default collection (0) exists", 0
-    if int(scope, 16):
-        return Status.UNKNOWN_SCOPE, "only the default scope (0) exists", 0
-    return Status.OK, "", int(purge)
+        asked = asked._replace(end_seqno=end_seqno)
+        producer.add_stream(
+            part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
+        )
 
-
-def _is_hexadecimal(text: object) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= 16 and _HEXADECIMAL.issuperset(text)
-
-
-def _is_decimal(text: object) -> bool:
-    return isinstance(text, str) and 0 < len(text) <= 20 and _DECIMAL.issuperset(text)
-
-
-# -- controls --------------------------------------------------------------------------------------
-
-
-def _set_noop(producer: Producer, value: str) -> int:
-    if value not in {"true", "false"}:
-        return Status.EINVAL
-    producer.noop_is_enabled = value == "true"
-    return Status.OK
-
-
-def _set_noop_interval(producer: Producer, value: str) -> int:
-    try:
-        interval_s = float(value)
-    except ValueError:
-        return Status.EINVAL
-    if not NOOP_INTERVAL_MIN_S <= interval_s < 86_400:
-        return Status.EINVAL
-    producer.noop_interval_ns = int(interval_s * 1_000_000_000)
-    return Status.OK
-
-
-def _set_window(producer: Producer, value: str) -> int:
-    if not _is_decimal(value) or int(value) >= 2**32:
-        return Status.EINVAL
-    producer.set_window(int(value))
-    return Status.OK
-
-
-def _set_end_on_close(producer: Producer, value: str) -> int:
-    if value not in {"true", "false"}:
-        return Status.EINVAL
-    producer.sends_end_on_close = value == "true"
-    return Status.OK
-
-
-def _set_expiry_opcode(producer: Producer, value: str) -> int:
-    if value not in {"true", "false"}:
-        return Status.EINVAL
-    producer.has_expiry_opcode = value == "true"
-    return Status.OK
-
-
-def _not_supported(_producer: Producer, _value: str) -> int:
-    return Status.NOT_SUPPORTED
-
-
-def _accept(*values: str) -> Callable[[Producer, str], int]:
-    """Accept a property that asks for what this server does anyway."""
-
-    def check(_producer: Producer, value: str) -> int:
-        return Status.OK if not values or value in values else Status.EINVAL
-
-    return check
-
-
-_CONTROLS: Final[dict[str, Callable[[Producer, str], int]]] = {
-    "enable_noop": _set_noop,
-    "set_noop_interval": _set_noop_interval,
-    "connection_buffer_size": _set_window,
-    "set_priority": _accept("high", "medium", "low"),
-    "backfill_order": _accept("round-robin", "sequential"),
-    "send_stream_end_on_client_close_stream": _set_end_on_close,
-    "enable_expiry_opcode": _set_expiry_opcode,
-    "supports_cursor_dropping": _accept(),
-    "supports_cursor_dropping_vulcan": _accept(),
-    "supports_hifi_MFU": _accept(),
-    "stream_buffer_size": _not_supported,
-    "enable_stream_id": _not_supported,
-    "enable_sync_writes": _not_supported,
-    "enable_out_of_order_snapshots": _not_supported,
-    "include_deleted_user_xattrs": _accept("true", "false"),
-    "change_streams": _not_supported,
-    "max_marker_version": _not_supported,
-}
-"""DCP_CONTROL key -> what it does; any other key is EINVAL."""
+    def _high_seqno(self, part: Partition, stream_filter: StreamFilter) -> int:
+        """Return the last change of what a filter lets through."""
+        engine = self._state.engine
+        return max(
+            (
+                engine.collection_seqno(part.vb_id, collection_id)
+                for collection_id in stream_filter.collection_ids(engine.manifest)
+            ),
+            default=0,
+        )

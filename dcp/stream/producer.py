@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
 from dcp.stream.stream import Stream
@@ -50,6 +51,7 @@ from dcp.wire.message import (
     pack_marker_v2_0,
     pack_marker_v2_2,
     pack_previous_value,
+    pack_seqno_advanced,
     pack_set_vbucket_state,
     pack_snapshot_end,
     pack_stream_end,
@@ -121,6 +123,8 @@ class Producer:
         self._waiting: deque[Stream] = deque()
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
+        self._refused_bytes = 0
+        """What filters refused in the turn under way: it is work, too."""
         self._urgent: list[bytes] = []
         self._limited: dict[int, Stream] = {}
         """Streams that have a `rate`, by key."""
@@ -140,10 +144,17 @@ class Producer:
     # -- commands ----------------------------------------------------------------------------
 
     def add_stream(
-        self, vb_id: int, opaque: int, request: StreamRequest, stream_id: int = 0
+        self,
+        vb_id: int,
+        opaque: int,
+        request: StreamRequest,
+        stream_id: int = 0,
+        *,
+        stream_filter: StreamFilter,
     ) -> None:
         """Begin to stream; the caller has answered the request with OK."""
-        stream = Stream(self._engine.partitions[vb_id], opaque, request, stream_id)
+        part = self._engine.partitions[vb_id]
+        stream = Stream(part, opaque, request, stream_id, stream_filter)
         assert stream.key not in self._streams
         if request.start_seqno >= request.end_seqno:
             self._send_end(stream, EndReason.OK)
@@ -337,7 +348,8 @@ class Producer:
                 stream.is_queued = False  # `_refill` queues it again
                 self._admit()
                 continue
-            bytes_max -= sent
+            bytes_max -= sent + self._refused_bytes
+            self._refused_bytes = 0
             self._count(sent)
         return out
 
@@ -358,6 +370,10 @@ class Producer:
         if stream.has_missed_a_purge(part):
             self.end(stream, EndReason.ROLLBACK)
             return 0
+        if stream.snap_end_seqno is None:
+            self._pass_over(stream, part)
+            if stream.next_seqno > stream.end_seqno:
+                return self._end(stream, out)
         sent = self._begin_turn(stream, part, out) if stream.snap_end_seqno is None else 0
         end_seqno = stream.snap_end_seqno
         if end_seqno is None:
@@ -368,9 +384,9 @@ class Producer:
         except StoreDamagedError as error:
             self._fail(stream, error)
             return sent
-        if stream.next_seqno > end_seqno and (
-            sent < bytes_max or not self.terms.has_snapshot_ends
-        ):
+        if stream.filter.is_empty:
+            return sent + self._end(stream, out, EndReason.FILTER_EMPTY)
+        if stream.next_seqno > end_seqno and (sent < bytes_max or not self.terms.has_snapshot_ends):
             sent += self._end_snapshot(stream, part, out)
         if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
             return sent + self._end(stream, out)
@@ -402,13 +418,14 @@ class Producer:
     def _begin_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
         """Announce the next snapshot."""
         start_seqno = stream.next_seqno
-        end_seqno = min(part.committed_seqno, stream.end_seqno)
+        end_seqno = self._shown_end(stream, part)
+        stream.accepts = stream.filter.accepts(
+            self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
+        )
         flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
         is_history = self.terms.has_history and start_seqno > part.history_floor
         if is_history:
             flags |= MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
-        elif self.terms.has_history:
-            end_seqno = min(end_seqno, part.history_floor)
         if not is_history and end_seqno > start_seqno:
             stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
         if stream.takeover is not None and not stream.is_backlog:
@@ -425,8 +442,10 @@ class Producer:
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
         batch = self._engine.frames(
-            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max
-        )
+            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
+            stream.accepts,
+        )  # fmt: skip
+        self._refused_bytes += batch.refused_bytes
         previous = self._previous_value if self.terms.has_previous_values else None
         codec = self._codec_of(stream)
         if codec is None and previous is None:
@@ -435,9 +454,46 @@ class Producer:
         else:
             sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
         assert stream.next_seqno < next_seqno <= end_seqno + 1
-        assert next_seqno <= end_seqno or batch.frames, "a snapshot ends on an item"
         stream.next_seqno = next_seqno
+        if stream.filter.is_limited:
+            self._note_events(stream, batch)
+        if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
+            assert stream.filter.has_events, "without collections a snapshot ends on an item"
+            advanced = pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno)
+            sent += self._put(stream, out, advanced)
         return sent
+
+    def _note_events(self, stream: Stream, batch: FrameBatch) -> None:
+        """Tell the filter which drops the client has heard of: it may be empty now."""
+        for frame in batch.frames:
+            is_sent = U64.unpack_from(frame, HEADER_BYTES)[0] < stream.next_seqno
+            if frame[1] == Opcode.DCP_SYSTEM_EVENT and is_sent:
+                stream.filter.sent(frame)
+
+    def _limit_of(self, stream: Stream, part: Partition) -> int:
+        """Return where the next snapshot has to end at the latest."""
+        limit = min(part.committed_seqno, stream.end_seqno)
+        if self.terms.has_history and stream.next_seqno <= part.history_floor:
+            limit = min(limit, part.history_floor)
+        return limit
+
+    def _shown_end(self, stream: Stream, part: Partition) -> int:
+        """Return the end of the next snapshot: an item, where nothing else may stand at it."""
+        limit = self._limit_of(stream, part)
+        if stream.filter.has_events or part.tally.other_high_seqno < stream.next_seqno:
+            return limit
+        return self._engine.default_seqno_at(stream.vb_id, limit)
+
+    def _pass_over(self, stream: Stream, part: Partition) -> None:
+        """Go on to where the next snapshot has something, so that none is announced empty. Only
+        with collections can a client be told that seqnos passed it by.
+        """
+        while (
+            self._shown_end(stream, part)
+            < stream.next_seqno
+            <= (limit := self._limit_of(stream, part))
+        ):
+            stream.next_seqno = limit + 1
 
     def _end_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
         """Everything of the snapshot is sent."""
@@ -504,9 +560,9 @@ class Producer:
             self._ready.append(self._waiting.popleft())
             self._schedule()
 
-    def _end(self, stream: Stream, out: list[bytes]) -> int:
+    def _end(self, stream: Stream, out: list[bytes], reason: EndReason = EndReason.OK) -> int:
         self._forget(stream)
-        return self._put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, EndReason.OK))
+        return self._put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
 
     def _fail(self, stream: Stream, error: StoreDamagedError) -> None:
         """What the stream needs cannot be read: end it, rather than leave anything out."""
@@ -550,6 +606,14 @@ class Producer:
     def _send_urgently(self, message: bytes) -> None:
         self._urgent.append(message)
         self._schedule()
+
+
+def _ends_at(batch: FrameBatch, end_seqno: int) -> bool:
+    """Whether the last frame is that of a snapshot's end."""
+    if not batch.frames:
+        return False
+    last_seqno: int = U64.unpack_from(batch.frames[-1], HEADER_BYTES)[0]
+    return last_seqno == end_seqno
 
 
 def _encode(

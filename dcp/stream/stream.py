@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from dcp.stream.filter import StreamFilter
 from dcp.stream.rate import RateLimit
 from dcp.stream.takeover import Takeover
 from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
 from vbucket.partition import Partition
+from vbucket.store import Accepts
 
 
 class Stream:
     """See the module."""
 
     __slots__ = (
+        "accepts",
         "end_seqno",
+        "filter",
         "framing",
         "held_seqno",
         "ignores_purges",
@@ -42,7 +46,12 @@ class Stream:
     )
 
     def __init__(
-        self, part: Partition, opaque: int, request: StreamRequest, stream_id: int = 0
+        self,
+        part: Partition,
+        opaque: int,
+        request: StreamRequest,
+        stream_id: int,
+        stream_filter: StreamFilter,
     ) -> None:
         self.vb_id = part.vb_id
         self.vb_uuid = part.vb_uuid
@@ -60,6 +69,9 @@ class Stream:
         self.snap_end_seqno: int | None = None
         """End of the snapshot under way; None between snapshots."""
         self.skip: Container[int] = ()
+        self.filter = stream_filter
+        self.accepts: Accepts | None = None
+        """What the filter lets through in the snapshot under way; None: everything."""
         self.is_backlog = True
         self.is_queued = False
         self.is_active_only = bool(request.flags & StreamFlag.ACTIVE_ONLY)

@@ -304,6 +304,13 @@ def parse_deletion(frame: Frame) -> Deletion:
     return Deletion(by_seqno, rev_seqno, 0)
 
 
+def pack_seqno_advanced(vb_id: int, opaque: int, seqno: int) -> bytes:
+    """Return SEQNO_ADVANCED: up to here there is nothing for this stream's filter."""
+    return pack_request(
+        Opcode.DCP_SEQNO_ADVANCED, vb_id=vb_id, opaque=opaque, extras=U64.pack(seqno)
+    )
+
+
 def pack_stream_end(vb_id: int, opaque: int, reason: EndReason) -> bytes:
     """Return STREAM_END; the opaque is always that of the stream request."""
     return pack_request(Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=opaque, extras=U32.pack(reason))
