@@ -7,6 +7,8 @@ own, so that every interleaving can be told.
 from __future__ import annotations
 
 import random
+from functools import cache
+from typing import Any
 
 from dcp.session.auth import AuthStep
 from dcp.session.session import Session
@@ -42,6 +44,20 @@ class OpenDoor:
         return AuthStep(Status.AUTH_ERROR, b"", None, None)
 
 
+@cache
+def _new_store(seed: int) -> tuple[dict[str, Any], Any]:
+    """Return the tables of a store that begins, and the state of the node's randomness after it.
+
+    Every test begins with a node, so it is made once for each seed.
+    """
+    drawn = random.Random(seed)
+    env = MemoryEnv(TABLES)
+    node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
+    partitions = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)))
+    Store.create(env, node, partitions).close()
+    return env.tables, drawn.getstate()
+
+
 class MemoryNode:
     """See the module. Time stands still unless `now_ns` is moved."""
 
@@ -53,8 +69,9 @@ class MemoryNode:
         self.device = MemoryLogDevice()
         self.device.rotate()
         self.env = MemoryEnv(TABLES)
-        node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", False, "commit", 0)
-        Store.create(self.env, node, new_partitions(self.draw_uuid)).close()
+        tables, random_state = _new_store(seed)
+        self.env.tables = {name: rows.copy() for name, rows in tables.items()}
+        self._random.setstate(random_state)
         self._open()
 
     def _open(self) -> None:
