@@ -7,6 +7,7 @@ from typing import Final
 
 from dcp.session.connection import ConnectionCommands
 from dcp.session.controls import CONTROLS
+from dcp.session.rights import Role
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, ValueRefusedError, parse_stream_value
 from dcp.stream.codec import frame_codec
@@ -188,6 +189,9 @@ class DcpCommands:
                 request, Status.EINVAL, f"unknown flags 0x{asked.flags & ~int(_STREAM_FLAGS):x}"
             )
             return
+        if asked.flags & StreamFlag.TAKEOVER and not _may_take_over(state):
+            state.refuse(request, Status.EACCESS, "a takeover (flag 0x01) takes the role admin")
+            return
         takes_value = state.has_collections or producer.terms.takes_values
         if request.value and not takes_value:
             state.refuse(request, Status.EINVAL, "a filter needs collections (HELLO 0x12)")
@@ -223,7 +227,7 @@ class DcpCommands:
     def _filter_of(self, told: StreamValue) -> StreamFilter:
         """Return what the stream shows. Raises FilterRefusedError."""
         state = self._state
-        if not told.document:
+        if not told.document or not state.has_collections:
             return unfiltered(has_collections=state.has_collections)
         state.observes_manifest()
         return filter_of(told.document, state.engine.manifest)
@@ -357,3 +361,8 @@ class DcpCommands:
             ),
             default=0,
         )
+
+
+def _may_take_over(state: SessionState) -> bool:
+    """Whether the client may have a partition handed over: it is dead here afterwards."""
+    return state.rights is not None and state.rights.has(Role.ADMIN)

@@ -28,6 +28,7 @@ class Terms:
         "has_snapshot_ends",
         "has_stream_ids",
         "has_v7_status_codes",
+        "has_values",
         "has_version_lists",
         "marker_version",
     )
@@ -45,6 +46,13 @@ class Terms:
         """x_previous_value: what a change replaced comes right before it."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
+        self.has_values = True
+        """DCP_OPEN did not ask for streams without values."""
         self.has_json = False
         """HELLO 0x0b: the client knows the datatype bit JSON."""
         self.marker_version = MarkerVersion.V1
+
+    @property
+    def takes_values(self) -> bool:
+        """Whether stream requests may carry a JSON value, collections or not."""
+        return self.has_version_lists or self.has_stream_ids

@@ -176,6 +176,13 @@ def test_documents_are_served_on_a_dcp_connection_too(peer: Peer) -> None:
         ("supports_cursor_dropping_vulcan", ["true"], []),
         ("supports_hifi_MFU", ["true"], []),
         ("include_deleted_user_xattrs", ["true", "false"], ["x"]),
+        ("enable_stream_id", ["true", "false"], ["x"]),
+        ("change_streams", ["true", "false"], ["x"]),
+        ("v7_dcp_status_codes", ["true", "false"], ["x"]),
+        ("consumer_name", ["any"], []),
+        ("x_version_log", ["true", "false"], ["1"]),
+        ("x_snapshot_end", ["true", "false"], ["1"]),
+        ("x_previous_value", ["true", "false"], ["1"]),
     ],
 )
 def test_controls_that_are_taken(peer: Peer, key: str, good: list[str], bad: list[str]) -> None:
@@ -189,11 +196,11 @@ def test_controls_that_are_taken(peer: Peer, key: str, good: list[str], bad: lis
     "key",
     [
         "stream_buffer_size",
-        "enable_stream_id",
         "enable_sync_writes",
         "enable_out_of_order_snapshots",
-        "change_streams",
+        "flatbuffers_system_events",
         "max_marker_version",
+        "cache_transfer",
     ],
 )
 def test_controls_that_are_known_and_off_are_not_supported(peer: Peer, key: str) -> None:
@@ -247,7 +254,7 @@ def test_1_a_key_is_einval(peer: Peer) -> None:
     assert ask_stream(peer, vb_id=5000, extras=asked(), key=b"k").status == Status.EINVAL
 
 
-@pytest.mark.parametrize("flags", [0x01, 0x08, 0x100, 0x80000000])
+@pytest.mark.parametrize("flags", [0x08, 0x100, 0x80000000])
 def test_1_unknown_flags_are_einval(peer: Peer, flags: int) -> None:
     assert ask_stream(peer, vb_id=5000, extras=asked(flags=flags)).status == Status.EINVAL
 
@@ -578,7 +585,7 @@ def test_a_filter_that_names_only_what_is_there_is_taken(
         ({"purge_seqno": "-5"}, Status.EINVAL),
         ({"purge_seqno": "5" * 5000}, Status.EINVAL),
         ({"purge_seqno": "٣"}, Status.EINVAL),
-        ({"sid": 1}, Status.NOT_SUPPORTED),
+        ({"sid": 1}, Status.DCP_STREAMID_INVALID),
     ],
 )
 def test_a_filter_with_wrong_values_is_refused(

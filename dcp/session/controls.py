@@ -1,0 +1,150 @@
+"""DCP_CONTROL: one table of what a client may set, and to which values.
+
+A key that is not in the table is EINVAL; one that is known and off here is NOT_SUPPORTED, so that a
+client can tell the two apart. `x_` keys are this server's own (dcp-wire.md 5); the others are
+kv_engine's (dcp-wire.md 1.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from dcp.session.state import SessionState
+from dcp.stream.producer import Producer
+from dcp.stream.terms import MarkerVersion, Terms
+from dcp.wire.status import Status
+
+NOOP_INTERVAL_MIN_S: Final = 0.1
+WINDOW_BYTES_MAX: Final = 2**32 - 1
+_MARKER_VERSIONS: Final = {"2.0": MarkerVersion.V2_0, "2.2": MarkerVersion.V2_2}
+_BOOLEANS: Final = frozenset({"true", "false"})
+_DECIMAL: Final = frozenset("0123456789")
+
+Setter = Callable[[Producer, SessionState, str], int]
+"""Sets a property of the connection and returns OK, or returns why it does not."""
+
+
+def is_decimal(text: object) -> bool:
+    """Whether this is a number as text, of a size that an u64 may have."""
+    return isinstance(text, str) and 0 < len(text) <= 20 and _DECIMAL.issuperset(text)
+
+
+def _noop(producer: Producer, _state: SessionState, value: str) -> int:
+    if value not in _BOOLEANS:
+        return Status.EINVAL
+    producer.noop_is_enabled = value == "true"
+    return Status.OK
+
+
+def _noop_interval(producer: Producer, _state: SessionState, value: str) -> int:
+    try:
+        interval_s = float(value)
+    except ValueError:
+        return Status.EINVAL
+    if not NOOP_INTERVAL_MIN_S <= interval_s < 86_400:
+        return Status.EINVAL
+    producer.noop_interval_ns = int(interval_s * 1_000_000_000)
+    return Status.OK
+
+
+def _window(producer: Producer, _state: SessionState, value: str) -> int:
+    if not is_decimal(value) or int(value) > WINDOW_BYTES_MAX:
+        return Status.EINVAL
+    producer.set_window(int(value))
+    return Status.OK
+
+
+def _end_on_close(producer: Producer, _state: SessionState, value: str) -> int:
+    if value not in _BOOLEANS:
+        return Status.EINVAL
+    producer.sends_end_on_close = value == "true"
+    return Status.OK
+
+
+def _expiry_opcode(producer: Producer, _state: SessionState, value: str) -> int:
+    if value not in _BOOLEANS:
+        return Status.EINVAL
+    producer.has_expiry_opcode = value == "true"
+    return Status.OK
+
+
+def _stream_ids(producer: Producer, _state: SessionState, value: str) -> int:
+    """Streams that are open have no names, and nothing could tell them from others any more."""
+    if value not in _BOOLEANS or producer.stream_count:
+        return Status.EINVAL
+    producer.terms.has_stream_ids = value == "true"
+    return Status.OK
+
+
+def _marker_version(producer: Producer, state: SessionState, value: str) -> int:
+    if not state.has_collections:
+        return Status.NOT_SUPPORTED
+    version = _MARKER_VERSIONS.get(value)
+    if version is None:
+        return Status.EINVAL
+    producer.terms.marker_version = version
+    return Status.OK
+
+
+def _previous_values(producer: Producer, _state: SessionState, value: str) -> int:
+    """Who wants no values (DCP_OPEN flags 0x08, 0x40) gets none of these either."""
+    if value not in _BOOLEANS or (value == "true" and not producer.terms.has_values):
+        return Status.EINVAL
+    producer.terms.has_previous_values = value == "true"
+    return Status.OK
+
+
+def _term(name: str) -> Setter:
+    """Return what turns a term on and off."""
+    assert name in Terms.__slots__
+
+    def set_term(producer: Producer, _state: SessionState, value: str) -> int:
+        if value not in _BOOLEANS:
+            return Status.EINVAL
+        setattr(producer.terms, name, value == "true")
+        return Status.OK
+
+    return set_term
+
+
+def _accept(*values: str) -> Setter:
+    """Return what accepts a property that asks for what this server does anyway."""
+
+    def check(_producer: Producer, _state: SessionState, value: str) -> int:
+        return Status.OK if not values or value in values else Status.EINVAL
+
+    return check
+
+
+def _not_supported(_producer: Producer, _state: SessionState, _value: str) -> int:
+    return Status.NOT_SUPPORTED
+
+
+CONTROLS: Final[dict[str, Setter]] = {
+    "enable_noop": _noop,
+    "set_noop_interval": _noop_interval,
+    "connection_buffer_size": _window,
+    "set_priority": _accept("high", "medium", "low"),
+    "backfill_order": _accept("round-robin", "sequential"),
+    "send_stream_end_on_client_close_stream": _end_on_close,
+    "enable_expiry_opcode": _expiry_opcode,
+    "enable_stream_id": _stream_ids,
+    "change_streams": _term("has_history"),
+    "max_marker_version": _marker_version,
+    "v7_dcp_status_codes": _term("has_v7_status_codes"),
+    "consumer_name": _accept(),
+    "supports_cursor_dropping": _accept(),
+    "supports_cursor_dropping_vulcan": _accept(),
+    "supports_hifi_MFU": _accept(),
+    "include_deleted_user_xattrs": _accept("true", "false"),
+    "x_version_log": _term("has_version_lists"),
+    "x_snapshot_end": _term("has_snapshot_ends"),
+    "x_previous_value": _previous_values,
+    "stream_buffer_size": _not_supported,
+    "enable_sync_writes": _not_supported,
+    "enable_out_of_order_snapshots": _not_supported,
+    "flatbuffers_system_events": _not_supported,
+    "cache_transfer": _not_supported,
+}
+"""DCP_CONTROL key -> what it does."""

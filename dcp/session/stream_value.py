@@ -1,0 +1,112 @@
+"""The JSON value of a stream request: what it says beside the filter. Pure.
+
+    {"uid": "0", "collections": [...], "scope": "...", "purge_seqno": "17",
+     "sid": 3, "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
+
+64-bit numbers are decimal text, because JSON readers round them. Unknown names are ignored by
+design; `version_log` and `want_version_log` are known once x_version_log was negotiated, `sid` once
+enable_stream_id was. Collections and scope are `dcp.stream.filter`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from dcp.session.controls import is_decimal
+from dcp.stream.terms import Terms
+from dcp.wire.status import Status
+
+VALUE_BYTES_MAX: Final = 64 * 1024
+"""Longest JSON value of a stream request; a list of 1,024 collections has some 10 KiB."""
+
+STREAM_ID_MAX: Final = 0xFFFF
+_U64_MAX: Final = 2**64 - 1
+
+
+class StreamValue(NamedTuple):
+    """What a stream request's value says."""
+
+    document: dict[str, Any]
+    purge_seqno: int = 0
+    """The purge seqno under which the client's data was sent to it; 0: it does not say."""
+    stream_id: int = 0
+    """What the client calls the stream; 0: nothing."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(vb_uuid, seqno at which it began) of all versions that the client knows, newest first."""
+    wants_version_log: bool = True
+    """Whether the answer shall carry the whole failover log."""
+
+
+class ValueRefusedError(Exception):
+    """The value cannot be taken; the text says why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
+    """Return what the value of a stream request says. Raises ValueRefusedError."""
+    document = _document(value)
+    purge = document.get("purge_seqno", "0")
+    if not is_decimal(purge):
+        raise ValueRefusedError(Status.EINVAL, "purge_seqno is decimal text")
+    stream_id = _stream_id(document, has_stream_ids=terms.has_stream_ids)
+    if not terms.has_version_lists:
+        return StreamValue(document, int(purge), stream_id)
+    wants_log = document.get("want_version_log", True)
+    if not isinstance(wants_log, bool):
+        raise ValueRefusedError(Status.EINVAL, "want_version_log is true or false")
+    versions = _versions(document.get("version_log", []))
+    return StreamValue(document, int(purge), stream_id, versions, wants_log)
+
+
+def _document(value: bytes) -> dict[str, Any]:
+    if not value:
+        return {}
+    if len(value) > VALUE_BYTES_MAX:
+        raise ValueRefusedError(
+            Status.EINVAL, f"a stream filter has at most {VALUE_BYTES_MAX} bytes"
+        )
+    try:
+        return msgspec.json.decode(value, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueRefusedError(
+            Status.EINVAL, f"the stream filter is not a JSON object: {error}"
+        ) from error
+
+
+def _stream_id(document: dict[str, Any], *, has_stream_ids: bool) -> int:
+    if ("sid" in document) != has_stream_ids:
+        raise ValueRefusedError(
+            Status.DCP_STREAMID_INVALID,
+            'with control enable_stream_id every request names its stream ("sid": 1 to 65535)'
+            if has_stream_ids
+            else "stream ids need control enable_stream_id first",
+        )
+    if not has_stream_ids:
+        return 0
+    stream_id = document["sid"]
+    if type(stream_id) is not int or not 0 <= stream_id <= STREAM_ID_MAX:
+        raise ValueRefusedError(Status.EINVAL, f"sid is a number, 1 to {STREAM_ID_MAX}")
+    if not stream_id:
+        raise ValueRefusedError(Status.DCP_STREAMID_INVALID, "a stream id is not 0")
+    return stream_id
+
+
+def _versions(entries: object) -> tuple[tuple[int, int], ...]:
+    """Return a version log, checked: pairs of text, newest first."""
+    wanted = 'version_log is [["<vb_uuid>", "<seqno>"], ...], decimal text, newest first'
+    if not isinstance(entries, list):
+        raise ValueRefusedError(Status.EINVAL, wanted)
+    versions: list[tuple[int, int]] = []
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 2 or not all(map(is_decimal, entry)):
+            raise ValueRefusedError(Status.EINVAL, wanted)
+        vb_uuid, seqno = int(entry[0]), int(entry[1])
+        if not 0 < vb_uuid <= _U64_MAX or seqno > (versions[-1][1] if versions else _U64_MAX):
+            raise ValueRefusedError(Status.EINVAL, f"{wanted}; {vb_uuid} at {seqno} cannot be")
+        versions.append((vb_uuid, seqno))
+    return tuple(versions)
