@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
+from dcp.server.logins import PeerLogins
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 
@@ -29,8 +30,9 @@ PUMP_BYTES: Final = 256 << 10
 class ClientConnection(asyncio.Protocol):
     """One accepted connection. The node keeps it in `node.connections` while it is open."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, is_tls: bool = False) -> None:
         self._node = node
+        self._is_tls = is_tls
         self._loop = node.loop
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
@@ -41,6 +43,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self.session: Session | TextSession
         self.peer = ""
+        self.logins: PeerLogins
         self.opened_ns = 0
         self.heard_ns = 0
 
@@ -53,7 +56,8 @@ class ClientConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer = f"{address[0]}:{address[1]}"
         self.opened_ns = self.heard_ns = time.monotonic_ns()
-        self.session = Session(self._node.session_state(str(address[0])))
+        self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.session = Session(self._node.session_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
         self._node.connection_opened(self)
 
@@ -62,7 +66,10 @@ class ClientConnection(asyncio.Protocol):
         producer = self.session.state.producer
         if producer is not None:
             producer.close()
+            if self._node.engine.has_pending:
+                self._node.committer.kick()  # a takeover that was given up gave its partition back
         self._held.clear()
+        self.logins.leave()
         self._node.connection_closed(self)
 
     def data_received(self, data: bytes) -> None:
@@ -79,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
         """The peer will send nothing more: close once its answers are gone."""
         self.session.state.close("the client closed its side")
         self._close_if_done()
-        return True
+        return not self._is_tls  # TLS knows no half-closed connection
 
     def pause_writing(self) -> None:
         """The peer does not read: take nothing more from it, produce nothing more."""
@@ -122,6 +129,14 @@ class ClientConnection(asyncio.Protocol):
     def reading_may_change(self) -> None:
         """Merging fell behind, or caught up."""
         self._resume_session()
+
+    def rights_changed(self, *, may_stream: bool) -> None:
+        """What the user may do has changed; the session knows. A stream would not ask again."""
+        if self.session.state.rights is None:
+            self.logins.leave()
+            self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
+        if self.session.state.producer is not None and not may_stream:
+            self.abort("the user has lost the role stream, or was removed")
 
     def schedule_pump(self) -> None:
         """Send stream messages in the next turn of the loop."""
@@ -201,6 +216,9 @@ class ClientConnection(asyncio.Protocol):
         if self._held or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
         messages = producer.pump(PUMP_BYTES)
+        for damage in producer.damages:
+            self._node.log_event("backfill failed", peer=self.peer, reason=damage)
+        producer.damages.clear()
         if messages:
             self._transport.write(b"".join(messages))
         if producer.has_output:

@@ -105,7 +105,7 @@ class DcpCommands:
         """What was negotiated has changed, and with it the form of the frames."""
         producer.terms.has_json = bool(self._state.has_json)
         producer.terms.has_values = not self._open_flags & _NO_VALUES
-        producer.codec = frame_codec(
+        producer.snapshots.codec = frame_codec(
             self._open_flags,
             has_collections=self._state.has_collections,
             has_json=bool(self._state.has_json),

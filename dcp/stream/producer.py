@@ -37,32 +37,22 @@ from typing import Final
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
+from dcp.stream.snapshots import SnapshotWriter
 from dcp.stream.stream import Stream
 from dcp.stream.takeover import Takeover
-from dcp.stream.terms import MarkerVersion, Terms
-from dcp.wire.frame import HEADER_BYTES, pack_request
+from dcp.stream.terms import Terms
+from dcp.wire.frame import pack_request
 from dcp.wire.message import (
-    U64,
     EndReason,
-    MarkerFlag,
-    SnapshotMarker,
     StreamRequest,
-    pack_marker,
-    pack_marker_v2_0,
-    pack_marker_v2_2,
-    pack_previous_value,
-    pack_seqno_advanced,
     pack_set_vbucket_state,
-    pack_snapshot_end,
     pack_stream_end,
-    with_framing,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine import Engine
 from vbucket.kvenv import StoreDamagedError
 from vbucket.partition import Partition, VbState
-from vbucket.store import FrameBatch
 
 TURN_BYTES: Final = 128 * 1024
 """What one stream may send before it is another one's turn."""
@@ -79,16 +69,6 @@ BACKLOGS_MAX: Final = 16
 """Backlogs under way at once on a connection. Each remembers the superseded seqnos of its snapshot;
 the others wait their turn, so that memory does not grow with the number of partitions."""
 
-FrameCodec = Callable[[bytes], bytes]
-"""Turns a stored frame (opaque set) into what this connection negotiated."""
-
-MARKER_FORMS: Final[dict[MarkerVersion, Callable[[int, int, SnapshotMarker, int], bytes]]] = {
-    MarkerVersion.V1: lambda vb_id, opaque, marker, _: pack_marker(vb_id, opaque, marker),
-    MarkerVersion.V2_0: lambda vb_id, opaque, marker, _: pack_marker_v2_0(vb_id, opaque, marker),
-    MarkerVersion.V2_2: pack_marker_v2_2,
-}
-"""How a marker is written; the last argument is the partition's purge seqno."""
-
 
 class Producer:
     """See the module. `schedule` is called when there is something to pump."""
@@ -97,12 +77,11 @@ class Producer:
         self, name: bytes, engine: Engine, hub: StreamHub, schedule: Callable[[], None]
     ) -> None:
         self.name = name
-        self.codec: FrameCodec | None = None
-        """None: stored frames leave as they are."""
         self.window_bytes = 0
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
         self.terms = Terms()
+        self.snapshots = SnapshotWriter(engine, self.terms)
         self.sends_end_on_close = False
         self.has_expiry_opcode = False
         """The client asked for DCP_EXPIRATION (control enable_expiry_opcode)."""
@@ -123,8 +102,6 @@ class Producer:
         self._waiting: deque[Stream] = deque()
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
-        self._refused_bytes = 0
-        """What filters refused in the turn under way: it is work, too."""
         self._urgent: list[bytes] = []
         self._limited: dict[int, Stream] = {}
         """Streams that have a `rate`, by key."""
@@ -348,8 +325,8 @@ class Producer:
                 stream.is_queued = False  # `_refill` queues it again
                 self._admit()
                 continue
-            bytes_max -= sent + self._refused_bytes
-            self._refused_bytes = 0
+            bytes_max -= sent + self.snapshots.refused_bytes
+            self.snapshots.refused_bytes = 0
             self._count(sent)
         return out
 
@@ -370,24 +347,23 @@ class Producer:
         if stream.has_missed_a_purge(part):
             self.end(stream, EndReason.ROLLBACK)
             return 0
-        if stream.snap_end_seqno is None:
-            self._pass_over(stream, part)
-            if stream.next_seqno > stream.end_seqno:
-                return self._end(stream, out)
-        sent = self._begin_turn(stream, part, out) if stream.snap_end_seqno is None else 0
-        end_seqno = stream.snap_end_seqno
-        if end_seqno is None:
-            return sent
+        sent = 0
         try:
+            if stream.snap_end_seqno is None:
+                sent = self._begin_turn(stream, part, out)
+            end_seqno = stream.snap_end_seqno
+            if end_seqno is None:
+                return sent
             if sent < bytes_max and stream.next_seqno <= end_seqno:
-                sent += self._send_frames(stream, out, bytes_max - sent)
+                sent += self.snapshots.send(stream, out, bytes_max - sent)
         except StoreDamagedError as error:
-            self._fail(stream, error)
+            self.damages.append(str(error))
+            self.end(stream, EndReason.BACKFILL_FAILED)  # rather than leave anything out
             return sent
         if stream.filter.is_empty:
             return sent + self._end(stream, out, EndReason.FILTER_EMPTY)
         if stream.next_seqno > end_seqno and (sent < bytes_max or not self.terms.has_snapshot_ends):
-            sent += self._end_snapshot(stream, part, out)
+            sent += self._finish_snapshot(stream, part, out)
         if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
             return sent + self._end(stream, out)
         has_more = part.committed_seqno >= stream.next_seqno or stream.takeover is not None
@@ -397,6 +373,9 @@ class Producer:
 
     def _begin_turn(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
         """Begin a snapshot if there is one to begin and place for it; return the bytes sent."""
+        self.snapshots.pass_over(stream, part)
+        if stream.next_seqno > stream.end_seqno:
+            return self._end(stream, out)
         takeover = stream.takeover
         if takeover is not None and takeover.is_waiting:
             self._admit()
@@ -409,143 +388,28 @@ class Producer:
             stream.is_queued = True
             self._waiting.append(stream)
             return 0
-        try:
-            return self._begin_snapshot(stream, part, out)
-        except StoreDamagedError as error:
-            self._fail(stream, error)
-            return 0
-
-    def _begin_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
-        """Announce the next snapshot."""
-        start_seqno = stream.next_seqno
-        end_seqno = self._shown_end(stream, part)
-        stream.accepts = stream.filter.accepts(
-            self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
-        )
-        flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
-        is_history = self.terms.has_history and start_seqno > part.history_floor
-        if is_history:
-            flags |= MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
-        if not is_history and end_seqno > start_seqno:
-            stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
-        if stream.takeover is not None and not stream.is_backlog:
-            flags |= MarkerFlag.ACK
-            stream.takeover.has_open_marker = True
-        stream.held_seqno = start_seqno - 1
-        stream.snap_end_seqno = end_seqno
+        sent = self.snapshots.begin(stream, part, out)
         self._backlogs += stream.is_backlog
-        marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
-        pack = MARKER_FORMS[self.terms.marker_version]
-        return self._put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
-
-    def _send_frames(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
-        end_seqno = stream.snap_end_seqno
-        assert end_seqno is not None
-        batch = self._engine.frames(
-            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
-            stream.accepts,
-        )  # fmt: skip
-        self._refused_bytes += batch.refused_bytes
-        previous = self._previous_value if self.terms.has_previous_values else None
-        codec = self._codec_of(stream)
-        if codec is None and previous is None:
-            out += batch.frames
-            sent, next_seqno = batch.wire_bytes, batch.next_seqno
-        else:
-            sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
-        assert stream.next_seqno < next_seqno <= end_seqno + 1
-        stream.next_seqno = next_seqno
-        if stream.filter.is_limited:
-            self._note_events(stream, batch)
-        if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
-            assert stream.filter.has_events, "without collections a snapshot ends on an item"
-            advanced = pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno)
-            sent += self._put(stream, out, advanced)
         return sent
 
-    def _note_events(self, stream: Stream, batch: FrameBatch) -> None:
-        """Tell the filter which drops the client has heard of: it may be empty now."""
-        for frame in batch.frames:
-            is_sent = U64.unpack_from(frame, HEADER_BYTES)[0] < stream.next_seqno
-            if frame[1] == Opcode.DCP_SYSTEM_EVENT and is_sent:
-                stream.filter.sent(frame)
-
-    def _limit_of(self, stream: Stream, part: Partition) -> int:
-        """Return where the next snapshot has to end at the latest."""
-        limit = min(part.committed_seqno, stream.end_seqno)
-        if self.terms.has_history and stream.next_seqno <= part.history_floor:
-            limit = min(limit, part.history_floor)
-        return limit
-
-    def _shown_end(self, stream: Stream, part: Partition) -> int:
-        """Return the end of the next snapshot: an item, where nothing else may stand at it."""
-        limit = self._limit_of(stream, part)
-        if stream.filter.has_events or part.tally.other_high_seqno < stream.next_seqno:
-            return limit
-        return self._engine.default_seqno_at(stream.vb_id, limit)
-
-    def _pass_over(self, stream: Stream, part: Partition) -> None:
-        """Go on to where the next snapshot has something, so that none is announced empty. Only
-        with collections can a client be told that seqnos passed it by.
-        """
-        while (
-            self._shown_end(stream, part)
-            < stream.next_seqno
-            <= (limit := self._limit_of(stream, part))
-        ):
-            stream.next_seqno = limit + 1
-
-    def _end_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
-        """Everything of the snapshot is sent."""
-        end_seqno = stream.snap_end_seqno
-        assert end_seqno is not None
-        stream.snap_end_seqno = None
-        stream.snap_start_seqno = end_seqno + 1
-        stream.skip = ()
-        was_backlog = stream.is_backlog
+    def _finish_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+        end_seqno, was_backlog = stream.next_seqno - 1, stream.is_backlog
+        sent = self.snapshots.finish(stream, out)
         self._leave_backlog(stream)
         # Of a history stream's backlog the part with all versions is still to come.
         stream.is_backlog = (
             was_backlog and self.terms.has_history and end_seqno == part.history_floor
         )
-        if not self.terms.has_snapshot_ends:
-            return 0
-        return self._put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
+        return sent
 
     def _take_over(self, stream: Stream, takeover: Takeover, out: list[bytes]) -> int:
         """Everything is sent: go on to the takeover's next step, if it is time."""
         state = takeover.next_state(self._engine, stream.vb_id)
         if state is None:
             return 0
-        return self._put(stream, out, pack_set_vbucket_state(stream.vb_id, stream.opaque, state))
-
-    def _put(self, stream: Stream, out: list[bytes], message: bytes) -> int:
-        """Send a message of a stream; return its length."""
-        if stream.framing:
-            message = with_framing(message, stream.framing)
-        out.append(message)
-        return len(message)
-
-    def _codec_of(self, stream: Stream) -> FrameCodec | None:
-        codec, framing = self.codec, stream.framing
-        if not framing:
-            return codec
-        if codec is None:
-            return lambda frame: with_framing(frame, framing)
-        return lambda frame: with_framing(codec(frame), framing)
-
-    def _previous_value(self, stream: Stream, frame: bytes) -> bytes | None:
-        """Return the message that tells what a stored frame's change replaced, None if nothing."""
-        by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
-        found = self._engine.previous_value(stream.vb_id, by_seqno)
-        if found is None:
-            return None
-        prev_seqno, datatype, value = found
-        datatype = datatype if self.terms.has_json else 0
-        message = pack_previous_value(
-            stream.vb_id, stream.opaque, by_seqno, prev_seqno, value, datatype
+        return self.snapshots.put(
+            stream, out, pack_set_vbucket_state(stream.vb_id, stream.opaque, state)
         )
-        return with_framing(message, stream.framing) if stream.framing else message
 
     def _leave_backlog(self, stream: Stream) -> None:
         """The stream's backlog is through, or the stream ends in it: the next one may begin."""
@@ -562,12 +426,7 @@ class Producer:
 
     def _end(self, stream: Stream, out: list[bytes], reason: EndReason = EndReason.OK) -> int:
         self._forget(stream)
-        return self._put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
-
-    def _fail(self, stream: Stream, error: StoreDamagedError) -> None:
-        """What the stream needs cannot be read: end it, rather than leave anything out."""
-        self.damages.append(str(error))
-        self.end(stream, EndReason.BACKFILL_FAILED)
+        return self.snapshots.put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
 
     def _forget(self, stream: Stream) -> None:
         vb_id = stream.vb_id
@@ -600,45 +459,9 @@ class Producer:
     def _send_end(self, stream: Stream, reason: EndReason) -> None:
         """Send STREAM_END, window or not; it counts all the same."""
         message = pack_stream_end(stream.vb_id, stream.opaque, reason)
-        self._count(self._put(stream, self._urgent, message))
+        self._count(self.snapshots.put(stream, self._urgent, message))
         self._schedule()
 
     def _send_urgently(self, message: bytes) -> None:
         self._urgent.append(message)
         self._schedule()
-
-
-def _ends_at(batch: FrameBatch, end_seqno: int) -> bool:
-    """Whether the last frame is that of a snapshot's end."""
-    if not batch.frames:
-        return False
-    last_seqno: int = U64.unpack_from(batch.frames[-1], HEADER_BYTES)[0]
-    return last_seqno == end_seqno
-
-
-def _encode(
-    stream: Stream,
-    codec: FrameCodec | None,
-    previous: Callable[[Stream, bytes], bytes | None] | None,
-    batch: FrameBatch,
-    out: list[bytes],
-    bytes_max: int,
-) -> tuple[int, int]:
-    """Send a batch in the stream's own form; return bytes sent and the next seqno.
-
-    The engine counted stored bytes: where messages become longer or more, the last ones wait.
-    """
-    sent = 0
-    for frame in batch.frames:
-        if sent >= bytes_max:
-            next_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
-            return sent, next_seqno
-        if previous is not None:
-            replaced = previous(stream, frame)
-            if replaced is not None:
-                out.append(replaced)
-                sent += len(replaced)
-        message = frame if codec is None else codec(frame)
-        out.append(message)
-        sent += len(message)
-    return sent, batch.next_seqno

@@ -1,0 +1,211 @@
+"""How a stream's snapshots are written on one connection: markers, changes, ends. Sans-IO.
+
+Who calls it: `dcp.stream.producer`, which decides whose turn it is and how much may be sent.
+
+Invariants
+- a snapshot ends on its announced end: on an item, or with collections on SEQNO_ADVANCED;
+- what a message tells beside the change (previous value, snapshot end, stream id) is there only
+  where the connection's terms ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from dcp.stream.stream import Stream
+from dcp.stream.terms import MarkerVersion, Terms
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.message import (
+    U64,
+    MarkerFlag,
+    SnapshotMarker,
+    pack_marker,
+    pack_marker_v2_0,
+    pack_marker_v2_2,
+    pack_previous_value,
+    pack_seqno_advanced,
+    pack_snapshot_end,
+    with_framing,
+)
+from dcp.wire.opcode import Opcode
+from vbucket.engine import Engine
+from vbucket.partition import Partition
+from vbucket.store import FrameBatch
+
+FrameCodec = Callable[[bytes], bytes]
+"""Turns a stored frame (opaque set) into what this connection negotiated."""
+
+MARKER_FORMS: Final[dict[MarkerVersion, Callable[[int, int, SnapshotMarker, int], bytes]]] = {
+    MarkerVersion.V1: lambda vb_id, opaque, marker, _: pack_marker(vb_id, opaque, marker),
+    MarkerVersion.V2_0: lambda vb_id, opaque, marker, _: pack_marker_v2_0(vb_id, opaque, marker),
+    MarkerVersion.V2_2: pack_marker_v2_2,
+}
+"""How a marker is written; the last argument is the partition's purge seqno."""
+
+
+class SnapshotWriter:
+    """See the module. All of it may raise StoreDamagedError."""
+
+    def __init__(self, engine: Engine, terms: Terms) -> None:
+        self.codec: FrameCodec | None = None
+        """None: stored frames leave as they are."""
+        self.refused_bytes = 0
+        """What filters refused in the turn under way: it is work, too. The caller empties it."""
+        self._engine = engine
+        self._terms = terms
+
+    def begin(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+        """Announce the next snapshot; return the bytes sent."""
+        start_seqno = stream.next_seqno
+        end_seqno = self._shown_end(stream, part)
+        stream.accepts = stream.filter.accepts(
+            self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
+        )
+        flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
+        is_history = self._terms.has_history and start_seqno > part.history_floor
+        if is_history:
+            flags |= MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
+        if not is_history and end_seqno > start_seqno:
+            stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
+        if stream.takeover is not None and not stream.is_backlog:
+            flags |= MarkerFlag.ACK
+            stream.takeover.has_open_marker = True
+        stream.held_seqno = start_seqno - 1
+        stream.snap_end_seqno = end_seqno
+        marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
+        pack = MARKER_FORMS[self._terms.marker_version]
+        return self.put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
+
+    def send(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
+        """Send changes of the snapshot under way; return the bytes sent."""
+        end_seqno = stream.snap_end_seqno
+        assert end_seqno is not None
+        batch = self._engine.frames(
+            stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
+            stream.accepts,
+        )  # fmt: skip
+        self.refused_bytes += batch.refused_bytes
+        previous = self._previous_value if self._terms.has_previous_values else None
+        codec = self._codec_of(stream)
+        if codec is None and previous is None:
+            out += batch.frames
+            sent, next_seqno = batch.wire_bytes, batch.next_seqno
+        else:
+            sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
+        assert stream.next_seqno < next_seqno <= end_seqno + 1
+        stream.next_seqno = next_seqno
+        if stream.filter.is_limited:
+            self._note_events(stream, batch)
+        if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
+            assert stream.filter.has_events, "without collections a snapshot ends on an item"
+            advanced = pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno)
+            sent += self.put(stream, out, advanced)
+        return sent
+
+    def _note_events(self, stream: Stream, batch: FrameBatch) -> None:
+        """Tell the filter which drops the client has heard of: it may be empty now."""
+        for frame in batch.frames:
+            is_sent = U64.unpack_from(frame, HEADER_BYTES)[0] < stream.next_seqno
+            if frame[1] == Opcode.DCP_SYSTEM_EVENT and is_sent:
+                stream.filter.sent(frame)
+
+    def _limit_of(self, stream: Stream, part: Partition) -> int:
+        """Return where the next snapshot has to end at the latest."""
+        limit = min(part.committed_seqno, stream.end_seqno)
+        if self._terms.has_history and stream.next_seqno <= part.history_floor:
+            limit = min(limit, part.history_floor)
+        return limit
+
+    def _shown_end(self, stream: Stream, part: Partition) -> int:
+        """Return the end of the next snapshot: an item, where nothing else may stand at it."""
+        limit = self._limit_of(stream, part)
+        if stream.filter.has_events or part.tally.other_high_seqno < stream.next_seqno:
+            return limit
+        return self._engine.default_seqno_at(stream.vb_id, limit)
+
+    def pass_over(self, stream: Stream, part: Partition) -> None:
+        """Go on to where the next snapshot has something, so that none is announced empty. Only
+        with collections can a client be told that seqnos passed it by.
+        """
+        while (
+            self._shown_end(stream, part)
+            < stream.next_seqno
+            <= (limit := self._limit_of(stream, part))
+        ):
+            stream.next_seqno = limit + 1
+
+    def finish(self, stream: Stream, out: list[bytes]) -> int:
+        """Everything of the snapshot is sent; return the bytes of the message that says so."""
+        end_seqno = stream.snap_end_seqno
+        assert end_seqno is not None
+        stream.snap_end_seqno = None
+        stream.snap_start_seqno = end_seqno + 1
+        stream.skip = ()
+        if not self._terms.has_snapshot_ends:
+            return 0
+        return self.put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
+
+    def put(self, stream: Stream, out: list[bytes], message: bytes) -> int:
+        """Send a message of a stream; return its length."""
+        if stream.framing:
+            message = with_framing(message, stream.framing)
+        out.append(message)
+        return len(message)
+
+    def _codec_of(self, stream: Stream) -> FrameCodec | None:
+        codec, framing = self.codec, stream.framing
+        if not framing:
+            return codec
+        if codec is None:
+            return lambda frame: with_framing(frame, framing)
+        return lambda frame: with_framing(codec(frame), framing)
+
+    def _previous_value(self, stream: Stream, frame: bytes) -> bytes | None:
+        """Return the message that tells what a stored frame's change replaced, None if nothing."""
+        by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
+        found = self._engine.previous_value(stream.vb_id, by_seqno)
+        if found is None:
+            return None
+        prev_seqno, datatype, value = found
+        datatype = datatype if self._terms.has_json else 0
+        message = pack_previous_value(
+            stream.vb_id, stream.opaque, by_seqno, prev_seqno, value, datatype
+        )
+        return with_framing(message, stream.framing) if stream.framing else message
+
+
+def _ends_at(batch: FrameBatch, end_seqno: int) -> bool:
+    """Whether the last frame is that of a snapshot's end."""
+    if not batch.frames:
+        return False
+    last_seqno: int = U64.unpack_from(batch.frames[-1], HEADER_BYTES)[0]
+    return last_seqno == end_seqno
+
+
+def _encode(
+    stream: Stream,
+    codec: FrameCodec | None,
+    previous: Callable[[Stream, bytes], bytes | None] | None,
+    batch: FrameBatch,
+    out: list[bytes],
+    bytes_max: int,
+) -> tuple[int, int]:
+    """Send a batch in the stream's own form; return bytes sent and the next seqno.
+
+    The engine counted stored bytes: where messages become longer or more, the last ones wait.
+    """
+    sent = 0
+    for frame in batch.frames:
+        if sent >= bytes_max:
+            next_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
+            return sent, next_seqno
+        if previous is not None:
+            replaced = previous(stream, frame)
+            if replaced is not None:
+                out.append(replaced)
+                sent += len(replaced)
+        message = frame if codec is None else codec(frame)
+        out.append(message)
+        sent += len(message)
+    return sent, batch.next_seqno
