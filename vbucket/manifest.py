@@ -56,8 +56,15 @@ class UnknownCollectionError(ManifestError):
     """There is no such collection."""
 
 
+class InvalidManifestError(ManifestError):
+    """What should be a manifest is none."""
+
+
 class NameTakenError(ManifestError):
-    """There is a scope or collection of that name already."""
+    """There is a scope or collection of that name already.
+
+    The words of these errors are those by which the official SDKs tell them apart.
+    """
 
 
 class Collection(NamedTuple):
@@ -169,7 +176,7 @@ class Manifest(NamedTuple):
         """Return the manifest with a new, empty scope. Raises ManifestError."""
         _check_name("scope", name)
         if self.scope_id(name) is not None:
-            raise NameTakenError(f"scope {name!r} exists already")
+            raise NameTakenError(f'Scope with name "{name}" already exists')
         if len(self.scopes) >= COLLECTIONS_MAX:
             raise ManifestError(f"there are {len(self.scopes)} scopes, the limit; drop one first")
         return self._replace(
@@ -185,7 +192,7 @@ class Manifest(NamedTuple):
             raise ManifestError(f"a maximum time to live is 0 to {MAX_TTL_S_MAX} s, {max_ttl_s}?")
         scope_id = self._known_scope(scope)
         if self.collection_id(f"{scope}.{name}") is not None:
-            raise NameTakenError(f"collection {name!r} exists already in scope {scope!r}")
+            raise NameTakenError(f'Collection with name "{name}" already exists in scope "{scope}"')
         if len(self.collections) >= COLLECTIONS_MAX:
             raise ManifestError(
                 f"there are {len(self.collections)} collections, the limit; drop one first"
@@ -202,7 +209,9 @@ class Manifest(NamedTuple):
         self._known_scope(scope)
         collection_id = self.collection_id(f"{scope}.{name}") if name else None
         if collection_id is None:
-            raise UnknownCollectionError(f"there is no collection {name!r} in scope {scope!r}")
+            raise UnknownCollectionError(
+                f'Collection with name "{name}" in scope "{scope}" is not found'
+            )
         if collection_id == DEFAULT_COLLECTION:
             raise ManifestError("the default collection cannot be dropped")
         kept = {key: item for key, item in self.collections.items() if key != collection_id}
@@ -224,7 +233,7 @@ class Manifest(NamedTuple):
     def _known_scope(self, name: str) -> int:
         scope_id = self.scope_id(name) if name else None
         if scope_id is None:
-            raise UnknownScopeError(f"there is no scope {name!r}")
+            raise UnknownScopeError(f'Scope with name "{name}" is not found')
         return scope_id
 
     # -- forms ---------------------------------------------------------------------------------
@@ -270,6 +279,71 @@ INITIAL_MANIFEST: Final = Manifest(
     {DEFAULT_COLLECTION: Collection(DEFAULT_COLLECTION, DEFAULT_NAME, DEFAULT_SCOPE)},
 )
 """The manifest of a new bucket."""
+
+
+def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifest:
+    """Return the manifest that a JSON document tells, as the successor of `before`.
+
+    Raises InvalidManifestError for what is none, ManifestError for one that cannot follow: its uid
+    is not higher, it gives a used id again, renames something, or lacks the defaults.
+    """
+    try:
+        uid = int(document["uid"], 16)
+        scopes = {int(scope["uid"], 16): str(scope["name"]) for scope in document["scopes"]}
+        items = [
+            Collection(int(item["uid"], 16), str(item["name"]), int(scope["uid"], 16),
+                       int(item.get("maxTTL", item.get("max_ttl", 0))))
+            for scope in document["scopes"]
+            for item in scope["collections"]
+        ]  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidManifestError(f"not a collections manifest: {error!r}") from error
+    collections = {item.collection_id: item for item in items}
+    names = {(item.scope_id, item.name) for item in items}
+    if len(names) != len(items) or len(collections) != len(items):
+        raise InvalidManifestError("a manifest names a collection twice")
+    if len(set(scopes.values())) != len(document["scopes"]):
+        raise InvalidManifestError("a manifest names a scope twice")
+    if max((uid, *scopes, *collections)) > 2**64 - 1 or max((*scopes, *collections)) > ID_MAX:
+        raise InvalidManifestError("an id of a manifest is too large")
+    for what, name in (
+        *(("scope", name) for key, name in scopes.items() if key),
+        *(("collection", item.name) for item in items if item.collection_id),
+    ):
+        try:
+            _check_name(what, name)
+        except ManifestError as error:
+            raise InvalidManifestError(str(error)) from error
+    after = Manifest(
+        uid,
+        scopes,
+        collections,
+        max(before.next_scope_id, *(key + 1 for key in scopes)),
+        max(before.next_collection_id, *(key + 1 for key in collections)),
+    )
+    if after != before:
+        _check_successor(before, after)
+    return after
+
+
+def _check_successor(before: Manifest, after: Manifest) -> None:
+    """Raise ManifestError where `after` cannot follow `before`."""
+    if after.uid <= before.uid:
+        raise ManifestError(f"the manifest has uid {after.uid:x}, and {before.uid:x} is in force")
+    if after.scopes.get(DEFAULT_SCOPE) != DEFAULT_NAME:
+        raise ManifestError("the default scope cannot be dropped")
+    if after.collections.get(DEFAULT_COLLECTION) != before.collections[DEFAULT_COLLECTION]:
+        raise ManifestError("the default collection cannot be dropped or changed")
+    for scope_id, name in after.scopes.items():
+        if before.scopes.get(scope_id, name) != name:
+            raise ManifestError(f"scope {scope_id:x} cannot be renamed")
+        if scope_id not in before.scopes and scope_id < before.next_scope_id:
+            raise ManifestError(f"scope id {scope_id:x} was given before, or is reserved")
+    for key, item in after.collections.items():
+        if before.collections.get(key, item) != item:
+            raise ManifestError(f"collection {key:x} cannot be changed")
+        if key not in before.collections and key < before.next_collection_id:
+            raise ManifestError(f"collection id {key:x} was given before, or is reserved")
 
 
 def events_between(before: Manifest, after: Manifest) -> list[SystemEvent]:

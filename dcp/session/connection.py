@@ -22,7 +22,8 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status, error_map_document
 from vbucket.ids import NUM_VBUCKETS
-from vbucket.partition import VbState
+from vbucket.manifest import DEFAULT_COLLECTION
+from vbucket.partition import Partition, VbState
 
 Handler = Callable[[Frame], None]
 
@@ -32,14 +33,6 @@ REPORTED_VERSION: Final = b"7.6.0"
 
 CONFIG_VERSION: Final = Struct(">qq")
 """revEpoch, rev that the client has."""
-_MANIFEST: Final = (
-    b'{"uid":"0","scopes":[{"name":"_default","uid":"0",'
-    b'"collections":[{"name":"_default","uid":"0"}]}]}'
-)
-_MANIFEST_UID: Final = b'{"manifest_uid":"0"}'
-_COLLECTION_ID: Final = Struct(">QI")
-_DEFAULT_COLLECTION_NAMES: Final = frozenset({b"_default._default", b"._default", b"_default."})
-_DEFAULT_SCOPE_NAMES: Final = frozenset({b"_default", b""})
 _SERVING_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA})
 _ANY_STATE: Final = 0
 
@@ -65,9 +58,6 @@ class ConnectionCommands:
             Opcode.STAT: self.statistics,
             Opcode.QUIT: self.quit,
             Opcode.QUITQ: self.quit,
-            Opcode.GET_COLLECTIONS_MANIFEST: self.collections_manifest,
-            Opcode.GET_COLLECTION_ID: self.collection_id,
-            Opcode.GET_SCOPE_ID: self.scope_id,
             Opcode.GET_ALL_VB_SEQNOS: self.all_vb_seqnos,
             Opcode.GET_FAILOVER_LOG: self.failover_log,
             Opcode.DCP_GET_FAILOVER_LOG: self.failover_log,
@@ -208,24 +198,6 @@ class ConnectionCommands:
             self._state.answer(request, key=name.encode(), value=value.encode())
         self._state.answer(request)
 
-    def collections_manifest(self, request: Frame) -> None:
-        """Answer the manifest: the default scope and collection."""
-        self._state.answer(request, value=_MANIFEST, is_json=True)
-
-    def collection_id(self, request: Frame) -> None:
-        """Answer the id of "scope.collection", named in the key or in the value."""
-        if (request.key or request.value) in _DEFAULT_COLLECTION_NAMES:
-            self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
-            return
-        self._state.answer(request, Status.UNKNOWN_COLLECTION, value=_MANIFEST_UID, is_json=True)
-
-    def scope_id(self, request: Frame) -> None:
-        """Answer the id of a scope."""
-        if (request.key or request.value) in _DEFAULT_SCOPE_NAMES:
-            self._state.answer(request, extras=_COLLECTION_ID.pack(0, 0))
-            return
-        self._state.answer(request, Status.UNKNOWN_SCOPE, value=_MANIFEST_UID, is_json=True)
-
     # -- partition history -----------------------------------------------------------------------
 
     def all_vb_seqnos(self, request: Frame) -> None:
@@ -243,8 +215,10 @@ class ConnectionCommands:
         if wanted > VbState.DEAD:
             state.refuse(request, Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
             return
-        if len(extras) == 8 and extras[4:] != b"\0\0\0\0":
-            state.answer(request, Status.UNKNOWN_COLLECTION, value=_MANIFEST_UID, is_json=True)
+        seqno_of = self._seqno_of(extras)
+        if seqno_of is None:
+            body = state.manifest_uid_body()
+            state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
             return
         states = _SERVING_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
@@ -254,8 +228,25 @@ class ConnectionCommands:
                 state.observes(part.vb_id)  # the branch has lowered its committed_seqno already
         state.answer(
             request,
-            value=b"".join(VB_SEQNO.pack(part.vb_id, part.committed_seqno) for part in parts),
+            value=b"".join(VB_SEQNO.pack(part.vb_id, seqno_of(part)) for part in parts),
         )
+
+    def _seqno_of(self, extras: bytes) -> Callable[[Partition], int] | None:
+        """Return what a client means by a partition's high seqno, None for that of a collection
+        which does not exist. Without collections it is that of the default one (kv_engine): the
+        client will never be shown more.
+        """
+        state = self._state
+        engine = state.engine
+        if len(extras) != 8:
+            if state.has_collections or not engine.manifest.uid:
+                return lambda part: part.committed_seqno
+            return lambda part: engine.collection_seqno(part.vb_id, DEFAULT_COLLECTION)
+        state.observes_manifest()
+        collection_id = int.from_bytes(extras[4:], "big")
+        if collection_id not in engine.manifest.collections:
+            return None
+        return lambda part: engine.collection_seqno(part.vb_id, collection_id)
 
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first."""

@@ -20,6 +20,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine import ADD, REPLACE, SET
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.manifest import Collection, collection_of, decode_leb128
 from vbucket.updates import expiry_of
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
@@ -34,6 +35,8 @@ GET_RESPONSE: Final = Struct(">BBHBBHIIQ4s")
 
 RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
 """Expiry values up to 30 days count from now, larger ones are Unix seconds (memcached)."""
+
+_EXPIRY_MAX: Final = 0xFFFF_FFFF
 
 DATATYPE_JSON: Final = 0x01
 """The one datatype that is taken. It is stored as the client says it, where it was negotiated:
@@ -105,8 +108,9 @@ class DocumentCommands:
         key = buffer[key_at : key_at + key_len]
         body = buffer[key_at:end]
         if state.has_collections:
-            if key[0] or key_len == 1:
-                self._refuse_collection(opcode, opaque, key)
+            if (key[0] or key_len == 1) and self._has_stored_capped(
+                opcode, key, datatype, vb_id, opaque, cas, buffer[start:key_at], body
+            ):
                 return
             if key_len > MAX_KEY_BYTES + 1:
                 self._refuse_long_key(opcode, opaque, key_len)
@@ -157,13 +161,52 @@ class DocumentCommands:
             expiry = expiry_of(self._engine, *located)
             if expiry is not None:
                 extras = extras[:4] + expiry.to_bytes(4, "big")
+        self._store_again(
+            request.opcode, request.datatype, request.vb_id, request.opaque, request.cas, extras,
+            len(request.key), request.key + request.value,
+        )  # fmt: skip
+
+    def _has_stored_capped(
+        self,
+        opcode: int,
+        key: bytes,
+        datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        extras: bytes,
+        body: bytes,
+    ) -> bool:
+        """Refuse a key of no collection; store with the latest expiry that the collection allows
+        where that is not what was asked for. False: neither, the store goes on as it came.
+        """
+        collection = self._collection_of(opcode, opaque, key)
+        if collection is None:
+            return True
+        expiry = absolute_expiry(_unpack_store(extras)[1], self.now_s)
+        latest = self._capped(collection, expiry)
+        if latest == expiry:
+            return False
+        extras = extras[:4] + latest.to_bytes(4, "big")
+        self._store_again(opcode, datatype, vb_id, opaque, cas, extras, len(key), body)
+        return True
+
+    def _store_again(
+        self,
+        opcode: int,
+        datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        extras: bytes,
+        key_len: int,
+        body: bytes,
+    ) -> None:
+        """Store with other extras than those that came."""
         state = self._state
         received = state.buffer
-        state.buffer = extras + request.key + request.value
-        self.store(
-            request.opcode, len(request.key), len(extras), request.datatype, request.vb_id,
-            request.opaque, request.cas, 0, len(state.buffer),
-        )  # fmt: skip
+        state.buffer = extras + body
+        self.store(opcode, key_len, len(extras), datatype, vb_id, opaque, cas, 0, len(state.buffer))
         state.buffer = received
 
     def delete(
@@ -246,9 +289,19 @@ class DocumentCommands:
         if state.unread_bytes > ANSWER_BYTES_MAX:
             state.is_full = True
 
-    def absolute_expiry(self, expiry: int) -> int:
-        """Return an expiry of the wire as Unix seconds, 0 for never."""
-        return absolute_expiry(expiry, self.now_s)
+    def absolute_expiry(self, key: bytes, expiry: int) -> int:
+        """Return an expiry of the wire as Unix seconds, 0 for never, for a stored key."""
+        expiry = absolute_expiry(expiry, self.now_s)
+        if not key[0]:
+            return expiry
+        return self._capped(self._engine.manifest.collections[collection_of(key)], expiry)
+
+    def _capped(self, collection: Collection, expiry: int) -> int:
+        """Return an absolute expiry, not later than the collection allows."""
+        if not collection.max_ttl_s:
+            return expiry
+        latest = min(self.now_s + collection.max_ttl_s, _EXPIRY_MAX)
+        return expiry if 0 < expiry <= latest else latest
 
     def locate(
         self, opcode: int, opaque: int, vb_id: int, wire_key: bytes
@@ -256,8 +309,8 @@ class DocumentCommands:
         """Return the partition and the stored key, or refuse and return None."""
         state = self._state
         if state.has_collections:
-            if wire_key[0] or len(wire_key) == 1:
-                self._refuse_collection(opcode, opaque, wire_key)
+            is_elsewhere = wire_key[0] or len(wire_key) == 1
+            if is_elsewhere and self._collection_of(opcode, opaque, wire_key) is None:
                 return None
             if len(wire_key) > MAX_KEY_BYTES + 1:
                 self._refuse_long_key(opcode, opaque, len(wire_key))
@@ -312,13 +365,26 @@ class DocumentCommands:
             f"the key has {key_len} bytes; at most {MAX_KEY_BYTES} (and a collection id) fit",
         )
 
-    def _refuse_collection(self, opcode: int, opaque: int, key: bytes) -> None:
-        if len(key) == 1:
+    def _collection_of(self, opcode: int, opaque: int, key: bytes) -> Collection | None:
+        """Return the collection that a key names, or refuse and return None."""
+        decoded = decode_leb128(key)
+        if decoded is None:
+            self.refuse(opcode, opaque, Status.EINVAL, "the key begins with no collection id")
+            return None
+        collection_id, id_bytes = decoded
+        if len(key) == id_bytes:
             self.refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
-            return
-        self._state.answers.append(
-            self._json_response(opcode, opaque, Status.UNKNOWN_COLLECTION, b'{"manifest_uid":"0"}')
-        )
+            return None
+        collection = self._engine.manifest.collections.get(collection_id)
+        if collection is None:
+            state = self._state
+            state.observes_manifest()
+            state.answers.append(
+                self._json_response(
+                    opcode, opaque, Status.UNKNOWN_COLLECTION, state.manifest_uid_body()
+                )
+            )
+        return collection
 
     def _json_response(self, opcode: int, opaque: int, status: int, body: bytes) -> bytes:
         """Return a response whose body, if it has one, is a JSON document."""

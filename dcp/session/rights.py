@@ -228,6 +228,7 @@ NEEDS: Final[dict[int, Need]] = {
         ),
         _STREAM_NEED,
     ),
+    Opcode.SET_COLLECTIONS_MANIFEST: _ADMIN_NEED,
 }  # fmt: skip
 """What each command takes; every other one takes the role admin."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dcp.session.collections import CollectionCommands
 from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
@@ -92,6 +93,7 @@ class Session:
         connection = ConnectionCommands(state)
         self._cold = (
             connection.handlers()
+            | CollectionCommands(state).handlers()
             | UpdateCommands(state, self._documents).handlers()
             | DcpCommands(state, connection).handlers()
         )

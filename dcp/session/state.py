@@ -14,6 +14,7 @@ from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine import Engine
+from vbucket.manifest import decode_leb128
 from vbucket.updates import Flush
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -193,6 +194,8 @@ class SessionState:
         """Return why the client may not do this, "" if it may; what is refused is noted."""
         assert self.rights is not None, "asked before the login"
         collection, key = split_key(wire_key, has_collections=self.has_collections)
+        if collection is None:
+            collection = self.collection_named_by(wire_key)
         denial = self.rights.denial(opcode, collection, key)
         if denial is None:
             return ""
@@ -203,6 +206,14 @@ class SessionState:
             f"user {user!r} may not {name}: {denial.why}; "
             f"an admin grants it: dcpctl user grant {user} {denial.role}"
         )[:CONTEXT_CHARS_MAX]
+
+    def collection_named_by(self, wire_key: bytes) -> str | None:
+        """Return "scope.collection" of a key that carries its id, None where there is none."""
+        decoded = decode_leb128(wire_key)
+        manifest = self.engine.manifest
+        if decoded is None or decoded[0] not in manifest.collections:
+            return None
+        return manifest.path_of(decoded[0])
 
     def rights_changed(self, rights: Rights | None) -> None:
         """Take note of what the logged-in user may do from now on; None: the user is gone."""
@@ -268,6 +279,10 @@ class SessionState:
         """Close the connection after what has been answered."""
         self.is_closing = True
         self.close_reason = reason
+
+    def manifest_uid_body(self) -> bytes:
+        """Return the body of an answer that a collection or scope is not known."""
+        return b'{"manifest_uid":"%x"}' % self.engine.manifest.uid
 
     def observes_manifest(self) -> None:
         """The next answers tell of the collections manifest: they wait until it is committed."""

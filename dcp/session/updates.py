@@ -84,7 +84,7 @@ class UpdateCommands:
             key,
             delta,
             initial=None if expiry == NO_INITIAL else initial,
-            expiry=self._documents.absolute_expiry(expiry),
+            expiry=self._documents.absolute_expiry(key, expiry),
             cas=request.cas,
         )
         self._answer_change(request, vb_id, outcome, U64.pack(number))
@@ -119,7 +119,7 @@ class UpdateCommands:
             return
         vb_id, key = located
         state = self._state
-        expiry = self._documents.absolute_expiry(U32.unpack(request.extras)[0])
+        expiry = self._documents.absolute_expiry(key, U32.unpack(request.extras)[0])
         outcome, document = touch(state.engine, vb_id, key, expiry)
         state.observes(vb_id)
         if document is None:

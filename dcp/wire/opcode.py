@@ -87,6 +87,7 @@ class Opcode(IntEnum):
     GET_FAILOVER_LOG = 0x96
     GET_META = 0xA0
     GET_CLUSTER_CONFIG = 0xB5
+    SET_COLLECTIONS_MANIFEST = 0xB9
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
     GET_SCOPE_ID = 0xBC
@@ -195,6 +196,9 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.GET_FAILOVER_LOG: OpSpec(_P, "-", "-", "a partition's versions, newest first"),
     Opcode.OBSERVE_SEQNO: OpSpec(
         _P, "-", "value u64 vb_uuid", "how far a version has come, in memory and on disk"
+    ),
+    Opcode.SET_COLLECTIONS_MANIFEST: OpSpec(
+        _C, "-", "value JSON", "take over scopes and collections as a whole"
     ),
     Opcode.GET_COLLECTIONS_MANIFEST: OpSpec(_C, "-", "-", "scopes and collections as JSON"),
     Opcode.GET_COLLECTION_ID: OpSpec(_C, "-", "scope.collection", "the id of a collection"),

@@ -33,6 +33,7 @@ class Status(IntEnum):
     EBUSY = 0x85
     ETMPFAIL = 0x86
     UNKNOWN_COLLECTION = 0x88
+    CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x89
     UNKNOWN_SCOPE = 0x8C
     DCP_STREAMID_INVALID = 0x8D
 
@@ -73,6 +74,11 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         "DCP_STREAMID_INVALID",
         "a stream id is missing, or not enabled",
         ("dcp", "invalid-input"),
+    ),
+    Status.CANNOT_APPLY_COLLECTIONS_MANIFEST: (
+        "CANNOT_APPLY_COLLECTIONS_MANIFEST",
+        "the manifest cannot follow the one in force",
+        ("internal",),
     ),
     Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
 }

@@ -362,8 +362,10 @@ def test_the_manifest_names_the_default_scope_and_collection(peer: Peer) -> None
 def test_a_collections_id_is_asked_for_in_the_key_or_the_value(peer: Peer, where: str) -> None:
     answer = peer.ask(Opcode.GET_COLLECTION_ID, **{where: b"_default._default"})
     assert (answer.status, answer.extras) == (Status.OK, bytes(12))
-    answer = peer.ask(Opcode.GET_COLLECTION_ID, **{where: b"inventory.hotel"})
+    answer = peer.ask(Opcode.GET_COLLECTION_ID, **{where: b"_default.hotel"})
     assert (answer.status, answer.value) == (Status.UNKNOWN_COLLECTION, b'{"manifest_uid":"0"}')
+    answer = peer.ask(Opcode.GET_COLLECTION_ID, **{where: b"inventory.hotel"})
+    assert (answer.status, answer.value) == (Status.UNKNOWN_SCOPE, b'{"manifest_uid":"0"}')
 
 
 @pytest.mark.parametrize("where", ["key", "value"])

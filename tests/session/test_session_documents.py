@@ -429,7 +429,7 @@ def test_connections_with_and_without_collections_see_the_same_documents(
     assert get(old, b"k").status == Status.KEY_ENOENT
 
 
-@pytest.mark.parametrize("prefix", [b"\x08", b"\x01", b"\x80\x01", b"\x80\x00", b"\xff\xff\x03"])
+@pytest.mark.parametrize("prefix", [b"\x08", b"\x01", b"\x80\x01", b"\xff\xff\x03"])
 def test_any_collection_but_the_default_one_is_unknown(node: MemoryNode, prefix: bytes) -> None:
     peer = node.connect()
     peer.hello(Feature.COLLECTIONS)

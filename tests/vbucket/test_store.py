@@ -60,7 +60,7 @@ def test_a_store_that_was_never_created_knows_nothing(env: KvEnv) -> None:
     assert store.partitions() == {}
     assert store.meta(VB, b"\x00k") is None
     assert store.entry(VB, 1) is None
-    assert store.frames(VB, 1, 9, b"opaq", set(), 100) == ([], 10, 0)
+    assert store.frames(VB, 1, 9, b"opaq", set(), 100) == ([], 10, 0, 0)
     assert store.superseded(VB, 1, 9) == set()
     assert store.first_changes_after(VB, 0, 9) == {}
     assert store.keys(VB, b"", 9) == []

@@ -1,0 +1,111 @@
+"""Commands about collections: the manifest, and the ids of names.
+
+Rules (kv_engine): a name is "scope.collection", where an empty part means the default one; it may
+stand in the key or in the value. What is unknown is answered with the manifest's uid, so that a
+client can tell whether it or the server is behind. Every answer waits until the manifest that it
+tells of is committed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from dcp.session.state import SessionState
+from dcp.wire.frame import Frame
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.manifest import InvalidManifestError, ManifestError, manifest_from_json
+
+Handler = Callable[[Frame], None]
+
+COLLECTION_ID_EXTRAS: Final = Struct(">QI")
+"""Manifest uid, id of the collection or scope."""
+PATH_BYTES_MAX: Final = 2 * 251 + 1
+
+
+class CollectionCommands:
+    """Handlers of these commands for one session."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        return {
+            Opcode.SET_COLLECTIONS_MANIFEST: self.set_manifest,
+            Opcode.GET_COLLECTIONS_MANIFEST: self.manifest,
+            Opcode.GET_COLLECTION_ID: self.collection_id,
+            Opcode.GET_SCOPE_ID: self.scope_id,
+        }
+
+    def manifest(self, request: Frame) -> None:
+        """Answer the manifest."""
+        state = self._state
+        state.observes_manifest()
+        document = json.dumps(state.engine.manifest.json(), separators=(",", ":"))
+        state.answer(request, value=document.encode(), is_json=True)
+
+    def set_manifest(self, request: Frame) -> None:
+        """Take over a whole manifest, as cluster managers send it."""
+        state = self._state
+        engine = state.engine
+        try:
+            document = msgspec.json.decode(request.value, type=dict)
+            after = manifest_from_json(engine.manifest, document)
+        except InvalidManifestError as error:
+            state.refuse(request, Status.EINVAL, str(error))
+            return
+        except ManifestError as error:
+            state.refuse(request, Status.CANNOT_APPLY_COLLECTIONS_MANIFEST, str(error))
+            return
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            state.refuse(request, Status.EINVAL, f"the manifest is not a JSON object: {error}")
+            return
+        if after != engine.manifest:
+            engine.set_manifest(after)
+        state.observes_manifest()
+        state.note("manifest set", uid=after.uid)
+        state.answer(request)
+
+    def collection_id(self, request: Frame) -> None:
+        """Answer the id of "scope.collection"."""
+        path = self._path_of(request)
+        if path is None or path.count(".") != 1:
+            context = 'name a collection as "scope.collection", in the key or in the value'
+            self._state.refuse(request, Status.EINVAL, context)
+            return
+        manifest = self._state.engine.manifest
+        if manifest.scope_id(path.partition(".")[0]) is None:
+            self._answer_id(request, None, Status.UNKNOWN_SCOPE)
+        else:
+            self._answer_id(request, manifest.collection_id(path), Status.UNKNOWN_COLLECTION)
+
+    def scope_id(self, request: Frame) -> None:
+        """Answer the id of a scope; what follows a dot is not looked at."""
+        path = self._path_of(request)
+        if path is None or path.count(".") > 1:
+            context = "name a scope, in the key or in the value"
+            self._state.refuse(request, Status.EINVAL, context)
+            return
+        scope_id = self._state.engine.manifest.scope_id(path.partition(".")[0])
+        self._answer_id(request, scope_id, Status.UNKNOWN_SCOPE)
+
+    def _path_of(self, request: Frame) -> str | None:
+        path = request.key or request.value
+        if len(path) > PATH_BYTES_MAX or (request.key and request.value):
+            return None
+        return path.decode("utf-8", "replace")
+
+    def _answer_id(self, request: Frame, found: int | None, status: Status) -> None:
+        state = self._state
+        state.observes_manifest()
+        if found is None:
+            state.answer(request, status, value=state.manifest_uid_body(), is_json=True)
+            return
+        extras = COLLECTION_ID_EXTRAS.pack(state.engine.manifest.uid, found)
+        state.answer(request, extras=extras)
