@@ -36,6 +36,9 @@ class MapNode(NamedTuple):
     kv_port: int
     admin_port: int
     """(host, admin_port) is how SDKs tell nodes apart: unique even among nodes of one machine."""
+    kv_tls_port: int = 0
+    """0: none."""
+    admin_tls_port: int = 0
 
 
 class PartitionMap(NamedTuple):
@@ -50,7 +53,15 @@ class PartitionMap(NamedTuple):
 
     @classmethod
     def single_node(
-        cls, *, host: str, kv_port: int, admin_port: int, rev: int = 1, rev_epoch: int = 1
+        cls,
+        *,
+        host: str,
+        kv_port: int,
+        admin_port: int,
+        kv_tls_port: int = 0,
+        admin_tls_port: int = 0,
+        rev: int = 1,
+        rev_epoch: int = 1,
     ) -> PartitionMap:
         """Return the map of a node that holds every partition.
 
@@ -59,7 +70,7 @@ class PartitionMap(NamedTuple):
         """
         advertised = None if host in _WILDCARDS or _is_loopback(host) else host
         return cls(
-            nodes=(MapNode(advertised, kv_port, admin_port),),
+            nodes=(MapNode(advertised, kv_port, admin_port, kv_tls_port, admin_tls_port),),
             chains=((0,),) * NUM_VBUCKETS,
             rev=rev,
             rev_epoch=rev_epoch,
@@ -147,7 +158,10 @@ def _nodes_ext(partition_map: PartitionMap) -> list[dict[str, Any]]:
     """One entry per node. Without a hostname, SDKs take the address they are connected to."""
     entries: list[dict[str, Any]] = []
     for index, node in enumerate(partition_map.nodes):
-        entry: dict[str, Any] = {"services": {"mgmt": node.admin_port, "kv": node.kv_port}}
+        services = {"mgmt": node.admin_port, "kv": node.kv_port}
+        if node.kv_tls_port:
+            services |= {"mgmtSSL": node.admin_tls_port, "kvSSL": node.kv_tls_port}
+        entry: dict[str, Any] = {"services": services}
         if index == partition_map.this_node:
             entry["thisNode"] = True
         if node.host is not None:

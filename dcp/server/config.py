@@ -28,6 +28,9 @@ ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
 """Names the TOML file where --config does not."""
 
+NONE: Final = "none"
+"""A file that is not given, in words."""
+
 SIZE_UNITS: Final = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
@@ -84,6 +87,18 @@ def _read_path(value: object, _option: Option) -> Path:
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be the path of a folder")
     return Path(value).expanduser()
+
+
+def _read_file(value: object, _option: Option) -> Path | None:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be the path of a file, or none")
+    return None if value == NONE else Path(value).expanduser()
+
+
+def _read_name_or_off(value: object, _option: Option) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be the path of a file, or off")
+    return value
 
 
 def _read_choice(value: object, option: Option) -> str:
@@ -178,6 +193,93 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             65535,
         ),
     ] = 8091
+    tls_port: Annotated[
+        int,
+        Option(
+            "Key-value port with TLS, where --tls-cert is given; 0 picks a free one.",
+            _read_count,
+            "PORT",
+            0,
+            65535,
+        ),
+    ] = 11207
+    admin_tls_port: Annotated[
+        int,
+        Option(
+            "Port of the admin interface with TLS (HTTPS), where --tls-cert is given; 0 picks a "
+            "free one.",
+            _read_count,
+            "PORT",
+            0,
+            65535,
+        ),
+    ] = 18091
+    tls_cert: Annotated[
+        Path | None,
+        Option(
+            "Certificate (PEM, then those up to its CA): opens the TLS ports. Read again when it "
+            "changes, or at SIGHUP.",
+            _read_file,
+            "FILE",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        Option("Key of --tls-cert (PEM, unencrypted), unless it is in there.", _read_file, "FILE"),
+    ] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        Option(
+            "CA (PEM) that clients of the TLS ports need a certificate of; they still log in.",
+            _read_file,
+            "FILE",
+        ),
+    ] = None
+    tls_only: Annotated[
+        Literal["on", "off"],
+        Option(
+            "on: the ports without TLS listen on loopback only, whatever --host says.",
+            _read_choice,
+            "on|off",
+            choices=("on", "off"),
+        ),
+    ] = "off"
+    guest: Annotated[
+        Literal["on", "off"],
+        Option(
+            "Whether guest/guest may log in from this machine.",
+            _read_choice,
+            "on|off",
+            choices=("on", "off"),
+        ),
+    ] = "on"
+    anonymous: Annotated[
+        Literal["on", "off"],
+        Option(
+            "Whether key-value clients of this machine need no login at all.",
+            _read_choice,
+            "on|off",
+            choices=("on", "off"),
+        ),
+    ] = "on"
+    audit: Annotated[
+        str,
+        Option(
+            "File of the audit log, in the data folder unless absolute; off writes none.",
+            _read_name_or_off,
+            "FILE",
+        ),
+    ] = "audit.log"
+    audit_bytes_max: Annotated[
+        int,
+        Option(
+            "Size at which the audit log begins a new file; five full ones are kept.",
+            _read_size,
+            "SIZE",
+            4 << 10,
+            1 << 40,
+        ),
+    ] = 16 << 20
     data: Annotated[
         Path,
         Option("Folder of the data; made when missing.", _read_path, "DIR"),
@@ -223,6 +325,46 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option("Connections at a time; more are refused.", _read_count, "COUNT", 1, 1_000_000),
     ] = 10_000
+    connections_per_user_max: Annotated[
+        int,
+        Option(
+            "Key-value connections that one user may have; 0 is no limit.",
+            _read_count,
+            "COUNT",
+            0,
+            1_000_000,
+        ),
+    ] = 0
+    streams_max: Annotated[
+        int, Option("Streams of one DCP connection.", _read_count, "COUNT", 1, 1_000_000)
+    ] = 1024
+    login_body_bytes_max: Annotated[
+        int,
+        Option(
+            "Largest packet body of a client that has not logged in.",
+            _read_size,
+            "SIZE",
+            1 << 10,
+            MAX_VALUE_BYTES,
+        ),
+    ] = 64 << 10
+    login_failures_max: Annotated[
+        int,
+        Option(
+            "Wrong logins after which a connection is closed.", _read_count, "COUNT", 1, 1_000_000
+        ),
+    ] = 5
+    login_failures_per_minute: Annotated[
+        int,
+        Option(
+            "Wrong logins of one user from one address within a minute; after them, and after ten "
+            "times as many of one address, logins are refused until the minute is over.",
+            _read_count,
+            "COUNT",
+            1,
+            1_000_000,
+        ),
+    ] = 20
     handshake_timeout_s: Annotated[
         float,
         Option(
@@ -293,7 +435,7 @@ def _shown(option: Option, value: Any) -> str:
         return size_text(value)
     if option.parse is _read_duration:
         return duration_text(value)
-    return str(value)
+    return NONE if value is None else str(value)
 
 
 def flag_of(key: str) -> str:
@@ -328,13 +470,27 @@ def resolve(
             raise ConfigError(f"{origin}: {value!r} {error}{_link_hint(value)}") from None
         origins[key] = origin
     settings = Settings(**values)
-    if settings.port == settings.admin_port != 0:
-        origin = origins.get("admin_port") or origins.get("port", "")
-        raise ConfigError(
-            f"{origin}: the key-value port and the admin port are both {settings.port}; "
-            "they must differ"
-        )
+    _check_ports(settings, origins)
+    if settings.tls_cert is None:
+        for key in ("tls_key", "tls_client_ca", "tls_only"):
+            if getattr(settings, key) not in {None, "off"}:
+                raise ConfigError(f"{origins[key]}: there is no TLS without --tls-cert")
     return Resolved(settings, origins)
+
+
+def _check_ports(settings: Settings, origins: Mapping[str, str]) -> None:
+    names = {"port": "key-value port", "admin_port": "admin port"}
+    if settings.tls_cert is not None:
+        names |= {"tls_port": "key-value TLS port", "admin_tls_port": "admin TLS port"}
+    taken: dict[int, str] = {}
+    for key, name in names.items():
+        port = getattr(settings, key)
+        other = taken.setdefault(port, key) if port else key
+        if other != key:
+            origin = origins.get(key) or origins.get(other, "")
+            raise ConfigError(
+                f"{origin}: the {names[other]} and the {name} are both {port}; they must differ"
+            )
 
 
 def read_config_file(path: str) -> ConfigFile:
@@ -362,6 +518,13 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def plain_host_of(settings: Settings) -> str:
+    """Return where the ports without TLS listen."""
+    if settings.tls_only == "on" and not is_loopback(settings.host):
+        return "127.0.0.1"
+    return settings.host
 
 
 def _given_by_file(file: ConfigFile | None) -> list[tuple[str, object, str]]:

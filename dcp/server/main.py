@@ -34,6 +34,7 @@ from dcp.server.config import (
     default_text,
     flag_of,
     is_loopback,
+    plain_host_of,
     read_config_file,
     resolve,
 )
@@ -111,19 +112,32 @@ def exposure_refusal(settings: Settings, user_names: list[str], users_file: Path
 
 
 def ready_text(
-    settings: Settings, *, version: str, data_dir: Path, kv_port: int, admin_port: int
+    settings: Settings,
+    *,
+    version: str,
+    data_dir: Path,
+    kv_port: int,
+    admin_port: int,
+    kv_tls_port: int = 0,
+    admin_tls_port: int = 0,
 ) -> str:
     """Return what is printed once the server is ready: where everything is, and what to type."""
-    client_host = "127.0.0.1" if settings.host in {"0.0.0.0", "::"} else settings.host  # noqa: S104
+    plain_host = plain_host_of(settings)
+    client_host = "127.0.0.1" if plain_host in {"0.0.0.0", "::"} else plain_host  # noqa: S104
     is_default = client_host in {"127.0.0.1", "localhost"} and kv_port == Settings().port
     server = "" if is_default else f"--server {authority(client_host, kv_port)} "
-    rows = (
+    rows = [
         ("data", str(data_dir.absolute())),
-        ("key-value", authority(settings.host, kv_port)),
-        ("admin", f"http://{authority(settings.host, admin_port)}"),
+        ("key-value", authority(plain_host, kv_port)),
+        ("admin", f"http://{authority(plain_host, admin_port)}"),
         ("durability", settings.durability),
         ("try", f"dcpctl {server}set hello world"),
-    )
+    ]
+    if kv_tls_port:
+        rows[3:3] = [
+            ("with TLS", authority(settings.host, kv_tls_port)),
+            ("", f"https://{authority(settings.host, admin_tls_port)}"),
+        ]
     return "\n".join((f"dcpd {version} is ready", *(f"  {k:<11}{v}" for k, v in rows)))
 
 
@@ -139,14 +153,20 @@ def plan_ports(resolved: Resolved, listen_error: Callable[[str, int], OSError | 
         StartError: a port cannot be listened on.
     """
     settings = resolved.settings
-    if error := listen_error(settings.host, settings.port):
-        raise StartError(ExitCode.PORT, _port_text("port", settings.host, settings.port, error))
-    error = listen_error(settings.host, settings.admin_port)
+    host = plain_host_of(settings)
+    needed = [("port", host)]
+    if settings.tls_cert is not None:
+        needed += [("tls_port", settings.host), ("admin_tls_port", settings.host)]
+    for key, key_host in needed:
+        port = getattr(settings, key)
+        if error := listen_error(key_host, port):
+            raise StartError(ExitCode.PORT, _port_text(key, key_host, port, error))
+    error = listen_error(host, settings.admin_port)
     if error is None:
         return Plan(settings, "")
     port = settings.admin_port
     if "admin_port" in resolved.origins or error.errno != errno.EADDRINUSE:
-        raise StartError(ExitCode.PORT, _port_text("admin_port", settings.host, port, error))
+        raise StartError(ExitCode.PORT, _port_text("admin_port", host, port, error))
     import msgspec
 
     return Plan(
@@ -197,7 +217,7 @@ def run(resolved: Resolved) -> ExitCode:
     settings = resolved.settings
     try:
         users_file = settings.data.absolute() / USERS_FILE
-        users = Users(users_file)
+        users = Users(users_file, has_guest=settings.guest == "on")
         if refusal := exposure_refusal(settings, users.names(), users_file):
             raise StartError(ExitCode.USAGE, refusal)
         plan = plan_ports(resolved, listen_error)
@@ -218,8 +238,12 @@ def run(resolved: Resolved) -> ExitCode:
 
 async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
     from dcp.server.node import Node
+    from dcp.server.tls import TlsError
 
-    node = Node(settings, users, log)
+    try:
+        node = Node(settings, users, log)
+    except TlsError as error:
+        raise StartError(ExitCode.USAGE, str(error)) from error
     try:
         await node.start()
     except _start_failures() as error:
@@ -233,6 +257,8 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
         data_dir=node.data_dir,
         kv_port=node.kv_port,
         admin_port=node.admin_port,
+        kv_tls_port=node.kv_tls_port,
+        admin_tls_port=node.admin_tls_port,
     )
     # Whoever started us may have closed our stdout; that is no reason to stop.
     with contextlib.suppress(OSError):
@@ -260,6 +286,7 @@ def _stop_on_signals(node: Node) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, node.reload)
 
 
 def _start_failures() -> tuple[type[Exception], ...]:

@@ -18,21 +18,31 @@ import os
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from dcp import __version__
+from dcp.server.access import Access
 from dcp.server.admin import AdminServer
+from dcp.server.admin.view import CollectionsView
 from dcp.server.committer import Committer
-from dcp.server.config import Settings, is_loopback, shown
+from dcp.server.config import Settings, is_loopback, plain_host_of, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.folder import DataFolder, open_folder
+from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
+from dcp.server.logins import PeerLogins
+from dcp.server.meter import Meter
+from dcp.server.operations import Operations
 from dcp.server.stats import stats
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.users import Users
-from dcp.session.state import Limits, SessionState
+from dcp.session.faults import FaultTable
+from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
+from dcp.wire.message import EndReason
+from dcp.wire.status import Status
 from vbucket.device import SEGMENT_HEADER_BYTES
 from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine, Group
@@ -64,6 +74,12 @@ class Node:
         self.data_dir = Path(settings.data)
         self.durability = settings.durability
         self.hub = StreamHub()
+        self.meter = Meter()
+        self.faults = FaultTable()
+        self.operations = Operations(self, self.faults)
+        self.collections: CollectionsView | None = None
+        self.end_reasons: dict[int, EndReason] = {}
+        """Why streams end at the next branch of a partition, where it is not ROLLBACK."""
         self.connections: set[ClientConnection] = set()
         self.waiting: set[ClientConnection] = set()
         """Connections with answers that wait for a commit."""
@@ -76,7 +92,9 @@ class Node:
         """Partitions that got a new version at start-up."""
         self._started_ns = time.monotonic_ns()
         self._log = log
-        self._limits = Limits(value_bytes_max=settings.value_bytes_max)
+        self._limiter = LogLimiter()
+        self._metrics_page: Callable[..., bytes] | None = None
+        self.access = Access(settings, users, log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._commit_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._stopped = asyncio.Event()
@@ -86,7 +104,9 @@ class Node:
         self._next_sync: asyncio.TimerHandle | None = None
         self._store_process: StoreProcess | None = None
         self._server: asyncio.Server | None = None
+        self._tls_server: asyncio.Server | None = None
         self._admin: AdminServer | None = None
+        self._tls_admin: AdminServer | None = None
         self.engine: Engine
         self.committer: Committer
         self._folder: DataFolder
@@ -131,6 +151,19 @@ class Node:
         assert self._admin is not None
         return self._admin.port
 
+    @property
+    def kv_tls_port(self) -> int:
+        """The key-value port with TLS, 0 where there is none."""
+        if self._tls_server is None:
+            return 0
+        port: int = self._tls_server.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def admin_tls_port(self) -> int:
+        """The port of the admin API with TLS, 0 where there is none."""
+        return 0 if self._tls_admin is None else self._tls_admin.port
+
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise what made it impossible to go on."""
         await self._stopped.wait()
@@ -143,10 +176,12 @@ class Node:
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
                 timer.cancel()
-        if self._server is not None:
-            self._server.close()
-        if self._admin is not None:
-            await self._admin.stop()
+        for server in (self._server, self._tls_server):
+            if server is not None:
+                server.close()
+        for admin in (self._admin, self._tls_admin):
+            if admin is not None:
+                await admin.stop()
         for connection in tuple(self.connections):
             connection.finish("the server stops")
         if self._failure is None:
@@ -154,6 +189,7 @@ class Node:
         for connection in tuple(self.connections):
             connection.abort("the server stops")
         await self._stop_storage()
+        await asyncio.to_thread(self.access.audit.close)
         self._stopped.set()
 
     async def _drain(self) -> None:
@@ -222,6 +258,7 @@ class Node:
             on_commit=self._committed,
             on_rotated=self._rotated,
             on_failure=self._fail,
+            sync_seconds=self.meter.sync_seconds,
         )
         self.committer.start()
 
@@ -265,21 +302,41 @@ class Node:
 
     async def _listen(self) -> None:
         settings = self._settings
+        plain_host = plain_host_of(settings)
         self._server = await self.loop.create_server(
-            lambda: ClientConnection(self), settings.host, settings.port, backlog=1024
+            lambda: ClientConnection(self), plain_host, settings.port, backlog=1024
         )
         self._admin = AdminServer(self)
-        await self._admin.start(settings.host, settings.admin_port)
+        await self._admin.start(plain_host, settings.admin_port)
+        context = self.access.tls_context
+        if context is not None:
+            self._tls_server = await self.loop.create_server(
+                lambda: ClientConnection(self, is_tls=True),
+                settings.host,
+                settings.tls_port,
+                backlog=1024,
+                ssl=context,
+                ssl_handshake_timeout=settings.handshake_timeout_s,
+            )
+            self._tls_admin = AdminServer(self)
+            await self._tls_admin.start(settings.host, settings.admin_tls_port, context)
         self._map = PartitionMap.single_node(
-            host=settings.host, kv_port=self.kv_port, admin_port=self.admin_port
+            host=settings.host,
+            kv_port=self.kv_port,
+            admin_port=self.admin_port,
+            kv_tls_port=self.kv_tls_port,
+            admin_tls_port=self.admin_tls_port,
         )
         node = self._store.node()
         assert node is not None
         self._bucket_config = bucket_config(self._map, bucket_uuid=node.node_id)
         self._global_config = global_config(self._map)
 
-    async def _until_committed(self, group: int) -> None:
-        """Return when a group is committed."""
+    async def until_committed(self, vb_id: int) -> None:
+        """Return when everything that was done to a partition is committed."""
+        group = self.engine.partitions[vb_id].last_group
+        if group <= self.engine.committed_group:
+            return
         committed: asyncio.Future[None] = self.loop.create_future()
         self._commit_waiters.append((group, committed))
         self.committer.kick()
@@ -288,8 +345,10 @@ class Node:
     # -- commits and merges ------------------------------------------------------------------------
 
     def _committed(self, group: Group) -> None:
+        self.meter.groups += 1
+        self.meter.changes += group.entries
         for vb_id in group.branched:
-            self.hub.branched(vb_id)
+            self.hub.branched(vb_id, self.end_reasons.pop(vb_id, EndReason.ROLLBACK))
             self._spawn(self._keep_failover_log(vb_id))
         for vb_id in group.restated:
             self.hub.restated(vb_id)
@@ -320,6 +379,7 @@ class Node:
         device = self._device
         segments = [segment for segment in device.segments() if segment < newest_segment]
         report = None
+        began_ns = time.monotonic_ns()
         for attempt in range(MERGE_RETRIES_MAX):
             assert self._store_process is not None
             try:
@@ -338,6 +398,7 @@ class Node:
         for segment in segments:
             device.delete(segment)
         self.merge_count += 1
+        self.meter.merge_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
         for connection in tuple(self.connections):
             connection.reading_may_change()
 
@@ -368,15 +429,17 @@ class Node:
 
     # -- connections -------------------------------------------------------------------------------
 
-    def session_state(self, peer_host: str) -> SessionState:
+    def session_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
         return SessionState(
             engine=self.engine,
             hub=self.hub,
             facts=self,
-            authenticator=self.users,
+            authenticator=logins,
             peer_is_loopback=is_loopback(peer_host),
-            limits=self._limits,
+            limits=self.access.limits,
+            takes_anonymous=self.access.takes_anonymous,
+            faults=self.faults,
         )
 
     def connection_opened(self, connection: ClientConnection) -> None:
@@ -384,7 +447,10 @@ class Node:
         self.connections.add(connection)
         self.connections_total += 1
         if len(self.connections) > self._settings.connections_max:
-            connection.abort(f"{self._settings.connections_max} connections are open, the limit")
+            connection.abort(
+                f"{self._settings.connections_max} connections are open, the limit "
+                "(setting connections_max)"
+            )
 
     def connection_closed(self, connection: ClientConnection) -> None:
         """Forget a connection."""
@@ -399,7 +465,9 @@ class Node:
         session = connection.session
         if not session.is_logged_in:
             if now_ns - connection.opened_ns > settings.handshake_timeout_s * 1e9:
-                return f"no login within {settings.handshake_timeout_s} s"
+                return (
+                    f"no login within {settings.handshake_timeout_s} s (setting handshake_timeout)"
+                )
             return ""
         idle_s = settings.idle_timeout_s
         if (
@@ -407,21 +475,44 @@ class Node:
             and session.state.producer is None
             and now_ns - connection.heard_ns > idle_s * 1e9
         ):
-            return f"nothing was heard for {idle_s} s"
+            return f"nothing was heard for {idle_s} s (setting idle_timeout)"
         return ""
 
     def _tick(self) -> None:
         now_ns = time.monotonic_ns()
         for connection in tuple(self.connections):
             connection.tick(now_ns)
+        self.access.tick(self.connections)
+        for event, peer, count in self._limiter.drain(now_ns / 1e9):
+            self._log.info("log lines left out", about=event, peer=peer, count=count)
         self._next_tick = self.loop.call_later(TICK_S, self._tick)
 
     def log_notes(
         self, connection: ClientConnection, notes: list[tuple[str, dict[str, object]]]
     ) -> None:
-        """Log what a session noted."""
+        """Log what a session noted, and count it."""
         for event, fields in notes:
-            self.log_event(event, peer=connection.peer, **fields)
+            if event == "refused":
+                status = fields["status"]
+                assert isinstance(status, int)
+                self.meter.refusals[Status(status).name] += 1
+            elif event == "rollback":
+                self.meter.rollbacks[str(fields["kind"])] += 1
+            elif event == "fault":
+                self.meter.faults += 1
+            elif event == "denied":
+                self.access.denied(connection.peer, fields)
+            self.log_refusal(event, connection.peer_host, peer=connection.peer, **fields)
+
+    def log_refusal(self, event: str, peer_host: str, **fields: object) -> None:
+        """Log that somebody was refused something; at a bounded rate per kind and host."""
+        left_out = self._limiter.admit(event, peer_host, time.monotonic())
+        if left_out is None:
+            self.meter.suppressed_log_lines += 1
+            return
+        if left_out:
+            fields["left_out_before"] = left_out
+        self._log.info(event, **{"peer": peer_host, **fields})
 
     def log_event(self, event: str, **fields: object) -> None:
         """Log one event with its fields."""
@@ -430,6 +521,15 @@ class Node:
     def log_detail(self, event: str, **fields: object) -> None:
         """Log what happens all the time, for whoever looks closely."""
         self._log.debug(event, **fields)
+
+    def users_changed(self) -> None:
+        """Let open connections know at once what their users may do now."""
+        self.access.apply_rights(self.connections)
+
+    def reload(self) -> None:
+        """Read users and certificates again now (SIGHUP)."""
+        self.access.tick(self.connections)
+        self.access.reload_certificates(always=True)
 
     # -- what sessions and the admin API ask -------------------------------------------------------
 
@@ -473,6 +573,8 @@ class Node:
             "durability": self.durability,
             "key_value_port": self.kv_port,
             "admin_port": self.admin_port,
+            "key_value_tls_port": self.kv_tls_port,
+            "admin_tls_port": self.admin_tls_port,
             "vbuckets": {
                 state.name.lower(): sum(part.state == state for part in parts) for state in VbState
             },
@@ -484,19 +586,13 @@ class Node:
             "merges": self.merge_count,
         }
 
-    async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
-        """Make a history branch and return once it is durable. Raises BranchRefusedError."""
-        branch = self.engine.branch(vb_id, at_seqno)
-        await self._until_committed(self.engine.group)
-        self.log_event("branch", vb_id=vb_id, seqno=at_seqno, undone=branch.undone_seqnos)
-        current = branch.failover.current
-        return {
-            "vb": vb_id,
-            "vb_uuid": str(current.vb_uuid),
-            "seqno": current.seqno,
-            "undone_seqnos": branch.undone_seqnos,
-            "undone_keys": branch.undone_keys,
-        }
+    def metrics(self, *, by_vbucket: bool) -> bytes:
+        """Return the metrics as Prometheus reads them."""
+        if self._metrics_page is None:
+            from dcp.server.metrics import page  # takes 60 ms to import, and not all are asked
+
+            self._metrics_page = page
+        return self._metrics_page(self, by_vbucket=by_vbucket)
 
 
 def _draw_uuid() -> int:

@@ -1,0 +1,105 @@
+"""Certificates of the TLS ports, taken over while the server runs.
+
+Called by the node: `context` goes to the listeners once, `reload_if_changed` looks at the files now
+and then. A handshake begins on the listener's context and is moved to the newest one before the
+certificate is chosen, so listeners and open connections stay as they are.
+
+Invariants
+- TLS 1.2 at least, Python's default ciphers;
+- certificate, key and client CA in force always belong together: files that do not are logged, and
+  what was in force before stays.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Final, NamedTuple
+
+Stamp = tuple[int, int, int]
+
+_NO_PASSWORD: Final = ""
+
+
+class TlsError(Exception):
+    """Certificate, key or client CA cannot be used; the text says which and what to do."""
+
+
+class TlsFiles(NamedTuple):
+    """PEM files: the certificate with what leads to its CA, its key, and who signs clients."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    """Set: only clients with a certificate of this CA are let in (and still log in)."""
+
+
+class ServerTls:
+    """See the module."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Load the files. Raises TlsError."""
+        self._files = files
+        self._stamps = self._read_stamps()
+        self._current = load_context(files)
+        self.context = load_context(files)
+        """For listeners."""
+        self.context.sni_callback = self._choose
+
+    def reload_if_changed(self, *, always: bool = False) -> bool:
+        """Load the files where they have changed; return whether they were.
+
+        Raises TlsError, once per change of the files.
+        """
+        stamps = self._read_stamps()
+        if stamps == self._stamps and not always:
+            return False
+        self._stamps = stamps
+        self._current = load_context(self._files)
+        return True
+
+    def _choose(
+        self, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+    ) -> None:
+        """Called for every handshake, whether the client names a host or not."""
+        connection.context = self._current
+
+    def _read_stamps(self) -> list[Stamp | None]:
+        return [_stamp_of(path) for path in self._files if path is not None]
+
+
+def load_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return a context for a server's side of TLS. Raises TlsError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # The password would be asked for on the terminal.
+        context.load_cert_chain(files.cert, files.key, password=lambda: _NO_PASSWORD)
+    except OSError as error:
+        raise TlsError(
+            f"certificate {files.cert} and key {files.key} cannot be used: {_reason(error)}; both "
+            "are PEM files, the key unencrypted, the certificate followed by those up to its CA"
+        ) from error
+    if files.client_ca is not None:
+        try:
+            context.load_verify_locations(files.client_ca)
+        except OSError as error:
+            raise TlsError(
+                f"client CA {files.client_ca} cannot be used: {_reason(error)}; it is a PEM file"
+            ) from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or str(error)).replace("_", " ").lower()
+    return error.strerror or str(error)
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
