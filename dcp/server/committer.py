@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
+from dcp.server.meter import Histogram
 from vbucket.device import LogDevice, LogWriteError, SyncFailedError
 from vbucket.engine import Engine, Group
 
@@ -40,6 +42,7 @@ class Committer:
         on_commit: Callable[[Group], None],
         on_rotated: Callable[[int], None],
         on_failure: Callable[[Exception], None],
+        sync_seconds: Histogram,
     ) -> None:
         self._engine = engine
         self._device = device
@@ -47,6 +50,7 @@ class Committer:
         self._on_commit = on_commit
         self._on_rotated = on_rotated
         self._on_failure = on_failure
+        self._sync_seconds = sync_seconds
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[tuple[Group | None, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
@@ -116,9 +120,14 @@ class Committer:
     def _write(self, group: Group) -> None:
         self._device.append(group.record)
         if self._syncs_groups:
-            self._device.sync()
+            self._sync()
         else:
             self.is_synced = False
+
+    def _sync(self) -> None:
+        began_ns = time.monotonic_ns()
+        self._device.sync()
+        self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
 
     def _commit(self, group: Group) -> None:
         self.group_count += 1
@@ -132,7 +141,7 @@ class Committer:
             group, rotates = job
             try:
                 if group is None:
-                    self._device.sync()
+                    self._sync()
                     call_soon(self._synced)
                     continue
                 self._write(group)

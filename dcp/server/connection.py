@@ -23,6 +23,10 @@ WRITE_BUFFER_BYTES: Final = 1 << 20
 """Bytes in the transport above which nothing more is produced for the peer."""
 HELD_BYTES_MAX: Final = 4 << 20
 """Bytes of answers waiting for the disk above which nothing more is read from the peer."""
+_ORDINARY_ENDS: Final = frozenset(
+    {"", "the client quit", "the client closed its side", "the server stops"}
+)
+"""Ends of connections that need no line in the log."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
 
@@ -34,7 +38,9 @@ class ClientConnection(asyncio.Protocol):
         self._node = node
         self._is_tls = is_tls
         self._loop = node.loop
-        self._held: deque[tuple[int, bytes]] = deque()
+        self._meter = node.meter
+        self._held: deque[tuple[int, bytes, int]] = deque()
+        """Commit group, answers, when the requests were read."""
         self._held_bytes = 0
         self._is_write_paused = False
         self._is_read_paused = False
@@ -43,6 +49,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self.session: Session | TextSession
         self.peer = ""
+        self.peer_host = ""
         self.logins: PeerLogins
         self.opened_ns = 0
         self.heard_ns = 0
@@ -54,6 +61,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         address = transport.get_extra_info("peername") or ("", 0)
+        self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
         self.opened_ns = self.heard_ns = time.monotonic_ns()
         self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
@@ -79,6 +87,7 @@ class ClientConnection(asyncio.Protocol):
             self._has_begun = True
             if begins_text(data[0]):
                 self.session = TextSession(self.session.state)
+        self._meter.received_bytes += len(data)
         self.session.receive(data, time.time_ns())
         self._after_commands()
 
@@ -105,12 +114,15 @@ class ClientConnection(asyncio.Protocol):
         """Send the answers whose group is committed; return whether any still wait."""
         held = self._held
         ready: list[bytes] = []
+        now_ns = time.monotonic_ns()
         while held and held[0][0] <= committed_group:
-            ready.append(held.popleft()[1])
+            _, answers, read_ns = held.popleft()
+            ready.append(answers)
+            self._meter.answer_seconds.observe((now_ns - read_ns) / 1e9)
         if ready:
             data = ready[0] if len(ready) == 1 else b"".join(ready)
             self._held_bytes -= len(data)
-            self._transport.write(data)
+            self._write(data)
         if not held:
             self._resume_session()
             self.schedule_pump()
@@ -146,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close now; what is not sent is lost."""
-        self._node.log_event("connection closed", peer=self.peer, reason=reason)
+        self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
         self._transport.abort()
 
     def finish(self, reason: str) -> None:
@@ -160,26 +172,35 @@ class ClientConnection(asyncio.Protocol):
         state = self.session.state
         node = self._node
         if state.answers:
+            self._meter.answers += len(state.answers)
             data = b"".join(state.answers)
             state.answers.clear()
             if self._held or state.wait_group > node.engine.committed_group:
-                self._held.append((state.wait_group, data))
+                self._held.append((state.wait_group, data, self.heard_ns))
                 self._held_bytes += len(data)
                 node.waiting.add(self)
             else:
-                self._transport.write(data)
+                self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
+                self._write(data)
         if node.engine.has_pending:
             node.committer.kick()
         if state.notes:
             node.log_notes(self, state.notes)
             state.notes.clear()
+            if state.notes_left_out:
+                node.meter.suppressed_log_lines += state.notes_left_out
+                state.notes_left_out = 0
         self._update_reading()
         if state.producer is not None:
             self.schedule_pump()
         if state.is_closing and state.flush is None:
             self._close_if_done()
         elif state.is_full and not self._held and not self._is_write_paused:
-            self._loop.call_soon(self._resume_session)
+            wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
+            if wait_ns > 0:
+                self._loop.call_later(wait_ns / 1e9, self._resume_session)
+            else:
+                self._loop.call_soon(self._resume_session)
 
     def _resume_session(self) -> None:
         """Go on with commands that were left in the session's buffer, and with reading."""
@@ -220,15 +241,23 @@ class ClientConnection(asyncio.Protocol):
             self._node.log_event("backfill failed", peer=self.peer, reason=damage)
         producer.damages.clear()
         if messages:
-            self._transport.write(b"".join(messages))
+            self._write(b"".join(messages))
         if producer.has_output:
             self.schedule_pump()
 
     def _close_if_done(self) -> None:
         state = self.session.state
         if state.is_closing and not self._held and not state.answers and state.flush is None:
-            if state.close_reason:
+            if state.close_reason in _ORDINARY_ENDS:
                 self._node.log_detail(
                     "connection closed", peer=self.peer, reason=state.close_reason
                 )
+            elif not self._transport.is_closing():
+                self._node.log_refusal(
+                    "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
+                )
             self._transport.close()
+
+    def _write(self, data: bytes) -> None:
+        self._meter.sent_bytes += len(data)
+        self._transport.write(data)

@@ -73,9 +73,9 @@ class Node:
         self.loop = asyncio.get_running_loop()
         self.data_dir = Path(settings.data)
         self.durability = settings.durability
-        self.hub = StreamHub()
-        self.meter = Meter()
-        self.faults = FaultTable()
+        self.hub: StreamHub = StreamHub()
+        self.meter: Meter = Meter()
+        self.faults: FaultTable = FaultTable()
         self.operations = Operations(self, self.faults)
         self.collections: CollectionsView | None = None
         self.end_reasons: dict[int, EndReason] = {}
@@ -83,10 +83,10 @@ class Node:
         self.connections: set[ClientConnection] = set()
         self.waiting: set[ClientConnection] = set()
         """Connections with answers that wait for a commit."""
-        self.connections_total = 0
-        self.merge_count = 0
+        self.connections_total: int = 0
+        self.merge_count: int = 0
         self.pid = os.getpid()
-        self.is_ready = False
+        self.is_ready: bool = False
         self.torn: TornTail | None = None
         self.new_versions = 0
         """Partitions that got a new version at start-up."""
@@ -483,8 +483,8 @@ class Node:
         for connection in tuple(self.connections):
             connection.tick(now_ns)
         self.access.tick(self.connections)
-        for event, peer, count in self._limiter.drain(now_ns / 1e9):
-            self._log.info("log lines left out", about=event, peer=peer, count=count)
+        for event, peer, lines in self._limiter.drain(now_ns / 1e9):
+            self._log.info("log lines left out", about=event, peer=peer, lines=lines)
         self._next_tick = self.loop.call_later(TICK_S, self._tick)
 
     def log_notes(

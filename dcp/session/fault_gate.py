@@ -27,7 +27,12 @@ class FaultGate:
     @property
     def is_open(self) -> bool:
         """Whether every request passes without a look."""
-        return not self._state.faults.rules and self._waiting is None
+        return self._waiting is None and not self._state.faults.rules
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits because a fault delays it."""
+        return self._waiting is not None
 
     def stops(self, buffer: bytes, position: int, now_ns: int) -> bool:
         """Whether a complete request is not taken as ever: it is answered with an error here, the

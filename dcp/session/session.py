@@ -128,9 +128,10 @@ class Session:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered, after the answers were taken away."""
         state = self.state
-        state.is_full = now_ns < state.held_until_ns
-        if state.is_full:
+        if now_ns < state.held_until_ns:
+            state.is_full = True
             return
+        state.is_full = False
         state.unread_bytes = 0
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
@@ -166,7 +167,7 @@ class Session:
                 break
             if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
                 self._take(buffer, position, body_end)
-            elif state.is_full:
+            elif self._gate.is_waiting:
                 break
             hot = self._document_handlers()
             position = body_end
