@@ -1,7 +1,8 @@
 """Where a server is and who asks: `dcpd://user:password@host:port/bucket` or `host:port`.
 
 Defaults: port 11210, user and password guest (a server accepts them from loopback only), bucket
-`default`.
+`default`. With TLS it is `dcpds://...` and port 11207; `?tls_ca=FILE` names the CA to trust instead
+of the system's, `&tls_cert=FILE` a client certificate with its key.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from urllib.parse import unquote
 
 DEFAULT_PORT: Final = 11210
 DEFAULT_BUCKET: Final = "default"
-_SCHEMES: Final = ("dcpd://", "couchbase://")
+DEFAULT_TLS_PORT: Final = 11207
+_SCHEMES: Final = {
+    "dcpd://": False,
+    "couchbase://": False,
+    "dcpds://": True,
+    "couchbases://": True,
+}
+"""Scheme -> whether it means TLS."""
+_PARAMETERS: Final = frozenset({"tls_ca", "tls_cert"})
 
 
 class ServerAddress(NamedTuple):
@@ -22,6 +31,11 @@ class ServerAddress(NamedTuple):
     user: str = "guest"
     password: str = "guest"  # noqa: S105  the built-in user's, loopback only
     bucket: str = DEFAULT_BUCKET
+    is_tls: bool = False
+    tls_ca: str = ""
+    """PEM file of the CA to trust; "": those that the system trusts."""
+    tls_cert: str = ""
+    """PEM file of the client's certificate and key; "": none."""
 
     @property
     def node(self) -> str:
@@ -37,20 +51,45 @@ class ServerAddress(NamedTuple):
 def parse_address(text: str) -> ServerAddress:
     """Return the address that `text` names. Raises ValueError that says what is wrong."""
     rest = text.strip()
-    for scheme in _SCHEMES:
-        rest = rest.removeprefix(scheme)
+    is_tls = False
+    for scheme, means_tls in _SCHEMES.items():
+        if rest.startswith(scheme):
+            rest, is_tls = rest.removeprefix(scheme), means_tls
+            break
     if "://" in rest:
-        raise ValueError(f"server address {text!r}: the scheme must be dcpd://")
+        raise ValueError(f"server address {text!r}: the scheme must be dcpd:// or dcpds:// (TLS)")
+    rest, _, query = rest.partition("?")
     rest, _, bucket = rest.partition("/")
     credentials, at_sign, place = rest.rpartition("@")
-    address = ServerAddress(*_host_and_port(place, text), bucket=unquote(bucket) or DEFAULT_BUCKET)
+    default_port = DEFAULT_TLS_PORT if is_tls else DEFAULT_PORT
+    parameters = _parameters(query, text, is_tls=is_tls)
+    address = ServerAddress(
+        *_host_and_port(place, text, default_port),
+        bucket=unquote(bucket) or DEFAULT_BUCKET,
+        is_tls=is_tls,
+        tls_ca=parameters.get("tls_ca", ""),
+        tls_cert=parameters.get("tls_cert", ""),
+    )
     if at_sign:
         user, _, password = credentials.partition(":")
         address = address._replace(user=unquote(user), password=unquote(password))
     return address
 
 
-def _host_and_port(place: str, text: str) -> tuple[str, int]:
+def _parameters(query: str, text: str, *, is_tls: bool) -> dict[str, str]:
+    found = {}
+    for item in filter(None, query.split("&")):
+        name, _, value = item.partition("=")
+        if name not in _PARAMETERS:
+            known = ", ".join(sorted(_PARAMETERS))
+            raise ValueError(f"server address {text!r}: unknown {name!r}; known are {known}")
+        if not is_tls:
+            raise ValueError(f"server address {text!r}: {name} is for TLS, write dcpds://")
+        found[name] = unquote(value)
+    return found
+
+
+def _host_and_port(place: str, text: str, default_port: int) -> tuple[str, int]:
     if place.startswith("["):
         host, bracket, port = place[1:].partition("]")
         if not bracket:
@@ -61,7 +100,7 @@ def _host_and_port(place: str, text: str) -> tuple[str, int]:
     if not host:
         raise ValueError(f"server address {text!r}: no host; write HOST:PORT")
     if not port:
-        return host, DEFAULT_PORT
+        return host, default_port
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"server address {text!r}: {port!r} is not a port (1 to 65535)")
     return host, int(port)

@@ -385,7 +385,7 @@ class KvClient:
             frame = await self._ask(node, Opcode.GET_CLUSTER_CONFIG)
             raw = frame.value if frame.status == Status.OK else b""
         if raw:
-            topology = parse_topology(raw, node.host)
+            topology = parse_topology(raw, node.host, is_tls=self.address.is_tls)
             if topology.is_newer_than(self.topology):
                 self.topology = topology
 
@@ -417,7 +417,11 @@ class KvClient:
         assert link.handshake is not None
         host, port = link.address.host, link.address.port
         config = link.handshake.config
-        topology = parse_topology(config, host) if config else single_node(host, port)
+        topology = (
+            parse_topology(config, host, is_tls=link.address.is_tls)
+            if config
+            else single_node(host, port)
+        )
         if topology.is_newer_than(self.topology):
             self.topology = topology
 

@@ -133,7 +133,11 @@ class SyncKv:
             host, port = self.address.host, self.address.port
             frame = self._seed().request(Opcode.GET_CLUSTER_CONFIG)
             known = frame.status == Status.OK and frame.value
-            self._topology = parse_topology(frame.value, host) if known else single_node(host, port)
+            self._topology = (
+                parse_topology(frame.value, host, is_tls=self.address.is_tls)
+                if known
+                else single_node(host, port)
+            )
         return self._topology
 
     def _execute(self, operation: Operation) -> Document | MutationResult:
@@ -173,7 +177,7 @@ class SyncKv:
             self._topology = None
             self.topology()
             return
-        topology = parse_topology(refusal.config, host)
+        topology = parse_topology(refusal.config, host, is_tls=self.address.is_tls)
         if topology.is_newer_than(self._topology):
             self._topology = topology
 

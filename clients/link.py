@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from clients.address import ServerAddress, is_loopback
 from clients.errors import (
@@ -30,6 +30,9 @@ from clients.errors import (
 from clients.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 CONNECT_TIMEOUT_S: Final = 5.0
 OPAQUE_MASK: Final = 0xFFFF_FFFF
@@ -83,10 +86,16 @@ class Link(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         link: Link | None = None
+        tls: SSLContext | None = None
+        explain = ConnectError.of
+        if address.is_tls:
+            from clients.tls import client_context, connect_error
+
+            tls, explain = client_context(address), connect_error
         try:
             async with asyncio.timeout(timeout_s):
                 _, link = await loop.create_connection(
-                    lambda: cls(address), address.host, address.port
+                    lambda: cls(address), address.host, address.port, ssl=tls
                 )
                 await link.ready
         except TimeoutError:
@@ -94,7 +103,7 @@ class Link(asyncio.Protocol):
                 f"no session within {timeout_s:g} s", node=address.node
             ) from None
         except OSError as error:
-            raise ConnectError.of(error, address.node) from error
+            raise explain(error, address.node) from error
         finally:
             # Timed out, refused or cancelled: nobody else knows of this connection.
             if link is not None and (not link.ready.done() or link.ready.exception()):

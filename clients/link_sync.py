@@ -44,6 +44,8 @@ class SyncLink:
             raise ConnectError.of(error, self.node) from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if address.is_tls:
+                self._socket = self._with_tls()
             self.handshake = self._shake()
         except BaseException:
             self._socket.close()
@@ -106,6 +108,19 @@ class SyncLink:
             if not frame.key:
                 return frames
             frames.append(frame)
+
+    def _with_tls(self) -> socket.socket:
+        from clients.tls import client_context, connect_error
+
+        context = client_context(self.address)
+        try:
+            return context.wrap_socket(self._socket, server_hostname=self.address.host)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no TLS connection within {self._timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise connect_error(error, self.node) from error
 
     def _shake(self) -> Handshake:
         peer = self._socket.getpeername()[0]

@@ -19,7 +19,10 @@ from vbucket.ids import NUM_VBUCKETS
 
 
 class Node(NamedTuple):
-    """A node that serves the bucket. `mgmt_port` is the admin HTTP API's, 0 = none."""
+    """A node that serves the bucket. `mgmt_port` is the admin HTTP API's, 0 = none.
+
+    Both are the ports of TLS where the configuration was read for a client with TLS.
+    """
 
     host: str
     kv_port: int
@@ -74,15 +77,17 @@ def single_node(host: str, kv_port: int, num_vbuckets: int = NUM_VBUCKETS) -> To
     return Topology((0, 0), (Node(host, kv_port),), (0,) * num_vbuckets)
 
 
-def parse_topology(raw: bytes, origin_host: str) -> Topology:
+def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Topology:
     """Return the configuration that a node at `origin_host` sent, as bytes of JSON.
+
+    With `is_tls` the nodes are told with their ports for TLS.
 
     Raises TopologyError saying what is missing.
     """
     host = f"[{origin_host}]" if ":" in origin_host else origin_host
     try:
         document = json.loads(raw.replace(b"$HOST", host.encode()))
-        nodes = _nodes(document, origin_host)
+        nodes = _nodes(document, origin_host, is_tls=is_tls)
         rows = document["vBucketServerMap"]["vBucketMap"]
         vbucket_map = tuple(row[0] if row else -1 for row in rows)
         revision = (int(document.get("revEpoch", 0)), int(document["rev"]))
@@ -101,7 +106,7 @@ def parse_topology(raw: bytes, origin_host: str) -> Topology:
     return Topology(revision, nodes, vbucket_map)
 
 
-def _nodes(document: dict[str, Any], origin_host: str) -> tuple[Node, ...]:
+def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple[Node, ...]:
     """Return the nodes that serve the bucket, in the order that vBucketMap refers to."""
     serving = document["nodes"]
     extended = document.get("nodesExt") or [{} for _ in serving]
@@ -109,10 +114,15 @@ def _nodes(document: dict[str, Any], origin_host: str) -> tuple[Node, ...]:
     for plain, ext in zip(serving, extended, strict=False):
         services = ext.get("services", {})
         host = ext.get("hostname") or ("" if ext.get("thisNode") else _host_of(plain))
-        port = services.get("kv") or plain.get("ports", {}).get("direct")
-        nodes.append(
-            Node((host or origin_host).strip("[]"), int(port), int(services.get("mgmt") or 0))
-        )
+        name = (host or origin_host).strip("[]")
+        if is_tls:
+            port, mgmt_port = services.get("kvSSL"), services.get("mgmtSSL")
+            if not port:
+                raise ValueError(f"node {name} has no key-value port with TLS")
+        else:
+            port = services.get("kv") or plain.get("ports", {}).get("direct")
+            mgmt_port = services.get("mgmt")
+        nodes.append(Node(name, int(port), int(mgmt_port or 0)))
     if len(nodes) != len(serving):
         raise ValueError(f"{len(serving)} nodes, but {len(nodes)} of them in nodesExt")
     return tuple(nodes)

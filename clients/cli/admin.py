@@ -49,6 +49,7 @@ class AdminClient:
                 hint="Start dcpd with --admin-port.",
             )
         self._node = node
+        self._address = target.address
         self._timeout_s = target.timeout_s
         address = target.address
         login = b64encode(f"{address.user}:{address.password}".encode()).decode()
@@ -56,10 +57,18 @@ class AdminClient:
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Send a request and return the JSON answer. Raises AdminError, ConnectError."""
-        from http.client import HTTPConnection, HTTPException
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
         place = f"{self._node.host}:{self._node.mgmt_port}"
-        connection = HTTPConnection(self._node.host, self._node.mgmt_port, timeout=self._timeout_s)
+        where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
+        connection: HTTPConnection
+        if self._address.is_tls:
+            from clients.tls import client_context
+
+            tls = client_context(self._address)
+            connection = HTTPSConnection(where, port, timeout=timeout_s, context=tls)
+        else:
+            connection = HTTPConnection(where, port, timeout=timeout_s)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, self._headers)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import click
 
-from clients.address import ServerAddress, parse_address
+from clients.address import DEFAULT_PORT, DEFAULT_TLS_PORT, ServerAddress, parse_address
 from clients.errors import (
     AuthenticationError,
     CasMismatchError,
@@ -65,7 +65,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "failover-log": ("partitions:failover_log", "Show the versions of a partition."),
     "status": ("partitions:status", "Show what the server is and holds."),
     "vb": ("partitions:vb", "Work on a partition: vb branch."),
-    "user": ("users:user", "Work on users: add, list, remove."),
+    "user": ("users:user", "Work on users and their roles."),
 }
 """Command -> where it is, and its line in the help."""
 
@@ -78,6 +78,8 @@ class Target(NamedTuple):
     password: str | None
     timeout_s: float
     output: str | None
+    tls_ca: str | None = None
+    tls_cert: str | None = None
 
     @property
     def address(self) -> ServerAddress:
@@ -86,6 +88,15 @@ class Target(NamedTuple):
             address = parse_address(self.server)
         except ValueError as error:
             raise click.UsageError(str(error)) from error
+        if self.tls_ca is not None or self.tls_cert is not None:
+            # Who names a CA means TLS; the port without it never speaks it.
+            port = DEFAULT_TLS_PORT if address.port == DEFAULT_PORT else address.port
+            address = address._replace(
+                is_tls=True,
+                port=port,
+                tls_ca=self.tls_ca or address.tls_ca,
+                tls_cert=self.tls_cert or address.tls_cert,
+            )
         if self.user is not None:
             address = address._replace(user=self.user)
         if self.password is not None:
@@ -138,6 +149,8 @@ _SHARED: Final = (
     click.option("--user", metavar="NAME", hidden=True),
     click.option("--password", metavar="TEXT", hidden=True),
     click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", hidden=True),
+    click.option("--tls-ca", metavar="FILE", hidden=True),
+    click.option("--tls-cert", metavar="FILE", hidden=True),
     click.option(
         "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
         help="Output: table, plain, json (one object a line) or raw.",
@@ -162,7 +175,15 @@ def with_target(command: _F) -> _F:
     return run  # type: ignore[return-value]  # click's options keep a function a function
 
 
-_SHARED_NAMES: Final = ("server", "user", "password", "timeout_s", "output")
+_SHARED_NAMES: Final = (
+    "server",
+    "user",
+    "password",
+    "timeout_s",
+    "tls_ca",
+    "tls_cert",
+    "output",
+)
 
 
 def help_text(summary: str, *examples: str) -> str:
@@ -187,7 +208,8 @@ def help_text(summary: str, *examples: str) -> str:
 )
 @click.option(
     "--server", envvar="DCPCTL_SERVER", default="127.0.0.1:11210", show_default=True,
-    metavar="HOST:PORT", help="Server, also as dcpd://user:password@host:port [DCPCTL_SERVER].",
+    metavar="HOST:PORT",
+    help="Server, also as dcpd://user:password@host:port or dcpds:// (TLS) [DCPCTL_SERVER].",
 )  # fmt: skip
 @click.option(
     "--user", envvar="DCPCTL_USER", metavar="NAME", help="User, guest by default [DCPCTL_USER]."
@@ -199,6 +221,14 @@ def help_text(summary: str, *examples: str) -> str:
     "--timeout", "timeout_s", type=click.FloatRange(min=0.01), default=10.0, show_default=True,
     metavar="SECONDS", help="How long to wait for an answer.",
 )  # fmt: skip
+@click.option(
+    "--tls-ca", envvar="DCPCTL_TLS_CA", metavar="FILE",
+    help="Use TLS, and trust this CA (PEM) [DCPCTL_TLS_CA].",
+)  # fmt: skip
+@click.option(
+    "--tls-cert", envvar="DCPCTL_TLS_CERT", metavar="FILE",
+    help="Use TLS with this client certificate and key (PEM) [DCPCTL_TLS_CERT].",
+)  # fmt: skip
 @click.option("-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]), hidden=True)
 @click.version_option(package_name="dcpd")
 @click.pass_context
@@ -208,10 +238,12 @@ def cli(
     user: str | None,
     password: str | None,
     timeout_s: float,
+    tls_ca: str | None,
+    tls_cert: str | None,
     output: str | None,
 ) -> None:
     """Work with a dcpd server: documents, change streams, partitions."""
-    ctx.obj = Target(server, user, password, timeout_s, output)
+    ctx.obj = Target(server, user, password, timeout_s, output, tls_ca, tls_cert)
 
 
 def main(arguments: list[str] | None = None) -> None:
