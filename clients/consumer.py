@@ -175,6 +175,9 @@ class Consumer:
     at the start. `rollback_to`: "state" goes back to the newest complete state that was held at or
     below what the server says, for users who can restore it; "beginning" goes back to 0, for users
     who then build the partition anew. `validate`: check every event (StreamViolationError).
+    `history`: every version of a document, not only the newest, as far back as the server keeps
+    them. `previous_values`: events tell what they replaced. A server that knows neither sends what
+    it always does.
     `name`: of the DCP connections; a second consumer of the same name ends the first one's.
     `give_up_after_s`: how long to try to reach the servers again, None = for ever; the first
     connection is tried once.
@@ -190,6 +193,8 @@ class Consumer:
         store: CheckpointStore | None = None,
         until_now: bool = False,
         rollback_to: Literal["state", "beginning"] = "state",
+        history: bool = False,
+        previous_values: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
         noop_interval_s: float = NOOP_INTERVAL_S,
         validate: bool = False,
@@ -206,6 +211,8 @@ class Consumer:
         self._store = store
         self._until_now = until_now
         self._rollback_to = rollback_to
+        self._history = history
+        self._previous_values = previous_values
         self.noop_interval_s = noop_interval_s
         self._connect_timeout_s = connect_timeout_s
         self._give_up_after_s = give_up_after_s
@@ -478,6 +485,8 @@ class Consumer:
             noop_interval_s=self.noop_interval_s,
             until_now=self._until_now,
             rollback_to_beginning=self._rollback_to == "beginning",
+            history=self._history,
+            previous_values=self._previous_values,
             node=link.node,
         )
         session = _Session(self, link, core)
@@ -508,7 +517,7 @@ class Consumer:
             return
 
     def _adopt(self, config: bytes, host: str) -> None:
-        topology = parse_topology(config, host)
+        topology = parse_topology(config, host, is_tls=self.address.is_tls)
         if topology.is_newer_than(self.topology):
             self.topology = topology
 

@@ -29,6 +29,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final, NamedTuple
 
+from clients.consumer_extensions import Extensions
+from clients.consumer_requests import StreamRequests
 from clients.consumer_stream import (
     FINAL_STATES,
     Stream,
@@ -37,56 +39,43 @@ from clients.consumer_stream import (
     misplaced,
     wanted_of,
 )
-from clients.errors import StreamViolationError, error_from_status
+from clients.errors import StreamViolationError
 from clients.event import (
     Deletion,
     Event,
     Mutation,
-    Rollback,
     SeqnoAdvanced,
     SnapshotEnd,
     SnapshotStart,
     StreamEnded,
-    StreamFailed,
-    StreamOpened,
 )
-from clients.position import Position, rollback_reason, rolled_back
+from clients.position import Position
 from dcp.wire.frame import (
     HEADER,
     HEADER_BYTES,
     MAX_BODY_BYTES,
     Frame,
     RemoteProtocolError,
-    pack_request,
     pack_response,
 )
 from dcp.wire.message import (
     U64,
-    VB_SEQNO,
     EndReason,
     OpenFlag,
-    StreamRequest,
     pack_buffer_ack,
-    pack_control,
     pack_open,
-    pack_stream_request,
     parse_deletion,
-    parse_failover_log,
     parse_marker,
+    parse_previous_value,
+    parse_snapshot_end,
     parse_stream_end,
 )
 from dcp.wire.opcode import Magic, Opcode
-from dcp.wire.status import Status
-from vbucket.ids import SEQNO_MAX
 
 BUFFER_BYTES: Final = 20 * 1024 * 1024
 """Default flow control window (gocbcore's)."""
 NOOP_INTERVAL_S: Final = 120
 """How often the server shall send NOOP (java-dcp-client's)."""
-RETRY_FIRST_NS: Final = 50_000_000
-RETRY_MAX_NS: Final = 5_000_000_000
-"""Pause before a refused stream is asked for again: doubles from the first to the longest."""
-
 MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
 """Magic and opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS;
 by_seqno, rev_seqno, flags, expiration: one unpack for all that a mutation event needs."""
@@ -94,7 +83,6 @@ MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 MUTATION_BYTES_MIN: Final = 55
 """Header and the 31 bytes of a mutation's extras."""
 
-_RETRY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM})
 _RESUMED: Final = frozenset(
     {
         EndReason.STATE_CHANGED,
@@ -105,8 +93,6 @@ _RESUMED: Final = frozenset(
     }
 )
 """Reasons after which a stream is asked for again."""
-_FILTER: Final = b'{"collections":["0"]}'
-"""Only the default collection: keys of others would be indistinguishable to our users."""
 
 
 class Batch(NamedTuple):
@@ -120,15 +106,7 @@ class Batch(NamedTuple):
     """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
 
 
-class Homeless(NamedTuple):
-    """A partition that this node does not stream; `config` is the configuration it sent, or b""."""
-
-    vb_id: int
-    wanted: Wanted
-    config: bytes
-
-
-class ConsumerCore:
+class ConsumerCore(StreamRequests):
     """See the module. One per connection; partitions may be added while it runs."""
 
     def __init__(
@@ -140,39 +118,31 @@ class ConsumerCore:
         noop_interval_s: float = NOOP_INTERVAL_S,
         until_now: bool = False,
         rollback_to_beginning: bool = False,
+        history: bool = False,
+        previous_values: bool = False,
         node: str | None = None,
     ) -> None:
         assert 0 < len(name) <= 200, "DCP_OPEN takes a name of 1 to 200 bytes"
-        self.node = node
-        self.homeless: list[Homeless] = []
-        """Partitions for the caller to place elsewhere; the caller empties it."""
+        extensions = Extensions(
+            has_collections=has_collections, history=history, previous_values=previous_values
+        )
+        super().__init__(
+            extensions,
+            until_now=until_now,
+            rollback_to_beginning=rollback_to_beginning,
+            node=node,
+        )
         self._name = name
         self._has_collections = has_collections
         self._buffer_bytes = buffer_bytes
         self._noop_interval_s = noop_interval_s
-        self._until_now = until_now
-        self._to_beginning = rollback_to_beginning
-        self._streams: dict[int, Stream] = {}
-        """By partition."""
-        self._open: dict[int, Stream] = {}
-        """By opaque: streams that were accepted and have not ended."""
-        self._asked: dict[int, Stream] = {}
-        """By opaque: stream requests under way."""
-        self._replies: dict[int, Callable[[Frame], None]] = {}
-        """By opaque: what to do with the reply of any other request."""
-        self._awaiting_seqnos: list[Stream] = []
-        self._output: list[bytes] = []
         self._chunks: list[bytes] = []
         self._chunk_bytes = 0
         self._frame_bytes = HEADER_BYTES
-        self._next_opaque = 1
         self._unacked_bytes = 0
         self._is_begun = False
-        self._now_ns = 0
-        self._events: list[Event] = []
-        self._touched: set[Stream] = set()
-        self._markers: dict[int, tuple[int, int]] = {}
-        self._waiting: set[Stream] = set()
+        self._previous: tuple[int, int, bytes] | None = None
+        """Opaque and seqno of the change that comes next, and the value that it replaces."""
 
     # -- what the shell calls ------------------------------------------------------------------
 
@@ -189,6 +159,8 @@ class ConsumerCore:
         ]
         for key, value, is_needed in controls:
             self._send_control(key, value, is_needed=is_needed)
+        for key in self._extensions.controls():
+            self._send_extension(key)
         self._ask_for(list(self._streams.values()))
         return self.take_output()
 
@@ -273,13 +245,14 @@ class ConsumerCore:
         prefix_bytes = 1 if self._has_collections else 0
         at, end, uncounted = 0, len(buffer), 0
         opaque_now, stream = -1, None
+        previous = self._previous
         while end - at >= HEADER_BYTES:
             if end - at < MUTATION_BYTES_MIN or buffer[at + 1] != Opcode.DCP_MUTATION:
                 stop, wire_bytes = self._take_frame(buffer, at, end)
                 if not stop:
                     break
                 uncounted += stop - at - wire_bytes
-                at, opaque_now = stop, -1
+                at, opaque_now, previous = stop, -1, self._previous
                 continue
             (
                 magic, key_len, extras_len, datatype, vb_id, body, opaque, cas,
@@ -304,25 +277,20 @@ class ConsumerCore:
                 if seqno == stream.range_end + 1:
                     stream.range_end = seqno
                 stream.seqno = seqno
-                append(
-                    Mutation(
-                        vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
-                        seqno, rev_seqno, cas, flags, expiry_s, datatype,
-                    )
+                change = Mutation(
+                    vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
+                    seqno, rev_seqno, cas, flags, expiry_s, datatype,
                 )  # fmt: skip
+                append(change)
+                if previous is not None:
+                    change.previous_value = self._take_previous(stream, opaque, seqno)
+                    previous = None
                 if seqno == stream.marker_end:
                     stream.complete_snapshot()
                     append(SnapshotEnd(vb_id, seqno))
             at = stop
         self._keep(buffer, at, end)
         return at - uncounted
-
-    def _touch(self, stream: Stream) -> None:
-        """Note that a batch concerns a partition, and the snapshot that it finds under way."""
-        if stream not in self._touched:
-            self._touched.add(stream)
-            if stream.marker_end:
-                self._markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
 
     def _keep(self, buffer: bytes, at: int, end: int) -> None:
         """Keep what is left of a read; learn how long the frame that it begins will be."""
@@ -395,9 +363,12 @@ class ConsumerCore:
         self._move(stream, seqno)
         key = frame.key[1:] if self._has_collections else frame.key
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION
+        previous = self._take_previous(stream, frame.opaque, seqno)
         self._events.append(
-            Deletion(stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry)
-        )
+            Deletion(
+                stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry, previous
+            )
+        )  # fmt: skip
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: Stream, frame: Frame) -> None:
@@ -406,6 +377,37 @@ class ConsumerCore:
         self._move(stream, seqno)
         self._events.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
+
+    def on_snapshot_end(self, stream: Stream, frame: Frame) -> None:
+        """A snapshot is complete (x_snapshot_end); mostly its last change has said so already."""
+        end_seqno = parse_snapshot_end(frame)
+        if not stream.marker_end and end_seqno == stream.seqno:
+            return
+        if end_seqno != stream.marker_end:
+            raise StreamViolationError(
+                f"the end {end_seqno} of a snapshot that goes on to {stream.marker_end}"
+                f" (at seqno {stream.seqno})",
+                vb_id=stream.vb_id, node=self.node,
+            )  # fmt: skip
+        self._move(stream, end_seqno)
+        self._events.append(SeqnoAdvanced(stream.vb_id, end_seqno))
+        self._complete_at(stream, end_seqno)
+
+    def on_previous_value(self, _stream: Stream, frame: Frame) -> None:
+        """What the change that comes next replaces (x_previous_value)."""
+        self._previous = (frame.opaque, parse_previous_value(frame)[0], frame.value)
+
+    def _take_previous(self, stream: Stream, opaque: int, seqno: int) -> bytes | None:
+        """Return what a change replaced, None where that was not told."""
+        if self._previous is None:
+            return None
+        previous, self._previous = self._previous, None
+        if previous[:2] != (opaque, seqno):
+            raise StreamViolationError(
+                f"a previous value for seqno {previous[1]} before the change with seqno {seqno}",
+                vb_id=stream.vb_id, node=self.node,
+            )  # fmt: skip
+        return previous[2]
 
     def on_end(self, stream: Stream, frame: Frame) -> None:
         """The server ended the stream."""
@@ -434,170 +436,6 @@ class ConsumerCore:
             stream.complete_snapshot()
             self._events.append(SnapshotEnd(stream.vb_id, seqno))
 
-    # -- asking for streams --------------------------------------------------------------------
-
-    def _ask_for(self, streams: list[Stream]) -> None:
-        """Ask for streams, after their high seqnos where those are needed first."""
-        unsure = []
-        for stream in streams:
-            if not stream.has_position or (self._until_now and stream.target is None):
-                stream.state = StreamState.ASKED
-                unsure.append(stream)
-            else:
-                self._request(stream)
-        if unsure:
-            if not self._awaiting_seqnos:
-                self._send(
-                    lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque),
-                    self._on_seqnos,
-                )
-            self._awaiting_seqnos += unsure
-
-    def _request(self, stream: Stream) -> None:
-        position = stream.position()
-        end_seqno = SEQNO_MAX if stream.target is None else max(stream.target, position.seqno)
-        request = StreamRequest(
-            0, position.seqno, end_seqno, position.vb_uuid, position.snap_start, position.snap_end
-        )
-        opaque = self._take_opaque()
-        stream.state = StreamState.ASKED
-        self._asked[opaque] = stream
-        value = _FILTER if self._has_collections else b""
-        self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
-
-    def _again(self, stream: Stream) -> None:
-        """Ask at once; with `until_now` for the end that holds after a branch."""
-        if stream.target is not None:
-            stream.ceiling, stream.target = stream.target, None
-        self._ask_for([stream])
-
-    def _retry_later(self, stream: Stream) -> None:
-        stream.state = StreamState.WAITING
-        stream.retry_ns = min(max(RETRY_FIRST_NS, stream.retry_ns * 2), RETRY_MAX_NS)
-        stream.retry_at_ns = self._now_ns + stream.retry_ns
-        self._waiting.add(stream)
-
-    def _give_up(self, stream: Stream, config: bytes) -> None:
-        stream.state = StreamState.GONE
-        self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
-
-    # -- replies -------------------------------------------------------------------------------
-
-    def _on_reply(self, frame: Frame) -> None:
-        stream = self._asked.pop(frame.opaque, None)
-        if stream is not None:
-            self._touch(stream)
-            self._on_stream_reply(stream, frame)
-            return
-        handler = self._replies.pop(frame.opaque, None)
-        if handler is not None:
-            handler(frame)
-
-    def _on_stream_reply(self, stream: Stream, frame: Frame) -> None:
-        status = frame.status
-        if status == Status.OK:
-            stream.open(tuple(parse_failover_log(frame.value)))
-            self._open[frame.opaque] = stream
-            self._events.append(
-                StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)
-            )
-        elif status == Status.ROLLBACK and len(frame.value) >= 8:
-            self._roll_back(stream, U64.unpack_from(frame.value)[0])
-        elif status == Status.NOT_MY_VBUCKET:
-            self._give_up(stream, frame.value)
-        elif status in _RETRY:
-            self._retry_later(stream)
-        else:
-            self._refuse(stream, frame)
-
-    def _roll_back(self, stream: Stream, server_seqno: int) -> None:
-        if stream.seqno == 0:
-            self._fail(stream, Status.ROLLBACK, "rollback from seqno 0", "The server is at fault.")
-            return
-        before = stream.position()
-        position = rolled_back(before, server_seqno, to_beginning=self._to_beginning)
-        step = (position.seqno, len(position.versions))
-        assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
-        stream.place(position)
-        if position.seqno < before.seqno:
-            reason = rollback_reason(before, server_seqno, position.seqno)
-            self._events.append(
-                Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason)
-            )
-        self._again(stream)
-
-    def _refuse(self, stream: Stream, frame: Frame) -> None:
-        error = error_from_status(
-            frame.status,
-            f"stream request from seqno {stream.seqno} (snapshot {stream.snap_start} to"
-            f" {stream.snap_end})",
-            body=frame.value, vb_id=stream.vb_id, node=self.node,
-        )  # fmt: skip
-        self._fail(stream, frame.status, str(error), error.hint)
-
-    def _fail(self, stream: Stream, status: int, what: str, hint: str) -> None:
-        stream.state = StreamState.FAILED
-        self._touch(stream)
-        self._events.append(StreamFailed(stream.vb_id, status, what, hint))
-
-    def _on_open(self, frame: Frame) -> None:
-        self._check(frame, "DCP_OPEN")
-
-    def _on_seqnos(self, frame: Frame) -> None:
-        self._check(frame, "GET_ALL_VB_SEQNOS")
-        high = dict(VB_SEQNO.iter_unpack(frame.value))
-        streams, self._awaiting_seqnos = self._awaiting_seqnos, []
-        for stream in streams:
-            seqno = high.get(stream.vb_id)
-            if seqno is None:
-                self._give_up(stream, b"")
-                continue
-            if self._until_now:
-                stream.target = seqno if stream.ceiling is None else min(stream.ceiling, seqno)
-            if stream.has_position:
-                self._request(stream)
-            else:
-                self._ask_failover_log(stream, seqno)
-
-    def _ask_failover_log(self, stream: Stream, seqno: int) -> None:
-        def on_log(frame: Frame) -> None:
-            if frame.status == Status.NOT_MY_VBUCKET:
-                self._give_up(stream, frame.value)
-                return
-            self._check(frame, "DCP_GET_FAILOVER_LOG")
-            versions = tuple(parse_failover_log(frame.value))
-            stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
-            self._touch(stream)
-            self._request(stream)
-
-        self._send(
-            lambda opaque: pack_request(
-                Opcode.DCP_GET_FAILOVER_LOG, vb_id=stream.vb_id, opaque=opaque
-            ),
-            on_log,
-        )
-
-    def _send_control(self, key: bytes, value: bytes, *, is_needed: bool) -> None:
-        def on_control(frame: Frame) -> None:
-            if frame.status and is_needed:
-                self._check(frame, f"DCP_CONTROL {key.decode()}")
-
-        self._send(lambda opaque: pack_control(key, value, opaque), on_control)
-
-    def _send(self, pack: Callable[[int], bytes], on_reply: Callable[[Frame], None]) -> None:
-        opaque = self._take_opaque()
-        self._replies[opaque] = on_reply
-        self._output.append(pack(opaque))
-
-    def _take_opaque(self) -> int:
-        opaque = self._next_opaque
-        self._next_opaque = opaque % 0xFFFF_FFFF + 1
-        return opaque
-
-    def _check(self, frame: Frame, operation: str) -> None:
-        if frame.status:
-            raise error_from_status(frame.status, operation, body=frame.value, node=self.node)
-
 
 _MESSAGES: Final[dict[int, Callable[[ConsumerCore, Stream, Frame], None]]] = {
     Opcode.DCP_SNAPSHOT_MARKER: ConsumerCore.on_marker,
@@ -605,5 +443,7 @@ _MESSAGES: Final[dict[int, Callable[[ConsumerCore, Stream, Frame], None]]] = {
     Opcode.DCP_EXPIRATION: ConsumerCore.on_deletion,
     Opcode.DCP_SEQNO_ADVANCED: ConsumerCore.on_advanced,
     Opcode.DCP_SYSTEM_EVENT: ConsumerCore.on_advanced,
+    Opcode.DCP_SNAPSHOT_END: ConsumerCore.on_snapshot_end,
+    Opcode.DCP_PREVIOUS_VALUE: ConsumerCore.on_previous_value,
     Opcode.DCP_STREAM_END: ConsumerCore.on_end,
 }

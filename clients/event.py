@@ -26,6 +26,8 @@ class Mutation(msgspec.Struct, gc=False):
     flags: int
     expiry_s: int
     datatype: int = 0
+    previous_value: bytes | None = None
+    """What it replaced, where that was asked for and there was something."""
 
 
 class Deletion(msgspec.Struct, gc=False):
@@ -38,6 +40,8 @@ class Deletion(msgspec.Struct, gc=False):
     cas: int
     delete_time_s: int = 0
     is_expiry: bool = False
+    previous_value: bytes | None = None
+    """What was deleted, where that was asked for."""
 
 
 class SnapshotStart(msgspec.Struct, gc=False):
@@ -90,6 +94,8 @@ class Rollback(msgspec.Struct, gc=False):
     server_seqno: int
     from_seqno: int
     reason: str
+    failover_log: tuple[tuple[int, int], ...] = ()
+    """The server's, where it came with the answer: (vb_uuid, seqno), newest first."""
 
 
 class StreamEnded(msgspec.Struct, gc=False):

@@ -52,18 +52,21 @@ def thinned(complete: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted([*older.values(), *complete[-RANGES_NEWEST:]])
 
 
-def rolled_back(position: Position, server_seqno: int, *, to_beginning: bool = False) -> Position:
+def rolled_back(
+    position: Position, server_seqno: int, *, to_beginning: bool = False, is_exact: bool = False
+) -> Position:
     """Return where to ask again after the server said ROLLBACK(`server_seqno`).
 
     The newest complete state at or below it, without versions that began above; where the server
     knows none of our versions (seqno 0 and more versions are left), the newest version is given up
-    and the next older one tried from where it ended, so that the common part is not lost. The
-    result is below `position` in seqno, or names fewer versions at the same one.
+    and the next older one tried from where it ended, so that the common part is not lost; unless
+    the answer `is_exact`, because the server saw all our versions. The result is below `position`
+    in seqno, or names fewer versions at the same one.
     """
     if to_beginning:
         return Position()
     versions = position.versions
-    if server_seqno == 0 and len(versions) > 1:
+    if server_seqno == 0 and len(versions) > 1 and not is_exact:
         limit, versions = min(versions[0][1], position.seqno), versions[1:]
     else:
         # A server that names our own place or one above would have us ask the same for ever.

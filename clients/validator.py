@@ -4,7 +4,9 @@ Who calls it: every test that consumes, and `Consumer(validate=True)`.
 
 Promises checked, per partition; the first broken one raises StreamViolationError
 - seqnos rise; nothing lies outside of the snapshot that was announced, or comes without one;
-- a snapshot's keys are unique;
+- a snapshot's keys are unique, unless its marker says that they may repeat (flag 0x20);
+- a history snapshot (flag 0x10) leaves no revision of a key out between two that it shows, and the
+  previous values that it tells are what was held;
 - a marker starts where the previous snapshot ended + 1; the first one of a stream between the
   requested snapshot start and the requested seqno + 1, so that nothing is left out;
 - a snapshot reaches its end before the next marker, and before a stream that ends for good;
@@ -35,7 +37,7 @@ from clients.event import (
     StreamOpened,
 )
 from clients.position import Position
-from dcp.wire.message import EndReason
+from dcp.wire.message import EndReason, MarkerFlag
 
 
 class Held(NamedTuple):
@@ -56,6 +58,7 @@ class _Partition:
         "keys",
         "marker",
         "opened_at",
+        "revisions",
         "seqno",
         "snap_start",
     )
@@ -70,6 +73,8 @@ class _Partition:
         """End of the previous snapshot of this stream."""
         self.marker: SnapshotStart | None = None
         self.keys: set[bytes] = set()
+        self.revisions: dict[bytes, int] = {}
+        """Revision of each key that a history snapshot has shown."""
         self.held: dict[bytes, list[Held]] = {}
         """Per key its versions, oldest first."""
 
@@ -87,10 +92,14 @@ class StreamValidator:
         for vb_id, position in positions.items():
             self._partition(vb_id).seqno = position.seqno
 
-    def observe(self, event: Event) -> None:
-        """Take one event. Raises StreamViolationError that says what is wrong and where."""
+    def observe(self, event: Event, stream_id: int = 0) -> None:
+        """Take one event. Raises StreamViolationError that says what is wrong and where.
+
+        Streams of one partition that have names (stream ids) are checked apart. Where the methods
+        below take or return a `vb_id`, that of a named stream is `stream_id << 16 | vb_id`.
+        """
         self.event_count += 1
-        partition = self._partition(event.vb_id)
+        partition = self._partition(stream_id << 16 | event.vb_id)
         _CHECKS[type(event)](self, partition, event)
 
     def documents(self) -> dict[bytes, Held]:
@@ -174,22 +183,23 @@ class StreamValidator:
             )
         partition.marker = event
         partition.keys.clear()
+        partition.revisions.clear()
 
     def on_mutation(self, partition: _Partition, event: Mutation) -> None:
         """A document was set."""
-        self._move(partition, event.vb_id, event.seqno, event.key)
+        self._change(partition, event)
         held = Held(event.value, event.cas, event.seqno)
         partition.held.setdefault(event.key, []).append(held)
 
     def on_deletion(self, partition: _Partition, event: Deletion) -> None:
         """A document was deleted."""
-        self._move(partition, event.vb_id, event.seqno, event.key)
+        self._change(partition, event)
         held = Held(None, event.cas, event.seqno)
         partition.held.setdefault(event.key, []).append(held)
 
     def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
         """A seqno passed."""
-        self._move(partition, event.vb_id, event.seqno, None)
+        self._move(partition, event.vb_id, event.seqno)
 
     def on_complete(self, partition: _Partition, event: SnapshotEnd) -> None:
         """A snapshot is complete."""
@@ -248,7 +258,7 @@ class StreamValidator:
         if not partition.is_open:
             raise _violation(vb_id, f"{what} while no stream is open")
 
-    def _move(self, partition: _Partition, vb_id: int, seqno: int, key: bytes | None) -> None:
+    def _move(self, partition: _Partition, vb_id: int, seqno: int) -> SnapshotStart:
         """Go on to a change's seqno."""
         self._need_open(partition, vb_id, f"a change with seqno {seqno}")
         marker = partition.marker
@@ -261,13 +271,36 @@ class StreamValidator:
         if seqno <= (partition.seqno or 0):
             raise _violation(vb_id, f"a change with seqno {seqno} after seqno {partition.seqno}")
         partition.seqno = seqno
-        if key is not None:
+        return marker
+
+    def _change(self, partition: _Partition, event: Mutation | Deletion) -> None:
+        """Take a change of a key, before it is held."""
+        key, seqno = event.key, event.seqno
+        marker = self._move(partition, event.vb_id, seqno)
+        if not marker.flags & MarkerFlag.MAY_DUPLICATE_KEYS:
             if key in partition.keys:
                 raise _violation(
-                    vb_id,
+                    event.vb_id,
                     f"key {key!r} twice in the snapshot {_span(marker)}, again at seqno {seqno}",
                 )
             partition.keys.add(key)
+        if not marker.flags & MarkerFlag.HISTORY:
+            return
+        before = partition.revisions.get(key)
+        if before is not None and event.rev_seqno != before + 1:
+            raise _violation(
+                event.vb_id,
+                f"key {key!r} at seqno {seqno} has revision {event.rev_seqno} after {before} in"
+                f" the history snapshot {_span(marker)}: a version was left out",
+            )
+        partition.revisions[key] = event.rev_seqno
+        held = partition.held.get(key)
+        if event.previous_value is not None and held and held[-1].value != event.previous_value:
+            raise _violation(
+                event.vb_id,
+                f"key {key!r} at seqno {seqno} is told to replace {event.previous_value[:60]!r},"
+                f" the consumer held {(held[-1].value or b'')[:60]!r} of seqno {held[-1].seqno}",
+            )
 
 
 _CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] = {

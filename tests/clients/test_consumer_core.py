@@ -2,7 +2,8 @@
 
 import pytest
 
-from clients.consumer_core import RETRY_FIRST_NS, ConsumerCore
+from clients.consumer_core import ConsumerCore
+from clients.consumer_requests import RETRY_FIRST_NS
 from clients.consumer_stream import Wanted
 from clients.errors import InvalidRequestError, StreamViolationError
 from clients.event import (
@@ -56,6 +57,7 @@ class Session:
         for frame in self.sent:
             if frame.opcode in {Opcode.DCP_OPEN, Opcode.DCP_CONTROL}:
                 self.feed(pack_response(frame.opcode, opaque=frame.opaque))
+                self.open_requests = self.open_requests + self.sent
 
     def feed(self, data, now_ns=0):
         self.batch = self.core.receive(data, now_ns)
@@ -103,6 +105,8 @@ def test_connection_is_set_up_before_streams():
         b"set_noop_interval": b"20",
         b"connection_buffer_size": b"1000",
         b"send_stream_end_on_client_close_stream": b"true",
+        b"x_version_log": b"true",
+        b"x_snapshot_end": b"true",
     }
     assert frames[-1].opcode == Opcode.DCP_STREAM_REQ
     assert parse_stream_request(frames[-1].extras) == (0, 0, SEQNO_MAX, 0, 0, 0)

@@ -15,6 +15,7 @@ from clients.validator import StreamValidator
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine import BranchRefusedError
 
@@ -31,12 +32,16 @@ class ConsumerPair(RuleBasedStateMachine):
         has_collections=st.booleans(),
         window=st.sampled_from([0, 1, 150, 10_000]),
         to_beginning=st.booleans(),
+        wishes=st.fixed_dictionaries({"history": st.booleans(), "previous_values": st.booleans()}),
+        grants=st.booleans(),
     )
-    def begin(self, seed, has_collections, window, to_beginning):
+    def begin(self, seed, has_collections, window, to_beginning, wishes, grants):
         self.node = MemoryNode(seed)
         self.has_collections = has_collections
         self.window = window
         self.to_beginning = to_beginning
+        self.wishes = wishes
+        self.grants = grants
         self.validator = StreamValidator()
         self.positions = {vb_id: Position() for vb_id in VB_IDS}
         self.value = 0
@@ -61,7 +66,10 @@ class ConsumerPair(RuleBasedStateMachine):
             has_collections=self.has_collections,
             buffer_bytes=self.window,
             rollback_to_beginning=self.to_beginning,
+            **self.wishes,
         )
+        if not self.grants:
+            forget_extensions(peer)
         for vb_id, want in wanted.items():
             self.core.add(vb_id, want)
         peer.session.receive(self.core.begin(0), self.node.now_ns)
@@ -181,6 +189,19 @@ class ConsumerPair(RuleBasedStateMachine):
             assert self.validator.seqnos().get(vb_id, 0) == high_seqno, vb_id
             held = self.validator.documents_of(vb_id)
             assert {key: item.value for key, item in held.items()} == documents.get(vb_id, {})
+
+
+def forget_extensions(peer):
+    """Make a server that has not heard of what consumers of ours ask for."""
+    control = peer.session._cold[Opcode.DCP_CONTROL]
+
+    def control_or_refuse(request):
+        if request.key.startswith(b"x_") or request.key == b"change_streams":
+            peer.state.refuse(request, Status.EINVAL, "no such control")
+        else:
+            control(request)
+
+    peer.session._cold[Opcode.DCP_CONTROL] = control_or_refuse
 
 
 TestConsumerPair = ConsumerPair.TestCase

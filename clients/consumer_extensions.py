@@ -1,0 +1,68 @@
+"""What a consumer asks of a server beyond DCP, and what of it was granted. Pure.
+
+    x_version_log     a stream request may carry all versions that we know: one rollback is enough
+    x_snapshot_end    a message after the last one of each snapshot
+    change_streams    every version of a document, not only the newest (option `history`)
+    x_previous_value  what a change replaced (option `previous_values`)
+
+Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and
+everything is as without it.
+
+Rules: dcp-wire.md 5.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from clients.position import Position
+
+VERSION_LOG: Final = b"x_version_log"
+SNAPSHOT_END: Final = b"x_snapshot_end"
+CHANGE_STREAMS: Final = b"change_streams"
+PREVIOUS_VALUE: Final = b"x_previous_value"
+
+_FILTER: Final[dict[str, object]] = {"collections": ["0"]}
+"""Only the default collection: keys of others would be indistinguishable to our users."""
+
+
+class Extensions:
+    """See the module. One per connection."""
+
+    def __init__(
+        self, *, has_collections: bool, history: bool = False, previous_values: bool = False
+    ) -> None:
+        self._has_collections = has_collections
+        self._status: dict[bytes, int | None] = {VERSION_LOG: None, SNAPSHOT_END: None}
+        if history:
+            self._status[CHANGE_STREAMS] = None
+        if previous_values:
+            self._status[PREVIOUS_VALUE] = None
+
+    def controls(self) -> list[bytes]:
+        """Return the controls to send; each takes the value "true"."""
+        return list(self._status)
+
+    def answered(self, key: bytes, status: int) -> None:
+        """Take the server's answer to a control."""
+        self._status[key] = status
+
+    @property
+    def has_version_lists(self) -> bool:
+        """Whether the server takes our list of versions."""
+        return self._status[VERSION_LOG] == 0
+
+    def must_wait(self, position: Position) -> bool:
+        """Whether a request would have to say more than may be said yet."""
+        is_known = self._status[VERSION_LOG] is not None
+        return not is_known and position.seqno > 0 and len(position.versions) > 1
+
+    def request_value(self, position: Position) -> bytes:
+        """Return the JSON value of a stream request from a position."""
+        document = dict(_FILTER) if self._has_collections else {}
+        if self.has_version_lists and position.seqno:
+            document["version_log"] = [
+                [str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions
+            ]
+        return json.dumps(document, separators=(",", ":")).encode() if document else b""

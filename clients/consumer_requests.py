@@ -1,0 +1,275 @@
+"""The half of a consumer's connection that asks: for streams, and again for those that stopped.
+
+`clients.consumer_core` is the other half: it takes what comes in. Both are one object, because a
+stream goes back and forth between them; this half knows requests and replies, that one bytes and
+the messages of streams.
+
+Invariants
+- each request has an opaque of its own, and one handler for its reply;
+- a rollback goes down, in seqno or in the number of versions, so the rounds are bounded;
+- a stream that knows several versions is asked for when it is known whether the server takes them
+  all, so that the first answer is the final one where it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from clients.consumer_extensions import VERSION_LOG, Extensions
+from clients.consumer_stream import Stream, StreamState, Wanted, wanted_of
+from clients.errors import error_from_status
+from clients.event import Event, Rollback, StreamFailed, StreamOpened
+from clients.position import Position, rollback_reason, rolled_back
+from dcp.wire.frame import Frame, pack_request
+from dcp.wire.message import (
+    U64,
+    VB_SEQNO,
+    StreamRequest,
+    pack_control,
+    pack_stream_request,
+    parse_failover_log,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.ids import SEQNO_MAX
+
+RETRY_FIRST_NS: Final = 50_000_000
+RETRY_MAX_NS: Final = 5_000_000_000
+"""Pause before a refused stream is asked for again: doubles from the first to the longest."""
+
+
+_RETRY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM})
+
+
+class Homeless(NamedTuple):
+    """A partition that this node does not stream; `config` is the configuration it sent, or b""."""
+
+    vb_id: int
+    wanted: Wanted
+    config: bytes
+
+
+class StreamRequests:
+    """See the module."""
+
+    def __init__(
+        self,
+        extensions: Extensions,
+        *,
+        until_now: bool,
+        rollback_to_beginning: bool,
+        node: str | None,
+    ) -> None:
+        self.node = node
+        self.homeless: list[Homeless] = []
+        """Partitions for the caller to place elsewhere; the caller empties it."""
+        self._extensions = extensions
+        self._until_now = until_now
+        self._to_beginning = rollback_to_beginning
+        self._streams: dict[int, Stream] = {}
+        """By partition."""
+        self._open: dict[int, Stream] = {}
+        """By opaque: streams that were accepted and have not ended."""
+        self._asked: dict[int, Stream] = {}
+        """By opaque: stream requests under way."""
+        self._replies: dict[int, Callable[[Frame], None]] = {}
+        """By opaque: what to do with the reply of any other request."""
+        self._awaiting_seqnos: list[Stream] = []
+        self._awaiting_lists: list[Stream] = []
+        """Streams that know several versions, until we know whether the server takes them all."""
+        self._waiting: set[Stream] = set()
+        self._output: list[bytes] = []
+        self._next_opaque = 1
+        self._now_ns = 0
+        self._events: list[Event] = []
+        self._touched: set[Stream] = set()
+        self._markers: dict[int, tuple[int, int]] = {}
+
+    def _touch(self, stream: Stream) -> None:
+        """Note that a batch concerns a partition, and the snapshot that it finds under way."""
+        if stream not in self._touched:
+            self._touched.add(stream)
+            if stream.marker_end:
+                self._markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
+
+    # -- asking for streams --------------------------------------------------------------------
+
+    def _ask_for(self, streams: list[Stream]) -> None:
+        """Ask for streams, after their high seqnos where those are needed first."""
+        unsure = []
+        for stream in streams:
+            if not stream.has_position or (self._until_now and stream.target is None):
+                stream.state = StreamState.ASKED
+                unsure.append(stream)
+            else:
+                self._request(stream)
+        if unsure:
+            if not self._awaiting_seqnos:
+                self._send(
+                    lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque),
+                    self._on_seqnos,
+                )
+            self._awaiting_seqnos += unsure
+
+    def _request(self, stream: Stream) -> None:
+        position = stream.position()
+        stream.state = StreamState.ASKED
+        if self._extensions.must_wait(position):
+            self._awaiting_lists.append(stream)
+            return
+        end_seqno = SEQNO_MAX if stream.target is None else max(stream.target, position.seqno)
+        request = StreamRequest(
+            0, position.seqno, end_seqno, position.vb_uuid, position.snap_start, position.snap_end
+        )
+        opaque = self._take_opaque()
+        self._asked[opaque] = stream
+        value = self._extensions.request_value(position)
+        self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
+
+    def _again(self, stream: Stream) -> None:
+        """Ask at once; with `until_now` for the end that holds after a branch."""
+        if stream.target is not None:
+            stream.ceiling, stream.target = stream.target, None
+        self._ask_for([stream])
+
+    def _retry_later(self, stream: Stream) -> None:
+        stream.state = StreamState.WAITING
+        stream.retry_ns = min(max(RETRY_FIRST_NS, stream.retry_ns * 2), RETRY_MAX_NS)
+        stream.retry_at_ns = self._now_ns + stream.retry_ns
+        self._waiting.add(stream)
+
+    def _give_up(self, stream: Stream, config: bytes) -> None:
+        stream.state = StreamState.GONE
+        self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
+
+    # -- replies -------------------------------------------------------------------------------
+
+    def _on_reply(self, frame: Frame) -> None:
+        stream = self._asked.pop(frame.opaque, None)
+        if stream is not None:
+            self._touch(stream)
+            self._on_stream_reply(stream, frame)
+            return
+        handler = self._replies.pop(frame.opaque, None)
+        if handler is not None:
+            handler(frame)
+
+    def _on_stream_reply(self, stream: Stream, frame: Frame) -> None:
+        status = frame.status
+        if status == Status.OK:
+            stream.open(tuple(parse_failover_log(frame.value)))
+            self._open[frame.opaque] = stream
+            self._events.append(
+                StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)
+            )
+        elif status == Status.ROLLBACK and len(frame.value) >= 8:
+            self._roll_back(stream, U64.unpack_from(frame.value)[0], frame.value[8:])
+        elif status == Status.NOT_MY_VBUCKET:
+            self._give_up(stream, frame.value)
+        elif status in _RETRY:
+            self._retry_later(stream)
+        else:
+            self._refuse(stream, frame)
+
+    def _roll_back(self, stream: Stream, server_seqno: int, log: bytes) -> None:
+        if stream.seqno == 0:
+            self._fail(stream, Status.ROLLBACK, "rollback from seqno 0", "The server is at fault.")
+            return
+        before = stream.position()
+        has_lists = self._extensions.has_version_lists
+        position = rolled_back(
+            before, server_seqno, to_beginning=self._to_beginning, is_exact=has_lists
+        )
+        step = (position.seqno, len(position.versions))
+        assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+        stream.place(position)
+        if position.seqno < before.seqno:
+            reason = rollback_reason(before, server_seqno, position.seqno)
+            versions = tuple(parse_failover_log(log)) if has_lists else ()
+            self._events.append(
+                Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason, versions)
+            )
+        self._again(stream)
+
+    def _refuse(self, stream: Stream, frame: Frame) -> None:
+        error = error_from_status(
+            frame.status,
+            f"stream request from seqno {stream.seqno} (snapshot {stream.snap_start} to"
+            f" {stream.snap_end})",
+            body=frame.value, vb_id=stream.vb_id, node=self.node,
+        )  # fmt: skip
+        self._fail(stream, frame.status, str(error), error.hint)
+
+    def _fail(self, stream: Stream, status: int, what: str, hint: str) -> None:
+        stream.state = StreamState.FAILED
+        self._touch(stream)
+        self._events.append(StreamFailed(stream.vb_id, status, what, hint))
+
+    def _on_open(self, frame: Frame) -> None:
+        self._check(frame, "DCP_OPEN")
+
+    def _on_seqnos(self, frame: Frame) -> None:
+        self._check(frame, "GET_ALL_VB_SEQNOS")
+        high = dict(VB_SEQNO.iter_unpack(frame.value))
+        streams, self._awaiting_seqnos = self._awaiting_seqnos, []
+        for stream in streams:
+            seqno = high.get(stream.vb_id)
+            if seqno is None:
+                self._give_up(stream, b"")
+                continue
+            if self._until_now:
+                stream.target = seqno if stream.ceiling is None else min(stream.ceiling, seqno)
+            if stream.has_position:
+                self._request(stream)
+            else:
+                self._ask_failover_log(stream, seqno)
+
+    def _ask_failover_log(self, stream: Stream, seqno: int) -> None:
+        def on_log(frame: Frame) -> None:
+            if frame.status == Status.NOT_MY_VBUCKET:
+                self._give_up(stream, frame.value)
+                return
+            self._check(frame, "DCP_GET_FAILOVER_LOG")
+            versions = tuple(parse_failover_log(frame.value))
+            stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
+            self._touch(stream)
+            self._request(stream)
+
+        self._send(
+            lambda opaque: pack_request(
+                Opcode.DCP_GET_FAILOVER_LOG, vb_id=stream.vb_id, opaque=opaque
+            ),
+            on_log,
+        )
+
+    def _send_control(self, key: bytes, value: bytes, *, is_needed: bool) -> None:
+        def on_control(frame: Frame) -> None:
+            if frame.status and is_needed:
+                self._check(frame, f"DCP_CONTROL {key.decode()}")
+
+        self._send(lambda opaque: pack_control(key, value, opaque), on_control)
+
+    def _send_extension(self, key: bytes) -> None:
+        def on_control(frame: Frame) -> None:
+            self._extensions.answered(key, frame.status)
+            if key == VERSION_LOG:
+                streams, self._awaiting_lists = self._awaiting_lists, []
+                for stream in streams:
+                    self._request(stream)
+
+        self._send(lambda opaque: pack_control(key, b"true", opaque), on_control)
+
+    def _send(self, pack: Callable[[int], bytes], on_reply: Callable[[Frame], None]) -> None:
+        opaque = self._take_opaque()
+        self._replies[opaque] = on_reply
+        self._output.append(pack(opaque))
+
+    def _take_opaque(self) -> int:
+        opaque = self._next_opaque
+        self._next_opaque = opaque % 0xFFFF_FFFF + 1
+        return opaque
+
+    def _check(self, frame: Frame, operation: str) -> None:
+        if frame.status:
+            raise error_from_status(frame.status, operation, body=frame.value, node=self.node)
