@@ -27,6 +27,7 @@ SYSTEM_COLLECTION: Final = 1
 """Collection id of system events' own keys."""
 FIRST_FREE_ID: Final = 8
 ID_MAX: Final = 0xFFFF_FFFF
+UID_MAX: Final = 2**64 - 1
 LEB128_BYTES_MAX: Final = 5
 MAX_TTL_S_MAX: Final = 2**31 - 1
 COLLECTIONS_MAX: Final = 1200
@@ -304,8 +305,12 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
         raise InvalidManifestError("a manifest names a collection twice")
     if len(set(scopes.values())) != len(document["scopes"]):
         raise InvalidManifestError("a manifest names a scope twice")
-    if max((uid, *scopes, *collections)) > 2**64 - 1 or max((*scopes, *collections)) > ID_MAX:
-        raise InvalidManifestError("an id of a manifest is too large")
+    ttls = [item.max_ttl_s for item in items]
+    limits = ((uid, UID_MAX), *((key, ID_MAX) for key in (*scopes, *collections)))
+    if not all(
+        0 <= number <= top for number, top in (*limits, *((s, MAX_TTL_S_MAX) for s in ttls))
+    ):
+        raise InvalidManifestError("an id or a maximum time to live is out of range")
     for what, name in (
         *(("scope", name) for key, name in scopes.items() if key),
         *(("collection", item.name) for item in items if item.collection_id),
@@ -318,8 +323,8 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
         uid,
         scopes,
         collections,
-        max(before.next_scope_id, *(key + 1 for key in scopes)),
-        max(before.next_collection_id, *(key + 1 for key in collections)),
+        max((before.next_scope_id, *(key + 1 for key in scopes))),
+        max((before.next_collection_id, *(key + 1 for key in collections))),
     )
     if after != before:
         _check_successor(before, after)
@@ -417,7 +422,7 @@ def missing_events(keys: Iterable[bytes], manifest: Manifest) -> list[SystemEven
     scopes: dict[int, str] = {DEFAULT_SCOPE: DEFAULT_NAME}
     collections = {DEFAULT_COLLECTION: INITIAL_MANIFEST.collections[DEFAULT_COLLECTION]}
     dropped_scopes, dropped_collections = set(), set()
-    for key in keys:
+    for key in sorted(keys):
         _, kind, scope_id, collection_id = SYSTEM_KEY.unpack_from(key)
         name = key[SYSTEM_KEY.size :].decode()
         if kind == SystemEventKind.CREATE_SCOPE:

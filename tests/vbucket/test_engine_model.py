@@ -1,7 +1,9 @@
-"""The engine against dictionaries: sets, deletes, branches, merges, crashes in any order.
+"""The engine against dictionaries: sets, deletes, collections, branches, merges, crashes in any
+order.
 
 The model keeps, for each partition, every version ever applied on the present branch, and what of
-it was committed; a crash takes back what was not.
+it was committed; a crash takes back what was not. A system event is a version without a value. The
+manifest is the node's: a branch does not take it back, the partition tells it anew.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode
 from vbucket.engine import SET, BranchRefusedError, Document
+from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
 VBUCKETS = (3, 1000)
 KEYS = [b"\0a", b"\0b", b"\0c"]
+COLLECTION_IDS = (8, 9, 10, 11)
+OTHER_KEYS = [bytes([collection_id]) + b"a" for collection_id in COLLECTION_IDS]
 OPAQUE = b"\1\2\3\4"
 
 
@@ -30,6 +35,18 @@ class History:
 
     versions: list[tuple[bytes, bytes | None]] = field(default_factory=list)
     branches: list[tuple[int, int]] = field(default_factory=list)
+
+    def told(self) -> tuple[set[int], set[int]]:
+        """Return the collections whose creations and whose drops are among the versions."""
+        told: tuple[set[int], set[int]] = (set(), set())
+        for key, _ in self.versions:
+            if key[0] == SYSTEM_COLLECTION:
+                told[key[1]].add(int.from_bytes(key[6:10], "big"))
+        return told
+
+    def high_seqno(self, collection_id: int) -> int:
+        seqnos = [n for n, (key, _) in enumerate(self.versions, 1) if key[0] == collection_id]
+        return max(seqnos, default=0)
 
     def state(self, seqno: int | None = None) -> dict[bytes, bytes]:
         state: dict[bytes, bytes] = {}
@@ -41,6 +58,10 @@ class History:
         return state
 
 
+def event_key(kind: int, collection_id: int, name: str = "") -> bytes:
+    return SYSTEM_KEY.pack(SYSTEM_COLLECTION, kind, 0, collection_id) + name.encode()
+
+
 class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +70,19 @@ class EngineMachine(RuleBasedStateMachine):
             vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
             for vb_id in VBUCKETS
         }
-        self.durable = copy.deepcopy(self.live)
+        self.collections: dict[int, str] = {}
+        self.durable = copy.deepcopy((self.live, self.collections))
         self.merging = False
         self.count = 0
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
+    @initialize()
+    def begin_with_a_collection(self) -> None:
+        self.create_collection()
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS + OTHER_KEYS))
     def set(self, vb_id: int, key: bytes) -> None:
+        if key[0] and key[0] not in self.collections:
+            return  # the session refuses it
         self.count += 1
         value = b"%d" % self.count
         status, cas, seqno = self.node.engine.store(SET, vb_id, key, key + value, 0, 0, 0, 0)
@@ -63,8 +91,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert (status, seqno) == (0, len(history.versions))
         assert cas
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
+    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS + OTHER_KEYS))
     def delete(self, vb_id: int, key: bytes) -> None:
+        if key[0] and key[0] not in self.collections:
+            return
         history = self.live[vb_id]
         status, _, seqno = self.node.engine.delete(vb_id, key, 0)
         if key in history.state():
@@ -73,10 +103,29 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert status == 1
 
+    @precondition(lambda self: self.node.engine.manifest.next_collection_id < 12)
+    @rule()
+    def create_collection(self) -> None:
+        collection_id = self.node.engine.manifest.next_collection_id
+        name = f"c{collection_id}"
+        self.node.engine.set_manifest(self.node.engine.manifest.create_collection("_default", name))
+        self.collections[collection_id] = name
+        for history in self.live.values():
+            history.versions.append((event_key(0, collection_id, name), None))
+
+    @precondition(lambda self: self.collections)
+    @rule(data=st.data())
+    def drop_collection(self, data: st.DataObject) -> None:
+        collection_id = data.draw(st.sampled_from(sorted(self.collections)))
+        name = self.collections.pop(collection_id)
+        self.node.engine.set_manifest(self.node.engine.manifest.drop_collection("_default", name))
+        for history in self.live.values():
+            history.versions.append((event_key(1, collection_id), None))
+
     @rule()
     def commit(self) -> None:
         self.node.commit()
-        self.durable = copy.deepcopy(self.live)
+        self.durable = copy.deepcopy((self.live, self.collections))
 
     @rule(part=st.floats(0, 1, exclude_max=True))
     def crash_before_sync(self, part: float) -> None:
@@ -111,6 +160,12 @@ class EngineMachine(RuleBasedStateMachine):
         del history.versions[seqno:]
         kept = [(uuid, at) for uuid, at in history.branches if at <= seqno]
         history.branches = [(branch.failover.current.vb_uuid, seqno), *kept][:25]
+        created, dropped = history.told()
+        for collection_id in sorted(created - dropped - self.collections.keys()):
+            history.versions.append((event_key(1, collection_id), None))
+        for collection_id in sorted(self.collections.keys() - created):
+            name = self.collections[collection_id]
+            history.versions.append((event_key(0, collection_id, name), None))
 
     @rule(vb_id=st.sampled_from(VBUCKETS))
     def branch_above_the_end(self, vb_id: int) -> None:
@@ -124,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(keep_bytes=st.just(0))
     def crash(self, keep_bytes: int) -> None:
         self.node.crash(keep_bytes)
-        self.live = copy.deepcopy(self.durable)
+        self.live, self.collections = copy.deepcopy(self.durable)
         self.merging = False
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), bytes_max=st.integers(1, 300))
@@ -150,7 +205,9 @@ class EngineMachine(RuleBasedStateMachine):
         for frame in FrameDecoder().feed(b"".join(frames)):
             assert (frame.vb_id, frame.opaque) == (vb_id, int.from_bytes(OPAQUE, "big"))
             keys.append(frame.key)
-            if frame.opcode == Opcode.DCP_MUTATION:
+            if frame.opcode == Opcode.DCP_SYSTEM_EVENT:
+                seqnos.append(int.from_bytes(frame.extras[:8], "big"))
+            elif frame.opcode == Opcode.DCP_MUTATION:
                 state[frame.key] = frame.value
                 seqnos.append(parse_mutation(frame).by_seqno)
             else:
@@ -161,17 +218,57 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(keys) == len(set(keys)), "a snapshot shows a key once"
         assert state == history.state(committed)
 
+    @rule(
+        vb_id=st.sampled_from(VBUCKETS),
+        part=st.floats(0, 1),
+        bytes_max=st.integers(1, 300),
+        wanted=st.sets(st.sampled_from((0, 1, *COLLECTION_IDS))),
+    )
+    def stream_filtered(self, vb_id: int, part: float, bytes_max: int, wanted: set[int]) -> None:
+        """A filter shows the newest versions of its keys, and nothing else."""
+        engine = self.node.engine
+        committed = engine.partitions[vb_id].committed_seqno
+        history = self.live[vb_id]
+        start = int(committed * part)
+        skip = engine.superseded(vb_id, start + 1, committed)
+        frames: list[bytes] = []
+        seqno = start + 1
+        while seqno <= committed:
+            batch = engine.frames(
+                vb_id, seqno, committed, OPAQUE, skip, bytes_max, lambda key: key[0] in wanted
+            )
+            frames += batch.frames
+            assert batch.next_seqno > seqno
+            seqno = batch.next_seqno
+        newest = {key: n for n, (key, _) in enumerate(history.versions[:committed], 1)}
+        expected = sorted(n for key, n in newest.items() if n > start and key[0] in wanted)
+        assert [int.from_bytes(frame[24:32], "big") for frame in frames] == expected
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
+    def last_change_of_the_default_collection(self, vb_id: int, part: float) -> None:
+        history = self.live[vb_id]
+        seqno = int(len(history.versions) * part)
+        versions = enumerate(history.versions[:seqno], 1)
+        expected = max((n for n, (key, _) in versions if key[0] == 0), default=0)
+        assert self.node.engine.default_seqno_at(vb_id, seqno) == expected
+
     @invariant()
     def everything_equals_the_model(self) -> None:
         engine = self.node.engine
         for vb_id, history in self.live.items():
-            state = history.state()
+            known = self.collections.keys() | {0}
+            state = {k: value for k, value in history.state().items() if k[0] in known}
             part = engine.partitions[vb_id]
             assert part.high_seqno == len(history.versions)
+            for collection_id in self.collections:
+                high_seqno, documents = part.tally.collections.get(collection_id, (0, 0))
+                assert high_seqno == history.high_seqno(collection_id)
+                assert documents == sum(key[0] == collection_id for key in state)
+            assert part.tally.collections.keys() <= self.collections.keys()
             assert part.committed_seqno <= part.high_seqno
             assert part.item_count == len(state)
             assert part.failover.pairs() == history.branches
-            for key in KEYS:
+            for key in KEYS + [key for key in OTHER_KEYS if key[0] in self.collections]:
                 found = engine.get(vb_id, key)
                 value = found.value if isinstance(found, Document) else None
                 assert value == state.get(key)
