@@ -92,7 +92,7 @@ def test_a_name_may_be_used_in_two_scopes() -> None:
     ("change", "error"),
     [
         (lambda now: now.create_scope("inventory"), NameTakenError),
-        (lambda now: now.create_scope("_default"), NameTakenError),
+        (lambda now: now.create_scope("_default"), ManifestError),
         (lambda now: now.create_scope("_mine"), ManifestError),
         (lambda now: now.create_scope("%mine"), ManifestError),
         (lambda now: now.create_scope("a.b"), ManifestError),
@@ -163,6 +163,14 @@ def scopes_json(uid: str, *others: dict, default: str = "0") -> dict:
         scopes_json("9", {"name": "a", "uid": "8"}),
         scopes_json("9", {"name": "a", "uid": "8", "collections": [{"name": "b"}]}),
         scopes_json("9", {"name": "_a", "uid": "8", "collections": []}),
+        scopes_json("9", default="9"),
+        scopes_json("-9"),
+        scopes_json("10000000000000000"),
+        scopes_json("9", {"name": "a", "uid": "-8", "collections": []}),
+        scopes_json(
+            "9",
+            {"name": "a", "uid": "8", "collections": [{"name": "b", "uid": "8", "maxTTL": -1}]},
+        ),
         scopes_json("9", {"name": "_default", "uid": "8", "collections": []}),
         scopes_json("9", {"name": "a", "uid": "100000000", "collections": []}),
         scopes_json("9", {"name": "a", "uid": "8", "collections": [{"name": "b", "uid": "0"}]}),
@@ -188,7 +196,6 @@ def test_what_is_no_manifest(document: dict) -> None:
         scopes_json(
             "9", {"name": "inventory", "uid": "8", "collections": [{"name": "inn", "uid": "5"}]}
         ),
-        scopes_json("9", default="9"),
         {"uid": "9", "scopes": [{"name": "a", "uid": "9", "collections": []}]},
     ],
 )
