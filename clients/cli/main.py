@@ -64,7 +64,10 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "seqnos": ("partitions:seqnos", "Show how far each partition is."),
     "failover-log": ("partitions:failover_log", "Show the versions of a partition."),
     "status": ("partitions:status", "Show what the server is and holds."),
-    "vb": ("partitions:vb", "Work on a partition: vb branch."),
+    "vb": ("vbuckets:vb", "Branch, fail over, purge or stop a partition."),
+    "stream": ("streams:stream", "List, slow, stop and end streams of consumers."),
+    "fault": ("faults:fault", "Make requests fail, wait or disconnect."),
+    "explain": ("explain:explain_", "Explain a rollback."),
     "user": ("users:user", "Work on users and their roles."),
 }
 """Command -> where it is, and its line in the help."""

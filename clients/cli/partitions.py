@@ -1,13 +1,13 @@
-"""dcpctl seqnos, failover-log, status, vb branch."""
+"""dcpctl seqnos, failover-log, status."""
 
 from __future__ import annotations
 
 import click
 
 from clients.cli.main import Target, help_text, with_target
-from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.output import is_terminal, write_json, write_rows
 from clients.kv_sync import SyncKv
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.ids import NUM_VBUCKETS
 
 _VBUCKET = click.IntRange(0, NUM_VBUCKETS - 1)
 
@@ -117,44 +117,3 @@ def status(*, target: Target) -> None:
 def _number(stats: dict[str, str], name: str) -> int | None:
     text = stats.get(name, "")
     return int(text) if text.isdigit() else None
-
-
-@click.group(
-    help=help_text("Work on a partition.", "dcpctl vb branch 17 --at 5"),
-)
-def vb() -> None:
-    """Work on a partition."""
-
-
-@vb.command(
-    "branch",
-    help=help_text(
-        "Begin a new branch of a partition's history: changes after the seqno are undone, the"
-        " partition gets a new version, and every consumer that saw more gets a ROLLBACK. For"
-        " trying out what a failover does to consumers.",
-        "dcpctl vb branch 17 --at 5",
-        "dcpctl failover-log 17",
-    ),
-)
-@click.argument("vb_id", metavar="VB", type=_VBUCKET)
-@click.option(
-    "--at", "at_seqno", type=click.IntRange(0, SEQNO_MAX), required=True, metavar="SEQNO",
-    help="The last change that stays.",
-)  # fmt: skip
-@with_target
-def branch(*, target: Target, vb_id: int, at_seqno: int) -> None:
-    """Begin a new branch of a partition's history."""
-    from clients.cli.admin import admin_of
-
-    admin = admin_of(target, vb_id=vb_id)
-    answer = admin.request("POST", f"/api/v1/vbuckets/{vb_id}/branch", {"at": at_seqno})
-    if target.output_or("plain") == "json":
-        write_json(answer)
-        return
-    undone = answer.get("undone_seqnos")
-    what = "" if undone is None else f", {undone} changes undone"
-    line = (
-        f"vbucket {vb_id} branched at seqno {answer.get('seqno', at_seqno)}{what};"
-        f" new version {answer.get('vb_uuid')}\n"
-    )
-    write_raw(line.encode())

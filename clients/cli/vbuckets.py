@@ -1,0 +1,128 @@
+"""dcpctl vb branch, failover, purge, state: what is done to a partition on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from clients.cli.admin import admin_of
+from clients.cli.main import Target, help_text, with_target
+from clients.cli.output import write_json, write_raw
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+
+_VBUCKET = click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
+_SEQNO = click.IntRange(0, SEQNO_MAX)
+
+
+@click.group(
+    help=help_text(
+        "Do to a partition what happens to it in bad times, to see what consumers make of it.",
+        "dcpctl vb branch 17 --at 5",
+        "dcpctl vb failover 17 --lose 3",
+        "dcpctl vb purge 17",
+        "dcpctl vb state 17 dead",
+    ),
+)
+def vb() -> None:
+    """Work on a partition."""
+
+
+@vb.command(
+    "branch",
+    help=help_text(
+        "Begin a new branch of a partition's history: changes after the seqno are undone, the"
+        " partition gets a new version, and every consumer that saw more gets a ROLLBACK. For"
+        " trying out what a failover does to consumers.",
+        "dcpctl vb branch 17 --at 5",
+        "dcpctl failover-log 17",
+    ),
+)
+@_VBUCKET
+@click.option(
+    "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
+    help="The last change that stays.",
+)  # fmt: skip
+@with_target
+def branch(*, target: Target, vb_id: int, at_seqno: int) -> None:
+    """Begin a new branch of a partition's history."""
+    answer = _done(target, vb_id, "branch", {"at": at_seqno})
+    _show_version(target, answer, f"vbucket {vb_id} branched")
+
+
+@vb.command(
+    "failover",
+    help=help_text(
+        "Do to a partition what the promotion of a replica does: it gets a new version where it"
+        " stands, and its streams end with reason 2 (state changed). With --lose the replica was"
+        " behind: the last changes are undone first.",
+        "dcpctl vb failover 17",
+        "dcpctl vb failover 17 --lose 3",
+    ),
+)
+@_VBUCKET
+@click.option("--lose", type=_SEQNO, default=0, metavar="N", help="Undo the last N changes.")
+@with_target
+def failover(*, target: Target, vb_id: int, lose: int) -> None:
+    """Do what the promotion of a replica does."""
+    answer = _done(target, vb_id, "failover", {"lose": lose})
+    _show_version(target, answer, f"vbucket {vb_id} failed over")
+
+
+@vb.command(
+    "purge",
+    help=help_text(
+        "Behave as if the deletions up to a seqno had been purged: consumers that stand below it"
+        " are rolled back to 0, because they may have missed some. The deletions stay readable."
+        " The change at the high seqno is never purged.",
+        "dcpctl vb purge 17",
+        "dcpctl vb purge 17 --upto 5",
+    ),
+)
+@_VBUCKET
+@click.option("--upto", type=_SEQNO, metavar="SEQNO", help="As far as can be, if not given.")
+@with_target
+def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
+    """Behave as if deletions had been purged."""
+    answer = _done(target, vb_id, "purge", {} if upto is None else {"upto": upto})
+    _show(target, answer, f"vbucket {vb_id} purged up to seqno {answer['purge_seqno']}")
+
+
+@vb.command(
+    "state",
+    help=help_text(
+        "Put a partition into a state. One that is not active answers NOT_MY_VBUCKET; streams end"
+        " with reason 2 (state changed) where it is neither active nor replica. Becoming active"
+        " makes a new version.",
+        "dcpctl vb state 17 dead",
+        "dcpctl vb state 17 active",
+    ),
+)
+@_VBUCKET
+@click.argument("state", type=click.Choice(["active", "replica", "pending", "dead"]))
+@with_target
+def set_state(*, target: Target, vb_id: int, state: str) -> None:
+    """Put a partition into a state."""
+    answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
+    _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
+
+
+def _done(
+    target: Target, vb_id: int, action: str, body: dict[str, Any], *, at_first_node: bool = False
+) -> dict[str, Any]:
+    admin = admin_of(target, vb_id=None if at_first_node else vb_id)
+    answer: dict[str, Any] = admin.request("POST", f"/api/v1/vbuckets/{vb_id}/{action}", body)
+    return answer
+
+
+def _show_version(target: Target, answer: dict[str, Any], done: str) -> None:
+    undone = answer["undone_seqnos"]
+    version = f"{undone} changes undone; new version {answer['vb_uuid']}"
+    _show(target, answer, f"{done} at seqno {answer['seqno']}, {version}")
+
+
+def _show(target: Target, answer: dict[str, Any], line: str) -> None:
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        write_raw(f"{line}\n".encode())
