@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,27 @@ def test_memcaslap_runs_without_errors(server: DcpdProcess, flags: list[str]) ->
     assert counts["verify_failed"] == 0, output
     # memcaslap gets only what it has set.
     assert counts["get_misses"] == 0, output
+
+
+@pytest.mark.parametrize("flags", [[], ["--binary"]], ids=["text", "binary"])
+def test_the_tools_copy_show_touch_and_remove(
+    server: DcpdProcess, tmp_path: Path, flags: list[str]
+) -> None:
+    def run(name: str, *arguments: str) -> tuple[int, str]:
+        ran = subprocess.run(
+            [tool(name), f"--servers={server.address}", *flags, *arguments],
+            capture_output=True, text=True, timeout=20, check=False,
+        )  # fmt: skip
+        return ran.returncode, ran.stdout.strip()
+
+    (tmp_path / "greeting").write_text("hello")
+    assert run("memccp", str(tmp_path / "greeting"))[0] == 0
+    assert run("memccat", "greeting") == (0, "hello")
+    assert run("memctouch", "--expire=100", "greeting")[0] == 0
+    assert run("memcexist", "greeting")[0] == 0
+    assert run("memcrm", "greeting")[0] == 0
+    assert run("memcexist", "greeting")[0] != 0
+    code, statistics = run("memcstat")
+    assert code == 0
+    assert "curr_items" in statistics
+    assert run("memcflush")[0] == 0

@@ -72,3 +72,31 @@ def test_both_see_the_same_documents(
 ) -> None:
     binary_memcached.set("both", "from bmemcached")
     assert libmemcached.get("both") == b"from bmemcached"
+
+
+@pytest.fixture
+def text_libmemcached(server: DcpdProcess) -> Iterator[pylibmc.Client]:
+    client = pylibmc.Client([server.address], behaviors={"cas": True})
+    yield client
+    client.disconnect_all()
+
+
+def test_libmemcached_over_the_text_protocol(
+    text_libmemcached: pylibmc.Client, libmemcached: pylibmc.Client
+) -> None:
+    client = text_libmemcached
+    assert client.set("tx:1", "one")
+    assert libmemcached.get("tx:1") == "one"
+    assert client.append("tx:1", "!")
+    value, cas = client.gets("tx:1")
+    assert value == "one!"
+    assert client.cas("tx:1", "two", cas)
+    assert not client.cas("tx:1", "three", cas)
+    assert client.add("tx:n", 5)
+    assert client.incr("tx:n", 3) == 8
+    assert client.decr("tx:n", 10) == 0
+    values = {f"tx:m:{number}": bytes([number % 256]) * number for number in range(300)}
+    assert client.set_multi(values) == []
+    assert client.get_multi([*values, "tx:none"]) == values
+    assert client.delete("tx:1")
+    assert client.get("tx:1") is None

@@ -72,6 +72,8 @@ class DcpdProcess:
         finally:
             watchdog.cancel()
         key_value, admin = _KEY_VALUE.search(self.output), _ADMIN.search(self.output)
+        if key_value is None:
+            self.kill()
         assert key_value, f"not ready: {self.output}\n{self.log_path.read_text()}"
         assert admin, self.output
         self.port, self.admin_port = int(key_value[1]), int(admin[1])
