@@ -26,6 +26,7 @@ from dcp import __version__
 from dcp.server.access import Access
 from dcp.server.admin import AdminServer
 from dcp.server.admin.view import CollectionsView
+from dcp.server.collections import Collections
 from dcp.server.committer import Committer
 from dcp.server.config import Settings, is_loopback, plain_host_of, shown
 from dcp.server.connection import ClientConnection
@@ -77,7 +78,7 @@ class Node:
         self.meter: Meter = Meter()
         self.faults: FaultTable = FaultTable()
         self.operations = Operations(self, self.faults)
-        self.collections: CollectionsView | None = None
+        self.collections: CollectionsView
         self.end_reasons: dict[int, EndReason] = {}
         """Why streams end at the next branch of a partition, where it is not ROLLBACK."""
         self.connections: set[ClientConnection] = set()
@@ -246,6 +247,7 @@ class Node:
                 is_synced_per_group=node.durability == "commit",
             ),
         )
+        self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
         if self.torn is not None:
             self._log.warning("torn tail cut from the log", **self.torn._asdict())
         self._device.rotate()
@@ -334,7 +336,10 @@ class Node:
 
     async def until_committed(self, vb_id: int) -> None:
         """Return when everything that was done to a partition is committed."""
-        group = self.engine.partitions[vb_id].last_group
+        await self.until_group_committed(self.engine.partitions[vb_id].last_group)
+
+    async def until_group_committed(self, group: int) -> None:
+        """Return when a commit group is committed."""
         if group <= self.engine.committed_group:
             return
         committed: asyncio.Future[None] = self.loop.create_future()

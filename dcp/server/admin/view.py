@@ -46,8 +46,7 @@ class NodeView(Protocol):
     access: Access
     operations: Operations
     is_ready: bool
-    collections: CollectionsView | None
-    """None: there is only the default collection."""
+    collections: CollectionsView
 
     def status(self) -> dict[str, Any]:
         """Return what the node is and holds, as JSON."""
