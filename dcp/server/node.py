@@ -61,6 +61,8 @@ DROP_SLICE_VBUCKETS: Final = 32
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
 MERGE_RETRIES_MAX: Final = 3
 DRAIN_S: Final = 5.0
+TLS_SHUTDOWN_S: Final = 0.5
+"""What a peer gets to say its goodbye of TLS; one that only waits would hold up a stop."""
 
 
 class Node:
@@ -319,6 +321,7 @@ class Node:
                 backlog=1024,
                 ssl=context,
                 ssl_handshake_timeout=settings.handshake_timeout_s,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
             )
             self._tls_admin = AdminServer(self)
             await self._tls_admin.start(settings.host, settings.admin_tls_port, context)

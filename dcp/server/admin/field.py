@@ -48,10 +48,6 @@ KEEPALIVE_S: Final = 10.0
 POLL_S: Final = 0.25
 """How soon a change of the map is told, and how soon a stream notices that the server stops."""
 NAME_CHARS_MAX: Final = 251
-DEFAULT_MANIFEST: Final[dict[str, Any]] = {
-    "uid": "0",
-    "scopes": [{"name": "_default", "uid": "0", "collections": [{"name": "_default", "uid": "0"}]}],
-}
 
 
 def routes(node: NodeView) -> list[RouteSpec]:
@@ -166,9 +162,7 @@ class _Field:
 
     def manifest(self, _request: Request) -> bytes:
         """Scopes and collections."""
-        collections = self._node.collections
-        document = DEFAULT_MANIFEST if collections is None else collections.manifest()
-        return json.dumps(document).encode()
+        return json.dumps(self._node.collections.manifest()).encode()
 
     def details(self, request: Request) -> bytes:
         """The partition map with our address, and what kind of bucket it is."""
@@ -223,15 +217,7 @@ class _Field:
 
     def _collections(self, request: Request) -> CollectionsView:
         _check_bucket(request)
-        collections = self._node.collections
-        if collections is None:
-            raise AdminError(
-                HTTPStatus.NOT_IMPLEMENTED,
-                "scopes and collections cannot be changed",
-                why="this server has the default collection only",
-                try_this="use the default collection, _default._default",
-            )
-        return collections
+        return self._node.collections
 
 
 async def _changed(change: Any) -> Response:
