@@ -20,14 +20,12 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
 _UUID = click.IntRange(0, VB_UUID_MAX)
 
 
-class _VersionText(click.ParamType):
-    name = "UUID:SEQNO"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        vb_uuid, _, seqno = str(value).partition(":")
-        return _UUID.convert(vb_uuid, param, ctx), _SEQNO.convert(seqno, param, ctx)
+def _version_of(text: str) -> tuple[int, int]:
+    """Return a version that the command line names."""
+    vb_uuid, colon, seqno = text.partition(":")
+    if not (colon and vb_uuid.isdigit() and seqno.isdigit()):
+        raise click.UsageError(f"--version {text}: UUID:SEQNO is wanted, such as 266477440339581:8")
+    return int(vb_uuid), int(seqno)
 
 
 @click.group(
@@ -55,7 +53,7 @@ def explain_() -> None:
 @click.option("--snap-start", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
 @click.option("--snap-end", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
 @click.option(
-    "--version", "versions", type=_VersionText(), multiple=True,
+    "--version", "version_texts", multiple=True, metavar="UUID:SEQNO",
     help="All versions that it knows, newest first; more than one only with our extension.",
 )  # fmt: skip
 @click.option("--purge-seqno", type=_SEQNO, default=0, help="The purge seqno that it names.")
@@ -70,12 +68,13 @@ def rollback(
     vb_uuid: int,
     snap_start: int | None,
     snap_end: int | None,
-    versions: tuple[tuple[int, int], ...],
+    version_texts: tuple[str, ...],
     purge_seqno: int,
     strict: bool,
     ignore_purged: bool,
 ) -> None:
     """Say how a stream request would be answered, and why."""
+    versions = tuple(map(_version_of, version_texts))
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         log = FailoverLog(tuple(Version(*pair) for pair in kv.failover_log(vb_id)))
         stats = kv.stats(f"vbucket-seqno {vb_id}")

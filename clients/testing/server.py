@@ -178,7 +178,7 @@ class DcpServer:
             is_json = response.headers.get_content_type() == "application/json"
         finally:
             connection.close()
-        answer = json.loads(text) if is_json else text
+        answer: Any = json.loads(text) if is_json else text
         if response.status >= 400:
             error = answer["error"]
             raise ServerRefusedError(
