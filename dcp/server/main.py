@@ -354,7 +354,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 def _say(text: str) -> None:
     """Tell the operator, on stderr, in one paragraph."""
-    click.echo(f"dcpd: {text}", err=True)
+    # Whoever read our stderr may be gone; what is to be done is done all the same.
+    with contextlib.suppress(OSError):
+        click.echo(f"dcpd: {text}", err=True)
 
 
 # -- the command line ------------------------------------------------------------------------------
