@@ -487,16 +487,21 @@ class Engine:
             self._touched.append(part)
 
     def _roll_back(self, part: Partition, seqno: int) -> int:
-        """Undo what lies above `seqno` in memory; return how many keys changed back."""
+        """Undo what lies above `seqno` in memory; return how many keys changed back.
+
+        Reads all that it needs before it changes anything: damaged data stops it without a trace.
+        """
         first_changes = self._versions.first_changes_after(part, seqno)
         restored: dict[bytes, bytes] = {}
+        documents: dict[bytes, int] = {}
         for key, prev_seqno in first_changes.items():
             entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
             assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
             restored[key] = entry
-            documents = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
-            if documents:
-                self._count(part, key, documents)
+            documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
+        for key, change in documents.items():
+            if change:
+                self._count(part, key, change)
         part.roll_back(seqno, restored)
         part.tally.roll_back(seqno, self._versions.backward(part, seqno))
         return len(restored)

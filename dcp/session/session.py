@@ -7,6 +7,7 @@ group `state.wait_group` is committed.
 
 Invariants
 - responses keep the order of the requests;
+- data that the store finds damaged is answered with EINTERNAL, for the request that needs it alone;
 - no input raises: bad frames are answered as the protocol defines, or the connection closes with
   a reason;
 - what is kept of a peer is bounded: one incomplete packet (header checked before its body is
@@ -33,10 +34,12 @@ from dcp.wire.frame import (
     Frame,
     RemoteProtocolError,
     frame_infos,
+    pack_response,
 )
 from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
+from vbucket.kvenv import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
 
@@ -152,10 +155,13 @@ class Session:
             if magic == 0x80 and body_end <= end and body_len <= body_bytes_max:
                 handler = hot.get(opcode)
                 if handler is not None:
-                    handler(
-                        opcode, key_len, extras_len, datatype, vb_id, opaque, cas,
-                        position + HEADER_BYTES, body_end,
-                    )  # fmt: skip
+                    try:
+                        handler(
+                            opcode, key_len, extras_len, datatype, vb_id, opaque, cas,
+                            position + HEADER_BYTES, body_end,
+                        )  # fmt: skip
+                    except StoreDamagedError as error:
+                        self._answer_damage(opcode, opaque, error)
                     position = body_end
                     continue
             problem = self._problem_of(magic, opcode, body_len)
@@ -171,6 +177,12 @@ class Session:
                 break
             hot = self._document_handlers()
             position = body_end
+        self._keep_rest(buffer, position, missing_bytes)
+
+    def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
+        """Keep what is not consumed: the beginning of a packet, if a packet can begin so."""
+        state = self.state
+        end = len(buffer)
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # Whoever speaks another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
@@ -181,6 +193,13 @@ class Session:
             self._missing_bytes = missing_bytes
             position = end
         state.buffer = buffer[position:] if position else buffer
+
+    def _answer_damage(self, opcode: int, opaque: int, error: StoreDamagedError) -> None:
+        """Answer a request whose data cannot be read; nothing was changed by it."""
+        state = self.state
+        state.note("damaged data", opcode=opcode, reason=str(error))
+        body = state.error_body(f"the stored data is damaged: {error}")
+        state.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
 
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that requests reach without a look at their opcode's rules."""
@@ -259,17 +278,18 @@ class Session:
             else:
                 state.refuse(request, Status.EINVAL, "this command has no expiry to preserve")
             return
-        hot = self._hot.get(opcode)
-        if hot is not None:
-            hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
-            return
-        handler = self._cold.get(opcode)
-        if handler is None:
-            state.refuse(
-                request, Status.UNKNOWN_COMMAND, f"opcode 0x{opcode:02x} is not known here"
-            )
-            return
-        handler(request)
+        hot, cold = self._hot.get(opcode), self._cold.get(opcode)
+        try:
+            if hot is not None:
+                hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
+            elif cold is not None:
+                cold(request)
+            else:
+                state.refuse(
+                    request, Status.UNKNOWN_COMMAND, f"opcode 0x{opcode:02x} is not known here"
+                )
+        except StoreDamagedError as error:
+            self._answer_damage(opcode, opaque, error)
 
     def _may(self, request: Frame) -> bool:
         """Whether the client may do this; it is refused otherwise."""

@@ -30,6 +30,7 @@ from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import Status
 from vbucket.engine import ADD, REPLACE, SET, Document, Outcome
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
+from vbucket.kvenv import StoreDamagedError
 from vbucket.updates import Flush, count, extend, touch
 
 LINE_BYTES_MAX: Final = 64 * 1024
@@ -160,14 +161,19 @@ class TextSession:
         if state.flush is not None:
             state.continue_flush()
         position = 0
-        while not (state.is_full or state.is_closing):
-            if self._read is not None:
-                self._go_on_reading(self._read)
-                continue
-            step = self._next_step(position)
-            if step == position:
-                break
-            position = step
+        try:
+            while not (state.is_full or state.is_closing):
+                if self._read is not None:
+                    self._go_on_reading(self._read)
+                    continue
+                step = self._next_step(position)
+                if step == position:
+                    break
+                position = step
+        except StoreDamagedError as error:
+            # A line of the protocol cannot be given half an answer: say it, and end.
+            state.send(b"SERVER_ERROR the stored data is damaged\r\n")
+            state.close(f"damaged data: {error}")
         del self._buffer[:position]
 
     def _next_step(self, position: int) -> int:

@@ -1,0 +1,91 @@
+"""Damaged stored data: the request that needs it is refused, nothing wrong is told, others go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp.session.text import TextSession
+from dcp.wire.message import EndReason, parse_stream_end
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.memory_node import MemoryNode, Peer
+from vbucket.engine import BranchRefusedError
+from vbucket.ids import vbucket_of
+from vbucket.kvenv import StoreDamagedError
+from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE
+
+VB = vbucket_of(b"a")
+
+
+def stored(node: MemoryNode) -> Peer:
+    """Return a client of a node whose documents a and b are merged."""
+    peer = node.connect()
+    peer.hello(0x07, 0x12)
+    peer.set(VB, b"\0a", b"value of a")
+    peer.set(VB, b"\0b", b"value of b")
+    node.merge()
+    return peer
+
+
+def flip(node: MemoryNode, table: str) -> None:
+    """Change one bit of the first record of a table that belongs to the partition."""
+    prefix = VB.to_bytes(2, "big")
+    key, value = next(iter(node.env.snapshot().range(table, prefix)))
+    assert key.startswith(prefix)
+    node.env.flip(table, key, len(value) - 5)
+    node.store.refresh()
+
+
+@pytest.mark.parametrize("opcode", [Opcode.GET, Opcode.DELETE])
+def test_a_damaged_key_record_refuses_that_key_alone(opcode: Opcode) -> None:
+    node = MemoryNode()
+    peer = stored(node)
+    flip(node, BY_KEY_TABLE)
+    refused = peer.ask(opcode, vb_id=VB, key=b"\0a")
+    assert refused.status == Status.EINTERNAL
+    assert b"damaged" in refused.value
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"\0b").value == b"value of b"
+
+
+def test_a_store_over_a_damaged_record_changes_nothing() -> None:
+    node = MemoryNode()
+    peer = stored(node)
+    flip(node, BY_KEY_TABLE)
+    assert peer.set(VB, b"\0a", b"new").status == Status.EINTERNAL
+    assert node.engine.partitions[VB].high_seqno == 2
+    assert not node.engine.has_pending
+
+
+def test_the_text_protocol_says_so_and_ends() -> None:
+    node = MemoryNode()
+    stored(node)
+    flip(node, BY_KEY_TABLE)
+    peer = node.connect()
+    session = TextSession(peer.state)
+    session.receive(b"get a\r\nget b\r\n", node.now_ns)
+    assert b"".join(peer.state.answers) == b"SERVER_ERROR the stored data is damaged\r\n"
+    assert peer.state.is_closing
+
+
+def test_a_stream_over_a_damaged_block_ends_with_backfill_failed() -> None:
+    node = MemoryNode()
+    stored(node)
+    flip(node, BY_SEQNO_TABLE)
+    peer = node.connect()
+    peer.open(b"damaged")
+    peer.stream(VB)
+    frames = peer.pump()
+    assert frames[-1].opcode == Opcode.DCP_STREAM_END
+    assert parse_stream_end(frames[-1]) == EndReason.BACKFILL_FAILED
+    assert all(frame.opcode != Opcode.DCP_MUTATION for frame in frames)
+
+
+def test_a_branch_over_a_damaged_block_changes_nothing() -> None:
+    node = MemoryNode()
+    stored(node)
+    flip(node, BY_SEQNO_TABLE)
+    part = node.engine.partitions[VB]
+    before = (part.high_seqno, part.item_count, part.failover)
+    with pytest.raises((StoreDamagedError, BranchRefusedError)):
+        node.engine.branch(VB, 1)
+    assert (part.high_seqno, part.item_count, part.failover) == before
