@@ -360,10 +360,10 @@ class Producer:
             self.damages.append(str(error))
             self.end(stream, EndReason.BACKFILL_FAILED)  # rather than leave anything out
             return sent
-        if stream.filter.is_empty:
-            return sent + self._end(stream, out, EndReason.FILTER_EMPTY)
         if stream.next_seqno > end_seqno and (sent < bytes_max or not self.terms.has_snapshot_ends):
             sent += self._finish_snapshot(stream, part, out)
+        if stream.snap_end_seqno is None and stream.filter.is_empty:
+            return sent + self._end(stream, out, EndReason.FILTER_EMPTY)
         if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
             return sent + self._end(stream, out)
         has_more = part.committed_seqno >= stream.next_seqno or stream.takeover is not None
