@@ -4,43 +4,174 @@ import asyncio
 import http.client
 import itertools
 import json
+import logging
 from base64 import b64encode
 
 import pytest
 
 from dcp.server import users as users_module
-from dcp.server.admin import BODY_BYTES_MAX, AdminServer
+from dcp.server.access import Access
+from dcp.server.admin import AdminServer
+from dcp.server.admin.answers import BODY_BYTES_MAX
+from dcp.server.admin.field import BLOCK_END
+from dcp.server.admin.view import CollectionsRefusedError
+from dcp.server.config import Settings
+from dcp.server.logging_setup import EventLog
+from dcp.server.operations import StreamChoice
 from dcp.server.users import USERS_FILE, Users
+from dcp.session.faults import FaultError
+from dcp.wire.message import EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.rollback import Question
 from vbucket.engine import BranchRefusedError
+from vbucket.lifecycle import PurgeRefusedError
+from vbucket.partition import VbState
 
 GUEST = "guest:guest"
 
 
-class SmallNode:
-    """What the API needs of a node."""
+CONFIG = {
+    "rev": 1,
+    "uuid": "00",
+    "bucketType": "membase",
+    "nodes": [{"hostname": "$HOST:8091", "ports": {"direct": 11210}}],
+    "vBucketServerMap": {"numReplicas": 0},
+}
 
-    def __init__(self, users):
-        self.users = users
-        self.is_ready = True
-        self.branches = []
 
-    def status(self):
-        if self.branches == ["broken"]:
-            raise KeyError("a fault")
-        return {"version": "test", "items": 3}
+class SmallCollections:
+    """Takes note of what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def manifest(self):
+        return {"uid": "a", "scopes": []}
+
+    async def create_scope(self, scope):
+        self.told.append(("create", scope))
+        if scope == "taken":
+            raise CollectionsRefusedError(http.HTTPStatus.CONFLICT, "there is one already")
+        return 10
+
+    async def drop_scope(self, scope):
+        self.told.append(("drop", scope))
+        return 11
+
+    async def create_collection(self, scope, collection, max_ttl_s):
+        self.told.append(("create", scope, collection, max_ttl_s))
+        return 12
+
+    async def drop_collection(self, scope, collection):
+        self.told.append(("drop", scope, collection))
+        return 13
+
+
+class SmallOperations:
+    """Takes note of what it is told."""
+
+    def __init__(self):
+        self.told = []
 
     async def branch(self, vb_id, at_seqno):
         await asyncio.sleep(0)
         if at_seqno > 10:
             raise BranchRefusedError(f"vb {vb_id} ends at seqno 10")
-        self.branches.append((vb_id, at_seqno))
+        self.told.append((vb_id, at_seqno))
         return {"vb": vb_id, "seqno": at_seqno}
+
+    async def failover(self, vb_id, lost_seqnos):
+        if lost_seqnos > 10:
+            raise BranchRefusedError("it has 10")
+        self.told.append(("failover", vb_id, lost_seqnos))
+        return {"vb": vb_id}
+
+    async def set_state(self, vb_id, state):
+        self.told.append((vb_id, state))
+        return {"state": state.name}
+
+    async def purge(self, vb_id, upto_seqno):
+        if upto_seqno == 10:
+            raise PurgeRefusedError("never the last")
+        self.told.append(("purge", vb_id, upto_seqno))
+        return {"purge_seqno": upto_seqno}
+
+    async def explain(self, vb_id, question):
+        self.told.append((vb_id, question))
+        return {"answer": "OK"}
+
+    def streams(self, choice):
+        self.told.append(choice)
+        return [{"name": "x"}]
+
+    def end_streams(self, choice, reason):
+        self.told.append((choice, reason))
+        return 0 if choice.name == "nobody" else 2
+
+    def limit_streams(self, choice, bytes_per_s):
+        self.told.append((choice, bytes_per_s))
+        return 1
+
+    def drop_connections(self, choice):
+        self.told.append(("drop", choice))
+        return 1
+
+    def faults(self):
+        return []
+
+    def set_fault(self, **rule):
+        self.told.append(rule)
+        if rule["delay_ms"] == 7:
+            raise FaultError("not 7")
+        return {"id": 1}
+
+    def clear_faults(self, fault_id=None):
+        self.told.append(("clear", fault_id))
+        return 0 if fault_id == 9 else 1
+
+
+class SmallNode:
+    """What the API needs of a node."""
+
+    def __init__(self, users, data):
+        self.users = users
+        self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
+        self.is_ready = True
+        self.is_broken = False
+        self.operations = SmallOperations()
+        self.collections = SmallCollections()
+        self.version = (1, 1)
+        self.refusals = []
+
+    def status(self):
+        if self.is_broken:
+            raise KeyError("a fault")
+        return {"version": "test", "items": 3}
+
+    def metrics(self, *, by_vbucket):
+        return b"dcpd_vb 1\n" if by_vbucket else b"dcpd_items 3\n"
+
+    def users_changed(self):
+        pass
+
+    def bucket_config(self):
+        return json.dumps(CONFIG | {"rev": self.version[1]}).encode()
+
+    def global_config(self):
+        return b'{"nodesExt":[]}'
+
+    def config_version(self):
+        return self.version
+
+    def log_refusal(self, event, peer_host, **fields):
+        self.refusals.append((event, peer_host, fields["status"], fields["reason"]))
 
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     monkeypatch.setattr(users_module, "ITERATIONS", 4096)
-    return SmallNode(Users(tmp_path / USERS_FILE))
+    return SmallNode(Users(tmp_path / USERS_FILE), tmp_path)
 
 
 @pytest.fixture
@@ -62,7 +193,8 @@ async def ask(node):
         response = connection.getresponse()
         text = response.read()
         connection.close()
-        return response.status, json.loads(text), response.headers
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text, response.headers
 
     async def ask(method, path, body=None, *, login=GUEST, content_type="application/json"):
         return await asyncio.to_thread(request, method, path, body, login, content_type)
@@ -96,7 +228,7 @@ async def test_everything_else_needs_one(ask, node):
         status, document, headers = await ask(method, path, {"at": 1}, login=login)
         assert (status, document["error"]["what"]) == (401, "log in first"), (login, path)
         assert headers["www-authenticate"] == 'Basic realm="dcpd"'
-    assert node.branches == []
+    assert node.operations.told == []
 
 
 async def test_an_authorization_that_is_not_base64_is_refused(ask, node):
@@ -117,7 +249,7 @@ async def test_an_authorization_that_is_not_base64_is_refused(ask, node):
 async def test_branch(ask, node):
     status, document, _ = await ask("POST", "/api/v1/vbuckets/1023/branch", {"at": 7})
     assert (status, document) == (200, {"vb": 1023, "seqno": 7})
-    assert node.branches == [(1023, 7)]
+    assert node.operations.told == [(1023, 7)]
 
 
 async def test_a_branch_that_cannot_be_says_why(ask):
@@ -127,7 +259,7 @@ async def test_a_branch_that_cannot_be_says_why(ask):
         "what": "vbucket 5 cannot branch at seqno 11",
         "where": "POST /api/v1/vbuckets/5/branch",
         "why": "vb 5 ends at seqno 10",
-        "try": "dcpctl failover-log 5 and dcpctl seqnos show what there is",
+        "try": "dcpctl failover-log VB and dcpctl seqnos show what there is",
     }
 
 
@@ -154,7 +286,7 @@ async def test_bodies_that_are_not_what_is_asked_for(ask, node):
         status, document, _ = await ask("POST", "/api/v1/vbuckets/5/branch", body)
         assert status == 400, body
         assert document["error"]["why"]
-    assert node.branches == []
+    assert node.operations.told == []
 
 
 async def test_bodies_are_limited_and_typed(ask, node):
@@ -164,7 +296,7 @@ async def test_bodies_are_limited_and_typed(ask, node):
     # A form that a web page of another site could send without being asked.
     status, document, _ = await ask("POST", path, {"at": 1}, content_type="text/plain")
     assert (status, document["error"]["what"]) == (415, "the body must be JSON")
-    assert node.branches == []
+    assert node.operations.told == []
 
 
 async def test_users_are_added_used_and_removed(ask, node):
@@ -173,7 +305,7 @@ async def test_users_are_added_used_and_removed(ask, node):
     )
     assert (status, document) == (201, {"name": "alice"})
     status, document, _ = await ask("GET", "/api/v1/users", login="alice:wonderland")
-    assert (status, document) == (200, {"users": ["alice"]})
+    assert (status, document["users"]) == (200, ["alice"])
     assert (await ask("DELETE", "/api/v1/users/alice"))[0] == 200
     status, document, _ = await ask("DELETE", "/api/v1/users/alice")
     assert (status, document["error"]["what"]) == (404, "there is no user 'alice'")
@@ -203,7 +335,7 @@ async def test_unknown_paths_and_methods(ask):
 
 
 async def test_a_fault_of_the_server_is_json_and_logged(ask, node, caplog):
-    node.branches = ["broken"]
+    node.is_broken = True
     status, document, _ = await ask("GET", "/api/v1/status")
     assert (status, document["error"]["why"]) == (500, "KeyError")
     assert "a fault" in caplog.text
@@ -219,3 +351,243 @@ async def test_a_port_that_is_taken_is_an_oserror(ask, node):
     await first.stop()
     assert await second.start("127.0.0.1", port) == port
     await second.stop()
+
+
+async def test_refusals_are_logged_with_their_reason(ask, node):
+    await ask("GET", "/api/v1/status", login=None)
+    await ask("GET", "/api/v1/nothing")
+    await ask("POST", "/api/v1/vbuckets/5/branch", {"at": 11})
+    assert [(event, host, status) for event, host, status, _ in node.refusals] == [
+        ("admin request refused", "127.0.0.1", 401),
+        ("admin request refused", "127.0.0.1", 404),
+        ("admin request refused", "127.0.0.1", 409),
+    ]
+    assert node.refusals[2][3] == "vbucket 5 cannot branch at seqno 11: vb 5 ends at seqno 10"
+
+
+# -- what is done on purpose -------------------------------------------------------------------
+
+
+async def test_partitions(ask, node):
+    post = "/api/v1/vbuckets/17/"
+    assert (await ask("POST", post + "failover", {}))[:2] == (200, {"vb": 17})
+    await ask("POST", post + "failover", {"lose": 3})
+    await ask("POST", post + "state", {"state": "dead"})
+    await ask("POST", post + "purge", {})
+    await ask("POST", post + "purge", {"upto": 5})
+    assert node.operations.told == [
+        ("failover", 17, 0),
+        ("failover", 17, 3),
+        (17, VbState.DEAD),
+        ("purge", 17, None),
+        ("purge", 17, 5),
+    ]
+
+
+async def test_partitions_that_refuse(ask, node):
+    for action, body, status, why in (
+        ("failover", {"lose": 11}, 409, "it has 10"),
+        ("failover", {"lose": -1}, 400, '"lose" must be 0 or more'),
+        ("state", {"state": "asleep"}, 400, "one of active, replica, pending, dead"),
+        ("state", {}, 400, '"state" (str)'),
+        ("purge", {"upto": 10}, 409, "never the last"),
+        ("purge", {"upto": True}, 400, '"upto" (int, optional)'),
+    ):
+        found, document, _ = await ask("POST", f"/api/v1/vbuckets/17/{action}", body)
+        assert (found, why in document["error"]["why"]) == (status, True), (action, body, document)
+    assert node.operations.told == []
+
+
+async def test_explain_rollback(ask, node):
+    post = "/api/v1/vbuckets/17/explain-rollback"
+    assert (await ask("POST", post, {"uuid": "18446744073709551615", "seqno": 5}))[0] == 200
+    await ask(
+        "POST",
+        post,
+        {
+            "uuid": 7,
+            "seqno": 5,
+            "snap_start": 4,
+            "snap_end": 9,
+            "versions": [["7", 2], [6, 0]],
+            "strict": True,
+            "client_purge_seqno": 1,
+        },
+    )
+    assert node.operations.told == [
+        (17, Question(5, 2**64 - 1, 5, 5)),
+        (17, Question(5, 7, 4, 9, ((7, 2), (6, 0)), strict=True, client_purge_seqno=1)),
+    ]
+    for wrong in (
+        {"uuid": "x"},
+        {"uuid": "-1"},
+        {"uuid": 2**64},
+        {"uuid": "1", "versions": [[1, 2, 3]]},
+        {"uuid": "1", "versions": [[1, "2"]]},
+        {"uuid": "1", "snap_end": -1},
+    ):
+        assert (await ask("POST", post, {"seqno": 1, **wrong}))[0] == 400, wrong
+
+
+async def test_streams(ask, node):
+    post = "/api/v1/streams/"
+    assert (await ask("GET", "/api/v1/streams"))[1] == {"streams": [{"name": "x"}]}
+    await ask("GET", "/api/v1/streams?name=a%20b&vb=7")
+    assert (await ask("POST", post + "close", {"vb": 7}))[:2] == (200, {"streams": 2})
+    await ask("POST", post + "close", {"name": "x", "reason": "too_slow"})
+    await ask("POST", post + "slow", {"bytes_per_s": 100})
+    await ask("POST", post + "stall", {})
+    await ask("POST", post + "resume", {})
+    assert (await ask("POST", post + "drop", {"name": "x"}))[1] == {"connections": 1}
+    everything = StreamChoice(None, None)
+    assert node.operations.told == [
+        everything,
+        StreamChoice("a b", 7),
+        (StreamChoice(None, 7), EndReason.CLOSED),
+        (StreamChoice("x", None), EndReason.TOO_SLOW),
+        (everything, 100),
+        (everything, 0),
+        (everything, None),
+        ("drop", StreamChoice("x", None)),
+    ]
+
+
+async def test_streams_that_are_not_there(ask):
+    post = "/api/v1/streams/"
+    for action, body, status in (
+        ("close", {"name": "nobody"}, 404),
+        ("close", {"reason": "because"}, 400),
+        ("close", {"vb": 1024}, 400),
+        ("slow", {}, 400),
+        ("slow", {"bytes_per_s": 0}, 400),
+        ("stall", {"vb": "7"}, 400),
+    ):
+        found, document, _ = await ask("POST", post + action, body)
+        assert found == status, (action, body, document)
+    assert (await ask("GET", "/api/v1/streams?vb=x"))[0] == 400
+
+
+async def test_faults(ask, node):
+    path = "/api/v1/faults"
+    rule = {
+        "opcode": "get", "vb": 3, "status": "0x86", "delay_ms": 5, "count": 2, "probability": 0.5,
+        "seed": 1, "rollback_seqno": 4,
+    }  # fmt: skip
+    assert (await ask("POST", path, rule))[:2] == (201, {"id": 1})
+    assert node.operations.told == [
+        {
+            "opcode": Opcode.GET,
+            "vb_id": 3,
+            "status": Status.ETMPFAIL,
+            "delay_ms": 5,
+            "disconnects": False,
+            "count": 2,
+            "probability": 0.5,
+            "seed": 1,
+            "rollback_seqno": 4,
+        }
+    ]
+    assert (await ask("GET", path))[:2] == (200, {"faults": []})
+    assert (await ask("DELETE", path))[:2] == (200, {"cleared": 1})
+    assert (await ask("DELETE", f"{path}/3"))[:2] == (200, {"cleared": 1})
+    for wrong in ("9", "x", "-1"):
+        assert (await ask("DELETE", f"{path}/{wrong}"))[0] == 404, wrong
+    for wrong in ({"opcode": "GRAB"}, {"status": 1234}, {"vb": -1}, {"delay_ms": 7}, {"x": 1}):
+        assert (await ask("POST", path, wrong))[0] == 400, wrong
+
+
+async def test_metrics(ask):
+    status, text, headers = await ask("GET", "/metrics")
+    assert (status, text) == (200, b"dcpd_items 3\n")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert (await ask("GET", "/metrics?vbuckets=1"))[1] == b"dcpd_vb 1\n"
+    assert (await ask("GET", "/metrics?vbuckets=0"))[1] == b"dcpd_items 3\n"
+
+
+# -- the field's own ---------------------------------------------------------------------------
+
+
+async def test_what_go_dcp_and_gocbcore_ask_for(ask):
+    pools = (await ask("GET", "/pools"))[1]
+    version, build, _edition = pools["implementationVersion"].split("-")
+    assert [number.isdigit() for number in (*version.split("."), build)] == [True] * 4
+    bucket = (await ask("GET", "/pools/default/buckets/default"))[1]
+    assert (bucket["bucketType"], bucket["storageBackend"]) == ("membase", "couchstore")
+    assert bucket["nodes"][0]["hostname"] == "127.0.0.1:8091"
+    assert (bucket["numVBuckets"], bucket["collectionsManifestUid"]) == (1024, "a")
+    assert (await ask("GET", "/pools/default/b/default"))[1] == CONFIG
+    assert (await ask("GET", "/pools/default/nodeServices"))[1] == {"nodesExt": []}
+    assert (await ask("GET", "/pools/default"))[1]["bucketNames"][0]["bucketName"] == "default"
+    assert [b["bucketType"] for b in (await ask("GET", "/pools/default/buckets"))[1]] == ["membase"]
+    whoami = (await ask("GET", "/whoami"))[1]
+    assert (whoami["id"], {"role": "admin"} in whoami["roles"]) == ("guest", True)
+    for path in ("buckets", "b", "bs", "bucketsStreaming"):
+        assert (await ask("GET", f"/pools/default/{path}/other"))[0] == 404
+    assert (await ask("GET", "/pools", login=None))[0] == 401
+
+
+@pytest.mark.parametrize("kind", ["bs", "bucketsStreaming"])
+async def test_a_config_stream_sends_a_block_at_once_and_after_a_change(node, kind):
+    server = AdminServer(node)
+    port = await server.start("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    login = b64encode(GUEST.encode()).decode()
+    writer.write(
+        f"GET /pools/default/{kind}/default HTTP/1.1\r\nhost: x\r\n"
+        f"authorization: Basic {login}\r\n\r\n".encode()
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    first = await reader.readuntil(BLOCK_END)
+    assert b'"rev": 1' in first
+    node.version = (1, 2)
+    assert b'"rev": 2' in await reader.readuntil(BLOCK_END)
+    node.is_ready = False
+    await reader.readuntil(b"0\r\n\r\n")  # the stream ends with the server
+    writer.close()
+    await server.stop()
+
+
+async def test_scopes_and_collections(ask, node):
+    path = "/pools/default/buckets/default/scopes"
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    assert (await ask("GET", path))[:2] == (200, {"uid": "a", "scopes": []})
+    assert (await ask("POST", path, b"name=s", **form))[:2] == (200, {"uid": "a"})
+    await ask("POST", f"{path}/s/collections", b"name=c&maxTTL=60", **form)
+    await ask("POST", f"{path}/s/collections", b"name=d%25", **form)
+    assert (await ask("DELETE", f"{path}/s/collections/c"))[:2] == (200, {"uid": "d"})
+    await ask("DELETE", f"{path}/s")
+    assert node.collections.told == [
+        ("create", "s"),
+        ("create", "s", "c", 60),
+        ("create", "s", "d%", 0),
+        ("drop", "s", "c"),
+        ("drop", "s"),
+    ]
+    assert (await ask("POST", path, b"name=taken", **form))[0] == 409
+    for wrong in (b"", b"name=", b"name=" + b"x" * 252, b"&" * 200, b"\xff=\xff"):
+        assert (await ask("POST", path, wrong, **form))[0] == 400, wrong
+    assert (await ask("POST", f"{path}/s/collections", b"name=c&maxTTL=x", **form))[0] == 400
+    assert (await ask("POST", path, {"name": "s"}))[0] == 415
+
+
+async def test_a_chunked_form_is_read_and_one_of_another_site_is_not(node):
+    server = AdminServer(node)
+    port = await server.start("127.0.0.1", 0)
+
+    def send(**headers):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers["authorization"] = "Basic " + b64encode(GUEST.encode()).decode()
+        headers["content-type"] = "application/x-www-form-urlencoded"
+        path = "/pools/default/buckets/default/scopes"
+        chunks = iter((b"na", b"me=s"))
+        connection.request("POST", path, chunks, headers, encode_chunked=True)
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    assert await asyncio.to_thread(send, **{"transfer-encoding": "chunked"}) == 200
+    foreign = {"transfer-encoding": "chunked", "sec-fetch-site": "cross-site"}
+    assert await asyncio.to_thread(send, **foreign) == 403
+    assert node.collections.told == [("create", "s")]
+    await server.stop()

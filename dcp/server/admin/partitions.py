@@ -23,6 +23,7 @@ from dcp.server.admin.answers import (
     vb_of,
 )
 from dcp.server.admin.view import NodeView
+from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
 from vbucket.engine import BranchRefusedError
@@ -97,7 +98,7 @@ def routes(node: NodeView) -> list[RouteSpec]:
         RouteSpec("POST", f"{prefix}/failover", failover),
         RouteSpec("POST", f"{prefix}/state", state),
         RouteSpec("POST", f"{prefix}/purge", purge),
-        RouteSpec("POST", f"{prefix}/explain-rollback", explain),
+        RouteSpec("POST", f"{prefix}/explain-rollback", explain, role=Role.STREAM),
     ]
 
 
