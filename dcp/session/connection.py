@@ -121,7 +121,8 @@ class ConnectionCommands:
         state.logged_in(None, FULL_RIGHTS)
         why = step.why or "user or password is wrong, or not allowed from there"
         state.refuse(request, step.status, why)
-        self._count_failure()
+        if step.status != Status.EBUSY:  # the password was right
+            self._count_failure()
 
     def _count_failure(self) -> None:
         """Whoever guesses passwords has to connect again now and then."""

@@ -124,7 +124,8 @@ class DocumentCommands:
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
         if len(body) - len(key) > state.limits.value_bytes_max:
-            self.refuse(opcode, opaque, Status.E2BIG, "the value is longer than the limit")
+            limit = f"a value has at most {state.limits.value_bytes_max} bytes"
+            self.refuse(opcode, opaque, Status.E2BIG, f"{limit} (setting value_bytes_max)")
             return
         if vb_id >= NUM_VBUCKETS:
             self._refuse_vbucket(opcode, opaque, vb_id)

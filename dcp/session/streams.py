@@ -338,9 +338,8 @@ class DcpCommands:
             )
             return
         if producer.stream_count >= state.limits.streams_max:
-            state.refuse(
-                request, Status.ENOMEM, f"{producer.stream_count} streams are open, the limit"
-            )
+            limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
+            state.refuse(request, Status.ENOMEM, limit)
             return
         versions = part.failover.pairs()
         state.answer(
