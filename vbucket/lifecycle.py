@@ -33,7 +33,7 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
             f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
         )
     branch = engine.branch(vb_id, part.high_seqno - lost_seqnos)
-    _put_state(engine, vb_id, VbState.ACTIVE)
+    put_state(engine, vb_id, VbState.ACTIVE)
     return branch
 
 
@@ -41,7 +41,7 @@ def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
     """Put a partition into a state. Return the new version where it became active."""
     part = engine.partitions[vb_id]
     becomes_active = state == VbState.ACTIVE != part.state
-    _put_state(engine, vb_id, state)
+    put_state(engine, vb_id, state)
     return engine.branch(vb_id, part.high_seqno) if becomes_active else None
 
 
@@ -65,7 +65,8 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
     return part.purge_seqno
 
 
-def _put_state(engine: Engine, vb_id: int, state: VbState) -> None:
+def put_state(engine: Engine, vb_id: int, state: VbState) -> None:
+    """Put a partition into a state within the same version: for takeovers, whose point that is."""
     part = engine.partitions[vb_id]
     if state != part.state:
         part.state = state

@@ -27,6 +27,7 @@ from enum import Enum, auto
 from typing import Final
 
 from vbucket.engine import Engine
+from vbucket.lifecycle import put_state
 from vbucket.partition import VbState
 
 SENDING_NS_MAX: Final = 60 * 1_000_000_000
@@ -113,10 +114,3 @@ class Takeover:
         part.is_backed_up = False
         if self.step is TakeoverStep.DRAINING and part.state == VbState.DEAD:
             put_state(engine, vb_id, VbState.ACTIVE)
-
-
-def put_state(engine: Engine, vb_id: int, state: VbState) -> None:
-    """Put a partition into a state, durably with the open group, within the same version."""
-    part = engine.partitions[vb_id]
-    part.state = state
-    engine.add_control(part, {"kind": "state", "state": int(state)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dcp.stream.takeover import put_state
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason, StreamFlag, parse_mutation, parse_stream_end
 from dcp.wire.opcode import Opcode
@@ -12,6 +11,7 @@ from dcp.wire.status import Status
 from stream.follower import Follower
 from support.memory_node import MemoryNode, Peer
 from vbucket.kvenv import StoreDamagedError
+from vbucket.lifecycle import put_state
 from vbucket.partition import VbState
 from vbucket.store import RecordDamagedError
 
