@@ -34,6 +34,7 @@ from typing import Final, Literal
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint import Checkpoint, CheckpointStore
 from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, Batch, ConsumerCore
+from clients.consumer_extensions import DEFAULT_ONLY
 from clients.consumer_stream import Wanted, advance
 from clients.errors import (
     AuthenticationError,
@@ -44,6 +45,8 @@ from clients.errors import (
     StreamViolationError,
     TemporaryError,
     TopologyError,
+    UnsupportedError,
+    error_from_status,
 )
 from clients.event import Event
 from clients.link import Link
@@ -51,6 +54,7 @@ from clients.position import Position
 from clients.topology import Topology, parse_topology, single_node
 from clients.validator import StreamValidator
 from dcp.wire.frame import ProtocolError
+from dcp.wire.opcode import Opcode
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 5.0
@@ -175,6 +179,10 @@ class Consumer:
     at the start. `rollback_to`: "state" goes back to the newest complete state that was held at or
     below what the server says, for users who can restore it; "beginning" goes back to 0, for users
     who then build the partition anew. `validate`: check every event (StreamViolationError).
+    `collections`: names ("scope.collection") or ids of those to follow, "all" for everything; None
+    is the default collection alone. Where it is given, system events come, and events carry the id
+    of their collection; a name is looked up once, because one that is dropped and made again is
+    another collection.
     `history`: every version of a document, not only the newest, as far back as the server keeps
     them. `previous_values`: events tell what they replaced. A server that knows neither sends what
     it always does.
@@ -193,6 +201,7 @@ class Consumer:
         store: CheckpointStore | None = None,
         until_now: bool = False,
         rollback_to: Literal["state", "beginning"] = "state",
+        collections: Iterable[str | int] | Literal["all"] | None = None,
         history: bool = False,
         previous_values: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
@@ -211,6 +220,11 @@ class Consumer:
         self._store = store
         self._until_now = until_now
         self._rollback_to = rollback_to
+        self._collections: Literal["all"] | list[str | int] | None = (
+            collections if collections is None or collections == "all" else list(collections)
+        )
+        assert self._collections != [], 'no collections: None is the default one, "all" all'
+        self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._history = history
         self._previous_values = previous_values
         self.noop_interval_s = noop_interval_s
@@ -262,6 +276,7 @@ class Consumer:
     async def _open(self) -> None:
         saved = self._store.load() if self._store is not None else {}
         await self._refresh_topology()
+        await self._resolve_collections()
         assert self.topology is not None
         count = self.topology.num_vbuckets
         vb_ids = range(count) if self._vbuckets is None else self._vbuckets
@@ -481,6 +496,7 @@ class Consumer:
         core = ConsumerCore(
             self.name.encode(),
             has_collections=link.has_collections,
+            collections=self._collection_ids,
             buffer_bytes=self.buffer_bytes,
             noop_interval_s=self.noop_interval_s,
             until_now=self._until_now,
@@ -494,6 +510,27 @@ class Consumer:
             core.add(vb_id, wanted)
         self._sessions[place] = session
         session.begin()
+
+    async def _resolve_collections(self) -> None:
+        """Find the ids of the collections that are wanted. Raises UnknownCollectionError."""
+        wanted = self._collections
+        if wanted is None:
+            return
+        link = next(iter(self._spare.values()))
+        if not link.has_collections:
+            raise UnsupportedError("the server has no collections", node=link.node)
+        ids = []
+        for item in () if wanted == "all" else wanted:
+            if isinstance(item, int):
+                ids.append(item)
+                continue
+            frame = await link.request(Opcode.GET_COLLECTION_ID, key=item.encode())
+            if frame.status:
+                raise error_from_status(
+                    frame.status, f"collection {item!r}", body=frame.value, node=link.node
+                )
+            ids.append(int.from_bytes(frame.extras[8:12], "big"))
+        self._collection_ids = tuple(ids)
 
     async def _refresh_topology(self) -> None:
         """Ask the first node that answers; keep the connection for its streams."""

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.consumer_extensions import Extensions
+from clients.consumer_extensions import DEFAULT_ONLY, Extensions
 from clients.consumer_requests import StreamRequests
 from clients.consumer_stream import (
     FINAL_STATES,
@@ -48,6 +48,7 @@ from clients.event import (
     SnapshotEnd,
     SnapshotStart,
     StreamEnded,
+    SystemEvent,
 )
 from clients.position import Position
 from dcp.wire.frame import (
@@ -59,6 +60,7 @@ from dcp.wire.frame import (
     pack_response,
 )
 from dcp.wire.message import (
+    SYSTEM_EVENT_EXTRAS,
     U64,
     EndReason,
     OpenFlag,
@@ -71,6 +73,7 @@ from dcp.wire.message import (
     parse_stream_end,
 )
 from dcp.wire.opcode import Magic, Opcode
+from vbucket.manifest import decode_leb128, parse_system_event
 
 BUFFER_BYTES: Final = 20 * 1024 * 1024
 """Default flow control window (gocbcore's)."""
@@ -114,6 +117,7 @@ class ConsumerCore(StreamRequests):
         name: bytes,
         *,
         has_collections: bool,
+        collections: tuple[int, ...] = DEFAULT_ONLY,
         buffer_bytes: int = BUFFER_BYTES,
         noop_interval_s: float = NOOP_INTERVAL_S,
         until_now: bool = False,
@@ -124,7 +128,10 @@ class ConsumerCore(StreamRequests):
     ) -> None:
         assert 0 < len(name) <= 200, "DCP_OPEN takes a name of 1 to 200 bytes"
         extensions = Extensions(
-            has_collections=has_collections, history=history, previous_values=previous_values
+            has_collections=has_collections,
+            collections=collections,
+            history=history,
+            previous_values=previous_values,
         )
         super().__init__(
             extensions,
@@ -133,7 +140,10 @@ class ConsumerCore(StreamRequests):
             node=node,
         )
         self._name = name
-        self._has_collections = has_collections
+        self._has_many = has_collections and collections != DEFAULT_ONLY
+        """Keys are of collections that only their first bytes tell."""
+        self._prefix_bytes = int(has_collections and not self._has_many)
+        """What begins every key and is of no interest."""
         self._buffer_bytes = buffer_bytes
         self._noop_interval_s = noop_interval_s
         self._chunks: list[bytes] = []
@@ -187,6 +197,8 @@ class ConsumerCore(StreamRequests):
         self._touched = set()
         self._markers = {}
         wire_bytes = self._decode(b"".join(self._chunks))
+        if self._has_many:
+            _split_keys(self._events)
         positions = {stream.vb_id: stream.position() for stream in self._touched}
         return Batch(self._events, positions, wire_bytes, self._markers)
 
@@ -242,7 +254,7 @@ class ConsumerCore(StreamRequests):
         append = self._events.append
         streams = self._open
         unpack = MUTATION_HEAD.unpack_from
-        prefix_bytes = 1 if self._has_collections else 0
+        prefix_bytes = self._prefix_bytes
         at, end, uncounted = 0, len(buffer), 0
         opaque_now, stream = -1, None
         previous = self._previous
@@ -361,7 +373,7 @@ class ConsumerCore(StreamRequests):
         """A document was deleted or expired."""
         seqno, rev_seqno, delete_time_s = parse_deletion(frame)
         self._move(stream, seqno)
-        key = frame.key[1:] if self._has_collections else frame.key
+        key = frame.key[self._prefix_bytes :]
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION
         previous = self._take_previous(stream, frame.opaque, seqno)
         self._events.append(
@@ -372,10 +384,29 @@ class ConsumerCore(StreamRequests):
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: Stream, frame: Frame) -> None:
-        """A seqno passed that has nothing for us (SEQNO_ADVANCED, SYSTEM_EVENT)."""
+        """A seqno passed that has nothing for us."""
         seqno: int = U64.unpack_from(frame.extras)[0]
         self._move(stream, seqno)
         self._events.append(SeqnoAdvanced(stream.vb_id, seqno))
+        self._complete_at(stream, seqno)
+
+    def on_system_event(self, stream: Stream, frame: Frame) -> None:
+        """A scope or collection came or went; one of a kind that we do not know only passes."""
+        if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
+            raise RemoteProtocolError(f"a system event with extras of {len(frame.extras)} bytes")
+        seqno, kind, version = SYSTEM_EVENT_EXTRAS.unpack(frame.extras)
+        try:
+            event = parse_system_event(kind, version, frame.key, frame.value)
+        except ValueError:
+            self.on_advanced(stream, frame)
+            return
+        self._move(stream, seqno)
+        self._events.append(
+            SystemEvent(
+                stream.vb_id, seqno, kind, event.manifest_uid, event.scope_id, event.collection_id,
+                event.name, event.max_ttl_s,
+            )
+        )  # fmt: skip
         self._complete_at(stream, seqno)
 
     def on_snapshot_end(self, stream: Stream, frame: Frame) -> None:
@@ -437,12 +468,23 @@ class ConsumerCore(StreamRequests):
             self._events.append(SnapshotEnd(stream.vb_id, seqno))
 
 
+def _split_keys(events: list[Event]) -> None:
+    """Take the collection ids off the keys of changes."""
+    for event in events:
+        if isinstance(event, Mutation | Deletion):
+            decoded = decode_leb128(event.key)
+            if decoded is None:
+                raise RemoteProtocolError(f"a key without a collection id: {event.key[:40]!r}")
+            event.collection_id, id_bytes = decoded
+            event.key = event.key[id_bytes:]
+
+
 _MESSAGES: Final[dict[int, Callable[[ConsumerCore, Stream, Frame], None]]] = {
     Opcode.DCP_SNAPSHOT_MARKER: ConsumerCore.on_marker,
     Opcode.DCP_DELETION: ConsumerCore.on_deletion,
     Opcode.DCP_EXPIRATION: ConsumerCore.on_deletion,
     Opcode.DCP_SEQNO_ADVANCED: ConsumerCore.on_advanced,
-    Opcode.DCP_SYSTEM_EVENT: ConsumerCore.on_advanced,
+    Opcode.DCP_SYSTEM_EVENT: ConsumerCore.on_system_event,
     Opcode.DCP_SNAPSHOT_END: ConsumerCore.on_snapshot_end,
     Opcode.DCP_PREVIOUS_VALUE: ConsumerCore.on_previous_value,
     Opcode.DCP_STREAM_END: ConsumerCore.on_end,

@@ -23,17 +23,24 @@ SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
 PREVIOUS_VALUE: Final = b"x_previous_value"
 
-_FILTER: Final[dict[str, object]] = {"collections": ["0"]}
-"""Only the default collection: keys of others would be indistinguishable to our users."""
+DEFAULT_ONLY: Final = (0,)
+"""Collection ids of a consumer that names none. An empty tuple means everything."""
 
 
 class Extensions:
     """See the module. One per connection."""
 
     def __init__(
-        self, *, has_collections: bool, history: bool = False, previous_values: bool = False
+        self,
+        *,
+        has_collections: bool,
+        collections: tuple[int, ...] = DEFAULT_ONLY,
+        history: bool = False,
+        previous_values: bool = False,
     ) -> None:
-        self._has_collections = has_collections
+        self._filter: dict[str, object] = {}
+        if has_collections and collections:
+            self._filter["collections"] = [f"{collection_id:x}" for collection_id in collections]
         self._status: dict[bytes, int | None] = {VERSION_LOG: None, SNAPSHOT_END: None}
         if history:
             self._status[CHANGE_STREAMS] = None
@@ -60,7 +67,7 @@ class Extensions:
 
     def request_value(self, position: Position) -> bytes:
         """Return the JSON value of a stream request from a position."""
-        document = dict(_FILTER) if self._has_collections else {}
+        document = dict(self._filter)
         if self.has_version_lists and position.seqno:
             document["version_log"] = [
                 [str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions

@@ -26,6 +26,7 @@ from clients.event import (
     SnapshotEnd,
     SnapshotStart,
     StreamOpened,
+    SystemEvent,
 )
 from clients.position import RANGES_MAX, Position, Versions, clipped, thinned
 
@@ -202,7 +203,7 @@ def advance(
             if event.vb_id in markers:
                 stream.begin_snapshot(*markers[event.vb_id])
         match event:
-            case Mutation() | Deletion() | SeqnoAdvanced():
+            case Mutation() | Deletion() | SystemEvent() | SeqnoAdvanced():
                 stream.move(event.seqno)
             case SnapshotStart():
                 stream.begin_snapshot(event.start_seqno, event.end_seqno)

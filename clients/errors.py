@@ -18,6 +18,7 @@
         ├── RangeError          0x22
         ├── RollbackRequiredError 0x23, .to_seqno
         ├── NoAccessError       0x24
+        ├── UnknownCollectionError 0x88, 0x8c
         ├── UnsupportedError    0x81, 0x83
         ├── TemporaryError      0x82, 0x85, 0x86: nothing was done, try again later
         └── ServerError         any other status
@@ -180,6 +181,12 @@ class NoAccessError(StatusError):
     """The user may not do this."""
 
 
+class UnknownCollectionError(StatusError):
+    """The server has no such collection, or no such scope."""
+
+    default_hint = "Collections are dropped for good; one of the same name is another: ask by name."
+
+
 class UnsupportedError(StatusError):
     """The server does not know the command."""
 
@@ -204,6 +211,8 @@ _CLASSES: dict[int, type[StatusError]] = {
     Status.ERANGE: RangeError,
     Status.ROLLBACK: RollbackRequiredError,
     Status.EACCESS: NoAccessError,
+    Status.UNKNOWN_COLLECTION: UnknownCollectionError,
+    Status.UNKNOWN_SCOPE: UnknownCollectionError,
     Status.UNKNOWN_COMMAND: UnsupportedError,
     Status.NOT_SUPPORTED: UnsupportedError,
     Status.ENOMEM: TemporaryError,

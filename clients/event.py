@@ -28,6 +28,7 @@ class Mutation(msgspec.Struct, gc=False):
     datatype: int = 0
     previous_value: bytes | None = None
     """What it replaced, where that was asked for and there was something."""
+    collection_id: int = 0
 
 
 class Deletion(msgspec.Struct, gc=False):
@@ -42,6 +43,24 @@ class Deletion(msgspec.Struct, gc=False):
     is_expiry: bool = False
     previous_value: bytes | None = None
     """What was deleted, where that was asked for."""
+    collection_id: int = 0
+
+
+class SystemEvent(msgspec.Struct, gc=False):
+    """A scope or collection came or went (consumers of collections only).
+
+    `kind`: vbucket.manifest.SystemEventKind; `name` is "" where something was dropped;
+    `collection_id` is 0 where a scope is meant.
+    """
+
+    vb_id: int
+    seqno: int
+    kind: int
+    manifest_uid: int
+    scope_id: int
+    collection_id: int
+    name: str
+    max_ttl_s: int = 0
 
 
 class SnapshotStart(msgspec.Struct, gc=False):
@@ -126,6 +145,7 @@ class StreamFailed(msgspec.Struct, gc=False):
 Event = (
     Mutation
     | Deletion
+    | SystemEvent
     | SnapshotStart
     | SnapshotEnd
     | SeqnoAdvanced

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any, Final, TypeVar
 
 from clients.address import ServerAddress, parse_address
@@ -35,6 +36,8 @@ from clients.errors import (
     OperationTimeoutError,
     TemporaryError,
     TopologyError,
+    UnknownCollectionError,
+    UnsupportedError,
     error_from_status,
 )
 from clients.link import Link
@@ -56,6 +59,8 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import VB_SEQNO, parse_failover_log
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.ids import DEFAULT_COLLECTION_PREFIX
+from vbucket.manifest import encode_leb128
 
 ATTEMPTS_MAX: Final = 6
 """Times that one operation is sent at most."""
@@ -121,6 +126,9 @@ class KvClient:
         self.address = address
         self.timeout_s = timeout_s
         self.topology: Topology | None = None
+        self.collection_name: str | None = None
+        """scope.collection of the documents; None: the default one."""
+        self._collection_ids: dict[str, int] = {}
         self._links: dict[tuple[str, int], Link] = {}
         self._dialing: dict[tuple[str, int], asyncio.Lock] = {}
 
@@ -146,6 +154,16 @@ class KvClient:
         client = cls(address, timeout_s=timeout_s)
         await client._link((address.host, address.port))
         return client
+
+    def collection(self, name: str) -> KvClient:
+        """Return a client for the documents of a collection, "scope.collection".
+
+        It shares this one's connections and ends with it. Operations raise UnknownCollectionError
+        where there is no such collection; one that was dropped and made again is found again.
+        """
+        other = copy(self)
+        other.collection_name = name
+        return other
 
     async def close(self) -> None:
         """Close all connections."""
@@ -346,12 +364,22 @@ class KvClient:
             for index in indexes:
                 results[index] = error
             return
+        try:
+            prefix = await self._prefix(link)
+        except DcpdError as error:
+            for index in indexes:
+                results[index] = error
+            return
         flights: list[tuple[int, int, asyncio.Future[list[Frame]]]] = []
         for start, stop in _chunks(operations, indexes):
             chunk = [operations[index] for index in indexes[start:stop]]
             opaque = link.take_opaques(stop - start)
             packets = pack_operations(
-                chunk, vb_ids[start:stop], opaque=opaque, has_collections=link.has_collections
+                chunk,
+                vb_ids[start:stop],
+                opaque=opaque,
+                has_collections=link.has_collections,
+                collection_prefix=prefix,
             )
             flights.append((start, stop, link.send_batch(packets, opaque, stop - start)))
             await link.drain()
@@ -366,8 +394,28 @@ class KvClient:
                 index = indexes[place]
                 results[index] = outcome_of(operations[index], vb_ids[place], frame, node.name)
 
+    async def _prefix(self, link: Link) -> bytes:
+        """Return what keys begin with. Raises UnknownCollectionError, UnsupportedError."""
+        name = self.collection_name
+        if name is None:
+            return DEFAULT_COLLECTION_PREFIX
+        if not link.has_collections:
+            raise UnsupportedError("the server has no collections", node=link.node)
+        found = self._collection_ids.get(name)
+        if found is None:
+            frame = await link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
+            if frame.status:
+                raise error_from_status(
+                    frame.status, f"collection {name!r}", body=frame.value, node=link.node
+                )
+            found = self._collection_ids[name] = int.from_bytes(frame.extras[8:12], "big")
+        return encode_leb128(found)
+
     async def _learn_from(self, results: list[Outcome | None], pending: list[int]) -> None:
         """Take a newer configuration from the refusals, or ask for one."""
+        if any(isinstance(results[index], UnknownCollectionError) for index in pending):
+            assert self.collection_name is not None, "the default collection is always there"
+            self._collection_ids.pop(self.collection_name, None)
         refusals = [
             outcome for index in pending if isinstance(outcome := results[index], NotMyVbucketError)
         ]
@@ -467,6 +515,8 @@ def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:
     """Whether sending again is safe: nothing was done, or the operation only reads."""
     if isinstance(outcome, NotMyVbucketError | TemporaryError | ConnectError):
         return True
+    if isinstance(outcome, UnknownCollectionError):
+        return outcome.key is not None  # the id was refused; the name may have another by now
     return isinstance(outcome, ConnectionLostError) and operation[0] == Opcode.GET
 
 

@@ -98,9 +98,10 @@ def pack_operations(
     *,
     opaque: int,
     has_collections: bool,
+    collection_prefix: bytes = DEFAULT_COLLECTION_PREFIX,
 ) -> bytes:
     """Return the packets of many operations, with opaques that count up from `opaque`."""
-    prefix = DEFAULT_COLLECTION_PREFIX if has_collections else b""
+    prefix = collection_prefix if has_collections else b""
     prefix_len = len(prefix)
     pack = HEADER.pack
     parts: list[bytes] = []

@@ -35,6 +35,7 @@ from clients.event import (
     StreamEnded,
     StreamFailed,
     StreamOpened,
+    SystemEvent,
 )
 from clients.position import Position
 from dcp.wire.message import EndReason, MarkerFlag
@@ -46,6 +47,10 @@ class Held(NamedTuple):
     value: bytes | None
     cas: int
     seqno: int
+
+
+Key = tuple[int, bytes]
+"""Collection id, logical key."""
 
 
 class _Partition:
@@ -72,10 +77,10 @@ class _Partition:
         self.end: int | None = None
         """End of the previous snapshot of this stream."""
         self.marker: SnapshotStart | None = None
-        self.keys: set[bytes] = set()
-        self.revisions: dict[bytes, int] = {}
+        self.keys: set[Key] = set()
+        self.revisions: dict[Key, int] = {}
         """Revision of each key that a history snapshot has shown."""
-        self.held: dict[bytes, list[Held]] = {}
+        self.held: dict[Key, list[Held]] = {}
         """Per key its versions, oldest first."""
 
 
@@ -102,19 +107,19 @@ class StreamValidator:
         partition = self._partition(stream_id << 16 | event.vb_id)
         _CHECKS[type(event)](self, partition, event)
 
-    def documents(self) -> dict[bytes, Held]:
-        """Return what is held now, by key, without what was deleted."""
+    def documents(self, collection_id: int = 0) -> dict[bytes, Held]:
+        """Return what is held now of a collection, by key, without what was deleted."""
         documents: dict[bytes, Held] = {}
         for vb_id in self._partitions:
-            documents.update(self.documents_of(vb_id))
+            documents.update(self.documents_of(vb_id, collection_id))
         return documents
 
-    def documents_of(self, vb_id: int) -> dict[bytes, Held]:
+    def documents_of(self, vb_id: int, collection_id: int = 0) -> dict[bytes, Held]:
         """Return what is held of one partition."""
         return {
             key: versions[-1]
-            for key, versions in self._partition(vb_id).held.items()
-            if versions[-1].value is not None
+            for (of_id, key), versions in self._partition(vb_id).held.items()
+            if of_id == collection_id and versions[-1].value is not None
         }
 
     def seqnos(self) -> dict[int, int]:
@@ -189,15 +194,15 @@ class StreamValidator:
         """A document was set."""
         self._change(partition, event)
         held = Held(event.value, event.cas, event.seqno)
-        partition.held.setdefault(event.key, []).append(held)
+        partition.held.setdefault((event.collection_id, event.key), []).append(held)
 
     def on_deletion(self, partition: _Partition, event: Deletion) -> None:
         """A document was deleted."""
         self._change(partition, event)
         held = Held(None, event.cas, event.seqno)
-        partition.held.setdefault(event.key, []).append(held)
+        partition.held.setdefault((event.collection_id, event.key), []).append(held)
 
-    def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
+    def on_advanced(self, partition: _Partition, event: SeqnoAdvanced | SystemEvent) -> None:
         """A seqno passed."""
         self._move(partition, event.vb_id, event.seqno)
 
@@ -275,13 +280,14 @@ class StreamValidator:
 
     def _change(self, partition: _Partition, event: Mutation | Deletion) -> None:
         """Take a change of a key, before it is held."""
-        key, seqno = event.key, event.seqno
+        name, seqno = event.key, event.seqno
+        key = (event.collection_id, name)
         marker = self._move(partition, event.vb_id, seqno)
         if not marker.flags & MarkerFlag.MAY_DUPLICATE_KEYS:
             if key in partition.keys:
                 raise _violation(
                     event.vb_id,
-                    f"key {key!r} twice in the snapshot {_span(marker)}, again at seqno {seqno}",
+                    f"key {name!r} twice in the snapshot {_span(marker)}, again at seqno {seqno}",
                 )
             partition.keys.add(key)
         if not marker.flags & MarkerFlag.HISTORY:
@@ -290,7 +296,7 @@ class StreamValidator:
         if before is not None and event.rev_seqno != before + 1:
             raise _violation(
                 event.vb_id,
-                f"key {key!r} at seqno {seqno} has revision {event.rev_seqno} after {before} in"
+                f"key {name!r} at seqno {seqno} has revision {event.rev_seqno} after {before} in"
                 f" the history snapshot {_span(marker)}: a version was left out",
             )
         partition.revisions[key] = event.rev_seqno
@@ -298,7 +304,7 @@ class StreamValidator:
         if event.previous_value is not None and held and held[-1].value != event.previous_value:
             raise _violation(
                 event.vb_id,
-                f"key {key!r} at seqno {seqno} is told to replace {event.previous_value[:60]!r},"
+                f"key {name!r} at seqno {seqno} is told to replace {event.previous_value[:60]!r},"
                 f" the consumer held {(held[-1].value or b'')[:60]!r} of seqno {held[-1].seqno}",
             )
 
@@ -309,6 +315,7 @@ _CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] =
     Mutation: StreamValidator.on_mutation,
     Deletion: StreamValidator.on_deletion,
     SeqnoAdvanced: StreamValidator.on_advanced,
+    SystemEvent: StreamValidator.on_advanced,
     SnapshotEnd: StreamValidator.on_complete,
     StreamEnded: StreamValidator.on_ended,
     Rollback: StreamValidator.on_rollback,

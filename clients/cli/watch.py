@@ -49,8 +49,10 @@ from clients.event import (
     StreamEnded,
     StreamFailed,
     StreamOpened,
+    SystemEvent,
 )
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.manifest import SystemEventKind
 
 SAVE_INTERVAL_S: Final = 1.0
 
@@ -243,6 +245,12 @@ def document_of(event: Event) -> dict[str, Any]:
             return head | {"end": event.end_seqno}
         case SeqnoAdvanced():
             return head | {"seqno": event.seqno}
+        case SystemEvent():
+            return head | {
+                "seqno": event.seqno, "kind": SystemEventKind(event.kind).name.lower(),
+                "manifest": f"{event.manifest_uid:x}", "scope": f"{event.scope_id:x}",
+                "collection": f"{event.collection_id:x}", "name": event.name,
+            }  # fmt: skip
         case StreamOpened():
             versions = [[str(vb_uuid), seqno] for vb_uuid, seqno in event.failover_log]
             return head | {"seqno": event.start_seqno, "versions": versions}
@@ -259,6 +267,7 @@ _NAMES: Final = {
     SnapshotStart: "snapshot_start",
     SnapshotEnd: "snapshot_end",
     SeqnoAdvanced: "seqno_advanced",
+    SystemEvent: "system_event",
     StreamOpened: "stream_opened",
     StreamEnded: "stream_ended",
     StreamFailed: "stream_failed",

@@ -95,7 +95,7 @@ class SnapshotWriter:
             sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
         assert stream.next_seqno < next_seqno <= end_seqno + 1
         stream.next_seqno = next_seqno
-        if stream.filter.is_limited:
+        if stream.accepts is not None and stream.filter.is_limited:
             self._note_events(stream, batch)
         if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
             assert stream.filter.has_events, "without collections a snapshot ends on an item"

@@ -36,6 +36,8 @@ DELETION_V2_EXTRAS: Final = Struct(">QQIB")
 """by_seqno, rev_seqno, delete time (s), 0."""
 EXPIRATION_EXTRAS: Final = Struct(">QQI")
 """by_seqno, rev_seqno, delete time (s)."""
+SYSTEM_EVENT_EXTRAS: Final = Struct(">QIB")
+"""by_seqno, kind, version of the value."""
 FAILOVER_ENTRY: Final = Struct(">QQ")
 """vb_uuid, seqno."""
 VB_SEQNO: Final = Struct(">HQ")
