@@ -6,6 +6,7 @@ from scripted_peer import config_of
 from clients.address import ServerAddress, is_loopback, parse_address
 from clients.errors import TopologyError
 from clients.topology import Node, parse_topology, single_node
+from vbucket.partition_map import PartitionMap, bucket_config
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,42 @@ def test_unusable_configuration_says_what_is_missing(change, why):
 def test_configuration_that_is_not_json():
     with pytest.raises(TopologyError, match="cannot be read"):
         parse_topology(b"<html>", "h")
+
+
+# -- TLS -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["dcpds", "couchbases"])
+def test_tls_addresses_have_a_port_of_their_own(scheme):
+    plain = parse_address("h")
+    assert (plain.port, plain.is_tls, plain.tls_ca) == (11210, False, "")
+    tls = parse_address(f"{scheme}://ada:pw@h/b?tls_ca=/a%20b/ca.pem&tls_cert=me.pem")
+    assert (tls.host, tls.port, tls.user, tls.bucket) == ("h", 11207, "ada", "b")
+    assert (tls.is_tls, tls.tls_ca, tls.tls_cert) == (True, "/a b/ca.pem", "me.pem")
+    assert tls.at("other", 5).tls_ca == "/a b/ca.pem"
+    assert parse_address(f"{scheme}://h:9").port == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("dcpds://h?ca=x", "unknown 'ca'; known are tls_ca, tls_cert"),
+        ("dcpd://h?tls_ca=x", "tls_ca is for TLS, write dcpds://"),
+        ("h?tls_cert=x", "tls_cert is for TLS"),
+        ("https://h", "the scheme must be dcpd:// or dcpds://"),
+    ],
+)
+def test_addresses_that_would_not_mean_what_they_say(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        parse_address(text)
+
+
+def test_clients_with_tls_are_told_the_ports_of_tls():
+    ports = {"kv_port": 1, "admin_port": 2, "kv_tls_port": 3, "admin_tls_port": 4}
+    raw = bucket_config(PartitionMap.single_node(host="db", **ports))
+    assert parse_topology(raw, "h").nodes == (Node("db", 1, 2),)
+    assert parse_topology(raw, "h", is_tls=True).nodes == (Node("db", 3, 4),)
+    raw = bucket_config(PartitionMap.single_node(host="db", kv_port=1, admin_port=2))
+    assert b"SSL" not in raw
+    with pytest.raises(TopologyError, match="no key-value port with TLS"):
+        parse_topology(raw, "h", is_tls=True)

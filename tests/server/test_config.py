@@ -13,6 +13,7 @@ from dcp.server.config import (
     duration_text,
     flag_of,
     is_loopback,
+    plain_host_of,
     read_config_file,
     resolve,
     shown,
@@ -174,3 +175,30 @@ def test_loopback(host):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "", "::ffff:8.8.8.8"])
 def test_not_loopback(host):
     assert not is_loopback(host)
+
+
+def test_ports_that_are_open_must_differ():
+    assert resolve({"port": "18091"}, {}).settings.port == 18091, "there is no TLS port"
+    assert refusal({"port": "11207", "tls_cert": "c.pem"}) == (
+        "--port: the key-value port and the key-value TLS port are both 11207; they must differ"
+    )
+    both = {"tls_port": "5", "admin_tls_port": "5", "tls_cert": "c.pem"}
+    assert "TLS port are both 5" in refusal(both)
+    resolve({"tls_port": "0", "admin_tls_port": "0", "tls_cert": "c.pem"}, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tls_key", "k.pem"), ("tls_client_ca", "ca.pem"), ("tls_only", "on")]
+)
+def test_what_needs_a_certificate_says_so(key, value):
+    assert refusal({key: value}).endswith(": there is no TLS without --tls-cert")
+    resolve({key: value, "tls_cert": "c.pem"}, {})
+
+
+def test_with_tls_only_the_plain_ports_stay_on_loopback():
+    exposed = {"host": "0.0.0.0", "tls_cert": "c.pem"}
+    assert plain_host_of(resolve(exposed, {}).settings) == "0.0.0.0"
+    assert plain_host_of(resolve({**exposed, "tls_only": "on"}, {}).settings) == "127.0.0.1"
+    assert (
+        plain_host_of(resolve({**exposed, "host": "::1", "tls_only": "on"}, {}).settings) == "::1"
+    )
