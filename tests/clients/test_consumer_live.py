@@ -115,6 +115,24 @@ async def test_rollback_is_told_and_recovered_from(server, rollback_to):
         assert consumer.validator.compare({b"a": b"new"}) == []
 
 
+async def test_history_with_previous_values_is_whole_and_resumes(server, tmp_path):
+    store = CheckpointFile(tmp_path / "state")
+    options = {"store": store, "history": True, "previous_values": True, "validate": True}
+    async with KvClient.connect(server.address) as kv:
+        for n in range(3):
+            await kv.set("a", b"%d" % n)
+        consumer = Consumer(server.address, until_now=True, **options)
+        first = await consume(consumer)
+        await consumer.save()
+        await kv.set("a", b"3")
+        await kv.delete("a")
+    second = await consume(Consumer(server.address, until_now=True, **options))
+    assert [(e.value, e.previous_value) for e in first] == [
+        (b"0", None), (b"1", b"0"), (b"2", b"1"),
+    ]  # fmt: skip
+    assert [event.previous_value for event in second] == [b"2", b"3"]
+
+
 async def test_killed_server_is_waited_for(server):
     async with Consumer(server.address, validate=True) as consumer:
         seen = {}

@@ -14,6 +14,7 @@ from clients.event import (
 )
 from clients.position import Position
 from clients.validator import Held, StreamValidator
+from dcp.wire.message import MarkerFlag
 
 LOG = ((5, 0),)
 
@@ -26,8 +27,13 @@ def marker(start, end):
     return SnapshotStart(1, start, end, 1)
 
 
-def change(seqno, key=None, value=b"v"):
-    return Mutation(1, key or b"k%d" % seqno, value, seqno, 1, 100 + seqno, 0, 0)
+def history(start, end):
+    return SnapshotStart(1, start, end, 1 | MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
+
+
+def change(seqno, key=None, value=b"v", rev_seqno=1, previous=None):
+    key = key or b"k%d" % seqno
+    return Mutation(1, key, value, seqno, rev_seqno, 100 + seqno, 0, 0, previous_value=previous)
 
 
 def deletion(seqno, key):
@@ -122,6 +128,26 @@ VIOLATIONS = {
         [opened(), marker(0, 1), change(1), end(1), opened(0)],
         "opened at seqno 0, the consumer stands at 1",
     ),
+    "revision left out of a history": (
+        [opened(), history(0, 9), change(1, b"a", rev_seqno=4), change(5, b"a", rev_seqno=6)],
+        "revision 6 after 4 in the history snapshot 0..9",
+    ),
+    "previous value that was not held": (
+        [opened(), history(0, 9), change(1, b"a"), change(2, b"a", b"w", 2, previous=b"x")],
+        "told to replace b'x', the consumer held b'v' of seqno 1",
+    ),
+    "key twice after a history": (
+        [
+            opened(),
+            history(0, 1),
+            change(1, b"a"),
+            end(1),
+            marker(2, 4),
+            change(2, b"a"),
+            change(4, b"a"),
+        ],
+        "b'a' twice",
+    ),
     "rollback up": ([opened(5), Rollback(1, 5, 5, 5, "r")], "not down"),
 }
 
@@ -133,6 +159,23 @@ def test_each_violation_is_named(name):
     with pytest.raises(StreamViolationError, match=why) as caught:
         validator.observe(events[-1])
     assert caught.value.vb_id == 1
+
+
+def test_a_history_snapshot_repeats_keys_and_tells_what_they_replaced():
+    validator = feed(
+        opened(), marker(0, 3), change(3, b"a", b"3", 7), end(3), history(4, 6),
+        change(4, b"a", b"4", 8, previous=b"3"), change(5, b"a", b"5", 9, previous=b"4"),
+        change(6, b"b"), end(6),
+    )  # fmt: skip
+    assert validator.documents() == {b"a": Held(b"5", 105, 5), b"b": Held(b"v", 106, 6)}
+
+
+def test_named_streams_of_a_partition_are_apart():
+    validator = feed(opened(), marker(0, 1), change(1, b"a"))
+    for event in (opened(), marker(0, 1), change(1, b"a"), end(1)):
+        validator.observe(event, stream_id=2)
+    feed(end(1), validator=validator)
+    assert validator.seqnos() == {1: 1, 2 << 16 | 1: 1}
 
 
 def test_partitions_are_apart():

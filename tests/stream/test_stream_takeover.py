@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dcp.session.rights import EVERYTHING, Rights, Role
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (
     EndReason,
@@ -292,6 +293,15 @@ def test_takeover_of_a_replica_is_not_my_vbucket(node: MemoryNode) -> None:
     peer.open()
     node.engine.partitions[VB].state = VbState.REPLICA
     assert peer.stream(VB, flags=StreamFlag.TAKEOVER).status == Status.NOT_MY_VBUCKET
+    assert peer.stream(VB).status == Status.OK
+
+
+def test_takeover_takes_the_role_admin(node: MemoryNode) -> None:
+    peer = node.connect()
+    peer.hello()
+    peer.open()
+    peer.state.rights = Rights({Role.STREAM: (EVERYTHING,), Role.READ: (EVERYTHING,)})
+    assert peer.stream(VB, flags=StreamFlag.TAKEOVER).status == Status.EACCESS
     assert peer.stream(VB).status == Status.OK
 
 
