@@ -30,8 +30,8 @@ STOP_TIMEOUT_S: Final = 20.0
 REQUEST_TIMEOUT_S: Final = 20.0
 _KEY_VALUE: Final = re.compile(r"key-value\s+127\.0\.0\.1:(\d+)")
 _ADMIN: Final = re.compile(r"admin\s+http://127\.0\.0\.1:(\d+)")
-_LAST_LINE: Final = "dcpctl"
-"""What the last line that a starting server prints holds: the command to try."""
+_LAST_LINE: Final = "  try "
+"""How the last line begins that a starting server prints: the command to try."""
 _GUEST: Final = "Basic " + b64encode(b"guest:guest").decode()
 
 
@@ -126,7 +126,7 @@ class DcpServer:
             assert process.stdout is not None
             for line in process.stdout:
                 output += line
-                if _LAST_LINE in line:
+                if line.startswith(_LAST_LINE):
                     break
         finally:
             watchdog.cancel()
