@@ -189,9 +189,11 @@ class DcpCommands:
                 request, Status.EINVAL, f"unknown flags 0x{asked.flags & ~int(_STREAM_FLAGS):x}"
             )
             return
-        if asked.flags & StreamFlag.TAKEOVER and not _may_take_over(state):
-            state.refuse(request, Status.EACCESS, "a takeover (flag 0x01) takes the role admin")
-            return
+        if asked.flags & StreamFlag.TAKEOVER:
+            status, context = _refusal_of_takeover(state, producer)
+            if status:
+                state.refuse(request, status, context)
+                return
         takes_value = state.has_collections or producer.terms.takes_values
         if request.value and not takes_value:
             state.refuse(request, Status.EINVAL, "a filter needs collections (HELLO 0x12)")
@@ -215,6 +217,9 @@ class DcpCommands:
             stream_filter = self._filter_of(told)
         except (ValueRefusedError, FilterRefusedError) as error:
             state.refuse(request, error.status, str(error))
+            return
+        if asked.flags & StreamFlag.TAKEOVER and stream_filter.is_limited:
+            state.refuse(request, Status.EINVAL, "a takeover hands over all: it has no filter")
             return
         if producer.has_stream(part.vb_id, told.stream_id):
             name = f" with id {told.stream_id}" if told.stream_id else ""
@@ -362,6 +367,15 @@ class DcpCommands:
         )
 
 
-def _may_take_over(state: SessionState) -> bool:
-    """Whether the client may have a partition handed over: it is dead here afterwards."""
-    return state.rights is not None and state.rights.has(Role.ADMIN)
+def _refusal_of_takeover(state: SessionState, producer: Producer) -> tuple[int, str]:
+    """Return why a connection gets no partition handed over, status 0: it may.
+
+    The partition is dead here afterwards, so the client has to be sent all that is in it.
+    """
+    if state.rights is None or not state.rights.has(Role.ADMIN):
+        return Status.EACCESS, "a takeover (flag 0x01) takes the role admin"
+    if not state.has_collections:
+        return Status.NOT_SUPPORTED, "a takeover (flag 0x01) takes collections (HELLO 0x12)"
+    if not producer.terms.has_values:
+        return Status.EINVAL, "a takeover (flag 0x01) takes values: open without 0x08 and 0x40"
+    return Status.OK, ""

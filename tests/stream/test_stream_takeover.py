@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dcp.session.rights import EVERYTHING, Rights, Role
+from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import (
     EndReason,
     MarkerFlag,
+    OpenFlag,
     StreamFlag,
     parse_marker,
     parse_mutation,
@@ -37,14 +39,21 @@ def writer(node: MemoryNode) -> Peer:
     return peer
 
 
+def connect(node: MemoryNode, name: bytes = b"owner", flags: int = 1) -> Peer:
+    """Return a connection that may take a partition over."""
+    peer = node.connect()
+    peer.hello(Feature.COLLECTIONS)
+    peer.open(name, flags)
+    assert peer.control(b"enable_noop", b"true").status == Status.OK
+    return peer
+
+
 class NewOwner:
     """The client that takes the partition over; it answers when it is told to."""
 
     def __init__(self, node: MemoryNode, name: bytes = b"owner") -> None:
         self.node = node
-        self.peer = node.connect()
-        self.peer.hello()
-        self.peer.open(name)
+        self.peer = connect(node, name)
         answer = self.peer.stream(VB, flags=StreamFlag.TAKEOVER, opaque=OPAQUE)
         assert answer.status == Status.OK
 
@@ -288,36 +297,43 @@ def test_takeover_ends_with_a_branch_and_the_partition_stays_active(
 
 
 def test_takeover_of_a_replica_is_not_my_vbucket(node: MemoryNode) -> None:
-    peer = node.connect()
-    peer.hello()
-    peer.open()
+    peer = connect(node)
     node.engine.partitions[VB].state = VbState.REPLICA
     assert peer.stream(VB, flags=StreamFlag.TAKEOVER).status == Status.NOT_MY_VBUCKET
     assert peer.stream(VB).status == Status.OK
 
 
 def test_takeover_takes_the_role_admin(node: MemoryNode) -> None:
-    peer = node.connect()
-    peer.hello()
-    peer.open()
+    peer = connect(node)
     peer.state.rights = Rights({Role.STREAM: (EVERYTHING,), Role.READ: (EVERYTHING,)})
     assert peer.stream(VB, flags=StreamFlag.TAKEOVER).status == Status.EACCESS
     assert peer.stream(VB).status == Status.OK
 
 
+def test_takeover_hands_over_all_or_nothing(node: MemoryNode) -> None:
+    def status(peer: Peer, value: bytes = b"") -> int:
+        return peer.stream(VB, flags=StreamFlag.TAKEOVER, value=value).status
+
+    unaware = node.connect()
+    unaware.hello()
+    unaware.open(b"unaware")
+    assert status(unaware) == Status.NOT_SUPPORTED, "it would not see other collections"
+    for flag in (OpenFlag.NO_VALUE, OpenFlag.NO_VALUE_WITH_DATATYPE):
+        assert status(connect(node, flags=1 | flag)) == Status.EINVAL
+    owner = connect(node)
+    assert status(owner, b'{"collections":["0"]}') == Status.EINVAL
+    assert status(owner, b'{"uid":"0"}') == Status.OK
+
+
 def test_takeover_has_no_other_end_than_the_handover(node: MemoryNode, writer: Peer) -> None:
     write(node, writer, b"a", b"b")
-    peer = node.connect()
-    peer.hello()
-    peer.open(b"owner")
+    peer = connect(node)
     assert peer.stream(VB, 0, 1, flags=StreamFlag.TAKEOVER, opaque=OPAQUE).status == Status.OK
     assert [_row(frame) for frame in peer.drain()][1:] == [1, 2, ("state", PENDING)]
 
 
 def test_takeover_state_requests_count_25_bytes_in_flow_control(node: MemoryNode) -> None:
-    peer = node.connect()
-    peer.hello()
-    peer.open(b"owner")
+    peer = connect(node)
     peer.control(b"connection_buffer_size", b"1000")
     peer.stream(VB, flags=StreamFlag.TAKEOVER, opaque=OPAQUE)
     (request,) = peer.drain()
