@@ -13,7 +13,8 @@ stay readable until they are compacted.
 
 from __future__ import annotations
 
-from vbucket.engine import Branch, BranchRefusedError, Engine
+from vbucket.engine import Engine
+from vbucket.keyspace import Branch, BranchRefusedError
 from vbucket.partition import VbState
 
 
@@ -34,6 +35,7 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
         )
     branch = engine.branch(vb_id, part.high_seqno - lost_seqnos)
     put_state(engine, vb_id, VbState.ACTIVE)
+    engine.tell_missing_events(part)
     return branch
 
 

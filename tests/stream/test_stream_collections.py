@@ -15,7 +15,10 @@ from dcp.wire.message import EndReason, parse_marker, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine import Engine
+from vbucket.lifecycle import failover, set_state
 from vbucket.manifest import SystemEvent, SystemEventKind, parse_system_event
+from vbucket.partition import VbState
 
 VB = 5
 HOTEL, FLIGHT = 8, 9
@@ -49,6 +52,10 @@ def consumer(node: MemoryNode, *, collections: bool = True) -> Peer:
     assert peer.open(b"c%d" % id(peer)).status == 0
     assert peer.control(b"enable_noop", b"true").status == 0
     return peer
+
+
+def set_active(engine: Engine, vb_id: int) -> None:
+    set_state(engine, vb_id, VbState.ACTIVE)
 
 
 def drop(node: MemoryNode, name: str) -> None:
@@ -397,6 +404,23 @@ def test_a_branch_below_an_event_tells_it_again(node: MemoryNode) -> None:
     ]
     assert event_of(frames[3]).kind == KIND.DROP_COLLECTION
     assert node.engine.partitions[VB].item_count == 0
+
+
+@pytest.mark.parametrize("becomes_active", [set_active, failover])
+def test_a_partition_that_was_not_active_catches_up(node: MemoryNode, becomes_active) -> None:
+    set_state(node.engine, VB, VbState.REPLICA)
+    node.engine.set_manifest(node.engine.manifest.create_collection("inventory", "car"))
+    drop(node, "hotel")
+    node.commit()
+    assert node.engine.partitions[VB].high_seqno == 3, "a replica makes no changes of its own"
+    becomes_active(node.engine, VB)
+    node.commit()
+    peer = consumer(node)
+    ask(peer, EVERYTHING)
+    assert [(item.what, item.seqno, item.key) for item in seen(peer.drain())][4:] == [
+        ("system_event", 4, b""),
+        ("system_event", 5, b"car"),
+    ]
 
 
 # -- purges ----------------------------------------------------------------------------------------
