@@ -48,6 +48,8 @@ class Access:
             self.audit,
             LoginLimits(settings.login_failures_per_minute, settings.connections_per_user_max),
         )
+        self._handshake_timeout_s = settings.handshake_timeout_s
+        self._idle_timeout_s = settings.idle_timeout_s
         self.takes_anonymous = settings.anonymous == "on"
         self.limits = Limits(
             value_bytes_max=settings.value_bytes_max,
@@ -78,6 +80,19 @@ class Access:
             role=fields["role"],
             why=fields["reason"],
         )
+
+    def overdue(self, connection: ClientConnection, now_ns: int) -> str:
+        """Return why a connection should be closed now, "" if it should not; monotonic time."""
+        if not connection.session.is_logged_in:
+            if now_ns - connection.opened_ns > self._handshake_timeout_s * 1e9:
+                limit = f"no login within {self._handshake_timeout_s} s"
+                return f"{limit} (setting handshake_timeout)"
+            return ""
+        idle_s = self._idle_timeout_s
+        is_streaming = connection.session.state.producer is not None
+        if idle_s and not is_streaming and now_ns - connection.heard_ns > idle_s * 1e9:
+            return f"nothing was heard for {idle_s} s (setting idle_timeout)"
+        return ""
 
     def tick(self, connections: Iterable[ClientConnection]) -> None:
         """Look at the files of users and certificates; let open connections know."""

@@ -131,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
-        reason = self._node.overdue(self, now_ns)
+        reason = self._node.access.overdue(self, now_ns)
         producer = self.session.state.producer
         if producer is not None and not producer.tick(time.time_ns()):
             reason = "nothing was heard of the DCP client"

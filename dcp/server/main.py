@@ -255,10 +255,10 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
         settings,
         version=__version__,
         data_dir=node.data_dir,
-        kv_port=node.kv_port,
-        admin_port=node.admin_port,
-        kv_tls_port=node.kv_tls_port,
-        admin_tls_port=node.admin_tls_port,
+        kv_port=node.listeners.kv_port,
+        admin_port=node.listeners.admin_port,
+        kv_tls_port=node.listeners.kv_tls_port,
+        admin_tls_port=node.listeners.admin_tls_port,
     )
     # Whoever started us may have closed our stdout; that is no reason to stop.
     with contextlib.suppress(OSError):

@@ -24,13 +24,13 @@ from typing import Any, Final
 
 from dcp import __version__
 from dcp.server.access import Access
-from dcp.server.admin import AdminServer
 from dcp.server.admin.view import CollectionsView
 from dcp.server.collections import Collections
 from dcp.server.committer import Committer
-from dcp.server.config import Settings, is_loopback, plain_host_of, shown
+from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.folder import DataFolder, open_folder
+from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
 from dcp.server.logins import PeerLogins
@@ -46,8 +46,9 @@ from dcp.wire.message import EndReason
 from dcp.wire.status import Status
 from vbucket.device import SEGMENT_HEADER_BYTES
 from vbucket.device_files import FileLogDevice
-from vbucket.engine import Engine, Group
+from vbucket.engine import Engine
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.keyspace import Group
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.log import LogDamagedError, TornTail, recover
 from vbucket.partition import VbState
@@ -61,8 +62,6 @@ DROP_SLICE_VBUCKETS: Final = 32
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
 MERGE_RETRIES_MAX: Final = 3
 DRAIN_S: Final = 5.0
-TLS_SHUTDOWN_S: Final = 0.5
-"""What a peer gets to say its goodbye of TLS; one that only waits would hold up a stop."""
 
 
 class Node:
@@ -106,10 +105,7 @@ class Node:
         self._next_tick: asyncio.TimerHandle | None = None
         self._next_sync: asyncio.TimerHandle | None = None
         self._store_process: StoreProcess | None = None
-        self._server: asyncio.Server | None = None
-        self._tls_server: asyncio.Server | None = None
-        self._admin: AdminServer | None = None
-        self._tls_admin: AdminServer | None = None
+        self.listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
         self._folder: DataFolder
@@ -141,32 +137,6 @@ class Node:
         if self.durability == "interval":
             self._sync_later()
 
-    @property
-    def kv_port(self) -> int:
-        """The port that key-value and DCP clients connect to."""
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    @property
-    def admin_port(self) -> int:
-        """The port of the admin API."""
-        assert self._admin is not None
-        return self._admin.port
-
-    @property
-    def kv_tls_port(self) -> int:
-        """The key-value port with TLS, 0 where there is none."""
-        if self._tls_server is None:
-            return 0
-        port: int = self._tls_server.sockets[0].getsockname()[1]
-        return port
-
-    @property
-    def admin_tls_port(self) -> int:
-        """The port of the admin API with TLS, 0 where there is none."""
-        return 0 if self._tls_admin is None else self._tls_admin.port
-
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise what made it impossible to go on."""
         await self._stopped.wait()
@@ -179,12 +149,7 @@ class Node:
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
                 timer.cancel()
-        for server in (self._server, self._tls_server):
-            if server is not None:
-                server.close()
-        for admin in (self._admin, self._tls_admin):
-            if admin is not None:
-                await admin.stop()
+        await self.listeners.stop()
         for connection in tuple(self.connections):
             connection.finish("the server stops")
         if self._failure is None:
@@ -305,32 +270,14 @@ class Node:
             self._rotated(self._device.rotate())
 
     async def _listen(self) -> None:
-        settings = self._settings
-        plain_host = plain_host_of(settings)
-        self._server = await self.loop.create_server(
-            lambda: ClientConnection(self), plain_host, settings.port, backlog=1024
-        )
-        self._admin = AdminServer(self)
-        await self._admin.start(plain_host, settings.admin_port)
-        context = self.access.tls_context
-        if context is not None:
-            self._tls_server = await self.loop.create_server(
-                lambda: ClientConnection(self, is_tls=True),
-                settings.host,
-                settings.tls_port,
-                backlog=1024,
-                ssl=context,
-                ssl_handshake_timeout=settings.handshake_timeout_s,
-                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
-            )
-            self._tls_admin = AdminServer(self)
-            await self._tls_admin.start(settings.host, settings.admin_tls_port, context)
+        listeners = self.listeners
+        await listeners.start()
         self._map = PartitionMap.single_node(
-            host=settings.host,
-            kv_port=self.kv_port,
-            admin_port=self.admin_port,
-            kv_tls_port=self.kv_tls_port,
-            admin_tls_port=self.admin_tls_port,
+            host=self._settings.host,
+            kv_port=listeners.kv_port,
+            admin_port=listeners.admin_port,
+            kv_tls_port=listeners.kv_tls_port,
+            admin_tls_port=listeners.admin_tls_port,
         )
         node = self._store.node()
         assert node is not None
@@ -467,25 +414,6 @@ class Node:
         if not self.connections:
             self._all_gone.set()
 
-    def overdue(self, connection: ClientConnection, now_ns: int) -> str:
-        """Return why a connection should be closed now, "" if it should not."""
-        settings = self._settings
-        session = connection.session
-        if not session.is_logged_in:
-            if now_ns - connection.opened_ns > settings.handshake_timeout_s * 1e9:
-                return (
-                    f"no login within {settings.handshake_timeout_s} s (setting handshake_timeout)"
-                )
-            return ""
-        idle_s = settings.idle_timeout_s
-        if (
-            idle_s
-            and session.state.producer is None
-            and now_ns - connection.heard_ns > idle_s * 1e9
-        ):
-            return f"nothing was heard for {idle_s} s (setting idle_timeout)"
-        return ""
-
     def _tick(self) -> None:
         now_ns = time.monotonic_ns()
         for connection in tuple(self.connections):
@@ -579,10 +507,10 @@ class Node:
             "uptime_s": self.uptime_s,
             "data": str(self.data_dir),
             "durability": self.durability,
-            "key_value_port": self.kv_port,
-            "admin_port": self.admin_port,
-            "key_value_tls_port": self.kv_tls_port,
-            "admin_tls_port": self.admin_tls_port,
+            "key_value_port": self.listeners.kv_port,
+            "admin_port": self.listeners.admin_port,
+            "key_value_tls_port": self.listeners.kv_tls_port,
+            "admin_tls_port": self.listeners.admin_tls_port,
             "vbuckets": {
                 state.name.lower(): sum(part.state == state for part in parts) for state in VbState
             },
