@@ -24,9 +24,6 @@ class Follower(Protocol):
     def restated(self, vb_id: int) -> None:
         """The state of this partition changed."""
 
-    def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """The partition's streams are over."""
-
     def supersede(self) -> None:
         """Another connection took this one's name: close."""
 
@@ -90,8 +87,3 @@ class StreamHub:
         """The partition's state changed: streams end that may not be in it."""
         for follower in tuple(self._followers.get(vb_id, ())):
             follower.restated(vb_id)
-
-    def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """End all streams of a partition."""
-        for follower in tuple(self._followers.get(vb_id, ())):
-            follower.end_streams(vb_id, reason)

@@ -235,11 +235,6 @@ class Producer:
             if state != VbState.ACTIVE and (state != VbState.REPLICA or stream.is_active_only):
                 self.end(stream, EndReason.STATE_CHANGED)
 
-    def end_streams(self, vb_id: int, reason: EndReason) -> None:
-        """The partition's streams are over."""
-        for stream in self._by_vb[vb_id]:
-            self.end(stream, reason)
-
     def supersede(self) -> None:
         """A newer connection has this one's name."""
         self.is_superseded = True

@@ -150,7 +150,6 @@ def test_streams_end_with_the_state(node: MemoryNode, writer: Peer) -> None:
     peer.drain()
     set_state(node.engine, VB, VbState.DEAD)
     node.commit()
-    node.hub.end_streams(VB, EndReason.STATE_CHANGED)
     (end,) = peer.drain()
     assert parse_stream_end(end) == EndReason.STATE_CHANGED
     assert peer.stream(VB).status == Status.NOT_MY_VBUCKET
