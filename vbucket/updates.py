@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
-from vbucket.engine import MUTATION, SET, Document, Engine, Outcome
+from vbucket.engine import SET, Document, Engine, Outcome
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.keyspace import MUTATION
 from vbucket.store import StoredMeta
 
 COUNTER_MODULUS: Final = 2**64

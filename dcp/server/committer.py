@@ -24,7 +24,8 @@ from typing import Final
 
 from dcp.server.meter import Histogram
 from vbucket.device import LogDevice, LogWriteError, SyncFailedError
-from vbucket.engine import Engine, Group
+from vbucket.engine import Engine
+from vbucket.keyspace import Group
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/performance.md)."""

@@ -19,7 +19,7 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket import lifecycle
-from vbucket.engine import Branch
+from vbucket.keyspace import Branch
 from vbucket.partition import VbState
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine import BranchRefusedError
+from vbucket.keyspace import BranchRefusedError
 
 VB_IDS = (3, 17)
 ROUNDS_MAX = 1000

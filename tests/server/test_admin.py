@@ -24,7 +24,7 @@ from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question
-from vbucket.engine import BranchRefusedError
+from vbucket.keyspace import BranchRefusedError
 from vbucket.lifecycle import PurgeRefusedError
 from vbucket.partition import VbState
 

@@ -1,4 +1,4 @@
-"""A client that asks and does not read, or streams and does not read, costs little and harms none."""
+"""A client that asks or streams and does not read costs little and harms none."""
 
 from __future__ import annotations
 

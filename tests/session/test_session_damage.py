@@ -9,8 +9,8 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import BranchRefusedError
 from vbucket.ids import vbucket_of
+from vbucket.keyspace import BranchRefusedError
 from vbucket.kvenv import StoreDamagedError
 from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE
 

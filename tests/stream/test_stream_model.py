@@ -22,7 +22,8 @@ from dcp.stream import producer as producer_module
 from dcp.wire.message import EndReason, pack_buffer_ack
 from stream.follower import Follower
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import SET, Group
+from vbucket.engine import SET
+from vbucket.keyspace import Group
 
 BACKLOGS_MAX = 2
 """Instead of 16, so that few partitions are enough to make some wait."""

@@ -20,8 +20,9 @@ from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_r
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine, Group
+from vbucket.engine import Engine
 from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
+from vbucket.keyspace import Group
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import recover
 from vbucket.merge import merge

@@ -9,7 +9,8 @@ import pytest
 
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine import SET, BranchRefusedError, Document, Engine
+from vbucket.engine import SET, Document, Engine
+from vbucket.keyspace import BranchRefusedError
 from vbucket.log import scan_segment, split_entries
 
 VB, OTHER = 7, 8

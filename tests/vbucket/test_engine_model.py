@@ -19,7 +19,8 @@ from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode
-from vbucket.engine import SET, BranchRefusedError, Document
+from vbucket.engine import SET, Document
+from vbucket.keyspace import BranchRefusedError
 from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
 VBUCKETS = (3, 1000)

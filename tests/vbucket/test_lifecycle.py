@@ -8,7 +8,7 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import BranchRefusedError
+from vbucket.keyspace import BranchRefusedError
 from vbucket.lifecycle import PurgeRefusedError, failover, purge, set_state
 from vbucket.partition import Partition, VbState
 

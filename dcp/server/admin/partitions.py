@@ -26,8 +26,8 @@ from dcp.server.admin.view import NodeView
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
-from vbucket.engine import BranchRefusedError
 from vbucket.ids import SEQNO_MAX
+from vbucket.keyspace import BranchRefusedError
 from vbucket.lifecycle import PurgeRefusedError
 from vbucket.partition import VbState
 

@@ -1,0 +1,468 @@
+"""The keyspace of a node: 1,024 partitions, their commit groups, versions and collections. Sans-IO.
+
+What every change has in common, whatever command it comes from: it goes into the newest layer of
+its partition and into the open commit group; groups are taken, committed in order and merged; a
+partition's history can branch; the log's groups can be applied again after a crash.
+`vbucket.engine.Engine` adds the commands on documents.
+
+Invariants
+- an operation changes memory and `pending` together; nothing else ever reaches the log;
+- a group's number is one more than its predecessor's; at most the open group is unnumbered by the
+  log, groups commit in order;
+- what an answer observed was changed by a group <= the `last_group` of its partition, so an answer
+  that waits for that group never shows what a crash can take back;
+- streams read at or below `committed_seqno` only.
+
+Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid clock), rev_seqno
+(counts a document's revisions, deletes included) and failover tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Final, NamedTuple
+
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
+from failover.history import FailoverLog
+from vbucket.entry import (
+    DATATYPE_AT,
+    LOG_CONTROL,
+    META,
+    PREFIX_BYTES,
+    control_document,
+    head_of,
+    is_deleted,
+    pack_control,
+    pack_system_event,
+    prev_seqno_of,
+    value_of,
+)
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.log import pack_group
+from vbucket.manifest import (
+    DEFAULT_COLLECTION,
+    Manifest,
+    SystemEvent,
+    collection_of,
+    events_between,
+    missing_events,
+    system_key,
+)
+from vbucket.merge import MergeReport
+from vbucket.partition import ABSENT, Partition, VbState
+from vbucket.store import Accepts, FrameBatch, Store
+from vbucket.tally import Tally
+from vbucket.versions import Versions
+
+MUTATION: Final = int(Opcode.DCP_MUTATION)
+DELETION: Final = int(Opcode.DCP_DELETION)
+EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
+_UNPACK_META: Final = META.unpack_from
+
+NODE_CONTROL_VB: Final = 0xFFFF
+"""vbucket field of log entries that concern the node as a whole."""
+
+
+class Group(NamedTuple):
+    """A commit group: everything that was applied since the one before."""
+
+    number: int
+    record: bytes
+    """The log record: append it and sync it, then call `group_committed`."""
+    high_seqnos: dict[int, int]
+    """vb -> high seqno of each partition that the group changed."""
+    branched: list[int]
+    """Partitions whose failover log the group changed."""
+    restated: list[int]
+    """Partitions whose state the group changed."""
+    entries: int
+    manifest: Manifest | None = None
+    """The collections manifest, where the group changed it."""
+
+
+class BranchRefusedError(Exception):
+    """A history branch cannot begin there; the text says why."""
+
+
+class Branch(NamedTuple):
+    """A new partition version that an operator asked for."""
+
+    vb_id: int
+    failover: FailoverLog
+    seqno: int
+    undone_seqnos: int
+    undone_keys: int
+
+
+class Keyspace:
+    """See the module. `vbucket.engine.Engine` is the one that is used."""
+
+    def __init__(
+        self, store: Store, draw_uuid: Callable[[], int], memtable_bytes_max: int = 64 << 20
+    ) -> None:
+        self._store = store
+        self._versions = Versions(store)
+        self._draw_uuid = draw_uuid
+        self._memtable_bytes_max = memtable_bytes_max
+        records = store.partitions()
+        self.partitions: list[Partition] = []
+        for vb_id in range(NUM_VBUCKETS):
+            record = records[vb_id]
+            part = Partition(vb_id, FailoverLog.from_document(record.failover))
+            part.state = VbState(record.state)
+            part.high_seqno = part.committed_seqno = part.persisted_seqno = record.high_seqno
+            part.merged_seqno = record.high_seqno
+            part.purge_seqno = record.purge_seqno
+            part.history_floor = record.history_floor
+            part.max_cas = record.max_cas
+            part.item_count = record.item_count
+            part.tally = Tally(record.tally)
+            self.partitions.append(part)
+        self.manifest = self.committed_manifest = store.manifest()
+        """Which collections there are; as commands see it, and as streams do."""
+        self._adopt_manifest(self.manifest)
+        self.manifest_group = 0
+        """The commit group that changed the manifest last; answers that tell of it wait for it."""
+        self.group = 1
+        """Number of the open group."""
+        self.committed_group = 0
+        self._pending: list[bytes] = []
+        self._touched: list[Partition] = []
+        self._branched: list[int] = []
+        self._restated: list[int] = []
+        self._in_flight: list[Group] = []
+        self._cas_floor = 0
+        self._now_s = 0
+        self.active_bytes = 0
+        self.frozen_bytes = 0
+        self.is_merging = False
+
+    def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
+        part.newest[key] = entry
+        part.append_entry(entry)
+        self._pending.append(entry)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+        if key[0]:
+            seqno = part.high_seqno
+            part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
+
+    def _count(self, part: Partition, key: bytes, documents: int) -> None:
+        """Count live documents in or out; those of dropped collections do not count."""
+        if key[0]:
+            collection_id = collection_of(key)
+            if collection_id not in self.manifest.collections:
+                return
+            part.tally.count(collection_id, documents)
+        part.item_count += documents
+
+    # -- groups ------------------------------------------------------------------------------
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the open group holds anything."""
+        return bool(self._pending)
+
+    def take_group(self) -> Group | None:
+        """Close the open group and return it; None when there is nothing in it."""
+        if not self._pending:
+            return None
+        payload = b"".join(self._pending)
+        group = Group(
+            self.group,
+            pack_group(self.group, payload),
+            {part.vb_id: part.high_seqno for part in self._touched},
+            self._branched,
+            self._restated,
+            len(self._pending),
+            self.manifest if self.manifest_group == self.group else None,
+        )
+        self.active_bytes += len(payload)
+        self._pending = []
+        self._touched = []
+        self._branched = []
+        self._restated = []
+        self._in_flight.append(group)
+        self.group += 1
+        return group
+
+    def group_committed(self, group: Group, *, is_synced: bool = True) -> None:
+        """The group is in the log (and on disk, if `is_synced`): it may be seen now."""
+        assert self._in_flight, "a group commits after it was taken"
+        assert self._in_flight[0] is group, "groups commit in the order they were taken"
+        del self._in_flight[0]
+        self.committed_group = group.number
+        if group.manifest is not None:
+            self.committed_manifest = group.manifest
+        partitions = self.partitions
+        for vb_id, seqno in group.high_seqnos.items():
+            part = partitions[vb_id]
+            part.committed_seqno = seqno
+            if is_synced:
+                part.persisted_seqno = seqno
+
+    def synced(self) -> None:
+        """Everything that was committed without a sync is on disk now (`interval` durability)."""
+        for part in self.partitions:
+            part.persisted_seqno = part.committed_seqno
+
+    # -- versions and states -----------------------------------------------------------------
+
+    def branch(self, vb_id: int, at_seqno: int) -> Branch:
+        """Begin a new version of a partition at `at_seqno`; what follows is undone exactly.
+
+        Raises BranchRefusedError where the partition cannot go back there.
+        """
+        part = self.partitions[vb_id]
+        if at_seqno > part.high_seqno:
+            raise BranchRefusedError(
+                f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
+            )
+        if at_seqno < part.history_floor:
+            raise BranchRefusedError(
+                f"vb {vb_id} keeps every version from seqno {part.history_floor} only; "
+                f"it cannot go back to {at_seqno}"
+            )
+        before = part.high_seqno
+        failover = part.failover.branch(self._draw_uuid(), at_seqno, part.epoch)
+        undone_keys = self._roll_back(part, at_seqno)
+        part.set_failover(failover)
+        document: dict[str, object] = {
+            "kind": "failover",
+            "log": failover.to_document(),
+            "rollback_to": at_seqno,
+        }
+        self.add_control(part, document)
+        self._branched.append(vb_id)
+        part.branch_group = self.group
+        for group in self._in_flight:
+            if vb_id in group.high_seqnos:
+                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
+        if part.state == VbState.ACTIVE:
+            self.tell_missing_events(part)
+        return Branch(vb_id, failover, at_seqno, before - at_seqno, undone_keys)
+
+    def add_control(self, part: Partition, document: dict[str, object]) -> None:
+        """Put what was done to a partition into the open group, beside its changes."""
+        self._pending.append(pack_control(part.vb_id, document))
+        if document["kind"] == "state":
+            self._restated.append(part.vb_id)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+
+    def _roll_back(self, part: Partition, seqno: int) -> int:
+        """Undo what lies above `seqno` in memory; return how many keys changed back.
+
+        Reads all that it needs before it changes anything: damaged data stops it without a trace.
+        """
+        first_changes = self._versions.first_changes_after(part, seqno)
+        restored: dict[bytes, bytes] = {}
+        documents: dict[bytes, int] = {}
+        for key, prev_seqno in first_changes.items():
+            entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
+            assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
+            restored[key] = entry
+            documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
+        for key, change in documents.items():
+            if change:
+                self._count(part, key, change)
+        part.roll_back(seqno, restored)
+        part.tally.roll_back(seqno, self._versions.backward(part, seqno))
+        return len(restored)
+
+    def _is_live(self, part: Partition, key: bytes) -> bool:
+        entry = part.newest.get(key)
+        if entry:
+            return not is_deleted(entry)
+        return self._versions.meta_below(part, key, entry)[0] == MUTATION
+
+    # -- collections -------------------------------------------------------------------------
+
+    def set_manifest(self, manifest: Manifest) -> None:
+        """Change which collections there are, at once; every active partition tells its streams.
+
+        What a collection held that is no longer there is unreachable and counts no more.
+        """
+        events = events_between(self.manifest, manifest)
+        self._adopt_manifest(manifest)
+        self.manifest_group = self.group
+        document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
+        self._pending.append(pack_control(NODE_CONTROL_VB, document))
+        for part in self.partitions:
+            if part.state == VbState.ACTIVE:
+                for event in events:
+                    self._tell(part, event)
+
+    def is_reachable(self, key: bytes) -> bool:
+        """Whether the collection of a stored key exists. What is not reachable waits for its
+        removal: streams leave it out, and compaction may take it away, its last version included.
+        """
+        return collection_of(key) in self.manifest.collections
+
+    def collection_seqno(self, vb_id: int, collection_id: int) -> int:
+        """Return a collection's high seqno in a partition, committed changes only; 0 if none."""
+        part = self.partitions[vb_id]
+        if collection_id == DEFAULT_COLLECTION:
+            return self.default_seqno_at(vb_id, part.committed_seqno)
+        numbers = part.tally.collections.get(collection_id)
+        return min(numbers[0], part.committed_seqno) if numbers else 0
+
+    def default_seqno_at(self, vb_id: int, seqno: int) -> int:
+        """Return the default collection's last change at or below a seqno, 0 if there is none."""
+        part = self.partitions[vb_id]
+        found = part.tally.default_seqno_at(seqno)
+        if found is None:  # some changes that are not committed yet lie in between
+            backward = self._versions.backward(part, seqno)
+            found = next((at for at, key in backward if not key[0]), 0)
+        return found
+
+    def tell_missing_events(self, part: Partition) -> None:
+        """Bring a partition's system events up to the manifest: it was rolled back behind some, or
+        was not active when they happened. The manifest is the node's and does not roll back.
+        """
+        if self.manifest.uid:
+            for event in missing_events(self._versions.system_keys(part), self.manifest):
+                self._tell(part, event)
+
+    def _tell(self, part: Partition, event: SystemEvent) -> None:
+        part.high_seqno = seqno = part.high_seqno + 1
+        entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
+        self._applied(part, system_key(event), entry)
+
+    def _adopt_manifest(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        for part in self.partitions:
+            part.item_count -= part.tally.forget(manifest.collections)
+
+    # -- streams -----------------------------------------------------------------------------
+
+    def frames(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: bytes,
+        skip: Container[int],
+        bytes_max: int,
+        accepts: Accepts | None = None,
+    ) -> FrameBatch:
+        """Return `Versions.frames` of a partition; nothing that is not committed."""
+        part = self.partitions[vb_id]
+        assert end_seqno <= part.committed_seqno, "streams show what is committed"
+        return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max, accepts)
+
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        return self._versions.superseded(self.partitions[vb_id], start_seqno, end_seqno)
+
+    def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
+        """Return seqno, datatype and value of the document that the change with `seqno` replaced.
+
+        None where there was none, or where that version is not kept any more.
+        """
+        part = self.partitions[vb_id]
+        entry = self._versions.entry_at(part, seqno)
+        prev_seqno = prev_seqno_of(entry) if entry else 0
+        before = self._versions.entry_at(part, prev_seqno) if prev_seqno else None
+        if not before or is_deleted(before):
+            return None
+        return prev_seqno, before[DATATYPE_AT], value_of(before)
+
+    # -- merging -----------------------------------------------------------------------------
+
+    @property
+    def wants_freeze(self) -> bool:
+        """Whether the memtable is large enough to be merged, and no merge is under way."""
+        return not self.is_merging and self.active_bytes >= self._memtable_bytes_max
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether merging has fallen so far behind that writers must wait for it."""
+        return self.active_bytes + self.frozen_bytes >= 4 * self._memtable_bytes_max
+
+    def freeze(self) -> None:
+        """Set the memtable aside for a merge. Only at a group boundary, nothing pending."""
+        assert not self._pending, "a freeze stands at a group boundary"
+        assert not self.is_merging
+        self.is_merging = True
+        for part in self.partitions:
+            part.freeze()
+        self.frozen_bytes, self.active_bytes = self.active_bytes, 0
+
+    def merged(self, report: MergeReport) -> None:
+        """The store holds what was frozen; reads below go there from now on."""
+        assert self.is_merging
+        self._store.refresh()
+        for vb_id, seqno in report.high_seqnos.items():
+            self.partitions[vb_id].become_merged(seqno)
+
+    def drop_frozen(self, first_vb: int, last_vb: int) -> None:
+        """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
+        assert self.is_merging
+        for vb_id in range(first_vb, last_vb):
+            self.partitions[vb_id].drop_frozen()
+        if last_vb == NUM_VBUCKETS:
+            self.frozen_bytes = 0
+            self.is_merging = False
+
+    # -- recovery ----------------------------------------------------------------------------
+
+    def replay(self, group: int, entries: Iterable[bytes]) -> None:
+        """Apply a group that the log holds and the store may not. Before serving only."""
+        partitions = self.partitions
+        for entry in entries:
+            head = head_of(entry)
+            self.active_bytes += head.entry_bytes
+            if head.opcode == LOG_CONTROL:
+                self._replay_control(head.vb_id, control_document(entry))
+                continue
+            part = partitions[head.vb_id]
+            key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
+            key = entry[key_at : key_at + head.key_bytes]
+            _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
+            assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
+            was_live = head.prev_seqno != 0 and self._is_live(part, key)
+            if (head.opcode == MUTATION) != was_live:
+                self._count(part, key, -1 if was_live else 1)
+            if key[0]:
+                part.tally.note(key, seqno, part.high_seqno, self.manifest.collections)
+            part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
+            part.max_cas = max(part.max_cas, cas)
+            part.newest[key] = entry
+            part.append_entry(entry)
+        self.group = group + 1
+        self.committed_group = group
+
+    def _replay_control(self, vb_id: int, document: dict[str, object]) -> None:
+        kind = document["kind"]
+        if kind == "failover":
+            part = self.partitions[vb_id]
+            rollback_to = document["rollback_to"]
+            if rollback_to is not None:
+                assert isinstance(rollback_to, int)
+                self._roll_back(part, rollback_to)
+            part.set_failover(FailoverLog.from_document(document["log"]))
+        elif kind == "state":
+            state = document["state"]
+            assert isinstance(state, int)
+            self.partitions[vb_id].state = VbState(state)
+        elif kind == "purge":
+            part = self.partitions[vb_id]
+            upto_seqno = document["upto"]
+            assert isinstance(upto_seqno, int)
+            part.purge_seqno = max(part.purge_seqno, upto_seqno)
+        elif kind == "manifest":
+            self._adopt_manifest(Manifest.from_document(document["manifest"]))
+            self.committed_manifest = self.manifest
+        else:
+            # `durability` concerns the shell, which reads it from the node record.
+            assert kind == "durability", kind
+
+    def begin_new_versions(self) -> list[int]:
+        """Make a new version of every partition at its end: an unclean stop may have lost what
+        somebody had seen. Return the partitions; the entries are in the open group.
+        """
+        return [self.branch(part.vb_id, part.high_seqno).vb_id for part in self.partitions]
