@@ -16,8 +16,8 @@ from dcp.server.logging_setup import EventLog
 from dcp.server.logins import LoginLimits, Logins, PeerLogins
 from dcp.server.tls import ServerTls, TlsError, TlsFiles
 from dcp.server.users import Users
-from dcp.session.rights import Role
 from dcp.session.state import Limits
+from dcp.wire.opcode import Opcode
 
 if TYPE_CHECKING:
     from dcp.server.connection import ClientConnection
@@ -114,7 +114,10 @@ class Access:
             if rights == state.rights:
                 continue
             state.rights_changed(rights)
-            connection.rights_changed(may_stream=rights is not None and rights.has(Role.STREAM))
+            may_stream = (
+                rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
+            )
+            connection.rights_changed(may_stream=may_stream)
 
     def reload_certificates(self, *, always: bool) -> None:
         """Take over certificates that have changed; a bad one is logged, the old one stays."""

@@ -148,7 +148,7 @@ class ClientConnection(asyncio.Protocol):
             self.logins.leave()
             self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
         if self.session.state.producer is not None and not may_stream:
-            self.abort("the user has lost the role stream, or was removed")
+            self.abort("the user may not stream any more, or was removed")
 
     def schedule_pump(self) -> None:
         """Send stream messages in the next turn of the loop."""

@@ -109,6 +109,17 @@ def test_a_stream_ends_with_the_role(server, user, change):
         assert streamer.is_closed()
 
 
+def test_a_stream_ends_when_reading_becomes_restricted(server, user):
+    arguments = ("--role", "stream", "--new-password", PASSWORD)
+    assert user("add", "s3", *arguments) == 0
+    with RawClient(server.port, "s3", PASSWORD) as streamer:
+        open_stream(streamer)
+        assert user("grant", "s3", "write", "--prefix", "x:") == 0
+        assert streamer.set(b"x:1").status == Status.OK, "which is no reason to close"
+        assert user("grant", "s3", "read", "--prefix", "x:") == 0
+        assert streamer.is_closed()
+
+
 def test_a_restricted_user_has_no_streams(server, user):
     arguments = ("--role", "read", "--prefix", "x:", "--new-password", PASSWORD)
     assert user("add", "narrow", *arguments) == 0
