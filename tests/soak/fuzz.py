@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX, Limits
+from dcp.session.text import TextSession
 from dcp.wire.frame import HEADER, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
@@ -74,6 +75,9 @@ def run_round(seed: int) -> Round:
 def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
     """Open a connection; half of them shake hands as real clients do."""
     peer = node.connect(is_loopback=draw.random() < 0.8, limits=limits)
+    if draw.random() < 0.15:
+        peer.session = TextSession(peer.state)  # type: ignore[assignment]
+        return peer
     if draw.random() < 0.5:
         peer.hello(*draw.sample(FEATURES, draw.randint(0, len(FEATURES))))
     if draw.random() < 0.5:
@@ -90,7 +94,7 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
     state, session = peer.state, peer.session
     decoder = FrameDecoder()
     position = 0
-    is_text = bool(data) and not state.buffer and data[0] < 0x80
+    is_text = isinstance(session, TextSession)
     while position < len(data) and not state.is_closing:
         size = draw.choice((1, 7, 24, 100, 1000, len(data)))
         session.receive(data[position : position + size], peer.node.now_ns)
@@ -99,13 +103,14 @@ def feed(draw: random.Random, peer: Peer, data: bytes) -> None:
         state.answers.clear()
         state.notes.clear()
         assert len(answers) <= 2 * ANSWER_BYTES_MAX + VALUE_BYTES_MAX
-        if not is_text and answers[:1] == b"\x81":
+        if not is_text:
             decoder.feed(answers)
         while state.is_full:
             session.resume(peer.node.now_ns)
             state.answers.clear()
             state.notes.clear()
-        assert len(state.buffer) <= VALUE_BYTES_MAX + BODY_EXTRA_BYTES + 24 + size
+        kept = session._buffer if isinstance(session, TextSession) else state.buffer
+        assert len(kept) <= VALUE_BYTES_MAX + BODY_EXTRA_BYTES + 24 + size
     if state.is_closing:
         assert state.close_reason, "a connection closes with a reason"
 
@@ -129,7 +134,7 @@ def piece(draw: random.Random) -> tuple[int, bytes]:
     kind = draw.random()
     if kind < 0.05:
         return count, draw.randbytes(draw.randint(1, 400))
-    if kind < 0.10:
+    if kind < 0.20:
         return count, b"".join(draw.choice(TEXT) for _ in range(count))
     make = lying_header if kind < 0.4 else ordinary
     data = bytearray(b"".join(make(draw) for _ in range(count)))
