@@ -146,9 +146,7 @@ class Session:
         end = len(buffer)
         position = missing_bytes = 0
         body_bytes_max = self._body_bytes_max
-        rights = state.rights  # looked at here: a call would cost everybody
-        is_unchecked = rights is not None and rights.has_all_documents
-        hot = self._hot if is_unchecked else self._document_handlers()
+        hot = self._document_handlers()
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
