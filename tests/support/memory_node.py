@@ -7,7 +7,7 @@ own, so that every interleaving can be told.
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from dcp.session.auth import AuthStep
@@ -45,7 +45,7 @@ class OpenDoor:
         return AuthStep(Status.AUTH_ERROR, b"", None, None)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _new_store(seed: int) -> tuple[dict[str, Any], Any]:
     """Return the tables of a store that begins, and the state of the node's randomness after it.
 
