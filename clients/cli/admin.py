@@ -53,10 +53,15 @@ class AdminClient:
         self._timeout_s = target.timeout_s
         address = target.address
         login = b64encode(f"{address.user}:{address.password}".encode()).decode()
-        self._headers = {"Authorization": f"Basic {login}", "Content-Type": "application/json"}
+        self._headers = {"Authorization": f"Basic {login}"}
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request and return the JSON answer. Raises AdminError, ConnectError."""
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, form: str | None = None
+    ) -> Any:
+        """Send a request, with a JSON body or a form, and return the JSON answer.
+
+        Raises AdminError, ConnectError.
+        """
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
         place = f"{self._node.host}:{self._node.mgmt_port}"
@@ -70,8 +75,10 @@ class AdminClient:
         else:
             connection = HTTPConnection(where, port, timeout=timeout_s)
         try:
-            payload = None if body is None else json.dumps(body)
-            connection.request(method, path, payload, self._headers)
+            payload = form if body is None else json.dumps(body)
+            kind = "application/x-www-form-urlencoded" if body is None else "application/json"
+            headers = self._headers | ({"Content-Type": kind} if payload is not None else {})
+            connection.request(method, path, payload, headers)
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError:

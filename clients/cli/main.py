@@ -68,6 +68,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "stream": ("streams:stream", "List, slow, stop and end streams of consumers."),
     "fault": ("faults:fault", "Make requests fail, wait or disconnect."),
     "explain": ("explain:explain_", "Explain a rollback."),
+    "collection": ("collections:collection", "List, create and drop collections."),
     "user": ("users:user", "Work on users and their roles."),
 }
 """Command -> where it is, and its line in the help."""

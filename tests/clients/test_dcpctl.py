@@ -259,6 +259,20 @@ def test_users(ctl):
     assert ctl("--user", "ada", "--password", "s3cret", "status")[0] == 7
 
 
+def test_collections(ctl):
+    assert ctl("collection", "create", "shop.orders")[1] == b"created shop.orders\n"
+    assert ctl("collection", "create", "shop.carts", "--max-ttl", "60")[0] == 0
+    listed = {row["collection"] for row in lines(ctl("collection", "list", "-o", "json")[1])}
+    assert {"_default._default", "shop.orders", "shop.carts"} <= listed
+    code, _, err = ctl("collection", "create", "shop.orders")
+    assert code != 0
+    assert "orders" in err
+    assert ctl("collection", "drop", "shop.orders")[1] == b"dropped shop.orders\n"
+    assert b"shop.orders" not in ctl("collection", "list")[1]
+    assert ctl("collection", "drop", "shop")[0] == 0
+    assert b"shop" not in ctl("collection", "list")[1]
+
+
 def test_hot_commands_import_nothing_slow():
     script = (
         "import sys; import clients.cli.main, clients.cli.documents;"
