@@ -20,7 +20,7 @@ Invariants
 - every message of a stream carries the opaque of its request; messages with the opaque of a stream
   that ended are counted and dropped.
 
-Rules: dcp-wire.md 1.8, 2.4 to 2.7. Time is an argument, in ns of any steady clock.
+Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
 """
 
 from __future__ import annotations

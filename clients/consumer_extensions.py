@@ -8,7 +8,7 @@
 Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and
 everything is as without it.
 
-Rules: dcp-wire.md 5.
+Rules: docs/streams.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which node holds which partition: the cluster configuration as clients read it. Pure.
 
-Source: dcp-wire.md 1.9. `nodes` says how many nodes serve the bucket, the first entries of
-`nodesExt` say where they listen, `vBucketMap` names a node by its index; `$HOST` stands for the
-host that the client used.
+Source: what the official clients' parsers need. `nodes` says how many nodes serve the bucket, the
+first entries of `nodesExt` say where they listen, `vBucketMap` names a node by its index; `$HOST`
+stands for the host that the client used.
 
 Invariants
 - `vbucket_map` has one entry per partition, each -1 or an index into `nodes`;

@@ -17,7 +17,7 @@ Invariants, asserted when a log is made
 A log may be newer than the data beside it: a replica stores its master's log before the changes
 arrive. Whoever makes a version goes through `branch`, which drops what lies above.
 
-The rules are those of kv_engine's failover table (dcp-wire.md 2.3).
+The rules are those of kv_engine's failover table.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Who calls it: the server for every stream request, replicas, backup and whoever explains a
 decision. One function, so that all of them agree.
 
-Sources: dcp-wire.md 2.2 (kv_engine's rule for one vb_uuid) and 5 point 1 (its generalisation to
+Sources: kv_engine's rule for one vb_uuid (FailoverTable::needsRollback), and its generalisation to
 the client's whole list of versions, which needs one round where the other needs several or falls
-back to 0).
+back to 0.
 
 What the caller sees to
 - snap_start <= start <= snap_end (ERANGE otherwise), asserted here

@@ -4,7 +4,7 @@ Who calls it: the node, for operators and for people who test consumers. Each ca
 and puts one or more control entries into the engine's open group, so that it is durable with that
 group, replayed at start and merged into the store like any change.
 
-Rules (dcp-wire.md 2.3, 2.9): becoming active makes a new version at the high seqno; the item at the
+Rules: becoming active makes a new version at the high seqno; the item at the
 high seqno is never purged.
 
 A purge here moves `purge_seqno`, which is what rollback decisions look at; the deletions below it

@@ -1,8 +1,8 @@
 """DCP_CONTROL: one table of what a client may set, and to which values.
 
 A key that is not in the table is EINVAL; one that is known and off here is NOT_SUPPORTED, so that a
-client can tell the two apart. `x_` keys are this server's own (dcp-wire.md 5); the others are
-kv_engine's (dcp-wire.md 1.8).
+client can tell the two apart. `x_` keys are this server's own (docs/streams.md); the others are
+kv_engine's.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Who is active when a step fails
 - a crash of this server forgets which of the last two it was: a partition that is dead in the log
   stays dead.
 
-Rules: dcp-wire.md 2.8.
+Rules: kv_engine's takeover.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def test_a_control_of_absurd_length_is_einval_and_leaves_no_long_log_line(peer: 
     assert all(len(str(fields)) < 1000 for _, fields in peer.state.notes)
 
 
-# -- the order of checks of STREAM_REQ (dcp-wire 2.1) --------------------------------------------
+# -- the order of checks of STREAM_REQ --------------------------------------------
 
 
 def ask_stream(peer: Peer, **parts: int | bytes) -> Frame:
@@ -433,7 +433,7 @@ def test_13_ok_and_messages_follow_each_other(node: MemoryNode, peer: Peer) -> N
     assert [f.opcode for f in peer.drain()] == [Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_MUTATION]
 
 
-# -- rollback (dcp-wire 2.2), over real histories ------------------------------------------------
+# -- rollback over real histories ------------------------------------------------
 
 
 @pytest.mark.parametrize(

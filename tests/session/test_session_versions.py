@@ -1,4 +1,4 @@
-"""Version lists in stream requests (control x_version_log, dcp-wire.md 5)."""
+"""Version lists in stream requests (control x_version_log)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window of a connection, to the byte (dcp-wire 2.6), NOOP and idle peers (2.7)."""
+"""The window of a connection, to the byte; NOOP and idle peers."""
 
 from __future__ import annotations
 

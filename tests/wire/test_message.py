@@ -1,4 +1,4 @@
-"""DCP messages: sizes as flow control counts them (dcp-wire 2.6), fields in their places."""
+"""DCP messages: sizes as flow control counts them fields in their places."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_quiet_opcode_is_another_one_than_its_loud_form() -> None:
 
 
 def test_opcodes_and_statuses_of_the_protocol() -> None:
-    """A few that clients would not survive a change of, from dcp-wire 1.2 to 1.8."""
+    """A few that clients would not survive a change of."""
     assert (Opcode.HELLO, Opcode.SASL_AUTH, Opcode.SELECT_BUCKET) == (0x1F, 0x21, 0x89)
     assert (Opcode.DCP_OPEN, Opcode.DCP_STREAM_REQ, Opcode.DCP_CONTROL) == (0x50, 0x53, 0x5E)
     assert (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_STREAM_END) == (0x57, 0x58, 0x55)

@@ -13,7 +13,7 @@
 Blocks of a stream are separated by four newlines; a block comes at least every KEEPALIVE_S.
 `$HOST` in a terse map stands for the address that the client has of this node.
 
-Facts: dcp-wire.md 3.
+Facts: what go-dcp, gocbcore and the SDKs ask for.
 """
 
 from __future__ import annotations
