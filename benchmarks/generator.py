@@ -47,7 +47,7 @@ class Load:
     warmup_seconds: float = 1.0
     keys: int = 500_000
     value_bytes: int = 128
-    prebuilt: int = 131_072
+    prebuilt: int = 524_288
     """Operations made before the clock starts, over all connections; they are sent in turn."""
     seed: int = 1
     load: bool = False
