@@ -88,6 +88,8 @@ class ClientConnection(asyncio.Protocol):
             if begins_text(data[0]):
                 self.session = TextSession(self.session.state)
         self._meter.received_bytes += len(data)
+        if (producer := self.session.state.producer) is not None:
+            producer.heard(self.heard_ns)
         self.session.receive(data, time.time_ns())
         self._after_commands()
 
@@ -133,7 +135,7 @@ class ClientConnection(asyncio.Protocol):
         """Let time pass; monotonic nanoseconds."""
         reason = self._node.access.overdue(self, now_ns)
         producer = self.session.state.producer
-        if producer is not None and not producer.tick(time.time_ns()):
+        if producer is not None and not producer.tick(now_ns):
             reason = "nothing was heard of the DCP client"
         if reason:
             self.abort(reason)

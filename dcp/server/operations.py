@@ -111,7 +111,7 @@ class Operations:
 
     def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
         """Return what the chosen streams do."""
-        now_ns = time.time_ns()
+        now_ns = time.monotonic_ns()
         parts = self._node.engine.partitions
         return [
             {

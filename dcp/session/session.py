@@ -115,8 +115,6 @@ class Session:
     def receive(self, data: bytes, now_ns: int) -> None:
         """Work through what a read brought in; `now_ns` is Unix time."""
         state = self.state
-        if state.producer is not None:
-            state.producer.heard(now_ns)
         if state.is_closing:
             return
         if self._missing_bytes > 0:

@@ -189,7 +189,7 @@ class Producer:
             self._schedule()
 
     def heard(self, now_ns: int) -> None:
-        """Note that something came in."""
+        """Note that something came in; the clock is that of `tick`, one that never jumps."""
         self._last_heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:

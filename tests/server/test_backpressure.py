@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from clients.consumer import Consumer
+from clients.event import StreamOpened
 from clients.kv import KvClient
 from clients.operation import MutationResult
 from dcp.wire.frame import FrameDecoder, pack_request
@@ -86,3 +88,14 @@ async def test_a_stream_that_nobody_reads_costs_a_cursor(server: DcpdProcess) ->
             for frame in decoder.feed(data):
                 if frame.opcode == Opcode.DCP_MUTATION:
                     newest = frame.value
+
+
+async def test_the_age_of_a_stream_is_told_by_a_clock_that_does_not_jump(
+    server: DcpdProcess,
+) -> None:
+    async with Consumer(server.address, vbuckets=[5]) as consumer:
+        async for event in consumer:
+            if isinstance(event, StreamOpened):
+                break
+        (stream,) = server.streams()
+        assert 0 <= stream["age_s"] < 60

@@ -169,6 +169,8 @@ class Peer:
 
     def send(self, data: bytes) -> list[Frame]:
         """Send bytes; return the answers, whether or not they may leave yet."""
+        if self.state.producer is not None:
+            self.state.producer.heard(self.node.now_ns)
         self.session.receive(data, self.node.now_ns)
         frames = self._answers()
         while self.state.is_full:
