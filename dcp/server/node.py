@@ -203,8 +203,6 @@ class Node:
                 )
             node = self._create()
         needs_new_versions = not node.clean_shutdown and node.durability != "commit"
-        # Durable before the first answer: which promise the next start has to assume.
-        self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
         self.engine = Engine(self._store, _draw_uuid, self._settings.memtable_bytes)
         self.torn = replay_log(
             self.engine,
@@ -220,6 +218,9 @@ class Node:
         self._device.rotate()
         if needs_new_versions:
             self._make_new_versions()
+        # Durable before the first answer: which promise the next start has to assume. Not before
+        # the new versions are: a start that dies in between must find the old promise again.
+        self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
         self.committer = Committer(
             self.engine,
             self._device,

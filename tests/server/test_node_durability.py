@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ from clients.consumer import Consumer
 from clients.errors import DcpdError
 from clients.kv import KvClient
 from clients.operation import MutationResult
+from dcp.server.config import Settings
+from dcp.server.logging_setup import EventLog
+from dcp.server.node import Node
+from dcp.server.users import USERS_FILE, Users
 from support.server import DcpdProcess
 
 pytestmark = pytest.mark.crash
@@ -247,3 +252,25 @@ async def test_a_log_without_its_store_is_refused(tmp_path: Path) -> None:
         assert refused.returncode == 4
         assert "no store" in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+async def test_a_start_that_dies_before_its_new_versions_leaves_them_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DcpdProcess(tmp_path / "data", "--durability", "none") as server:
+        before = await failover_logs(server)
+
+    def die(_node: Node) -> None:
+        raise RuntimeError("killed here")
+
+    settings = Settings(data=tmp_path / "data", port=0, admin_port=0, durability="commit")
+    users = Users(tmp_path / "data" / USERS_FILE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Node, "_make_new_versions", die)
+        node = Node(settings, users, EventLog(logging.getLogger("test")))
+        with pytest.raises(RuntimeError, match="killed here"):
+            await node.start()
+        node._env.close()
+    with DcpdProcess(tmp_path / "data", "--durability", "commit") as server:
+        after = await failover_logs(server)
+    assert [len(log) for log in after] == [len(log) + 1 for log in before]
