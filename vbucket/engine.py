@@ -31,7 +31,6 @@ from vbucket.entry import (
     MUTATION_ENTRY,
     MUTATION_EXTRAS_BYTES,
     MUTATION_KEY_AT,
-    is_deleted,
     key_of,
     seqno_of,
 )
@@ -177,13 +176,17 @@ class Engine(Keyspace):
         if part.state != 1:
             return Status.NOT_MY_VBUCKET
         self._expire_if_due(part, key)
+        return self._newest_meta(part, key) or Status.KEY_ENOENT
+
+    def _newest_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
+        """Return what is known of a key's newest version, without its value; None: nothing."""
         entry: bytes | None = part.newest.get(key)
         if entry is None and part.frozen is not None:
             entry = part.frozen.newest.get(key)
         if entry is None and part.merged_seqno:
-            return self._store.meta(vb_id, key) or Status.KEY_ENOENT
+            return self._store.meta(part.vb_id, key)
         if not entry:
-            return Status.KEY_ENOENT
+            return None
         opcode, _, datatype, _, cas, seqno, rev_seqno = _UNPACK_META(entry)
         flags = expiry = 0
         if opcode == MUTATION:
@@ -251,16 +254,10 @@ class Engine(Keyspace):
 
     def _expire_if_due(self, part: Partition, key: bytes) -> bool:
         """Remove a document whose time is over: an expiry is a change with a seqno of its own."""
-        entry = part.newest.get(key)
-        if entry is None:
-            entry = self._versions.entry_below(part, key)
-        if not entry or is_deleted(entry):
+        meta = self._newest_meta(part, key)
+        if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
             return False
-        expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
-        if not expiry or expiry > self._now_s:
-            return False
-        _, _, _, _, _, seqno, rev_seqno = _UNPACK_META(entry)
-        self._expire(part, key, seqno, rev_seqno)
+        self._expire(part, key, meta.seqno, meta.rev_seqno)
         return True
 
 
