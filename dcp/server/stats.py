@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from vbucket.ids import NUM_VBUCKETS
+from dcp.stream.moment import seqno_before
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.partition import Partition, VbState
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def stats(node: Node, request: bytes) -> Stats | None:
     collect = _GROUPS.get(group)
     if collect is not None:
         return None if argument else collect(node)
+    if group == "seqno-at":
+        return _seqno_at(node, argument.split(" "))
     per_partition = _PARTITION_GROUPS.get(group)
     if per_partition is None:
         return None
@@ -111,6 +114,23 @@ def _failovers(part: Partition) -> Stats:
     for index, (vb_uuid, seqno) in enumerate(pairs):
         rows += [(f"{name}:{index}:id", str(vb_uuid)), (f"{name}:{index}:seq", str(seqno))]
     return rows
+
+
+def _seqno_at(node: Node, arguments: list[str]) -> Stats | None:
+    """Answer "seqno-at VB TIME_NS": the seqno that the partition had right before a moment.
+
+    One partition per request, because each takes some twenty reads.
+    """
+    if len(arguments) != 2 or not all(map(str.isdecimal, arguments)):
+        return None
+    vb_id, time_ns = map(int, arguments)
+    if vb_id >= NUM_VBUCKETS or time_ns > SEQNO_MAX:
+        return None
+    part = node.engine.partitions[vb_id]
+    return [
+        (f"vb_{vb_id}:seqno_at", str(seqno_before(node.engine, vb_id, time_ns))),
+        (f"vb_{vb_id}:uuid", str(part.vb_uuid)),
+    ]
 
 
 _GROUPS: Final[dict[str, Callable[[Node], Stats]]] = {

@@ -141,6 +141,7 @@ CONTROLS: Final[dict[str, Setter]] = {
     "x_version_log": _term("has_version_lists"),
     "x_snapshot_end": _term("has_snapshot_ends"),
     "x_previous_value": _previous_values,
+    "x_key_prefix": _term("has_key_prefixes"),
     "stream_buffer_size": _not_supported,
     "enable_sync_writes": _not_supported,
     "enable_out_of_order_snapshots": _not_supported,

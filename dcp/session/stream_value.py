@@ -1,11 +1,11 @@
 """The JSON value of a stream request: what it says beside the filter. Pure.
 
     {"uid": "0", "collections": [...], "scope": "...", "purge_seqno": "17",
-     "sid": 3, "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
+     "sid": 3, "key_prefixes": ["<hexadecimal>", ...], "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
 
 64-bit numbers are decimal text, because JSON readers round them. Unknown names are ignored by
 design; `version_log` and `want_version_log` are known once x_version_log was negotiated, `sid` once
-enable_stream_id was. Collections and scope are `dcp.stream.filter`'s.
+enable_stream_id was, `key_prefixes` once x_key_prefix was. Collections and scope are `dcp.stream.filter`'s.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import msgspec
 
 from dcp.session.controls import is_decimal
 from dcp.stream.terms import Terms
+from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import Status
 
 VALUE_BYTES_MAX: Final = 64 * 1024
 """Longest JSON value of a stream request; a list of 1,024 collections has some 10 KiB."""
 
 STREAM_ID_MAX: Final = 0xFFFF
+KEY_PREFIXES_MAX: Final = 64
+"""Prefixes in one request: each change is compared with all of them."""
 _U64_MAX: Final = 2**64 - 1
 
 
@@ -37,6 +40,8 @@ class StreamValue(NamedTuple):
     """(vb_uuid, seqno at which it began) of all versions that the client knows, newest first."""
     wants_version_log: bool = True
     """Whether the answer shall carry the whole failover log."""
+    key_prefixes: tuple[bytes, ...] = ()
+    """How keys begin that the client wants; (): all."""
 
 
 class ValueRefusedError(Exception):
@@ -54,13 +59,14 @@ def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
     if not is_decimal(purge):
         raise ValueRefusedError(Status.EINVAL, "purge_seqno is decimal text")
     stream_id = _stream_id(document, has_stream_ids=terms.has_stream_ids)
+    prefixes = _prefixes(document.get("key_prefixes")) if terms.has_key_prefixes else ()
     if not terms.has_version_lists:
-        return StreamValue(document, int(purge), stream_id)
+        return StreamValue(document, int(purge), stream_id, key_prefixes=prefixes)
     wants_log = document.get("want_version_log", True)
     if not isinstance(wants_log, bool):
         raise ValueRefusedError(Status.EINVAL, "want_version_log is true or false")
     versions = _versions(document.get("version_log", []))
-    return StreamValue(document, int(purge), stream_id, versions, wants_log)
+    return StreamValue(document, int(purge), stream_id, versions, wants_log, prefixes)
 
 
 def _document(value: bytes) -> dict[str, Any]:
@@ -94,6 +100,25 @@ def _stream_id(document: dict[str, Any], *, has_stream_ids: bool) -> int:
     if not stream_id:
         raise ValueRefusedError(Status.DCP_STREAMID_INVALID, "a stream id is not 0")
     return stream_id
+
+
+def _prefixes(entries: object) -> tuple[bytes, ...]:
+    """Return the prefixes of keys, hexadecimal because JSON text cannot hold every key."""
+    if entries is None:
+        return ()
+    wanted = f"key_prefixes is a list of 1 to {KEY_PREFIXES_MAX} keys' beginnings, hexadecimal"
+    if not isinstance(entries, list) or not 0 < len(entries) <= KEY_PREFIXES_MAX:
+        raise ValueRefusedError(Status.EINVAL, wanted)
+    prefixes = []
+    for entry in entries:
+        try:
+            prefix = bytes.fromhex(entry) if isinstance(entry, str) else b""
+        except ValueError:
+            prefix = b""
+        if not 0 < len(prefix) <= MAX_KEY_BYTES:
+            raise ValueRefusedError(Status.EINVAL, f"{wanted}; {entry!r} cannot be")
+        prefixes.append(prefix)
+    return tuple(prefixes)
 
 
 def _versions(entries: object) -> tuple[tuple[int, int], ...]:

@@ -233,9 +233,11 @@ class DcpCommands:
         """Return what the stream shows. Raises FilterRefusedError."""
         state = self._state
         if not told.document or not state.has_collections:
-            return unfiltered(has_collections=state.has_collections)
+            return unfiltered(
+                has_collections=state.has_collections, key_prefixes=told.key_prefixes
+            )
         state.observes_manifest()
-        return filter_of(told.document, state.engine.manifest)
+        return filter_of(told.document, state.engine.manifest, told.key_prefixes)
 
     def close_stream(self, request: Frame) -> None:
         """End a stream; STREAM_END follows where the client asked for it by control."""

@@ -4,6 +4,7 @@
     collections, no filter                 everything
     collections, "collections": [...]      these, and their creations and drops
     collections, "scope": "..."            what is in the scope, now and later, and its events
+    x_key_prefix, "key_prefixes": [...]    of those only keys that begin so; system events pass
 
 Rules (kv_engine): items of collections that do not exist any more are left out; creations and
 drops come in seqno order among the changes; the stream ends with FILTER_EMPTY when the last
@@ -26,6 +27,7 @@ from vbucket.manifest import (
     Manifest,
     SystemEventKind,
     collection_of,
+    decode_leb128,
 )
 from vbucket.store import Accepts
 
@@ -43,9 +45,11 @@ class FilterRefusedError(Exception):
 
 
 class StreamFilter:
-    """See the module. `collections` None: all; `scope_id` None: not by scope."""
+    """See the module. `collections` None: all; `scope_id` None: not by scope; `key_prefixes` ():
+    all keys, else those whose logical key begins with one of them.
+    """
 
-    __slots__ = ("_collections", "_is_over", "_scope_id", "has_events")
+    __slots__ = ("_collections", "_is_over", "_prefixes", "_scope_id", "has_events")
 
     def __init__(
         self,
@@ -53,9 +57,11 @@ class StreamFilter:
         collections: Ids[int] | None = None,
         scope_id: int | None = None,
         has_events: bool = True,
+        key_prefixes: tuple[bytes, ...] = (),
     ) -> None:
         self.has_events = has_events
-        """Whether the stream shows system events and may end its snapshots with SEQNO_ADVANCED."""
+        """Whether the stream shows system events."""
+        self._prefixes = key_prefixes
         self._collections = None if collections is None else set(collections)
         self._scope_id = scope_id
         self._is_over = False
@@ -63,7 +69,13 @@ class StreamFilter:
     @property
     def is_limited(self) -> bool:
         """Whether the client asked for less than everything."""
-        return self._collections is not None or self._scope_id is not None
+        is_chosen = self._collections is not None or self._scope_id is not None
+        return is_chosen or bool(self._prefixes)
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether the client knows SEQNO_ADVANCED, so that a snapshot may end on it."""
+        return self.has_events or bool(self._prefixes)
 
     @property
     def is_empty(self) -> bool:
@@ -89,6 +101,8 @@ class StreamFilter:
         """
         allowed = frozenset(self.collection_ids(manifest))
         has_default = DEFAULT_COLLECTION in allowed
+        if self._prefixes:
+            return self._accepts_prefixes(allowed)
         if has_default and (
             other_high_seqno < start_seqno
             or (self.has_events and not self.is_limited and not manifest.has_dropped)
@@ -102,6 +116,24 @@ class StreamFilter:
             if first == SYSTEM_COLLECTION:
                 return self._shows_event(key)
             return collection_of(key) in allowed
+
+        return accept
+
+    def _accepts_prefixes(self, allowed: frozenset[int]) -> Accepts:
+        """Return the test of stored keys where the client named prefixes."""
+        prefixes = self._prefixes
+        # The default collection's id is one zero byte: its keys need no decoding.
+        has_default = DEFAULT_COLLECTION in allowed
+
+        def accept(key: bytes) -> bool:
+            first = key[0]
+            if first == DEFAULT_COLLECTION:
+                return has_default and key.startswith(prefixes, 1)
+            if first == SYSTEM_COLLECTION:
+                return self._shows_event(key)
+            decoded = decode_leb128(key)
+            assert decoded is not None, "stored keys carry their collection"
+            return decoded[0] in allowed and key.startswith(prefixes, decoded[1])
 
         return accept
 
@@ -127,7 +159,9 @@ class StreamFilter:
         return self.is_empty
 
 
-def filter_of(document: Mapping[str, object], manifest: Manifest) -> StreamFilter:
+def filter_of(
+    document: Mapping[str, object], manifest: Manifest, key_prefixes: tuple[bytes, ...] = ()
+) -> StreamFilter:
     """Return the filter that a stream request's JSON value asks for (connections with collections).
 
     Raises FilterRefusedError. What is asked for must exist (kv_engine). The `uid`, which manifest
@@ -147,9 +181,9 @@ def filter_of(document: Mapping[str, object], manifest: Manifest) -> StreamFilte
             raise FilterRefusedError(
                 Status.UNKNOWN_SCOPE, f"there is no scope {scope} in manifest {manifest.uid:x}"
             )
-        return StreamFilter(scope_id=int(scope, 16))
+        return StreamFilter(scope_id=int(scope, 16), key_prefixes=key_prefixes)
     if "collections" not in document:
-        return StreamFilter()
+        return StreamFilter(key_prefixes=key_prefixes)
     collections = document["collections"]
     if not isinstance(collections, list) or not collections:
         raise FilterRefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
@@ -162,7 +196,7 @@ def filter_of(document: Mapping[str, object], manifest: Manifest) -> StreamFilte
                 Status.UNKNOWN_COLLECTION,
                 f"there is no collection {collection_id:x} in manifest {manifest.uid:x}",
             )
-    return StreamFilter(collections=ids)
+    return StreamFilter(collections=ids, key_prefixes=key_prefixes)
 
 
 def is_hexadecimal(text: object) -> bool:
@@ -170,8 +204,10 @@ def is_hexadecimal(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text) <= 16 and _HEXADECIMAL.issuperset(text)
 
 
-def unfiltered(*, has_collections: bool) -> StreamFilter:
-    """Return the filter of a stream whose request names none."""
+def unfiltered(*, has_collections: bool, key_prefixes: tuple[bytes, ...] = ()) -> StreamFilter:
+    """Return the filter of a stream whose request names no collections."""
     if has_collections:
-        return StreamFilter()
-    return StreamFilter(collections=(DEFAULT_COLLECTION,), has_events=False)
+        return StreamFilter(key_prefixes=key_prefixes)
+    return StreamFilter(
+        collections=(DEFAULT_COLLECTION,), has_events=False, key_prefixes=key_prefixes
+    )

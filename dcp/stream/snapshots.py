@@ -98,7 +98,7 @@ class SnapshotWriter:
         if stream.accepts is not None and stream.filter.is_limited:
             self._note_events(stream, batch)
         if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
-            assert stream.filter.has_events, "without collections a snapshot ends on an item"
+            assert stream.filter.may_advance, "who does not know it gets snapshots that end on items"
             advanced = pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno)
             sent += self.put(stream, out, advanced)
         return sent
@@ -120,7 +120,7 @@ class SnapshotWriter:
     def _shown_end(self, stream: Stream, part: Partition) -> int:
         """Return the end of the next snapshot: an item, where nothing else may stand at it."""
         limit = self._limit_of(stream, part)
-        if stream.filter.has_events or part.tally.other_high_seqno < stream.next_seqno:
+        if stream.filter.may_advance or part.tally.other_high_seqno < stream.next_seqno:
             return limit
         return self._engine.default_seqno_at(stream.vb_id, limit)
 

@@ -24,6 +24,7 @@ class Terms:
     __slots__ = (
         "has_history",
         "has_json",
+        "has_key_prefixes",
         "has_previous_values",
         "has_snapshot_ends",
         "has_stream_ids",
@@ -44,6 +45,8 @@ class Terms:
         """x_version_log: a request may name all versions that the client knows."""
         self.has_previous_values = False
         """x_previous_value: what a change replaced comes right before it."""
+        self.has_key_prefixes = False
+        """x_key_prefix: a request may name prefixes of keys; the client knows SEQNO_ADVANCED."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True
@@ -55,4 +58,4 @@ class Terms:
     @property
     def takes_values(self) -> bool:
         """Whether stream requests may carry a JSON value, collections or not."""
-        return self.has_version_lists or self.has_stream_ids
+        return self.has_version_lists or self.has_stream_ids or self.has_key_prefixes
