@@ -25,6 +25,9 @@ class Counter(Protocol):
     def begin(self, operations: int) -> None:
         """A batch of so many operations was sent."""
 
+    def outgoing(self, batch: bytes) -> bytes | bytearray:
+        """Return the batch as it is sent on this connection."""
+
     def feed(self, chunk: bytes) -> bool:
         """Take what came in; True when the batch is answered in full."""
 
@@ -41,6 +44,9 @@ class BinaryCounter:
 
     def begin(self, operations: int) -> None:
         self._left, self._buffer, self._plain = operations, b"", True
+
+    def outgoing(self, batch: bytes) -> bytes:
+        return batch
 
     def feed(self, chunk: bytes) -> bool:
         buffer = self._buffer = self._buffer + chunk if self._buffer else chunk
@@ -87,6 +93,9 @@ class RespCounter:
     def begin(self, operations: int) -> None:
         self._operations, self._buffer = operations, b""
 
+    def outgoing(self, batch: bytes) -> bytes:
+        return batch
+
     def feed(self, chunk: bytes) -> bool:
         buffer = self._buffer = self._buffer + chunk if self._buffer else chunk
         wanted = self._operations
@@ -119,9 +128,3 @@ class RespCounter:
         self.errors += len(errors)
         self.first_error = self.first_error or (errors[0].decode(errors="replace").strip())
         return True
-
-
-COUNTER: Final[dict[str, type[BinaryCounter] | type[RespCounter]]] = {
-    "binary": BinaryCounter,
-    "resp": RespCounter,
-}

@@ -44,6 +44,28 @@ def follow_redis(port: int, changes: int) -> dict[bytes, bytes]:
     return state
 
 
+async def follow_nats(port: int, changes: int) -> dict[bytes, bytes]:
+    """Read the bucket's stream with an ordered consumer, as a watcher of all keys does."""
+    import nats as client
+
+    from benchmarks.nats import BUCKET
+
+    state: dict[bytes, bytes] = {}
+    seen = 0
+    connection = await client.connect(f"nats://127.0.0.1:{port}")
+    subscription = await connection.jetstream().subscribe(
+        f"$KV.{BUCKET}.>", ordered_consumer=True, pending_msgs_limit=1 << 30,
+        pending_bytes_limit=1 << 40,
+    )  # fmt: skip
+    async for message in subscription.messages:
+        state[message.subject] = message.data
+        seen += 1
+        if seen == changes:
+            break
+    await connection.close()
+    return state
+
+
 async def follow_dcpd(port: int, changes: int) -> dict[bytes, bytes]:
     """Follow all partitions with our consumer until they have nothing more."""
     from clients.consumer import Consumer
@@ -67,15 +89,16 @@ async def follow_dcpd(port: int, changes: int) -> dict[bytes, bytes]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.catchup")
-    parser.add_argument("peer", choices=["dcpd", "redis"])
+    parser.add_argument("peer", choices=["dcpd", "redis", "nats"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--changes", type=int, required=True)
     options = parser.parse_args()
     began = time.perf_counter()
-    if options.peer == "dcpd":
-        state = asyncio.run(follow_dcpd(options.port, options.changes))
-    else:
+    if options.peer == "redis":
         state = follow_redis(options.port, options.changes)
+    else:
+        follow = {"dcpd": follow_dcpd, "nats": follow_nats}[options.peer]
+        state = asyncio.run(follow(options.port, options.changes))
     seconds = time.perf_counter() - began
     print(json.dumps({"changes": options.changes, "keys": len(state), "seconds": seconds}))
     return 0

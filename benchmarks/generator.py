@@ -1,4 +1,4 @@
-"""The load generator: a process of its own that drives our server and Redis in the same way.
+"""The load generator: a process of its own that drives every server in the same way.
 
     python -m benchmarks.generator --protocol binary --port 11210 --connections 8 --in-flight 64
 
@@ -21,17 +21,23 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from benchmarks import workload
-from benchmarks.answers import COUNTER, AnswerError
+from benchmarks import etcd, nats, workload
+from benchmarks.answers import AnswerError, BinaryCounter, Counter, RespCounter
 from benchmarks.histogram import Histogram
 
 RECEIVE_BYTES: Final = 256 * 1024
 SOCKET_BUFFER_BYTES: Final = 1024 * 1024
 STALL_SECONDS: Final = 30.0  # a server that answers nothing for so long is given up
+COUNTER: Final[dict[str, Callable[[], Counter]]] = {
+    "binary": BinaryCounter,
+    "resp": RespCounter,
+    "etcd": etcd.EtcdCounter,
+    "nats": nats.NatsCounter,
+}
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class Connection:
         self.unsent = memoryview(b"")
         self._batches = batches
         try:
-            if load.protocol == "binary":
-                open_session(self.socket)
+            if load.protocol in OPENER:
+                OPENER[load.protocol](self.socket, self.counter)
         except (AnswerError, OSError):
             self.socket.close()
             raise
@@ -95,6 +101,7 @@ class Connection:
         if not batch:
             return False
         self.counter.begin(self.operations)
+        batch = self.counter.outgoing(batch)
         self.sent_ns = time.perf_counter_ns()
         try:
             sent = self.socket.send(batch)
@@ -126,6 +133,19 @@ def open_session(connection: socket.socket) -> None:
         granted = {int.from_bytes(body[at : at + 2], "big") for at in range(0, len(body), 2)}
         if step == "HELLO" and not granted.issuperset(workload.FEATURES):
             raise AnswerError(f"HELLO granted {sorted(granted)}, {workload.FEATURES} are needed")
+
+
+def _open_nats(connection: socket.socket, counter: Counter) -> None:
+    assert isinstance(counter, nats.NatsCounter)
+    nats.open_connection(connection, counter.inbox)
+
+
+OPENER: Final[dict[str, Callable[[socket.socket, Counter], None]]] = {
+    "binary": lambda connection, _: open_session(connection),
+    "etcd": lambda connection, _: etcd.open_connection(connection),
+    "nats": _open_nats,
+}
+"""What a new connection says first; Redis wants nothing."""
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -247,7 +267,7 @@ def _answered(connection: Connection) -> bool:
 
 def parse_arguments(arguments: list[str]) -> Load:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.generator", description="Load generator for dcpd and Redis."
+        prog="benchmarks.generator", description="Load generator for dcpd and its peers."
     )
     parser.add_argument("--protocol", choices=sorted(COUNTER), required=True)
     parser.add_argument("--host", default=Load.host)

@@ -1,9 +1,9 @@
-"""The servers that are measured: ours and Redis, each a process with a folder of its own.
+"""The servers that are measured, ours and its peers, each a process with a folder of its own.
 
-Both keep what they answer before they answer it: dcpd with its default (`--durability commit`),
-Redis with `appendonly yes, appendfsync always` and no snapshots. Their folders lie side by side, so
-on the same file system. A peer is started, measured, killed with SIGKILL and started again; its
-folder stays until `discard`.
+dcpd with its default (`--durability commit`), Redis with `appendonly yes, appendfsync always` and
+no snapshots, and etcd keep what they answer before they answer it; NATS JetStream by its default
+does not sync. Their folders lie side by side, so on the same file system. A peer is started,
+measured, killed with SIGKILL and started again; its folder stays until `discard`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Final
 
-from benchmarks import workload
+from benchmarks import etcd, nats, workload
 from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
 
@@ -182,6 +183,50 @@ class Redis(Peer):
                 return _read(stream, count) if count >= 0 else None
 
 
+class Etcd(Peer):
+    """etcd, one member, as its distribution packages it."""
+
+    name = "etcd"
+    protocol = "etcd"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._chosen = 0
+
+    def command(self) -> list[str]:
+        command = etcd.command(self.folder)
+        self._chosen = etcd.port_in(command)
+        return command
+
+    def find_port(self) -> int:
+        return self._chosen
+
+    def get(self, key: bytes) -> bytes | None:
+        return etcd.get(self.port, key)
+
+
+class Nats(Peer):
+    """nats-server with a JetStream key-value bucket, as its distribution packages it."""
+
+    name = "nats"
+    protocol = "nats"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._chosen = 0
+
+    def command(self) -> list[str]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._chosen = int(free.getsockname()[1])
+        return nats.command(self.folder, self._chosen)
+
+    def find_port(self) -> int:
+        return self._chosen
+
+    def get(self, key: bytes) -> bytes | None:
+        return nats.get(self.port, key)
+
+
 def _read(stream: IO[bytes], count: int) -> bytes:
     data = stream.read(count)
     if len(data) < count:
@@ -231,4 +276,9 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-PEERS: Final[dict[str, type[Dcpd] | type[Redis]]] = {"dcpd": Dcpd, "redis": Redis}
+PEERS: Final[dict[str, Callable[[Path], Peer]]] = {
+    "dcpd": Dcpd,
+    "redis": Redis,
+    "nats": Nats,
+    "etcd": Etcd,
+}

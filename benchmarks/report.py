@@ -1,4 +1,4 @@
-"""Rows of figures, with both servers side by side; as JSON and as a Markdown table. Pure."""
+"""Rows of figures, with the servers side by side; as JSON and as a Markdown table. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any, Final
 
 OURS: Final = "dcpd"
-THEIRS: Final = "redis"
 
 
 @dataclass
@@ -23,10 +22,9 @@ class Row:
     def add(self, peer: str, value: float) -> None:
         self.samples.setdefault(peer, []).append(value)
 
-    @property
-    def ratio(self) -> float | None:
-        """Our median over theirs; None while one of them is missing or zero."""
-        ours, theirs = self.samples.get(OURS), self.samples.get(THEIRS)
+    def ratio_to(self, peer: str) -> float | None:
+        """Our median over a peer's; None while one of them is missing or zero."""
+        ours, theirs = self.samples.get(OURS), self.samples.get(peer)
         if not ours or not theirs or not median(theirs):
             return None
         return median(ours) / median(theirs)
@@ -42,20 +40,29 @@ class Report:
     def add(self, peer: str, what: str, value: float, *, unit: str, more_is_better: bool) -> None:
         self.rows.setdefault(what, Row(what, unit, more_is_better)).add(peer, value)
 
+    def peers(self) -> list[str]:
+        """The servers beside ours, in the order in which they were first measured."""
+        named = dict.fromkeys(name for row in self.rows.values() for name in row.samples)
+        return [name for name in named if name != OURS]
+
     def to_document(self) -> dict[str, Any]:
         """Return everything, every run included."""
-        rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows.values()]
+        rows = [
+            {**asdict(row), "ratios": {peer: row.ratio_to(peer) for peer in self.peers()}}
+            for row in self.rows.values()
+        ]
         return {"about": self.about, "rows": rows}
 
     def to_markdown(self) -> str:
         """Return the tables: the medians with their smallest and largest, and what was used."""
+        peers = self.peers()
         table = _table(
-            ["figure", "unit", "better", OURS, THEIRS, f"{OURS} / {THEIRS}"],
+            ["figure", "unit", "better", OURS, *peers, *(f"{OURS} / {peer}" for peer in peers)],
             (
                 [
                     row.what, row.unit, "more" if row.more_is_better else "less",
-                    _cell(row.samples.get(OURS)), _cell(row.samples.get(THEIRS)),
-                    "" if row.ratio is None else f"{row.ratio:.2f}",
+                    *(_cell(row.samples.get(name)) for name in (OURS, *peers)),
+                    *(_ratio_text(row.ratio_to(peer)) for peer in peers),
                 ]
                 for row in self.rows.values()
             ),
@@ -72,6 +79,10 @@ def _cell(samples: Sequence[float] | None) -> str:
         return number_text(samples[0])
     low, high = number_text(min(samples)), number_text(max(samples))
     return f"**{number_text(median(samples))}** ({low} to {high})"
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def number_text(value: float) -> str:

@@ -23,6 +23,10 @@ RESP_OK: Final = b"+OK\r\n$15\r\n1700000000000-0\r\n"
 RESP_WRONG: Final = b"-OOM command not allowed\r\n$15\r\n1700000000000-0\r\n"
 
 
+ANSWERS: Final = ("dcpd", "redis")
+"""Whose protocol it knows."""
+
+
 class Peer:
     """One connection; `operation_bytes` is 0 until its first SET shows how long they are."""
 

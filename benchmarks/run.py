@@ -1,7 +1,8 @@
-"""The figures of docs/performance.md: our server and Redis, measured in one run.
+"""The figures of docs/performance.md: our server and its peers, measured in one run.
 
     python -m benchmarks.run                        everything, about ten minutes
     python -m benchmarks.run --only set --runs 3    one part
+    python -m benchmarks.run --peers dcpd,redis,nats,etcd
 
 Each measurement starts a server on an empty folder, alone on the machine, ours and Redis in turn
 (A B A B ...), and the table shows medians. Progress goes to stderr, the Markdown to stdout.
@@ -20,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import workload
+from benchmarks import responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
 
@@ -41,6 +43,20 @@ SETTLE_SECONDS_MAX: Final = 60.0
 SETTLED_CHANGE: Final = 0.01
 KEYS_CHECKED: Final = 25
 MIB: Final = 1024 * 1024
+VERSION: Final = re.compile(r"\d+\.\d+\.\d+")
+VERSION_OF: Final = {
+    "dcpd": [sys.executable, "-m", "dcp.server.main", "--version"],
+    "redis": ["redis-server", "--version"],
+    "nats": ["nats-server", "--version"],
+    "etcd": ["etcd", "--version"],
+}
+HOW_SET: Final = {
+    "dcpd": "durability commit",
+    "redis": "appendonly yes, appendfsync always, save off; SET + XADD",
+    "nats": "JetStream KV put, file storage, default sync_interval (not synced)",
+    "etcd": "one member, Put over gRPC",
+}
+"""How each is set up, and what one operation is."""
 
 
 def say(text: str) -> None:
@@ -84,12 +100,12 @@ def record_sets(report: Report, peer: str, result: dict[str, Any], what: str) ->
 def measure_generator(report: Report, options: argparse.Namespace) -> None:
     """The generator against the responder."""
     for shape in SHAPES:
-        for name in options.peers:
+        for name in [name for name in options.peers if name in responder.ANSWERS]:
             with subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.responder"], stdout=subprocess.PIPE
-            ) as responder:
-                assert responder.stdout is not None
-                port = int(responder.stdout.readline())
+            ) as process:
+                assert process.stdout is not None
+                port = int(process.stdout.readline())
                 result = generate(PEERS[name].protocol, port, shape, "--seconds", options.seconds)
             record_sets(report, name, result, f"ceiling {shape[0]} x {shape[1]}")
 
@@ -126,7 +142,7 @@ def measure_loaded(report: Report, options: argparse.Namespace, folder: Path) ->
                            more_is_better=True)  # fmt: skip
                 if "memory" in options.only:
                     measure_memory(report, peer)
-                if "catchup" in options.only:
+                if "catchup" in options.only and name != "etcd":  # no consumer of etcd's beside it
                     measure_catchup(report, peer, options.keys)
                 if "restart" in options.only:
                     measure_restart(report, peer, options.keys)
@@ -181,13 +197,10 @@ def about(options: argparse.Namespace) -> dict[str, str]:
         "runs": f"{options.runs} of {options.seconds:g} s",
         "documents": f"{options.keys:,} keys, 128-byte values",
     }
-    if "redis" in options.peers:
-        shown = subprocess.run(["redis-server", "--version"], capture_output=True, text=True,
-                               check=True)  # fmt: skip
-        version = shown.stdout.split("v=")[1].split()[0]
-        used["Redis"] = f"{version}, appendonly yes, appendfsync always, save off; SET + XADD"
-    if "dcpd" in options.peers:
-        used["dcpd"] = "durability commit"
+    for name in options.peers:
+        shown = subprocess.run(VERSION_OF[name], capture_output=True, text=True, check=True)
+        found = VERSION.search(shown.stdout)
+        used[name] = f"{found[0] if found else '?'}, {HOW_SET[name]}"
     return used
 
 
@@ -201,7 +214,8 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--only", type=names_of, default=list(PARTS), metavar="PART,...")
-    parser.add_argument("--peers", type=names_of, default=list(PEERS), metavar="PEER,...")
+    parser.add_argument("--peers", type=names_of, default=["dcpd", "redis"], metavar="PEER,...",
+                        help=f"of {', '.join(PEERS)}; default dcpd,redis")  # fmt: skip
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each SET run")
     parser.add_argument("--keys", type=int, default=500_000)

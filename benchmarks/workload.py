@@ -1,7 +1,8 @@
-"""What the benchmarks write: keys, values and the bytes of requests, for both protocols.
+"""What the benchmarks write: keys, values and the bytes of requests, for every protocol.
 
 One operation is a change that is stored and can be followed: a SET on the binary protocol, a SET
-and an XADD to the key's stream in Redis. Keys and values are the same on both sides.
+and an XADD to the key's stream in Redis, a Put in etcd, an acknowledged put into a bucket of NATS
+JetStream. Keys and values are the same everywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from struct import Struct
 from typing import Final
 
+from benchmarks import etcd, nats
 from vbucket.ids import vbucket_of
 
 HEADER: Final = Struct(">BBHBBHIIQ")
@@ -75,7 +77,12 @@ def resp_set(key: bytes, value: bytes) -> bytes:
     return resp_command(b"SET", key, value) + change
 
 
-OPERATION: Final = {"binary": binary_set, "resp": resp_set}
+OPERATION: Final = {
+    "binary": binary_set,
+    "resp": resp_set,
+    "etcd": etcd.put_request,
+    "nats": nats.put_request,
+}
 
 
 def batches(

@@ -1,0 +1,149 @@
+"""NATS JetStream's side of the benchmarks: its text protocol, and the bucket that is written to.
+
+One operation is what a client's `kv.put` does: a publish to the key's subject that asks for the
+stream's acknowledgement. JetStream keeps its default, which syncs every two minutes, so an
+acknowledged value is in the page cache and not on disk; a power cut may lose it.
+
+Rules: NATS client protocol, JetStream wire API, ADR-8 (key-value buckets are streams `KV_name`
+with the subjects `$KV.name.>`).
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.answers import AnswerError
+
+BUCKET: Final = "benchmark"
+STREAM: Final = f"KV_{BUCKET}"
+SUBJECT: Final = f"$KV.{BUCKET}.".encode()
+_INBOX: Final = b"_INBOX.benchmark.000"
+_CONNECT: Final = b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n'
+_PING: Final = b"PING\r\n"
+"""The server sends one a few seconds after CONNECT; the next would come in an hour."""
+_CONFIG: Final = """\
+listen: "127.0.0.1:{port}"
+ping_interval: "1h"  # the generator answers none
+jetstream {{ store_dir: {folder}, max_mem: 1G, max_file: 40G }}
+"""
+
+
+_NUMBERS: Final = itertools.count(1)
+
+
+def subject_of(key: bytes) -> bytes:
+    """The subject of a key; a bucket's keys may not hold a colon."""
+    return SUBJECT + key.replace(b":", b".")
+
+
+def put_request(key: bytes, value: bytes) -> bytes:
+    """One put: publish, acknowledged to an inbox that `NatsCounter.outgoing` fills in."""
+    return b"PUB %b %b %d\r\n%b\r\n" % (subject_of(key), _INBOX, len(value), value)
+
+
+def open_connection(connection: socket.socket, inbox: bytes = _INBOX) -> None:
+    """Say CONNECT and listen to an inbox; return when the server has taken both."""
+    connection.sendall(_CONNECT + b"SUB %b 1\r\nPING\r\n" % inbox)
+    buffer = b""
+    while not buffer.endswith(b"PONG\r\n"):
+        chunk = connection.recv(65_536)
+        if not chunk or b"-ERR" in buffer:
+            raise AnswerError(f"NATS refused the connection: {buffer[-200:]!r}")
+        buffer += chunk
+
+
+class NatsCounter:
+    """Counts acknowledgements: a MSG line and a line of JSON, `{"stream":...,"seq":n}`."""
+
+    def __init__(self) -> None:
+        self.errors = 0
+        self.first_error = ""
+        self.inbox = b"_INBOX.benchmark.%03d" % next(_NUMBERS)
+        """Subjects are the server's, not the connection's: each needs one of its own."""
+        self._operations = 0
+        self._buffer = b""
+
+    def begin(self, operations: int) -> None:
+        self._operations, self._buffer = operations, b""
+
+    def outgoing(self, batch: bytes) -> bytes:
+        """Return the batch with this connection's inbox in every request."""
+        return batch.replace(_INBOX, self.inbox)
+
+    def feed(self, chunk: bytes) -> bool:
+        buffer = self._buffer + chunk if self._buffer else chunk
+        if _PING in buffer:
+            buffer = buffer.replace(_PING, b"")
+        self._buffer = buffer
+        lines = buffer.count(b"\r\n")
+        if lines < 2 * self._operations or not buffer.endswith(b"\r\n"):
+            return False
+        if lines > 2 * self._operations or not buffer.startswith(b"MSG "):
+            raise AnswerError(f"not {self._operations} acknowledgements: {buffer[:120]!r}")
+        wrong = self._operations - buffer.count(b'"seq":')
+        if wrong:
+            self.errors += wrong
+            at = buffer.find(b'"error"')
+            self.first_error = self.first_error or buffer[at : at + 120].decode(errors="replace")
+        return True
+
+
+def command(folder: Path, port: int) -> list[str]:
+    """The command line; writes the configuration file that it names."""
+    path = folder / "nats.conf"
+    path.write_text(_CONFIG.format(port=port, folder=json.dumps(str(folder / "jetstream"))))
+    return ["nats-server", "--config", str(path)]
+
+
+def request(port: int, subject: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Ask JetStream's API something over a new connection and return its answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        open_connection(connection)
+        body = json.dumps(document).encode()
+        connection.sendall(b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), _INBOX, len(body), body))
+        with connection.makefile("rb") as stream:
+            line = stream.readline()
+            if not line.startswith(b"MSG "):
+                raise AnswerError(f"{subject} was answered with {line!r}")
+            answer: dict[str, Any] = json.loads(stream.read(int(line.split()[-1])))
+    return answer
+
+
+def create_bucket(port: int) -> None:
+    """Create the bucket as `kv create` does, with a history of one; fine when it is there."""
+    answer = request(
+        port,
+        f"$JS.API.STREAM.CREATE.{STREAM}",
+        {
+            "name": STREAM, "subjects": [f"$KV.{BUCKET}.>"], "max_msgs_per_subject": 1,
+            "storage": "file", "retention": "limits", "discard": "new", "num_replicas": 1,
+            "allow_rollup_hdrs": True, "deny_delete": True, "max_age": 0, "max_msgs": -1,
+            "max_bytes": -1, "max_consumers": -1, "max_msg_size": -1, "duplicate_window": 0,
+        },
+    )  # fmt: skip
+    if "error" in answer:
+        raise AnswerError(f"the bucket was refused: {answer['error']}")
+
+
+def get(port: int, key: bytes) -> bytes | None:
+    """Read one key; None when there is none. The first call creates the bucket."""
+    document = {"last_by_subj": subject_of(key).decode()}
+    answer = request(port, f"$JS.API.STREAM.MSG.GET.{STREAM}", document)
+    error = answer.get("error")
+    if error is None:
+        return base64.b64decode(answer["message"]["data"])
+    if error["err_code"] == _NO_SUCH_STREAM:
+        create_bucket(port)
+        return None
+    if error["err_code"] == _NO_SUCH_MESSAGE:
+        return None
+    raise AnswerError(f"NATS answered {error}")
+
+
+_NO_SUCH_STREAM: Final = 10_059
+_NO_SUCH_MESSAGE: Final = 10_037
