@@ -9,7 +9,14 @@ Invariants
 - Segment ids ascend by 1 and are never reused. Only the newest segment is appended to.
 - A segment exists with its whole header, on disk, before `rotate` returns; before that it does not
   exist at all. So a segment without a good header is damage and never a torn write.
-- A sealed segment (any but the newest) is synced, and its successor's header tells its length.
+- The newest segment may have zeros behind its end (`reserve`): an append that overwrites them does
+  not make the file longer, which is what a sync after it would have to wait for. They are no part
+  of the segment: `current_bytes` and `read` leave them out. A device that finds a segment cannot
+  tell them from a record's bytes, so there they count until recovery, which knows the records, cuts
+  them (`truncate`); nothing is appended before.
+- A sealed segment (any but the newest) has exactly its length, is synced, and its successor's
+  header tells its length: the zeros are cut, durably, before the successor exists.
+- A full disk (`LogFullError`) changes nothing: the same call may be made again.
 - After a failed sync nobody knows what is on disk: the device refuses everything but reads.
 """
 
@@ -28,10 +35,19 @@ CRC-32C of what stands before it."""
 SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
 
 
-class LogWriteError(Exception):
-    """Nothing of this append counts: the disk is full, a quota is hit, or the device refuses.
+AHEAD_BYTES: Final = 256 << 10
+"""Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
+small groups that then take a third less time each (docs/performance.md)."""
 
-    The segment ends where it ended before, so the caller may try again once there is room.
+
+class LogWriteError(Exception):
+    """The disk took no change, or the device takes none any more. Final, but for LogFullError."""
+
+
+class LogFullError(LogWriteError):
+    """There is no room: the disk is full, or a quota or a limit is hit. Nothing of it was done.
+
+    The log is as it was before, so the caller may try again once there is room.
     """
 
 
@@ -44,11 +60,17 @@ class UnknownFormatError(Exception):
 
 
 class LogDevice(Protocol):
-    """Segments of the log. Not thread-safe, except that `sync` may run beside the others."""
+    """Segments of the log. Not thread-safe, except that `sync` and `reserve` may run beside the
+    others, each on one thread at a time.
+    """
 
     @property
     def current_bytes(self) -> int:
         """Length of the newest segment, header included; 0 while there is none."""
+
+    @property
+    def room_bytes(self) -> int:
+        """How many bytes of zeros lie ahead of the newest segment's end."""
 
     def segments(self) -> list[int]:
         """Return the ids of all segments, ascending; empty on a new device."""
@@ -59,7 +81,14 @@ class LogDevice(Protocol):
     def append(self, data: bytes) -> None:
         """Write `data` at the end of the newest segment; it survives a crash only after `sync`.
 
-        Raises LogWriteError (nothing was added) or SyncFailedError (a sync failed before).
+        Raises LogFullError, LogWriteError (nothing was added), SyncFailedError (one failed before).
+        """
+
+    def reserve(self) -> None:
+        """Write AHEAD_BYTES more zeros ahead of the newest segment's end, durably.
+
+        A full disk is no error: then appends find less room ahead, and this segment gets no more
+        of it. Raises SyncFailedError.
         """
 
     def sync(self) -> None:
@@ -68,18 +97,20 @@ class LogDevice(Protocol):
     def rotate(self) -> int:
         """Sync, begin the next segment with its header, durably, and return its id.
 
-        Also creates the first segment (id 1) of an empty device. Raises LogWriteError (the newest
-        segment is still the same) or SyncFailedError.
+        Also creates the first segment (id 1) of an empty device. Raises LogFullError, LogWriteError
+        (the newest segment is still the same) or SyncFailedError.
         """
 
     def truncate(self, segment: int, size_bytes: int) -> None:
-        """Durably cut a segment. Raises KeyError, LogWriteError, SyncFailedError."""
+        """Durably cut a segment, and what lies ahead of its end. Raises KeyError, LogFullError,
+        LogWriteError, SyncFailedError.
+        """
 
     def delete(self, segment: int) -> None:
         """Durably remove a sealed segment. Raises KeyError; ValueError for the newest one."""
 
     def close(self) -> None:
-        """Let go of the device; syncs nothing."""
+        """Let go of the device and of the zeros ahead; syncs nothing."""
 
 
 def pack_segment_header(segment: int, previous_bytes: int) -> bytes:

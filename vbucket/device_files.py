@@ -4,25 +4,42 @@ Who calls it: the shell opens it; the engine appends and syncs. The store proces
 `read_segment`. What a full disk or a short write leaves behind is cut away at once; if even that
 fails, the device takes no more appends and the next start cuts it as a torn tail.
 
-A new segment is written under a temporary name, synced and renamed, so that it appears whole.
+A new segment is written under a temporary name, synced and renamed, so that it appears whole. It
+begins with zeros ahead of its end, and gets more when the shell asks for them.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import errno
 import re
+import threading
 from pathlib import Path
 from typing import Final
 
-from vbucket.device import LogWriteError, SyncFailedError, pack_segment_header
+from vbucket.device import (
+    AHEAD_BYTES,
+    LogFullError,
+    LogWriteError,
+    SyncFailedError,
+    pack_segment_header,
+)
+from vbucket.device_disk import Disk, FolderDisk
 
 SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 _NEW_NAME: Final = "new-segment.tmp"
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""A full disk, a used-up quota, and the limit of a file's size (ulimit -f)."""
 
 
 def segment_path(folder: Path, segment: int) -> Path:
     """Return the file of a segment."""
-    return folder / f"{segment:010d}.log"
+    return folder / segment_name(segment)
+
+
+def segment_name(segment: int) -> str:
+    """Return the name of a segment's file."""
+    return f"{segment:010d}.log"
 
 
 def read_segment(folder: Path, segment: int) -> bytes:
@@ -35,38 +52,48 @@ def read_segment(folder: Path, segment: int) -> bytes:
 
 def sync_folder(folder: Path) -> None:
     """Make creations, renames and removals in a folder durable. Raises SyncFailedError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        FolderDisk(folder).sync_folder()
     except OSError as error:
         raise SyncFailedError(f"{folder}: the folder could not be synced: {error}") from error
-    finally:
-        os.close(fd)
 
 
 class FileLogDevice:
     """`LogDevice` over the files of one folder; the folder is created when missing.
 
-    Invariants: `_end` is the length of the newest segment as far as appends succeeded; the file is
-    never longer, except after a failed append that could not be cut (`_refusal` is set then).
+    Invariants
+    - `_end` is the length of the newest segment as far as appends succeeded, and
+      `_end` <= `_ahead_end` <= the file's length;
+    - between `_end` and `_ahead_end` lie zeros that are on disk; what is beyond, if anything, is
+      zeros too, except after a failed append that could not be cut (`_refusal` is set then);
+    - the file grows, or shrinks, under `_growing` only: `reserve` never writes over an append.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
         self._folder = folder
+        self._disk = disk or FolderDisk(folder)
         self._refusal: Exception | None = None
         self._fd = -1
-        self._end = 0
-        folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / _NEW_NAME).unlink(missing_ok=True)
-        names = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
-        self._segments = sorted(int(name[1]) for name in names if name)
+        self._end = self._ahead_end = 0
+        self._takes_no_reserve = False
+        self._growing = threading.RLock()
+        names = self._disk.names()
+        if _NEW_NAME in names:
+            self._disk.remove(_NEW_NAME)
+        self._segments = sorted(int(found[1]) for found in map(SEGMENT_NAME.match, names) if found)
         if self._segments:
             self._open_newest()
+            self._end = self._ahead_end = self._disk.size(self._fd)
 
     @property
     def current_bytes(self) -> int:
         """See LogDevice."""
         return self._end
+
+    @property
+    def room_bytes(self) -> int:
+        """See LogDevice."""
+        return self._ahead_end - self._end
 
     def segments(self) -> list[int]:
         """See LogDevice."""
@@ -74,25 +101,23 @@ class FileLogDevice:
 
     def read(self, segment: int) -> bytes:
         """See LogDevice."""
-        return read_segment(self._folder, segment)
+        try:
+            data = self._disk.read(segment_name(segment))
+        except FileNotFoundError:
+            raise KeyError(segment) from None
+        return data[: self._end] if segment == self._segments[-1] else data
 
     def append(self, data: bytes) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
         if self._fd < 0:
             raise LogWriteError(f"{self._folder}: there is no segment yet; call rotate() first")
-        end = self._end
-        try:
-            # The usual case is one call; a short write (signal, full disk) goes on where it ended.
-            written = os.pwrite(self._fd, data, end)
-            while written < len(data):
-                more = os.pwrite(self._fd, memoryview(data)[written:], end + written)
-                if more == 0:
-                    raise OSError("the disk took no more bytes")
-                written += more
-        except OSError as error:
-            raise self._cut_failed_append(len(data), error) from error
-        self._end = end + written
+        if self._end + len(data) <= self._ahead_end:
+            self._append(data)
+            return
+        with self._growing:
+            self._append(data)
+            self._ahead_end = max(self._ahead_end, self._end)
 
     def sync(self) -> None:
         """See LogDevice."""
@@ -100,31 +125,48 @@ class FileLogDevice:
         if self._fd < 0:
             return
         try:
-            os.fdatasync(self._fd)
+            self._disk.sync_data(self._fd)
         except OSError as error:
             self._fail_sync(f"segment {self._segments[-1]} could not be synced: {error}", error)
+
+    def reserve(self) -> None:
+        """See LogDevice."""
+        with self._growing:
+            if self._refusal is not None or self._fd < 0 or self._takes_no_reserve:
+                return
+            segment, at = self._segments[-1], self._ahead_end
+            # A descriptor of its own: each gets to know of an error of the disk once. A sync of the
+            # log must not miss one because the sync here was told.
+            fd = self._disk.open(segment_name(segment))
+            try:
+                self._write_all(fd, bytes(AHEAD_BYTES), at)
+            except OSError:
+                self._takes_no_reserve = True
+                with contextlib.suppress(OSError):
+                    self._disk.cut(fd, at)  # what stays is zeros: no harm, but the room is scarce
+            else:
+                try:
+                    self._disk.sync_data(fd)
+                except OSError as error:
+                    self._fail_sync(f"segment {segment} could not be synced: {error}", error)
+                self._ahead_end = at + AHEAD_BYTES
+            finally:
+                self._disk.close(fd)
 
     def rotate(self) -> int:
         """See LogDevice."""
         self.sync()
-        self._refuse_if_broken()
-        segment = self._segments[-1] + 1 if self._segments else 1
-        new = self._folder / _NEW_NAME
-        try:
-            with new.open("wb") as file:
-                file.write(pack_segment_header(segment, self._end))
-                file.flush()
-                os.fsync(file.fileno())
-            new.rename(segment_path(self._folder, segment))
-        except OSError as error:
-            new.unlink(missing_ok=True)
-            raise LogWriteError(
-                f"{self._folder}: cannot create log segment {segment}: {error}; "
-                "free some space or check the folder's permissions, then try again"
-            ) from error
-        self._sync_folder()
-        self._segments.append(segment)
-        self._open_newest()
+        with self._growing:
+            segment = self._segments[-1] + 1 if self._segments else 1
+            if self._fd >= 0:
+                self._seal()
+            room_bytes = self._create(segment)
+            self._sync_folder()
+            self._segments.append(segment)
+            self._open_newest()
+            self._end = len(pack_segment_header(segment, 0))
+            self._ahead_end = self._end + room_bytes
+            self._takes_no_reserve = not room_bytes
         return segment
 
     def truncate(self, segment: int, size_bytes: int) -> None:
@@ -132,20 +174,14 @@ class FileLogDevice:
         self._refuse_if_broken()
         if segment not in self._segments:
             raise KeyError(segment)
-        fd = os.open(segment_path(self._folder, segment), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.ftruncate(fd, size_bytes)
-        except OSError as error:
-            raise LogWriteError(f"segment {segment} could not be cut: {error}") from error
-        else:
+        with self._growing:
+            fd = self._disk.open(segment_name(segment))
             try:
-                os.fsync(fd)
-            except OSError as error:
-                self._fail_sync(f"segment {segment} could not be synced: {error}", error)
-        finally:
-            os.close(fd)
-        if segment == self._segments[-1]:
-            self._end = size_bytes
+                self._cut_durably(segment, fd, size_bytes)
+            finally:
+                self._disk.close(fd)
+            if segment == self._segments[-1]:
+                self._end = self._ahead_end = size_bytes
 
     def delete(self, segment: int) -> None:
         """See LogDevice."""
@@ -153,21 +189,94 @@ class FileLogDevice:
             raise KeyError(segment)
         if segment == self._segments[-1]:
             raise ValueError(f"segment {segment} is the newest one; rotate() before deleting it")
-        segment_path(self._folder, segment).unlink()
+        self._disk.remove(segment_name(segment))
         self._sync_folder()
         self._segments.remove(segment)
 
     def close(self) -> None:
         """See LogDevice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._fd < 0:
+            return
+        if self._refusal is None and self._ahead_end > self._end:
+            with contextlib.suppress(OSError):  # the next start cuts it
+                self._disk.cut(self._fd, self._end)
+        self._close_newest()
+
+    def _append(self, data: bytes) -> None:
+        end = self._end
+        try:
+            # The usual case is one call; a short write (signal, full disk) goes on where it ended.
+            written = self._disk.write(self._fd, data, end)
+            if written < len(data):
+                self._write_all(self._fd, memoryview(data)[written:], end + written)
+        except OSError as error:
+            raise self._cut_failed_append(len(data), error) from error
+        self._end = end + len(data)
+
+    def _write_all(self, fd: int, data: bytes | memoryview, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            written = self._disk.write(fd, left, at)
+            if written == 0:
+                raise OSError(errno.ENOSPC, "the disk took no more bytes")
+            left = left[written:]
+            at += written
+
+    def _seal(self) -> None:
+        """Give the newest segment exactly its length, durably."""
+        # Always: where a start found no zeros to cut, the cut of the last stop may not be on disk.
+        self._cut_durably(self._segments[-1], self._fd, self._end)
+        self._ahead_end = self._end
+
+    def _cut_durably(self, segment: int, fd: int, size_bytes: int) -> None:
+        try:
+            self._disk.cut(fd, size_bytes)
+        except OSError as error:
+            raise _write_error(f"segment {segment} could not be cut: {error}", error) from error
+        try:
+            self._disk.sync(fd)
+        except OSError as error:
+            self._fail_sync(f"segment {segment} could not be synced: {error}", error)
+
+    def _create(self, segment: int) -> int:
+        """Write the next segment and give it its name; return how many zeros lie ahead in it."""
+        header = pack_segment_header(segment, self._end)
+        fd = -1
+        try:
+            fd = self._disk.create(_NEW_NAME)
+            self._write_all(fd, header, 0)
+            room_bytes = self._write_first_zeros(fd, len(header))
+            self._disk.sync(fd)
+            self._disk.rename(_NEW_NAME, segment_name(segment))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._disk.remove(_NEW_NAME)
+            raise _write_error(
+                f"{self._folder}: cannot create log segment {segment}: {error}; "
+                "free some space or check the folder's permissions, then try again",
+                error,
+            ) from error
+        finally:
+            if fd >= 0:
+                self._disk.close(fd)
+        return room_bytes
+
+    def _write_first_zeros(self, fd: int, at: int) -> int:
+        try:
+            self._write_all(fd, bytes(AHEAD_BYTES), at)
+        except OSError:
+            self._disk.cut(fd, at)
+            return 0
+        return AHEAD_BYTES
 
     def _open_newest(self) -> None:
-        self.close()
-        path = segment_path(self._folder, self._segments[-1])
-        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._end = os.fstat(self._fd).st_size
+        self._close_newest()
+        self._fd = self._disk.open(segment_name(self._segments[-1]))
+
+    def _close_newest(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
 
     def _refuse_if_broken(self) -> None:
         if self._refusal is not None:
@@ -175,10 +284,9 @@ class FileLogDevice:
 
     def _sync_folder(self) -> None:
         try:
-            sync_folder(self._folder)
-        except SyncFailedError as error:
-            self._refusal = error
-            raise
+            self._disk.sync_folder()
+        except OSError as error:
+            self._fail_sync(f"the folder could not be synced: {error}", error)
 
     def _fail_sync(self, what: str, cause: OSError) -> None:
         self._refusal = SyncFailedError(
@@ -192,9 +300,17 @@ class FileLogDevice:
             f"{self._folder}: segment {self._segments[-1]} took no group of {wanted_bytes} bytes "
             f"at {self._end}: {cause}; free some space on this disk and try again"
         )
-        try:
-            os.ftruncate(self._fd, self._end)
-        except OSError as error:
-            self._refusal = LogWriteError(f"{text} (cutting what was written failed too: {error})")
-            return self._refusal
-        return LogWriteError(text)
+        with self._growing:
+            try:
+                self._disk.cut(self._fd, self._end)
+            except OSError as error:
+                text += f" (cutting what was written failed too: {error})"
+                self._refusal = LogWriteError(text)
+                return LogWriteError(text)
+            self._ahead_end = self._end
+        return _write_error(text, cause)
+
+
+def _write_error(text: str, cause: OSError) -> LogWriteError:
+    """Return the error that says whether trying again can help."""
+    return LogFullError(text) if cause.errno in _NO_ROOM else LogWriteError(text)

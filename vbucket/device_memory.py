@@ -6,18 +6,23 @@ call from now (1 = the next one) and fires once.
 
 from __future__ import annotations
 
-from vbucket.device import LogWriteError, SyncFailedError, pack_segment_header
+from vbucket.device import LogFullError, LogWriteError, SyncFailedError, pack_segment_header
+
+MEMORY_AHEAD_BYTES = 512
+"""Zeros that `reserve` writes here: few, so that tests come to their end."""
 
 
 class MemoryLogDevice:
     """`LogDevice` over bytearrays.
 
     Invariants: 0 <= `_synced` <= length of the newest segment; sealed segments are wholly synced.
+    `_ahead_end` is where the newest segment's zeros end, which are no part of `_data`.
     """
 
     def __init__(self) -> None:
         self._data: dict[int, bytearray] = {}
         self._synced = 0
+        self._ahead_end = 0
         self._refusal: Exception | None = None
         self._append_countdown = 0
         self._append_keeps_bytes = 0
@@ -28,6 +33,11 @@ class MemoryLogDevice:
     def current_bytes(self) -> int:
         """See LogDevice."""
         return len(self._newest()) if self._data else 0
+
+    @property
+    def room_bytes(self) -> int:
+        """See LogDevice."""
+        return max(0, self._ahead_end - self.current_bytes)
 
     @property
     def unsynced_bytes(self) -> int:
@@ -63,6 +73,11 @@ class MemoryLogDevice:
                 raise self._refusal
         self._synced = self.current_bytes
 
+    def reserve(self) -> None:
+        """See LogDevice."""
+        if self._refusal is None and self._data:
+            self._ahead_end = max(self._ahead_end, self.current_bytes) + MEMORY_AHEAD_BYTES
+
     def rotate(self) -> int:
         """See LogDevice."""
         self.sync()
@@ -70,6 +85,7 @@ class MemoryLogDevice:
         header = pack_segment_header(newest + 1, self.current_bytes)
         self._data[newest + 1] = bytearray(header)
         self._synced = len(header)
+        self._ahead_end = self._synced + MEMORY_AHEAD_BYTES
         return newest + 1
 
     def truncate(self, segment: int, size_bytes: int) -> None:
@@ -79,7 +95,7 @@ class MemoryLogDevice:
         del data[size_bytes:]
         data.extend(bytes(size_bytes - len(data)))
         if segment == max(self._data):
-            self._synced = size_bytes
+            self._synced = self._ahead_end = size_bytes
 
     def delete(self, segment: int) -> None:
         """See LogDevice."""
@@ -91,18 +107,22 @@ class MemoryLogDevice:
 
     def close(self) -> None:
         """See LogDevice."""
+        self._ahead_end = self.current_bytes
 
     def crash(self, *, keep_unsynced_bytes: int = 0) -> MemoryLogDevice:
         """Return the device as the next process finds it; this one refuses from now on.
 
-        `keep_unsynced_bytes` of what was appended since the last sync survive, from the front.
+        `keep_unsynced_bytes` of what was appended since the last sync survive, from the front. The
+        zeros ahead survive, and are found as a part of the segment.
         """
         after = MemoryLogDevice()
         after._data = {segment: bytearray(data) for segment, data in self._data.items()}
         if after._data:
             kept = min(self._synced + keep_unsynced_bytes, self.current_bytes)
-            del after._newest()[kept:]
-            after._synced = kept
+            newest = after._newest()
+            del newest[kept:]
+            newest.extend(bytes(max(0, self._ahead_end - kept)))
+            after._synced = after._ahead_end = len(newest)
         self._refusal = SyncFailedError("memory log: this device has crashed")
         return after
 
@@ -131,8 +151,9 @@ class MemoryLogDevice:
             raise self._refusal
 
     def _fail_this_append(self, data: bytes) -> None:
-        error = LogWriteError("memory log: the armed append fault")
-        if not self._append_is_cut:
-            self._newest().extend(data[: self._append_keeps_bytes])
-            self._refusal = error
-        raise error
+        if self._append_is_cut:
+            self._ahead_end = self.current_bytes
+            raise LogFullError("memory log: the armed append fault")
+        self._newest().extend(data[: self._append_keeps_bytes])
+        self._refusal = LogWriteError("memory log: the armed append fault, which was not cut")
+        raise self._refusal

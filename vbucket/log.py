@@ -11,7 +11,7 @@ Who calls it: the engine packs groups and recovers from what the store has not m
 scans sealed segments. Pure; the device is handed in.
 
 What follows the last good record is one of three things, and none is silent:
-- nothing: a clean end;
+- nothing, or in the newest segment only zeros, which are written ahead of its end: a clean end;
 - a torn tail, in the newest segment, with no good record after it: a group that was never answered;
 - damage, everything else: `LogDamagedError`.
 """
@@ -75,7 +75,10 @@ class RecoveredGroup(NamedTuple):
 
 
 class TornTail(NamedTuple):
-    """A group at the log's end that was not wholly written: what is good, what has to be cut."""
+    """A group at the log's end that was not wholly written: what is good, what has to be cut.
+
+    Zeros at the very end are not counted: they were written ahead.
+    """
 
     segment: int
     good_bytes: int
@@ -147,11 +150,11 @@ def scan_segment(
 ) -> Iterator[ScannedGroup]:
     """Yield the groups of a segment, then judge what follows the last good one.
 
-    A clean end: the last `end` (or the header's length) is the segment's length. A torn tail, only
-    where `is_newest`: it is less, and what follows may be cut. `group_before` is the number of the
-    group before this segment where that is known. With `is_synced_per_group` false (durability
-    `interval` or `none`) a power cut may keep later groups and lose earlier ones, so a good record
-    after a bad place is then no damage and is cut too.
+    A clean end: the last `end` (or the header's length) is the segment's length, or zeros alone
+    follow where `is_newest`. A torn tail, only where `is_newest`: something else follows, and may
+    be cut. `group_before` is the number of the group before this segment where that is known. With
+    `is_synced_per_group` false (durability `interval` or `none`) a power cut may keep later groups
+    and lose earlier ones, so a good record after a bad place is then no damage and is cut too.
 
     Raises LogDamagedError; UnknownFormatError.
     """
@@ -168,9 +171,16 @@ def scan_segment(
         return
     if not is_newest:
         raise _damaged(segment, at, "no good record stands here, and a newer segment was begun")
-    found = _find_record(data, at + 1, last) if is_synced_per_group else None
+    if not is_synced_per_group or written_bytes(data) <= at:
+        return
+    found = _find_record(data, at + 1, last)
     if found is not None:
         raise _damaged(segment, at, f"no good record stands here, but one follows at {found}")
+
+
+def written_bytes(data: bytes) -> int:
+    """Return the length of a segment without the zeros at its end."""
+    return len(data.rstrip(b"\0"))
 
 
 class Recovery:
@@ -188,6 +198,8 @@ class Recovery:
         self._is_synced_per_group = is_synced_per_group
         self._is_scanned = False
         self.last_group = 0
+        self._cut_to: tuple[int, int] | None = None
+        """Segment and length: what follows the last good record goes, be it torn or zeros."""
         self.torn: TornTail | None = None
 
     def groups(self) -> Iterator[RecoveredGroup]:
@@ -215,19 +227,22 @@ class Recovery:
                 last = self.last_group = group
                 yield RecoveredGroup(segment, group, payload)
             if end < len(data):
-                self.torn = TornTail(segment, end, len(data) - end)
+                self._cut_to = (segment, end)
+                torn_bytes = written_bytes(data) - end
+                if torn_bytes > 0:
+                    self.torn = TornTail(segment, end, torn_bytes)
             previous_bytes = len(data)
         self._is_scanned = True
 
     def finish(self) -> TornTail | None:
-        """Cut a torn tail, sync the log, and return what was cut.
+        """Cut a torn tail and zeros, sync the log, and return the torn tail.
 
-        The sync matters without a torn tail too: the page cache may hold groups that were read
-        here and never reached the disk. Raises SyncFailedError, LogWriteError.
+        The sync matters with a clean end too: the page cache may hold groups that were read here
+        and never reached the disk. Raises SyncFailedError, LogWriteError.
         """
         assert self._is_scanned, "iterate groups() to its end first"
-        if self.torn is not None:
-            self._device.truncate(self.torn.segment, self.torn.good_bytes)
+        if self._cut_to is not None:
+            self._device.truncate(*self._cut_to)
         self._device.sync()
         return self.torn
 

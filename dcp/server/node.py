@@ -44,7 +44,6 @@ from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
 from dcp.wire.status import Status
-from vbucket.device import SEGMENT_HEADER_BYTES
 from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
@@ -196,7 +195,7 @@ class Node:
         self._store = Store(self._env)
         node = self._store.node()
         if node is None:
-            if self._device.segments() != [1] or self._device.current_bytes > SEGMENT_HEADER_BYTES:
+            if self._device.segments() != [1] or any(recover(self._device, 0).groups()):
                 raise LogDamagedError(
                     f"{self._folder.store_path} holds no store, but the log beside it holds "
                     "changes; put the store's files back, or restore a copy of the whole folder"

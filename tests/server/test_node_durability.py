@@ -21,6 +21,8 @@ from dcp.server.logging_setup import EventLog
 from dcp.server.node import Node
 from dcp.server.users import USERS_FILE, Users
 from support.server import DcpdProcess
+from vbucket.device_files import FileLogDevice
+from vbucket.log import written_bytes
 
 pytestmark = pytest.mark.crash
 
@@ -223,7 +225,8 @@ async def test_a_torn_tail_is_cut_and_said(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data") as server:
         segment = await newest_segment(server)
         whole = segment.read_bytes()
-        segment.write_bytes(whole[:-7])
+        written = written_bytes(whole)
+        segment.write_bytes(whole[: written - 7] + bytes(len(whole) - written))
         server.start()
         assert "torn tail" in server.log_path.read_text()
         documents = await all_documents(server)
@@ -235,13 +238,27 @@ async def test_damage_in_the_middle_of_the_log_is_refused(tmp_path: Path) -> Non
     with DcpdProcess(tmp_path / "data") as server:
         segment = await newest_segment(server)
         data = bytearray(segment.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[written_bytes(bytes(data)) // 2] ^= 1
         segment.write_bytes(data)
         refused = run_dcpd("--data", str(server.data))
         assert refused.returncode == 4
         assert "damaged" in refused.stderr
         assert "Traceback" not in refused.stderr
         assert segment.read_bytes() == data, "nothing was changed"
+
+
+async def test_a_start_that_died_before_the_store_was_there_is_no_damage(tmp_path: Path) -> None:
+    """The log's first segment, zeros ahead included, comes before the store."""
+    with DcpdProcess(tmp_path / "data") as server:
+        server.kill()
+        shutil.rmtree(server.data / "store")
+        for path in (server.data / "log").iterdir():
+            path.unlink()
+        device = FileLogDevice(server.data / "log")
+        device.rotate()
+        server.start()
+        async with KvClient.connect(server.address) as kv:
+            await kv.set("k", b"v")
 
 
 async def test_a_log_without_its_store_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from vbucket.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,
+    LogFullError,
     LogWriteError,
     SyncFailedError,
     pack_segment_header,
@@ -28,7 +30,11 @@ class MemoryDisk:
 
     def reopen(self) -> LogDevice:
         self.device.sync()
-        self.device = self.device.crash()
+        self.device.close()
+        return self.reopen_after_kill()
+
+    def reopen_after_kill(self) -> LogDevice:
+        self.device = self.device.crash(keep_unsynced_bytes=self.device.unsynced_bytes)
         return self.device
 
     def fill_after(self, count: int) -> None:
@@ -46,6 +52,10 @@ class FileDisk:
 
     def reopen(self) -> LogDevice:
         self.device.close()
+        return self.reopen_after_kill()
+
+    def reopen_after_kill(self) -> LogDevice:
+        self.device._close_newest()
         self.device = FileLogDevice(self.folder)
         return self.device
 
@@ -156,7 +166,7 @@ def test_a_full_disk_adds_nothing_and_the_next_append_counts(disk: Disk, after_b
     disk.device.rotate()
     disk.device.append(b"good")
     disk.fill_after(after_bytes)
-    with pytest.raises(LogWriteError):
+    with pytest.raises(LogFullError):
         disk.device.append(b"too long")
     assert disk.device.current_bytes == HEADER + 4
     assert disk.device.read(1)[HEADER:] == b"good"
@@ -190,6 +200,72 @@ def test_a_failed_sync_in_rotate_begins_no_segment(disk: Disk) -> None:
     assert disk.device.segments() == [1]
 
 
+# -- zeros ahead ---------------------------------------------------------------------------------
+
+
+def test_a_segment_begins_with_room_and_appends_use_it_up(disk: Disk) -> None:
+    device = disk.device
+    assert device.room_bytes == 0
+    device.rotate()
+    room_bytes = device.room_bytes
+    assert room_bytes > 0
+    device.append(b"abc")
+    assert device.room_bytes == room_bytes - 3
+    device.append(b"x" * (room_bytes - 2))
+    assert device.room_bytes == 0, "more than there was room for"
+    device.append(b"end")
+    assert device.read(1)[HEADER:] == b"abc" + b"x" * (room_bytes - 2) + b"end"
+
+
+def test_more_room_can_be_made_at_any_time(disk: Disk) -> None:
+    device = disk.device
+    device.reserve()
+    assert device.room_bytes == 0, "there is no segment yet"
+    device.rotate()
+    device.append(b"y" * device.room_bytes + b"beyond")
+    device.reserve()
+    room_bytes = device.room_bytes
+    assert room_bytes > 0
+    device.reserve()
+    assert device.room_bytes == 2 * room_bytes
+    device.append(b"again")
+    assert device.read(1).endswith(b"beyondagain")
+    device.sync()
+    assert disk.reopen().read(1).endswith(b"beyondagain")
+
+
+def test_after_a_kill_the_zeros_are_found_as_a_part_of_the_segment(disk: Disk) -> None:
+    disk.device.rotate()
+    disk.device.append(b"data")
+    room_bytes = disk.device.room_bytes
+    device = disk.reopen_after_kill()
+    assert device.current_bytes == HEADER + 4 + room_bytes
+    assert device.room_bytes == 0
+    device.truncate(1, HEADER + 4)
+    device.append(b"+")
+    assert device.read(1)[HEADER:] == b"data+"
+
+
+def test_a_sealed_segment_has_no_zeros_at_its_end(disk: Disk) -> None:
+    disk.device.rotate()
+    disk.device.append(b"data\0")
+    disk.device.reserve()
+    disk.device.rotate()
+    device = disk.reopen_after_kill()
+    assert device.read(1) == pack_segment_header(1, 0) + b"data\0"
+    assert device.read(2)[:HEADER] == pack_segment_header(2, HEADER + 5)
+
+
+def test_after_a_full_disk_there_is_no_room_ahead(disk: Disk) -> None:
+    disk.device.rotate()
+    disk.fill_after(0)
+    with pytest.raises(LogFullError):
+        disk.device.append(b"too long")
+    assert disk.device.room_bytes == 0
+    disk.device.append(b"more")
+    assert disk.device.read(1)[HEADER:] == b"more"
+
+
 # -- files only ----------------------------------------------------------------------------------
 
 
@@ -210,8 +286,8 @@ def test_rotating_on_a_full_disk_keeps_the_current_segment(
     device = FileLogDevice(tmp_path / "log")
     device.rotate()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", _fail_with(errno.ENOSPC))
-        with pytest.raises(LogWriteError, match="cannot create log segment 2"):
+        patched.setattr(os, "pwrite", _fail_with(errno.ENOSPC))
+        with pytest.raises(LogFullError, match="cannot create log segment 2"):
             device.rotate()
     device.append(b"still here")
     assert device.segments() == [1]
@@ -232,7 +308,7 @@ def test_a_partial_write_that_cannot_be_cut_ends_the_appends(
             disk.device.append(b"abcdef")
     with pytest.raises(LogWriteError):
         disk.device.append(b"abcdef")
-    assert segment_path(tmp_path / "log", 1).read_bytes()[HEADER:] == b"abc"
+    assert segment_path(tmp_path / "log", 1).read_bytes()[HEADER:].rstrip(b"\0") == b"abc"
     disk.device.close()
 
 
@@ -258,6 +334,87 @@ def _fail_with(code: int) -> Callable[[int], None]:
     return fail
 
 
+def test_a_disk_without_room_for_zeros_takes_records_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a file's size stands for any disk that has room for little."""
+    disk = FileDisk(tmp_path / "log", monkeypatch)
+    pwrite = os.pwrite
+
+    def small(fd: int, data: bytes, at: int) -> int:
+        if at + len(data) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", small)
+    assert disk.device.rotate() == 1
+    assert disk.device.room_bytes == 0
+    disk.device.append(b"a record")
+    disk.device.reserve()
+    assert disk.device.room_bytes == 0
+    assert segment_path(tmp_path / "log", 1).stat().st_size == HEADER + 8
+    disk.device.append(b" more")
+    assert disk.reopen().read(1)[HEADER:] == b"a record more"
+    disk.device.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_what_may_be_tried_again_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    device = FileLogDevice(tmp_path / "log")
+    device.rotate()
+    for patched_name, call in (
+        ("pwrite", lambda: device.append(b"x")),
+        ("ftruncate", lambda: device.truncate(1, HEADER)),
+        ("ftruncate", device.rotate),
+        ("pwrite", device.rotate),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, patched_name, _fail_with(code))
+            with pytest.raises(LogWriteError) as caught:
+                call()
+        assert isinstance(caught.value, LogFullError) == (code != errno.EIO)
+    device.append(b"x")
+    assert device.read(1)[HEADER:] == b"x"
+    device.close()
+
+
+def test_zeros_that_cannot_be_synced_are_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FileDisk(tmp_path / "log", monkeypatch)
+    disk.device.rotate()
+    disk.fail_sync()
+    with pytest.raises(SyncFailedError):
+        disk.device.reserve()
+    with pytest.raises(SyncFailedError):
+        disk.device.append(b"x")
+    disk.device.close()
+
+
+def test_reserving_beside_appends_never_writes_over_them(tmp_path: Path) -> None:
+    """One thread appends beyond the room again and again, another one reserves."""
+    device = FileLogDevice(tmp_path / "log")
+    device.rotate()
+    is_done = threading.Event()
+
+    def reserve() -> None:
+        while not is_done.is_set():
+            device.reserve()
+
+    thread = threading.Thread(target=reserve)
+    thread.start()
+    pieces = [bytes([1 + number % 250]) * (40_000 + number * 977) for number in range(60)]
+    for piece in pieces:
+        device.append(piece)
+    is_done.set()
+    thread.join()
+    assert device.read(1)[HEADER:] == b"".join(pieces)
+    device.close()
+    assert segment_path(tmp_path / "log", 1).stat().st_size == device.current_bytes
+
+
 # -- memory only ---------------------------------------------------------------------------------
 
 
@@ -270,7 +427,7 @@ def test_a_crash_takes_unsynced_bytes_from_the_end(kept: int) -> None:
     device.append(b"lost")
     assert device.unsynced_bytes == 4
     after = device.crash(keep_unsynced_bytes=kept)
-    assert after.read(1)[HEADER:] == b"synced" + b"lost"[:kept]
+    assert after.read(1)[HEADER:].rstrip(b"\0") == b"synced" + b"lost"[:kept]
     assert after.unsynced_bytes == 0
     with pytest.raises(SyncFailedError, match="crashed"):
         device.append(b"x")
@@ -309,4 +466,4 @@ def test_an_append_fault_may_leave_a_torn_group_behind() -> None:
         device.append(b"abcd")
     with pytest.raises(LogWriteError):
         device.append(b"efgh")
-    assert device.crash(keep_unsynced_bytes=9).read(1)[HEADER:] == b"ab"
+    assert device.crash(keep_unsynced_bytes=9).read(1)[HEADER:].rstrip(b"\0") == b"ab"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from vbucket.log import (
     recover,
     scan_segment,
     split_entries,
+    written_bytes,
 )
 
 HEADER = SEGMENT_HEADER_BYTES
@@ -65,7 +68,26 @@ def test_every_cut_of_the_newest_segment_is_a_clean_end_or_a_torn_tail() -> None
                 list(scan_segment(data[:size], 1))
 
 
-@pytest.mark.parametrize("filler", [b"\x00" * 300, b"\xff" * 40, b"\xdc\x9d\x10\x6e" * 9])
+def test_zeros_after_the_last_group_are_a_clean_end_of_the_newest_segment_alone() -> None:
+    data = segment_of(PAYLOADS)
+    assert written_bytes(data + bytes(300)) == len(data)
+    groups = list(scan_segment(data + bytes(300), 1, is_newest=True))
+    assert [group.payload for group in groups] == PAYLOADS
+    assert groups[-1].end == len(data)
+    with pytest.raises(LogDamagedError, match=f"damaged at byte {len(data)}"):
+        list(scan_segment(data + bytes(300), 1))
+
+
+def test_zeros_where_a_group_was_are_damage_if_a_group_follows() -> None:
+    ends = ends_of(PAYLOADS)
+    for start, end in pairwise(ends[:-1]):
+        data = bytearray(segment_of(PAYLOADS) + bytes(300))
+        data[start:end] = bytes(end - start)
+        with pytest.raises(LogDamagedError, match="but one follows"):
+            list(scan_segment(bytes(data), 1, is_newest=True))
+
+
+@pytest.mark.parametrize("filler", [b"\x00" * 300 + b"\1", b"\xff" * 40, b"\xdc\x9d\x10\x6e" * 9])
 def test_garbage_after_the_last_group_is_a_torn_tail(filler: bytes) -> None:
     data = segment_of(PAYLOADS)
     groups = list(scan_segment(data + filler, 1, is_newest=True))
@@ -183,15 +205,28 @@ def test_recovery_reads_all_segments_after_the_merged_one() -> None:
 def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
     device = device_with([b"a"], [b"b"])
     device.sync()
-    device.append(pack_group(3, b"torn"))
+    record = pack_group(3, b"torn")
+    device.append(record)
     after = device.crash(keep_unsynced_bytes=kept)
+    torn_bytes = len(record[:kept].rstrip(b"\0"))
     recovery = recover(after, 0)
     assert [group.payload for group in recovery.groups()] == [b"a", b"b"]
     good = HEADER + RECORD_BYTES + 1
-    assert recovery.finish() == (TornTail(2, good, kept) if kept else None)
+    assert recovery.finish() == (TornTail(2, good, torn_bytes) if kept else None)
     after.append(pack_group(recovery.last_group + 1, b"again"))
     again = recover(after, 0)
     assert [group.payload for group in again.groups()] == [b"a", b"b", b"again"]
+
+
+def test_recovery_cuts_zeros_without_a_word_about_a_torn_tail() -> None:
+    device = device_with([b"a"], [b"b\0\0"])
+    device.sync()
+    after = device.crash()
+    assert after.current_bytes > device.current_bytes
+    recovery = recover(after, 0)
+    assert [group.payload for group in recovery.groups()] == [b"a", b"b\0\0"]
+    assert recovery.finish() is None
+    assert after.current_bytes == device.current_bytes
 
 
 def test_recovery_syncs_what_it_has_read() -> None:

@@ -1,0 +1,122 @@
+"""One folder of files, as the log's device uses it: the calls that a power cut can fall between.
+
+`FolderDisk` is the operating system's. Tests run the same device over a disk that forgets, in part,
+what was not synced (tests/support/forgetful_disk.py).
+
+What each call promises to survive is POSIX's: data and length of a file after `sync`, the data that
+was written (and a greater length) after `sync_data`, names after `sync_folder`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+
+class Disk(Protocol):
+    """Files by name. Every call may raise OSError."""
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes. Raises FileNotFoundError."""
+
+    def create(self, name: str) -> int:
+        """Return a descriptor of a new, empty file; one of this name is emptied."""
+
+    def open(self, name: str) -> int:
+        """Return a descriptor to write a file with."""
+
+    def size(self, fd: int) -> int:
+        """Return a file's length in bytes."""
+
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
+        """Write at a position; return how many bytes were taken."""
+
+    def cut(self, fd: int, size_bytes: int) -> None:
+        """Set a file's length."""
+
+    def sync(self, fd: int) -> None:
+        """Return when the file is on disk as it is."""
+
+    def sync_data(self, fd: int) -> None:
+        """Return when what was written is on disk; that the file was cut need not be."""
+
+    def close(self, fd: int) -> None:
+        """Give a descriptor back."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError."""
+
+    def sync_folder(self) -> None:
+        """Return when all names are on disk as they are."""
+
+
+class FolderDisk:
+    """`Disk` over a real folder, created when missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """See Disk."""
+        return [path.name for path in self._folder.iterdir()]
+
+    def read(self, name: str) -> bytes:
+        """See Disk."""
+        return (self._folder / name).read_bytes()
+
+    def create(self, name: str) -> int:
+        """See Disk."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return os.open(self._folder / name, flags, 0o600)
+
+    def open(self, name: str) -> int:
+        """See Disk."""
+        return os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
+
+    def size(self, fd: int) -> int:
+        """See Disk."""
+        return os.fstat(fd).st_size
+
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
+        """See Disk."""
+        return os.pwrite(fd, data, at)
+
+    def cut(self, fd: int, size_bytes: int) -> None:
+        """See Disk."""
+        os.ftruncate(fd, size_bytes)
+
+    def sync(self, fd: int) -> None:
+        """See Disk."""
+        os.fsync(fd)
+
+    def sync_data(self, fd: int) -> None:
+        """See Disk."""
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        """See Disk."""
+        os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """See Disk."""
+        (self._folder / old).rename(self._folder / new)
+
+    def remove(self, name: str) -> None:
+        """See Disk."""
+        (self._folder / name).unlink()
+
+    def sync_folder(self) -> None:
+        """See Disk."""
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
