@@ -71,6 +71,16 @@ class Document(NamedTuple):
     datatype: int
 
 
+class ForeignMeta(NamedTuple):
+    """Metadata that a change brings along instead of being given it here."""
+
+    flags: int
+    expiry: int
+    """Absolute seconds, 0 never; of a removal: when it was."""
+    rev_seqno: int
+    cas: int
+
+
 class Engine(Keyspace):
     """All partitions of a node, and the commands on their documents."""
 
@@ -128,6 +138,8 @@ class Engine(Keyspace):
             + body
         )  # fmt: skip
         self._applied(part, key, entry)
+        if expiry:
+            self.due.active.add(expiry, entry)
         return 0, new_cas, seqno
 
     def delete(self, vb_id: int, key: bytes, cas: int) -> Outcome:
@@ -145,6 +157,67 @@ class Engine(Keyspace):
         if cas and cas != old_cas:
             return _EXISTS
         return self._delete(part, key, prev_seqno, rev_seqno)
+
+    def put_with_meta(
+        self,
+        opcode: int,
+        vb_id: int,
+        key: bytes,
+        body: bytes,
+        meta: ForeignMeta,
+        *,
+        datatype: int = 0,
+        cas: int = 0,
+        resolves_conflict: bool = True,
+        keeps_cas: bool = True,
+    ) -> Outcome:
+        """Store or remove a document with metadata from elsewhere. `body` is key and value; of a
+        removal (`opcode` DELETION or EXPIRATION) the key alone, and `meta.expiry` is its time.
+
+        KEY_EEXISTS: what is there, a deletion too, has a higher revision, or the same and a CAS
+        that is not lower (kv_engine's rule, conflict_resolution_mode seqno).
+        """
+        part = self.partitions[vb_id]
+        if part.state != 1 or part.is_backed_up:
+            return _unwritable(part)
+        flags, expiry, rev_seqno, new_cas = meta
+        entry = part.newest.get(key)
+        known = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
+        old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
+        if cas:
+            if old_opcode != MUTATION:
+                return _MISSING
+            if cas != old_cas:
+                return _EXISTS
+        if resolves_conflict and (rev_seqno, new_cas) <= (old_rev_seqno, old_cas):
+            return _EXISTS
+        if not keeps_cas:
+            new_cas = max(self._cas_floor, part.max_cas + 1)
+        part.max_cas = max(part.max_cas, new_cas)
+        change = (opcode == MUTATION) - (old_opcode == MUTATION)
+        if change:
+            self._count(part, key, change)
+        part.high_seqno = seqno = part.high_seqno + 1
+        if opcode == MUTATION:
+            head = _PACK_MUTATION(
+                prev_seqno, part.epoch, 0x80, MUTATION, len(key), MUTATION_EXTRAS_BYTES, datatype,
+                vb_id, MUTATION_EXTRAS_BYTES + len(body), 0, new_cas, seqno, rev_seqno,
+                flags, expiry, 0, 0, 0,
+            )  # fmt: skip
+        elif opcode == DELETION:
+            head = _PACK_DELETION(
+                prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+                vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, 0,
+            )  # fmt: skip
+        else:
+            head = _PACK_EXPIRATION(
+                prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
+                vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, expiry,
+            )  # fmt: skip
+        self._applied(part, key, head + body)
+        if opcode == MUTATION and expiry:
+            self.due.active.add(expiry, head + body)
+        return 0, new_cas, seqno
 
     def get(self, vb_id: int, key: bytes) -> Document | int:
         """Return the newest applied document, or the status that says why there is none."""
@@ -252,12 +325,23 @@ class Engine(Keyspace):
         part.high_seqno = seqno = part.high_seqno + 1
         return new_cas, seqno
 
-    def _expire_if_due(self, part: Partition, key: bytes) -> bool:
-        """Remove a document whose time is over: an expiry is a change with a seqno of its own."""
+    def expire(self, vb_id: int, key: bytes) -> bool:
+        """Remove a document whose time is over: an expiry is a change with a seqno of its own.
+
+        False: it is not over, or there is no document.
+        """
+        part = self.partitions[vb_id]
         meta = self._newest_meta(part, key)
         if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
             return False
         self._expire(part, key, meta.seqno, meta.rev_seqno)
+        return True
+
+    def _expire_if_due(self, part: Partition, key: bytes) -> bool:
+        """Do so because somebody asked for the document."""
+        if not self.expire(part.vb_id, key):
+            return False
+        self.expired_on_access += 1
         return True
 
 

@@ -7,6 +7,9 @@ Called by the session for users that may not do everything, and by the server's 
     stream  DCP
     admin   what changes something over the admin interface, and commands about partitions
 
+Changes that bring their own revision and CAS (SET_WITH_META and its kin) take write and admin: they
+can make a document win against newer ones.
+
 A role is held for scopes: a key prefix, a collection, both, or everything (the empty one). `stream`
 and `admin` know no scopes, and a user whose `read` is restricted cannot stream: a stream carries
 every key of a partition.
@@ -179,6 +182,7 @@ _NO_NEED: Final = Need(())
 _READ_NEED: Final = Need(((Role.READ,),), concerns_keys=True)
 _WRITE_NEED: Final = Need(((Role.WRITE,),), concerns_keys=True)
 _BOTH_NEED: Final = Need(((Role.READ,), (Role.WRITE,)), concerns_keys=True)
+_META_WRITE_NEED: Final = Need(((Role.WRITE,), (Role.ADMIN,)), concerns_keys=True)
 _FLUSH_NEED: Final = Need(((Role.WRITE,),), concerns_keys=True, concerns_all_keys=True)
 _HISTORY_NEED: Final = Need(((Role.READ, Role.STREAM),))
 _STREAM_NEED: Final = Need(((Role.STREAM,),))
@@ -212,6 +216,13 @@ NEEDS: Final[dict[int, Need]] = {
             Opcode.GATQ,
         ),
         _BOTH_NEED,
+    ),
+    **dict.fromkeys(
+        (
+            Opcode.SET_WITH_META, Opcode.SETQ_WITH_META, Opcode.DEL_WITH_META,
+            Opcode.DELQ_WITH_META,
+        ),
+        _META_WRITE_NEED,
     ),
     **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), _FLUSH_NEED),
     **dict.fromkeys(

@@ -27,6 +27,7 @@ from dcp.session.fault_gate import FaultGate
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.updates import UpdateCommands
+from dcp.session.with_meta import WithMetaCommands
 from dcp.wire.frame import (
     FLEX_HEADER,
     HEADER,
@@ -90,7 +91,7 @@ class Session:
     def __init__(self, state: SessionState) -> None:
         self.state = state
         self._documents = DocumentCommands(state)
-        self._hot = self._documents.handlers()
+        self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
         self._checked: dict[int, DocumentHandler] = {}
         """What users run that may not read and write everything; made for the first of them."""
         connection = ConnectionCommands(state)

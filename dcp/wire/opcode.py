@@ -86,6 +86,10 @@ class Opcode(IntEnum):
     OBSERVE_SEQNO = 0x91
     GET_FAILOVER_LOG = 0x96
     GET_META = 0xA0
+    SET_WITH_META = 0xA2
+    SETQ_WITH_META = 0xA3
+    DEL_WITH_META = 0xA8
+    DELQ_WITH_META = 0xA9
     GET_CLUSTER_CONFIG = 0xB5
     SET_COLLECTIONS_MANIFEST = 0xB9
     GET_COLLECTIONS_MANIFEST = 0xBA
@@ -108,6 +112,8 @@ QUIET_FORMS: Final[dict[Opcode, Opcode]] = {
     Opcode.APPENDQ: Opcode.APPEND,
     Opcode.PREPENDQ: Opcode.PREPEND,
     Opcode.GATQ: Opcode.GAT,
+    Opcode.SETQ_WITH_META: Opcode.SET_WITH_META,
+    Opcode.DELQ_WITH_META: Opcode.DEL_WITH_META,
 }
 """Quiet opcode -> the opcode whose work it does."""
 
@@ -134,6 +140,7 @@ class OpSpec(NamedTuple):
 
 
 _S, _D, _P, _C, _DCP = OpGroup
+_WITH_META: Final = "u32 flags, u32 expiry, u64 revision, u64 CAS (u32 options) (u16 length)"
 
 OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.HELLO: OpSpec(_S, "-", "key agent, value u16 features", "negotiate features"),
@@ -188,6 +195,15 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.GET_META: OpSpec(
         _D, "- or u8 2", "key", "revision, flags, expiry of a document, a deleted one too"
     ),
+    Opcode.SET_WITH_META: OpSpec(
+        _D, _WITH_META, "key, value",
+        "store with the given flags, expiry, revision and CAS, if it beats what is there",
+    ),
+    Opcode.SETQ_WITH_META: OpSpec(
+        _D, _WITH_META, "key, value", "SET_WITH_META, silent on success"
+    ),
+    Opcode.DEL_WITH_META: OpSpec(_D, _WITH_META, "key", "the same for a deletion"),
+    Opcode.DELQ_WITH_META: OpSpec(_D, _WITH_META, "key", "DEL_WITH_META, silent on success"),
     Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
     Opcode.GET_ALL_VB_SEQNOS: OpSpec(

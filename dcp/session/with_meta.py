@@ -1,0 +1,150 @@
+"""SET_WITH_META and DEL_WITH_META: changes that bring their revision and CAS along.
+
+Who sends them: restores of a backup, replication between clusters. A change wins against what is
+there, a deletion included, by its revision, then by its CAS; else it is KEY_EEXISTS.
+
+    extras   u32 flags, u32 expiry (absolute), u64 rev_seqno, u64 CAS; then nothing, u32 options,
+             u16 length of extended metadata, or both; that section follows the value, and is
+             read over
+
+Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x02 is for buckets
+of the other mode: refused, as there. IS_EXPIRATION makes a removal an expiry; its time is the
+expiry field. Its time of deletion a deletion has from its CAS.
+
+Limits: a revision has 48 bits and a CAS 63, so that neither the next revision nor the next CAS of
+the partition overflows.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
+from dcp.session.state import SessionState
+from dcp.wire.frame import pack_response
+from dcp.wire.message import MUTATION_TOKEN, U32
+from dcp.wire.opcode import QUIET_FORMS, Opcode
+from dcp.wire.status import Status
+from vbucket.engine import ForeignMeta
+from vbucket.keyspace import DELETION, EXPIRATION, MUTATION
+
+META_EXTRAS: Final = Struct(">IIQQ")
+"""Flags, expiry, rev_seqno, CAS."""
+
+SKIP_CONFLICT_RESOLUTION: Final = 0x01
+FORCE_ACCEPT: Final = 0x02
+REGENERATE_CAS: Final = 0x04
+IS_EXPIRATION: Final = 0x10
+_OPTIONS: Final = SKIP_CONFLICT_RESOLUTION | REGENERATE_CAS | IS_EXPIRATION
+
+REV_SEQNO_MAX: Final = 2**48 - 1
+CAS_MAX: Final = 2**63 - 1
+
+_OPTIONS_LENGTHS: Final = frozenset({28, 30})
+_SECTION_LENGTHS: Final = frozenset({26, 30})
+_EXTRAS_LENGTHS: Final = frozenset({24, 26, 28, 30})
+_REMOVALS: Final = frozenset({Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META})
+
+_unpack_meta: Final = META_EXTRAS.unpack_from
+
+
+class WithMetaCommands:
+    """Handlers of these commands for one session."""
+
+    def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
+        self._state = state
+        self._documents = documents
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        opcodes = (Opcode.SET_WITH_META, Opcode.SETQ_WITH_META, *_REMOVALS)
+        return dict.fromkeys(opcodes, self.put)
+
+    def put(
+        self,
+        opcode: int,
+        key_len: int,
+        extras_len: int,
+        datatype: int,
+        vb_id: int,
+        opaque: int,
+        cas: int,
+        start: int,
+        end: int,
+    ) -> None:
+        """SET_WITH_META, DEL_WITH_META and their quiet forms."""
+        state, documents = self._state, self._documents
+        buffer = state.buffer
+        key_at = start + extras_len
+        is_removal = opcode in _REMOVALS
+        if extras_len not in _EXTRAS_LENGTHS or not key_len or key_at + key_len > end:
+            documents.refuse(
+                opcode, opaque, Status.EINVAL, "with-meta has 24, 26, 28 or 30 bytes of extras"
+            )
+            return
+        options = 0
+        if extras_len in _OPTIONS_LENGTHS:
+            options = U32.unpack_from(buffer, start + META_EXTRAS.size)[0]
+        if extras_len in _SECTION_LENGTHS:
+            end -= int.from_bytes(buffer[key_at - 2 : key_at], "big")
+        wire_key = buffer[key_at : key_at + key_len]
+        flags, expiry, rev_seqno, meta_cas = _unpack_meta(buffer, start)
+        problem = _problem_of(
+            options, rev_seqno, meta_cas, end - key_at - key_len, is_removal=is_removal
+        )
+        if problem or datatype > DATATYPE_JSON:
+            problem = problem or f"datatype 0x{datatype:02x} was not negotiated"
+            documents.refuse(opcode, opaque, Status.EINVAL, problem)
+            return
+        if end - key_at - key_len > state.limits.value_bytes_max:
+            limit = f"a value has at most {state.limits.value_bytes_max} bytes"
+            documents.refuse(opcode, opaque, Status.E2BIG, f"{limit} (setting value_bytes_max)")
+            return
+        assert state.rights is not None
+        why = "" if state.rights.is_full else state.denial(opcode, wire_key)
+        if why:
+            documents.refuse(opcode, opaque, Status.EACCESS, why)
+            return
+        located = documents.locate(opcode, opaque, vb_id, wire_key)
+        if located is None:
+            return
+        vb_id, key = located
+        stored = MUTATION
+        if is_removal:
+            stored = EXPIRATION if options & IS_EXPIRATION else DELETION
+        status, new_cas, seqno = state.engine.put_with_meta(
+            stored, vb_id, key, key + buffer[key_at + key_len : end],
+            ForeignMeta(flags, expiry, rev_seqno, meta_cas),
+            datatype=datatype & state.has_json, cas=cas,
+            resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
+            keeps_cas=not options & REGENERATE_CAS,
+        )  # fmt: skip
+        if status:
+            documents.refuse_outcome(opcode, opaque, status, vb_id)
+            return
+        state.wait_group = state.engine.group
+        if opcode not in QUIET_FORMS:
+            token = b""
+            if state.has_mutation_tokens:
+                token = MUTATION_TOKEN.pack(state.engine.partitions[vb_id].vb_uuid, seqno)
+            state.answers.append(pack_response(opcode, opaque=opaque, cas=new_cas, extras=token))
+
+
+def _problem_of(
+    options: int, rev_seqno: int, cas: int, value_bytes: int, *, is_removal: bool
+) -> str:
+    """Return what is wrong with a request in words, "" if nothing is."""
+    if options & ~_OPTIONS:
+        return f"unknown options 0x{options & ~_OPTIONS:x}"
+    if options & REGENERATE_CAS and not options & SKIP_CONFLICT_RESOLUTION:
+        return "option 0x04 (another CAS) goes with 0x01 (no conflict resolution) only"
+    if options & IS_EXPIRATION and not is_removal:
+        return "option 0x10 (expiry) is for removals"
+    if value_bytes < 0 or (is_removal and value_bytes):
+        return "a removal has no value, and extended metadata fits into the body"
+    if not 0 < rev_seqno <= REV_SEQNO_MAX:
+        return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
+    if not 0 < cas <= CAS_MAX:
+        return f"a CAS to keep is 1 to {CAS_MAX}, not {cas}"
+    return ""
