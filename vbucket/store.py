@@ -177,7 +177,7 @@ class StoreView:
         """Return a key's newest version (a deletion too), None where there is none."""
         full_key = vb_id.to_bytes(2, "big") + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
-        return None if value is None else _checked_meta(full_key, bytes(value))
+        return None if value is None else checked_meta(full_key, bytes(value))
 
     def entry(self, vb_id: int, seqno: int) -> bytes | None:
         """Return the entry with this seqno, prefix included, None where there is none."""
@@ -282,7 +282,7 @@ class StoreView:
         for key, value in self._reader.range(BY_KEY_TABLE, prefix + after + b"\x00", stop):
             if len(found) == limit:
                 break
-            _checked_meta(key, bytes(value))
+            checked_meta(key, bytes(value))
             found.append(key[2:])
         return found
 
@@ -422,7 +422,8 @@ def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, byte
     return full_key, record + crc.to_bytes(4, "big")
 
 
-def _checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
+def checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
+    """Return what a by_key record says. Raises RecordDamagedError."""
     if len(value) != BY_KEY_RECORD.size or _crc32c(full_key + value[:-4]) != int.from_bytes(
         value[-4:], "big"
     ):
