@@ -35,6 +35,7 @@ STALL_SECONDS: Final = 30.0  # a server that answers nothing for so long is give
 COUNTER: Final[dict[str, Callable[[], Counter]]] = {
     "binary": BinaryCounter,
     "resp": RespCounter,
+    "resp-bounded": RespCounter,
     "etcd": etcd.EtcdCounter,
     "nats": nats.NatsCounter,
 }

@@ -183,6 +183,13 @@ class Redis(Peer):
                 return _read(stream, count) if count >= 0 else None
 
 
+class BoundedRedis(Redis):
+    """redis-server whose streams keep their newest entries only: without that, memory ends."""
+
+    name = "redis-bounded"
+    protocol = "resp-bounded"
+
+
 class Etcd(Peer):
     """etcd, one member, as its distribution packages it."""
 
@@ -279,6 +286,7 @@ def folder_bytes(folder: Path) -> int:
 PEERS: Final[dict[str, Callable[[Path], Peer]]] = {
     "dcpd": Dcpd,
     "redis": Redis,
+    "redis-bounded": BoundedRedis,
     "nats": Nats,
     "etcd": Etcd,
 }

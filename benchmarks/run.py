@@ -47,12 +47,14 @@ VERSION: Final = re.compile(r"\d+\.\d+\.\d+")
 VERSION_OF: Final = {
     "dcpd": [sys.executable, "-m", "dcp.server.main", "--version"],
     "redis": ["redis-server", "--version"],
+    "redis-bounded": ["redis-server", "--version"],
     "nats": ["nats-server", "--version"],
     "etcd": ["etcd", "--version"],
 }
 HOW_SET: Final = {
     "dcpd": "durability commit",
     "redis": "appendonly yes, appendfsync always, save off; SET + XADD",
+    "redis-bounded": "the same; SET + XADD MAXLEN ~ 2000",
     "nats": "JetStream KV put, file storage, default sync_interval (not synced)",
     "etcd": "one member, Put over gRPC",
 }

@@ -22,6 +22,8 @@ OP_GET: Final = 0x00
 OP_HELLO: Final = 0x1F
 OP_SASL_AUTH: Final = 0x21
 OP_SELECT_BUCKET: Final = 0x89
+STREAM_ENTRIES: Final = b"2000"
+"""About what each of the 1,024 streams of a bounded Redis keeps."""
 FEATURES: Final = (0x04, 0x08, 0x12)  # mutation tokens, SELECT_BUCKET, collections
 
 
@@ -77,9 +79,18 @@ def resp_set(key: bytes, value: bytes) -> bytes:
     return resp_command(b"SET", key, value) + change
 
 
+def resp_set_bounded(key: bytes, value: bytes) -> bytes:
+    """The same with a stream that does not grow for ever, for long runs."""
+    change = resp_command(
+        b"XADD", stream_of(key), b"MAXLEN", b"~", STREAM_ENTRIES, b"*", key, value
+    )
+    return resp_command(b"SET", key, value) + change
+
+
 OPERATION: Final = {
     "binary": binary_set,
     "resp": resp_set,
+    "resp-bounded": resp_set_bounded,
     "etcd": etcd.put_request,
     "nats": nats.put_request,
 }

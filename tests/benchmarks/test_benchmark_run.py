@@ -69,7 +69,12 @@ def test_a_server_that_does_not_start_says_what_it_printed(tmp_path, monkeypatch
 @pytest.mark.crash
 @pytest.mark.parametrize("name", sorted(PEERS))
 def test_a_peer_keeps_its_data_over_a_kill(name, tmp_path):
-    program = {"redis": "redis-server", "nats": "nats-server", "etcd": "etcd"}.get(name)
+    program = {
+        "redis": "redis-server",
+        "redis-bounded": "redis-server",
+        "nats": "nats-server",
+        "etcd": "etcd",
+    }.get(name)
     if program and shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")  # scripts/test names it at its end
     peer = PEERS[name](tmp_path / "data")

@@ -1,0 +1,104 @@
+"""Durable SETs for minutes over many keys: what is left of the rate once the data is large.
+
+    python -m benchmarks.sustained --peers dcpd,redis-bounded,nats,etcd --keys 1000000
+    python -m benchmarks.sustained --keys 10000000 --load --seconds 60
+
+Keys are chosen uniformly, 8 connections x 64 in flight, 128-byte values. With `--load` every key is
+written once first. Each peer has the machine for itself, in turn; `--runs` repeats all. Beside rate
+and latency it tells memory and disk at the end, and for our server the time until it answers again
+after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
+from benchmarks.report import Report
+from benchmarks.run import LOAD_SHAPE, MIB, about, generate, names_of, record_sets, say
+
+PREBUILT_MIN: Final = 524_288
+PREBUILT_PER_KEY: Final = 2
+"""Operations made beforehand, and sent in turn, for each key: nearly every key comes up."""
+PREBUILT_MAX: Final = 12_000_000
+"""Their requests take up to 350 bytes each."""
+
+
+def measure(report: Report, options: argparse.Namespace, peer: Peer, run: int) -> None:
+    """One peer, one run, on an empty folder."""
+    what = f"{options.keys:,} keys, {options.seconds:.0f} s"
+    prebuilt = min(PREBUILT_MAX, max(PREBUILT_MIN, PREBUILT_PER_KEY * options.keys))
+    peer.start()
+    if options.load:
+        loaded = generate(peer.protocol, peer.port, LOAD_SHAPE, "--load", "--keys", options.keys)
+        rate = loaded["operations_per_second"]
+        report.add(peer.name, f"{options.keys:,} new keys", rate, unit="op/s", more_is_better=True)
+        say(f"  {peer.name:6} wrote {options.keys:,} keys, {rate:,.0f} op/s")
+    result = generate(
+        peer.protocol, peer.port, LOAD_SHAPE, "--seconds", options.seconds, "--keys", options.keys,
+        "--prebuilt", prebuilt, "--seed", run + 1,
+    )  # fmt: skip
+    record_sets(report, peer.name, result, what)
+    for kind, count in memory_bytes(peer.pid).items():
+        report.add(peer.name, f"{what}, memory, {kind}", count / MIB, unit="MiB",
+                   more_is_better=False)  # fmt: skip
+    report.add(peer.name, f"{what}, on disk", folder_bytes(peer.folder) / MIB, unit="MiB",
+               more_is_better=False)  # fmt: skip
+    if not options.restart:
+        return
+    peer.kill()
+    seconds = peer.start()
+    say(f"  {peer.name:6} ready after SIGKILL: {seconds:.2f} s")
+    report.add(peer.name, f"{what}, ready after SIGKILL", seconds, unit="s", more_is_better=False)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.sustained", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", type=names_of, default=["dcpd", "redis-bounded"], metavar="PEER,..."
+    )
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--load", action="store_true", help="write every key once before")
+    parser.add_argument("--restart", action="store_true", help="kill and start again at the end")
+    parser.add_argument("--folder", type=Path, help="where the servers keep their data")
+    parser.add_argument("--json", type=Path, help="write every run's figures here")
+    options = parser.parse_args()
+    for name in options.peers:
+        if name not in PEERS:
+            parser.error(f"{name!r} is none of {', '.join(PEERS)}")
+    return options
+
+
+def main() -> int:
+    options = parse_arguments()
+    report = Report(about(options))
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
+    try:
+        for run in range(options.runs):
+            for name in options.peers:
+                peer = PEERS[name](folder / f"{name}-{run}")
+                try:
+                    measure(report, options, peer, run)
+                finally:
+                    peer.discard()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(report.to_markdown())
+    if options.json:
+        options.json.write_text(json.dumps(report.to_document(), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
