@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 from failover.history import FailoverLog
+from vbucket.due import DueDocuments
 from vbucket.entry import (
     DATATYPE_AT,
     LOG_CONTROL,
@@ -132,6 +133,8 @@ class Keyspace:
         self._branched: list[int] = []
         self._restated: list[int] = []
         self._in_flight: list[Group] = []
+        self.due = DueDocuments()
+        self.expired_on_access = 0
         self._cas_floor = 0
         self._now_s = 0
         self.active_bytes = 0
@@ -270,6 +273,9 @@ class Keyspace:
             if change:
                 self._count(part, key, change)
         part.roll_back(seqno, restored)
+        for entry in restored.values():
+            if entry and not is_deleted(entry):
+                self.due.add(entry)
         part.tally.roll_back(seqno, self._versions.backward(part, seqno))
         return len(restored)
 
@@ -379,6 +385,11 @@ class Keyspace:
         return not self.is_merging and self.active_bytes >= self._memtable_bytes_max
 
     @property
+    def has_room(self) -> bool:
+        """Whether merging keeps up, so that work which can wait may write too."""
+        return self.active_bytes + self.frozen_bytes < 2 * self._memtable_bytes_max
+
+    @property
     def is_overfull(self) -> bool:
         """Whether merging has fallen so far behind that writers must wait for it."""
         return self.active_bytes + self.frozen_bytes >= 4 * self._memtable_bytes_max
@@ -390,6 +401,7 @@ class Keyspace:
         self.is_merging = True
         for part in self.partitions:
             part.freeze()
+        self.due.freeze()
         self.frozen_bytes, self.active_bytes = self.active_bytes, 0
 
     def merged(self, report: MergeReport) -> None:
@@ -398,12 +410,14 @@ class Keyspace:
         self._store.refresh()
         for vb_id, seqno in report.high_seqnos.items():
             self.partitions[vb_id].become_merged(seqno)
+        self.due.become_merged()
 
     def drop_frozen(self, first_vb: int, last_vb: int) -> None:
         """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
         assert self.is_merging
         for vb_id in range(first_vb, last_vb):
             self.partitions[vb_id].drop_frozen()
+        self.due.drop(-((first_vb - NUM_VBUCKETS) // (last_vb - first_vb)))
         if last_vb == NUM_VBUCKETS:
             self.frozen_bytes = 0
             self.is_merging = False
@@ -433,6 +447,8 @@ class Keyspace:
             part.max_cas = max(part.max_cas, cas)
             part.newest[key] = entry
             part.append_entry(entry)
+            if head.opcode == MUTATION:
+                self.due.add(entry)
         self.group = group + 1
         self.committed_group = group
 

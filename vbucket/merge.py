@@ -28,14 +28,18 @@ from vbucket.entry import (
     key_of,
     seqno_of,
 )
+from vbucket.expiry_index import ExpiryRows, build_expiry_table, expiry_of
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.manifest import Manifest, collection_of
 from vbucket.store import (
+    BY_KEY_RECORD,
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
+    StoredMeta,
     StoreView,
     by_key_item,
     put_manifest,
@@ -52,6 +56,9 @@ _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
 _CAS: Final = slice(28, 36)
 _PREV_SEQNO: Final = slice(0, 8)
+_EXPIRY: Final = slice(BY_KEY_RECORD.size - 8, BY_KEY_RECORD.size - 4)
+"""Where a by_key record has its expiry."""
+_NEVER: Final = bytes(4)
 _NO_SEQNO: Final = bytes(8)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
@@ -193,12 +200,18 @@ def merge(
         node = view.node()
         if node is None:
             raise MergeRefusedError("the store was never created; create it before merging")
+        if node.format_version < STORE_FORMAT_VERSION:
+            build_expiry_table(write)
+            node = node._replace(format_version=STORE_FORMAT_VERSION)
         staging = _Staging(view, node)
         merged_segment = _stage_segments(staging, segments, node.merged_segment)
         high_seqnos: dict[int, int] = {}
+        rows = ExpiryRows()
         for vb_id in sorted(staging.stages):
-            record = _merge_partition(write, view, staging.stages.pop(vb_id), staging.manifest)
+            stage = staging.stages.pop(vb_id)
+            record = _merge_partition(write, view, stage, staging.manifest, rows)
             high_seqnos[vb_id] = record.high_seqno
+        rows.write(write)
         if staging.manifest != view.manifest():
             put_manifest(write, staging.manifest)
         put_node(write, staging.node._replace(merged_segment=merged_segment))
@@ -234,11 +247,12 @@ def _stage_segments(
 
 
 def _merge_partition(
-    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest
+    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest, rows: ExpiryRows
 ) -> PartitionRecord:
     """Write one partition's stage; return its record. Reads come first, then writes.
 
-    `manifest` is that of the last segment: what it does not know is not counted.
+    `manifest` is that of the last segment: what it does not know is not counted. What becomes of
+    the expiry table is left in `rows`.
     """
     vb_id, record, entries = stage.vb_id, stage.record, stage.entries
     undone: dict[bytes, int] = {}
@@ -256,18 +270,24 @@ def _merge_partition(
             gone.append(key)
     tally = Tally(record.tally)
     default_documents = record.item_count - tally.documents
-    for key in gone:
-        default_documents += _count(tally, manifest, key, -_is_live(view, vb_id, key))
     vb_prefix = vb_id.to_bytes(2, "big")
+    for key in gone:
+        old = view.meta(vb_id, key)
+        rows.replace(vb_prefix + key, old, 0)
+        default_documents += _count(tally, manifest, key, -_is_live(old))
     items: list[tuple[bytes, bytes]] = []
     for key in sorted(newest):
         entry = newest[key]
-        documents = int(entry[OPCODE_AT] == _MUTATION)
+        documents, old = int(entry[OPCODE_AT] == _MUTATION), None
         # A key without a previous version was not there, so it need not be looked up.
         if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
-            documents -= _is_live(view, vb_id, key)
+            old = view.meta(vb_id, key)
+            documents -= _is_live(old)
         default_documents += _count(tally, manifest, key, documents) if key[0] else documents
-        items.append(by_key_item(vb_prefix, key, entry))
+        item = by_key_item(vb_prefix, key, entry)
+        items.append(item)
+        if item[1][_EXPIRY] != _NEVER or expiry_of(old):
+            rows.replace(item[0], old, int.from_bytes(item[1][_EXPIRY], "big"))
 
     for key in gone:
         write.delete(BY_KEY_TABLE, vb_prefix + key)
@@ -343,6 +363,5 @@ def _entry_as_of(view: StoreView, vb_id: int, key: bytes, seqno: int) -> bytes:
     return entry
 
 
-def _is_live(view: StoreView, vb_id: int, key: bytes) -> bool:
-    meta = view.meta(vb_id, key)
+def _is_live(meta: StoredMeta | None) -> bool:
     return meta is not None and meta.opcode == _MUTATION

@@ -6,6 +6,8 @@
     state     vb                  the rest of PartitionRecord                  (CBOR)
     by_key    vb + key            BY_KEY_RECORD: the key's newest version
     by_seqno  vb + first seqno    blocks of versions (vbucket.block)
+    expiry    due + vb + key      when documents are due to expire (vbucket.due); stores of format
+                                  1 have none, the first merge makes it and the store format 2
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
@@ -32,17 +34,29 @@ import google_crc32c
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key
 from vbucket.device import UnknownFormatError
+from vbucket.due import rows_end
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
-from vbucket.kvenv import KvEnv, KvReader, KvWrite, StoreDamagedError, StoreFailedError
+from vbucket.kvenv import (
+    Buffer,
+    KvEnv,
+    KvReader,
+    KvWrite,
+    StoreDamagedError,
+    StoreFailedError,
+)
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
 
-STORE_FORMAT_VERSION: Final = 1
+STORE_FORMAT_VERSION: Final = 2
+OLDEST_FORMAT_VERSION: Final = 1
 META_TABLE: Final = "meta"
 FAILOVER_TABLE: Final = "failover"
 STATE_TABLE: Final = "state"
 BY_KEY_TABLE: Final = "by_key"
 BY_SEQNO_TABLE: Final = "by_seqno"
-TABLES: Final = (META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE)
+EXPIRY_TABLE: Final = "expiry"
+TABLES: Final = (
+    META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
+)  # fmt: skip
 """What a KvEnv for a store is made with."""
 
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
@@ -139,11 +153,11 @@ class StoreView:
         document = self._document(META_TABLE, _NODE_KEY)
         if document is None:
             return None
-        if document["format_version"] != STORE_FORMAT_VERSION:
+        if not OLDEST_FORMAT_VERSION <= document["format_version"] <= STORE_FORMAT_VERSION:
             raise UnknownFormatError(
                 f"the store has format version {document['format_version']}, this program knows "
-                f"{STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the data "
-                "with a backup"
+                f"up to {STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the "
+                "data with a backup"
             )
         return NodeRecord(**document)
 
@@ -285,6 +299,12 @@ class StoreView:
             checked_meta(key, bytes(value))
             found.append(key[2:])
         return found
+
+    def due_rows(self, after: bytes, now_s: int) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the rows of the expiry table > `after` that are due at `now_s`, the oldest first;
+        `vbucket.due.read_due` reads one.
+        """
+        return self._reader.range(EXPIRY_TABLE, after + b"\x00", rows_end(now_s))
 
     def last_block(self, vb_id: int) -> Block | None:
         """Return the last block of a partition."""

@@ -308,6 +308,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             64 << 30,
         ),
     ] = 64 << 20
+    expiry_interval_s: Annotated[
+        float,
+        Option(
+            "Time between looks for documents whose time is over; 0: they expire when somebody "
+            "asks for them.",
+            _read_duration,
+            "TIME",
+            0.01,
+            3600,
+            zero_means="none",
+        ),
+    ] = 1.0
     map_size_bytes: Annotated[
         int,
         Option(

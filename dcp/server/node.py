@@ -29,6 +29,7 @@ from dcp.server.collections import Collections
 from dcp.server.committer import Committer
 from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
+from dcp.server.expiry import expire_when_due
 from dcp.server.folder import DataFolder, open_folder
 from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
@@ -46,6 +47,7 @@ from dcp.wire.message import EndReason
 from dcp.wire.status import Status
 from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine
+from vbucket.expiry import Pager
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.keyspace import Group
 from vbucket.kvenv_lmdb import LmdbEnv
@@ -103,10 +105,12 @@ class Node:
         self._failure: Exception | None = None
         self._next_tick: asyncio.TimerHandle | None = None
         self._next_sync: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
         self._store_process: StoreProcess | None = None
         self.listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
+        self.pager: Pager
         self._folder: DataFolder
         self._device: FileLogDevice
         self._env: LmdbEnv
@@ -135,6 +139,9 @@ class Node:
         self._tick()
         if self.durability == "interval":
             self._sync_later()
+        if self._settings.expiry_interval_s:
+            expiring = expire_when_due(self, self.pager, self._settings.expiry_interval_s)
+            self._expiring = self._spawn(expiring)
 
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise what made it impossible to go on."""
@@ -148,6 +155,8 @@ class Node:
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
                 timer.cancel()
+        if self._expiring is not None:
+            self._expiring.cancel()
         await self.listeners.stop()
         for connection in tuple(self.connections):
             connection.finish("the server stops")
@@ -203,6 +212,7 @@ class Node:
             node = self._create()
         needs_new_versions = not node.clean_shutdown and node.durability != "commit"
         self.engine = Engine(self._store, _draw_uuid, self._settings.memtable_bytes)
+        self.pager = Pager(self.engine, self._store)
         self.torn = replay_log(
             self.engine,
             recover(
@@ -265,7 +275,10 @@ class Node:
         )
 
     def _merge_what_is_replayed(self) -> None:
-        if self.engine.wants_freeze:
+        """A merge also brings a store of an older format up to this one."""
+        node = self._store.node()
+        assert node is not None
+        if self.engine.wants_freeze or node.format_version < STORE_FORMAT_VERSION:
             self.engine.freeze()
             self._rotated(self._device.rotate())
 
@@ -370,10 +383,11 @@ class Node:
             connection.abort(f"the server failed: {error}")
         self._stopped.set()
 
-    def _spawn(self, work: Any) -> None:
-        task = self.loop.create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
