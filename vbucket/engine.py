@@ -38,7 +38,7 @@ from vbucket.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
 from vbucket.manifest import (
     collection_of,
 )
-from vbucket.partition import Partition, VbState
+from vbucket.partition import Hold, Partition, VbState
 from vbucket.store import StoredMeta
 
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
@@ -83,6 +83,18 @@ class ForeignMeta(NamedTuple):
 
 class Engine(Keyspace):
     """All partitions of a node, and the commands on their documents."""
+
+    write_refusal = ""
+    """Why no partition takes writes now; "" where that is not so."""
+
+    def refuse_writes(self, why: str) -> None:
+        """Refuse all changes of documents as a temporary failure from now on; "": take them again.
+
+        What was taken before stays pending, and reads go on.
+        """
+        self.write_refusal = why
+        for part in self.partitions:
+            part.hold_writes(Hold.LOG_FULL, is_held=bool(why))
 
     def begin_batch(self, now_ns: int) -> None:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
@@ -248,7 +260,8 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1:
             return Status.NOT_MY_VBUCKET
-        self._expire_if_due(part, key)
+        if self._expire_if_due(part, key) and part.is_backed_up:
+            return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
 
     def _newest_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
@@ -331,18 +344,29 @@ class Engine(Keyspace):
         False: it is not over, or there is no document.
         """
         part = self.partitions[vb_id]
-        meta = self._newest_meta(part, key)
-        if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
+        meta = self._due_meta(part, key)
+        if meta is None:
             return False
         self._expire(part, key, meta.seqno, meta.rev_seqno)
         return True
 
     def _expire_if_due(self, part: Partition, key: bytes) -> bool:
-        """Do so because somebody asked for the document."""
-        if not self.expire(part.vb_id, key):
+        """Do so because somebody asked for the document; where writers are held back, it is as
+        good as gone, and the change is made later.
+        """
+        meta = self._due_meta(part, key)
+        if meta is None:
             return False
-        self.expired_on_access += 1
+        if not part.is_backed_up:
+            self._expire(part, key, meta.seqno, meta.rev_seqno)
+            self.expired_on_access += 1
         return True
+
+    def _due_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
+        meta = self._newest_meta(part, key)
+        if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
+            return None
+        return meta
 
 
 def _unwritable(part: Partition) -> Outcome:

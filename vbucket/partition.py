@@ -21,7 +21,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Final
 
 from failover.history import FailoverLog
@@ -38,6 +38,15 @@ class VbState(IntEnum):
     REPLICA = 2
     PENDING = 3
     DEAD = 4
+
+
+class Hold(IntFlag):
+    """Why a partition tells writers to come back later."""
+
+    TAKEOVER = 1
+    """A takeover cannot catch up with them."""
+    LOG_FULL = 2
+    """The log has no room for what they would change."""
 
 
 class Layer:
@@ -75,6 +84,7 @@ class Partition:
     """See the module. Plain attributes: the engine's hot path reads and writes them directly."""
 
     __slots__ = (
+        "_holds",
         "active",
         "append_entry",
         "branch_group",
@@ -112,7 +122,8 @@ class Partition:
         self.purge_seqno = 0
         self.history_floor = 0
         self.is_backed_up = False
-        """A takeover cannot catch up with writers: they are told to come back later."""
+        """Writers are told to come back later: `hold_writes` says why."""
+        self._holds = Hold(0)
         self.max_cas = 0
         self.item_count = 0
         self.tally = Tally()
@@ -128,6 +139,11 @@ class Partition:
         self.append_entry = self.active.entries.append
         """The same for its entries."""
         self.frozen: Layer | None = None
+
+    def hold_writes(self, why: Hold, *, is_held: bool) -> None:
+        """Begin or end holding writers back, as far as this reason goes."""
+        self._holds = self._holds | why if is_held else self._holds & ~why
+        self.is_backed_up = bool(self._holds)
 
     def set_failover(self, failover: FailoverLog) -> None:
         """Take a failover log; its newest entry is the version from now on."""

@@ -52,6 +52,7 @@ _STORE_FORMS: Final = {
     Opcode.REPLACE: (REPLACE, False),
     Opcode.REPLACEQ: (REPLACE, True),
 }
+_COME_BACK: Final = "writers have to wait until a takeover has caught up; try again soon"
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
@@ -342,6 +343,9 @@ class DocumentCommands:
         """Answer with what the engine said; it waits until what it tells is committed."""
         if status == Status.NOT_MY_VBUCKET:
             self._refuse_vbucket(opcode, opaque, vb_id)
+            return
+        if status == Status.ETMPFAIL:  # which tells nothing of what is stored
+            self.refuse(opcode, opaque, status, self._engine.write_refusal or _COME_BACK)
             return
         self._state.observes(vb_id)
         # A miss is an everyday answer: no context, no cost.

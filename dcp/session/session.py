@@ -138,7 +138,7 @@ class Session:
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            state.continue_flush()
+            state.continue_flush(now_ns)
             if state.is_full:
                 return
         buffer = state.buffer

@@ -24,6 +24,9 @@ does not read costs no more than this and one answer."""
 CONTEXT_CHARS_MAX: Final = 300
 """Longest text in an error response and its log line: what a client sent may stand in it."""
 
+FLUSH_PAUSE_NS: Final = 250_000_000
+"""How long a flush waits before it looks again whether writes are taken."""
+
 NOTES_MAX: Final = 16
 """Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
 
@@ -260,11 +263,15 @@ class SessionState:
         """Delete all documents in steps, one per `resume`; `answer` follows the last one."""
         self.flush = flush
         self.flush_answer = answer
-        self.continue_flush()
+        self.continue_flush(0)
 
-    def continue_flush(self) -> None:
+    def continue_flush(self, now_ns: int) -> None:
         """Take the next step; until the last one is done the session is full."""
         assert self.flush is not None
+        if self.engine.write_refusal:
+            self.held_until_ns = now_ns + FLUSH_PAUSE_NS
+            self.is_full = True
+            return
         if not self.flush.step():
             self.is_full = True
             return

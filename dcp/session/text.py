@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from dcp.session.connection import REPORTED_VERSION
 from dcp.session.documents import absolute_expiry
-from dcp.session.state import SessionState
+from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import Status
 from vbucket.engine import ADD, REPLACE, SET, Document, Outcome
@@ -159,7 +159,7 @@ class TextSession:
         self._engine.begin_batch(now_ns)
         self._now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            state.continue_flush()
+            state.continue_flush(now_ns)
         position = 0
         try:
             while not (state.is_full or state.is_closing):
@@ -367,16 +367,25 @@ class TextSession:
 
     def _flush_all(self, arguments: list[bytes], *, is_quiet: bool) -> None:
         """Delete all documents, in steps; the answer comes with the last one."""
-        if arguments in ([], [b"0"]):
+        if self._engine.write_refusal:
+            if not is_quiet:
+                self.state.send(self._not_now())
+        elif arguments in ([], [b"0"]):
             self.state.begin_flush(Flush(self._engine), b"" if is_quiet else b"OK\r\n")
         elif not is_quiet:
             self.state.send(b"CLIENT_ERROR flush_all works at once; it takes no delay but 0\r\n")
 
     def _answer_of(self, vb_id: int, outcome: Outcome, success: bytes) -> bytes:
         """Return the answer to a change, which waits for what it made or saw."""
-        self.state.observes(vb_id)
         status = outcome[0]
+        if status == Status.ETMPFAIL:  # which tells nothing of what is stored
+            return self._not_now()
+        self.state.observes(vb_id)
         return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
+
+    def _not_now(self) -> bytes:
+        why = self._engine.write_refusal
+        return b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode() if why else _NOT_NOW
 
     # -- the server ----------------------------------------------------------------------------
 

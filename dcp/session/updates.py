@@ -122,7 +122,8 @@ class UpdateCommands:
         state = self._state
         expiry = self._documents.absolute_expiry(key, U32.unpack(request.extras)[0])
         outcome, document = touch(state.engine, vb_id, key, expiry)
-        state.observes(vb_id)
+        if outcome[0] != Status.ETMPFAIL:
+            state.observes(vb_id)
         if document is None:
             if outcome[0] != Status.KEY_ENOENT or request.opcode != Opcode.GATQ:
                 self._documents.refuse_outcome(request.opcode, request.opaque, outcome[0], vb_id)
@@ -169,6 +170,9 @@ class UpdateCommands:
         """
         if request.extras not in {b"", bytes(4)} or request.key or request.value:
             self._refuse(request, "FLUSH has nothing, or a delay of 0: later is not supported")
+            return
+        if self._state.engine.write_refusal:
+            self._documents.refuse_outcome(request.opcode, request.opaque, Status.ETMPFAIL, 0)
             return
         self._state.begin_flush(
             Flush(self._state.engine),

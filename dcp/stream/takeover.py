@@ -28,7 +28,7 @@ from typing import Final
 
 from vbucket.engine import Engine
 from vbucket.lifecycle import put_state
-from vbucket.partition import VbState
+from vbucket.partition import Hold, VbState
 
 SENDING_NS_MAX: Final = 60 * 1_000_000_000
 """After so long in SENDING writes are told to come back later, so that the stream can catch up
@@ -96,7 +96,7 @@ class Takeover:
         if self.step is not TakeoverStep.PENDING_ASKED or part.state != VbState.ACTIVE:
             return False
         put_state(engine, vb_id, VbState.DEAD)
-        part.is_backed_up = False
+        part.hold_writes(Hold.TAKEOVER, is_held=False)
         self.step = TakeoverStep.DRAINING
         return True
 
@@ -106,11 +106,11 @@ class Takeover:
             return
         self.began_ns = self.began_ns or now_ns
         if now_ns - self.began_ns >= SENDING_NS_MAX:
-            engine.partitions[vb_id].is_backed_up = True
+            engine.partitions[vb_id].hold_writes(Hold.TAKEOVER, is_held=True)
 
     def abandon(self, engine: Engine, vb_id: int) -> None:
         """The stream ends: leave the partition in the state that is safe (see the module)."""
         part = engine.partitions[vb_id]
-        part.is_backed_up = False
+        part.hold_writes(Hold.TAKEOVER, is_held=False)
         if self.step is TakeoverStep.DRAINING and part.state == VbState.DEAD:
             put_state(engine, vb_id, VbState.ACTIVE)
