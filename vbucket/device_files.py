@@ -42,6 +42,18 @@ def segment_name(segment: int) -> str:
     return f"{segment:010d}.log"
 
 
+def segments_in(folder: Path) -> list[int]:
+    """Return the ids of the segments in a folder, ascending."""
+    found = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
+def segments_in(folder: Path) -> list[int]:
+    """Return the ids of the segments in a folder, ascending."""
+    found = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
 def read_segment(folder: Path, segment: int) -> bytes:
     """Return all bytes of a segment. Raises KeyError when there is no such segment."""
     try:

@@ -41,22 +41,33 @@ class _Reader:
         """See KvReader."""
         try:
             cursor = self._cursor(table)
-            return self._item(cursor) if cursor.set_range(key) else None
+            if not cursor.set_range(key):
+                return None
+            found = self._item(cursor)
         except lmdb.Error as error:
             raise _damaged(table, error) from error
+        if found[0] < key:
+            raise _disordered(table)
+        return found
 
     def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """See KvReader."""
         try:
             cursor = self._cursor(table)
             if not cursor.set_range(key):
-                return self._item(cursor) if cursor.last() else None
-            found = self._item(cursor)
-            if found[0] == key:
-                return found
-            return self._item(cursor) if cursor.prev() else None
+                found = self._item(cursor) if cursor.last() else None
+            else:
+                found = self._item(cursor)
+                if found[0] == key:
+                    return found
+                if found[0] < key:
+                    raise _disordered(table)
+                found = self._item(cursor) if cursor.prev() else None
         except lmdb.Error as error:
             raise _damaged(table, error) from error
+        if found is not None and found[0] >= key:
+            raise _disordered(table)
+        return found
 
     def range(
         self, table: str, start: bytes, stop: bytes | None = None
@@ -65,8 +76,12 @@ class _Reader:
         try:
             with self._transaction.cursor(db=self._tables[table]) as cursor:
                 is_at = cursor.set_range(start)
+                floor = b""
                 while is_at:
                     key, value = self._item(cursor)
+                    if key <= floor or key < start:
+                        raise _disordered(table)
+                    floor = key
                     if stop is not None and key >= stop:
                         return
                     yield key, value
@@ -137,7 +152,11 @@ class LmdbEnv:
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
             )
-            self._tables = {name: self._env.open_db(name.encode()) for name in tables}
+            with self._env.begin(write=True) as transaction:
+                _check_names(folder, transaction, tables)
+                self._tables = {
+                    name: self._env.open_db(name.encode(), txn=transaction) for name in tables
+                }
         except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
             raise UnknownFormatError(
                 f"{folder}: this is no store of LMDB {self.engine}: {error}; use the version of "
@@ -180,6 +199,122 @@ class LmdbEnv:
     def close(self) -> None:
         """See KvEnv."""
         self._env.close()
+
+
+class LmdbFile(_Reader):
+    """`KvReader` over an environment that nobody uses: nothing is changed, no lock file is made.
+
+    Raises StoreFailedError, StoreDamagedError.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[str]) -> None:
+        try:
+            size_bytes = (folder / "data.mdb").stat().st_size
+            # LMDB takes a larger map where the file's last page wants it.
+            self._env = lmdb.open(
+                str(folder), map_size=max(size_bytes, 1 << 20), max_dbs=len(tables),
+                readonly=True, create=False, lock=False,
+            )  # fmt: skip
+            with self._env.begin() as transaction:
+                names = _check_names(folder, transaction, tables)
+            found = {
+                name: self._env.open_db(name.encode(), create=False)
+                for name in tables
+                if name.encode() in names
+            }
+        except (lmdb.Error, OSError) as error:
+            raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
+        self.missing = [name for name in tables if name not in found]
+        """Tables that the store does not have."""
+        super().__init__(self._env.begin(buffers=True), found)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._cursors.clear()
+        self._transaction.abort()
+        self._env.close()
+
+
+def _check_names(folder: Path, transaction: Any, tables: Sequence[str]) -> set[bytes]:
+    """Return which tables are there. Raises StoreDamagedError for one that cannot be.
+
+    Without this, a table whose name is damaged would be made anew, empty.
+    """
+    with transaction.cursor() as cursor:
+        names = {bytes(name) for name in cursor.iternext(values=False)}
+    unknown = sorted(names - {name.encode() for name in tables})
+    if unknown or len(names) != transaction.stat()["entries"]:
+        what = f"a table {unknown[0]!r} that this program does not know" if unknown else "no table"
+        raise StoreDamagedError(
+            f"{folder}: the store has {what} where one of {', '.join(tables)} should be; check the "
+            "disk and restore a backup (or use the version of dcpd that wrote it)"
+        )
+    return names
+
+
+def _disordered(table: str) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"table {table} of the store is out of order: its tree is damaged; check the disk and "
+        "restore a backup"
+    )
+
+
+class LmdbFile(_Reader):
+    """`KvReader` over an environment that nobody uses: nothing is changed, no lock file is made.
+
+    Raises StoreFailedError, StoreDamagedError.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[str]) -> None:
+        try:
+            size_bytes = (folder / "data.mdb").stat().st_size
+            # LMDB takes a larger map where the file's last page wants it.
+            self._env = lmdb.open(
+                str(folder), map_size=max(size_bytes, 1 << 20), max_dbs=len(tables),
+                readonly=True, create=False, lock=False,
+            )  # fmt: skip
+            with self._env.begin() as transaction:
+                names = _check_names(folder, transaction, tables)
+            found = {
+                name: self._env.open_db(name.encode(), create=False)
+                for name in tables
+                if name.encode() in names
+            }
+        except (lmdb.Error, OSError) as error:
+            raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
+        self.missing = [name for name in tables if name not in found]
+        """Tables that the store does not have."""
+        super().__init__(self._env.begin(buffers=True), found)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._cursors.clear()
+        self._transaction.abort()
+        self._env.close()
+
+
+def _check_names(folder: Path, transaction: Any, tables: Sequence[str]) -> set[bytes]:
+    """Return which tables are there. Raises StoreDamagedError for one that cannot be.
+
+    Without this, a table whose name is damaged would be made anew, empty.
+    """
+    with transaction.cursor() as cursor:
+        names = {bytes(name) for name in cursor.iternext(values=False)}
+    unknown = sorted(names - {name.encode() for name in tables})
+    if unknown or len(names) != transaction.stat()["entries"]:
+        what = f"a table {unknown[0]!r} that this program does not know" if unknown else "no table"
+        raise StoreDamagedError(
+            f"{folder}: the store has {what} where one of {', '.join(tables)} should be; check the "
+            "disk and restore a backup (or use the version of dcpd that wrote it)"
+        )
+    return names
+
+
+def _disordered(table: str) -> StoreDamagedError:
+    return StoreDamagedError(
+        f"table {table} of the store is out of order: its tree is damaged; check the disk and "
+        "restore a backup"
+    )
 
 
 def _damaged(table: str, error: Exception) -> StoreDamagedError:

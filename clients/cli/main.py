@@ -70,6 +70,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "explain": ("explain:explain_", "Explain a rollback."),
     "collection": ("collections:collection", "List, create and drop collections."),
     "user": ("users:user", "Work on users and their roles."),
+    "verify": ("verify:verify", "Check a data folder that no server uses."),
 }
 """Command -> where it is, and its line in the help."""
 

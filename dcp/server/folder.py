@@ -112,19 +112,58 @@ def open_folder(
         ) from error
     try:
         _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
     except BaseException:
         os.close(lock_fd)
         raise
     return DataFolder(path, lock_fd, is_new=is_new)
 
 
+def lock_folder_to_read(
+    path: Path,
+    *,
+    orphan_wait_s: float = ORPHAN_WAIT_S,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep_s: Callable[[float], None] = time.sleep,
+) -> DataFolder:
+    """Lock a data folder that is there, without changing anything in it; no server runs on it then.
+
+    Raises ForeignFolderError, FolderFormatError, FolderInUseError, FolderError.
+    """
+    try:
+        text = _marker_text(path)
+        if text is None:
+            raise ForeignFolderError(
+                f"{path} is not a dcpd data folder: it has no file {MARKER_NAME}; give the folder "
+                "that dcpd was started with (--data)"
+            )
+        _check_marker(path, text)
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FolderError(
+            f"the data folder {path} cannot be read: {error.strerror}: {error.filename}; check its "
+            "permissions, and put a lost lock file back with `touch`"
+        ) from error
+    try:
+        _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return DataFolder(path, lock_fd, is_new=False)
+
+
+def _marker_text(path: Path) -> str | None:
+    try:
+        return (path / MARKER_NAME).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
 def _recognise(path: Path) -> bool:
     """Check the marker, or write it into an empty folder; return whether it was written."""
     marker = path / MARKER_NAME
-    try:
-        text = marker.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        text = None
+    text = _marker_text(path)
     if text is None:
         names = sorted({entry.name for entry in path.iterdir()} - {_NEW_MARKER_NAME, MARKER_NAME})
         if names and not marker.exists():
@@ -135,6 +174,12 @@ def _recognise(path: Path) -> bool:
             )
         _write_marker(path)
         return True
+    _check_marker(path, text)
+    return False
+
+
+def _check_marker(path: Path, text: str) -> None:
+    marker = path / MARKER_NAME
     version = text.removeprefix(_MARKER_TITLE).strip()
     if not text.startswith(_MARKER_TITLE):
         raise ForeignFolderError(
@@ -146,7 +191,6 @@ def _recognise(path: Path) -> bool:
             f"{path} has format version {version!r}, this program knows {FOLDER_FORMAT_VERSION}; "
             "use the version of dcpd that wrote it, or move the data with a backup"
         )
-    return False
 
 
 def _write_marker(path: Path) -> None:
@@ -178,12 +222,10 @@ def _lock(
         if now_s() >= give_up_at_s:
             raise FolderInUseError(
                 f"{path} is locked, and process {owner_pid} that locked it is gone: a process that "
-                f"it started still holds the lock after {orphan_wait_s:g} s. Find it with "
-                f"`fuser {path / LOCK_NAME}`, and try again when it has ended"
+                f"it started, or `dcpctl verify`, still holds the lock after {orphan_wait_s:g} s. "
+                f"Find it with `fuser {path / LOCK_NAME}`, and try again when it has ended"
             )
         sleep_s(_POLL_S)
-    os.ftruncate(lock_fd, 0)
-    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
 
 
 def _try_lock(path: Path, lock_fd: int) -> bool:

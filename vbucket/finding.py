@@ -1,0 +1,85 @@
+"""What a check of a data folder finds: a kind, where, and what; each kind has its advice.
+
+The kinds are explained one by one in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class Kind(StrEnum):
+    """What is wrong. The texts are a contract: they stand in the JSON output."""
+
+    TORN_TAIL = "torn-tail"
+    LEFTOVER = "leftover"
+    LOG = "log"
+    PAGES = "pages"
+    CRASH = "crash"
+    RECORD = "record"
+    BLOCK = "block"
+    GAP = "gap"
+    HISTORY = "history"
+    KEY_RECORD = "key-record"
+    KEY_LOST = "key-lost"
+    KEY_STALE = "key-stale"
+    COUNT = "count"
+    STRAY = "stray"
+
+
+HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER})
+"""What a crash leaves behind and the next start clears away."""
+
+_RESTORE: Final = "check the disk, and restore the data folder from a backup"
+_BY_STREAM: Final = (
+    "the changes are whole, so streams still show them: follow the partition into a new folder, or "
+    "restore a backup"
+)
+_REPORT: Final = "every checksum is right, so this is a fault of the program: please report it"
+
+ADVICE: Final[dict[Kind, str]] = {
+    Kind.TORN_TAIL: "nothing to do: it was never answered, and the next start cuts it",
+    Kind.LEFTOVER: "nothing to do: the store has it all, and the next merge removes it",
+    Kind.LOG: (
+        "check the disk, then restore this file from a copy, or the data folder from a backup"
+    ),
+    Kind.PAGES: _RESTORE,
+    Kind.CRASH: _RESTORE,
+    Kind.RECORD: _RESTORE,
+    Kind.BLOCK: "check the disk, and restore a backup; other partitions are not concerned",
+    Kind.GAP: "check the disk, and restore a backup; other partitions are not concerned",
+    Kind.HISTORY: _REPORT,
+    Kind.KEY_RECORD: _BY_STREAM,
+    Kind.KEY_LOST: _BY_STREAM,
+    Kind.KEY_STALE: _BY_STREAM,
+    Kind.COUNT: _REPORT,
+    Kind.STRAY: _RESTORE,
+}
+
+
+class Finding(NamedTuple):
+    """One thing that is not as it was written."""
+
+    kind: Kind
+    where: str
+    what: str
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether nothing has to be done."""
+        return self.kind in HARMLESS
+
+    def line(self) -> str:
+        """Return the finding as one line: kind, where, what, what to do."""
+        return f"{self.kind}: {self.where}: {self.what}; {ADVICE[self.kind]}"
+
+    def to_document(self) -> dict[str, object]:
+        """Return the finding as JSON shows it."""
+        return {
+            "kind": str(self.kind),
+            "where": self.where,
+            "what": self.what,
+            "try": ADVICE[self.kind],
+            "harmless": self.is_harmless,
+        }

@@ -1,0 +1,188 @@
+"""Check a store and its log off line. Pure: database and segments are handed in.
+
+Who calls it: dcp.server.verify. What it tells is listed in `vbucket.finding`; nothing that it meets
+stops it, but a node record that cannot be read leaves little to compare with.
+
+    records     node, manifest, every partition's state and failover log
+    log         every segment, and that it continues the store (vbucket.verify_log)
+    partitions  blocks and keys, each against the other (vbucket.verify_partition)
+    strays      data of partitions that are none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+import cbor2
+
+from failover.history import FailoverLog
+from vbucket.finding import Finding, Kind
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.kvenv import KvReader, StoreDamagedError
+from vbucket.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.partition import VbState
+from vbucket.store import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    FAILOVER_TABLE,
+    META_TABLE,
+    STATE_TABLE,
+    PartitionRecord,
+    StoreView,
+)
+from vbucket.verify_log import LogCheck
+from vbucket.verify_partition import SLICE_KEYS, PartitionCheck
+
+_UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
+"""What a record raises whose checksum is right and whose document is not one of ours."""
+
+
+class Progress(NamedTuple):
+    """How far a check is."""
+
+    partitions: int
+    keys: int
+    versions: int
+    size_bytes: int
+
+
+class StoreCheck:
+    """One check. `findings` does the work; the other attributes are right after it."""
+
+    def __init__(
+        self,
+        reader: KvReader,
+        segments: list[int],
+        read_segment: Callable[[int], bytes],
+        *,
+        vb_ids: Iterable[int] = range(NUM_VBUCKETS),
+        slice_keys: int = SLICE_KEYS,
+        on_progress: Callable[[Progress], None] = lambda _: None,
+    ) -> None:
+        self._reader = reader
+        self._view = StoreView(reader)
+        self._segments = segments
+        self._read_segment = read_segment
+        self._vb_ids = list(vb_ids)
+        self._slice_keys = slice_keys
+        self._on_progress = on_progress
+        self._records: dict[int, PartitionRecord] = {}
+        self.progress = Progress(0, 0, 0, 0)
+        self.log: LogCheck | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is wrong. Raises UnknownFormatError for a store of another version."""
+        node, manifest = None, INITIAL_MANIFEST
+        try:
+            node = self._view.node()
+            if node is None:
+                yield Finding(Kind.RECORD, f"table {META_TABLE}", "the node's record is missing")
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the node's record", error)
+        try:
+            manifest = self._view.manifest()
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the collections manifest", error)
+        for vb_id in self._vb_ids:
+            yield from self._partition_record(vb_id)
+        self.log = LogCheck(
+            self._segments,
+            self._read_segment,
+            merged_segment=node.merged_segment if node else None,
+            high_seqnos={vb_id: record.high_seqno for vb_id, record in self._records.items()},
+            is_synced_per_group=node is None or node.durability == "commit",
+        )
+        yield from self.log.findings()
+        if self.log.is_whole and node is not None:
+            yield from self._versions_begin_in_history()
+        yield from self._tables(manifest)
+
+    # -- records -------------------------------------------------------------------------------
+
+    def _partition_record(self, vb_id: int) -> Iterator[Finding]:
+        where = f"vb {vb_id}"
+        try:
+            record = self._view.partition(vb_id)
+            if record is None:
+                what = f"table {STATE_TABLE} has no record of it"
+                yield Finding(Kind.RECORD, where, what)
+                return
+            log = FailoverLog.from_document(record.failover)
+            VbState(record.state)
+            self._records[vb_id] = record
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(f"{STATE_TABLE} or {FAILOVER_TABLE}", where, error)
+            return
+        epochs = [version.epoch for version in log.entries]
+        if log.current.epoch != record.epoch or epochs != sorted(epochs, reverse=True):
+            what = f"the epochs of its failover log are {epochs}, the record's is {record.epoch}"
+            yield Finding(Kind.COUNT, where, what)
+        key = vb_id.to_bytes(2, "big")
+        for table in (STATE_TABLE, FAILOVER_TABLE):
+            by_scan = next(self._reader.range(table, key, key + b"\x00"), None)
+            if by_scan is None:
+                yield Finding(Kind.PAGES, where, f"table {table} leads to its record one way only")
+
+    def _versions_begin_in_history(self) -> Iterator[Finding]:
+        """The failover log in the store may be newer than the data beside it, not than the log."""
+        assert self.log is not None
+        for vb_id, record in self._records.items():
+            high_seqno = self.log.high_seqnos[vb_id]
+            began = self.log.failovers.get(vb_id, record.failover)[0][1]
+            if began > high_seqno:
+                what = (
+                    f"its newest version began at seqno {began}, its history ends at {high_seqno}"
+                )
+                yield Finding(Kind.COUNT, f"vb {vb_id}", what)
+
+    # -- tables --------------------------------------------------------------------------------
+
+    def _tables(self, manifest: Manifest) -> Iterator[Finding]:
+        for vb_id in self._vb_ids:
+            if vb_id in self._records:
+                check = PartitionCheck(
+                    self._reader,
+                    vb_id,
+                    self._records[vb_id],
+                    manifest,
+                    slice_keys=self._slice_keys,
+                    on_progress=self._within_partition,
+                )
+                yield from check.findings()
+                done = self.progress
+                self.progress = Progress(
+                    done.partitions,
+                    done.keys + check.keys,
+                    done.versions + check.versions,
+                    done.size_bytes + check.size_bytes,
+                )
+            self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
+            self._on_progress(self.progress)
+        yield from self._strays()
+
+    def _within_partition(self, keys: int, size_bytes: int) -> None:
+        done = self.progress
+        self._on_progress(
+            done._replace(keys=done.keys + keys, size_bytes=done.size_bytes + size_bytes)
+        )
+
+    def _strays(self) -> Iterator[Finding]:
+        """Data of partitions that the node does not have is data whose key is damaged."""
+        known = set(self._vb_ids)
+        for table in (BY_KEY_TABLE, BY_SEQNO_TABLE, STATE_TABLE, FAILOVER_TABLE):
+            at = b"\x00"
+            try:
+                while (found := self._reader.first_at_or_after(table, at)) is not None:
+                    vb_id = int.from_bytes(found[0][:2], "big")
+                    if vb_id not in known:
+                        yield Finding(Kind.STRAY, f"table {table}", f"it has a key of vb {vb_id}")
+                    if vb_id >= 0xFFFF or len(found[0]) < 2:
+                        break
+                    at = (vb_id + 1).to_bytes(2, "big")
+            except StoreDamagedError as error:
+                yield Finding(Kind.PAGES, f"table {table}", str(error))
+
+
+def _record(table: str, what: str, error: Exception) -> Finding:
+    return Finding(Kind.RECORD, what, f"cannot be read from table {table}: {error}")
