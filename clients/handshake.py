@@ -50,9 +50,15 @@ class Handshake:
     """The beginning of one connection."""
 
     def __init__(
-        self, address: ServerAddress, *, is_loopback: bool, wants_config: bool = True
+        self,
+        address: ServerAddress,
+        *,
+        is_loopback: bool,
+        wants_config: bool = True,
+        features: tuple[int, ...] = FEATURES,
     ) -> None:
         self.address = address
+        self._wanted = features
         self.features: frozenset[int] = frozenset()
         """What the server granted."""
         self.config = b""
@@ -72,7 +78,7 @@ class Handshake:
 
     def begin(self) -> bytes:
         """Return the first bytes to send."""
-        features = pack(f">{len(FEATURES)}H", *FEATURES)
+        features = pack(f">{len(self._wanted)}H", *self._wanted)
         hello = self._ask(Opcode.HELLO, key=AGENT, value=features)
         if not self._is_loopback:
             return hello + self._ask(Opcode.SASL_LIST_MECHS)

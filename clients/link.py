@@ -27,7 +27,7 @@ from clients.errors import (
     DcpdError,
     OperationTimeoutError,
 )
-from clients.handshake import Handshake
+from clients.handshake import FEATURES, Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -61,8 +61,9 @@ class _Batch:
 class Link(asyncio.Protocol):
     """A connection that is authenticated and has a bucket selected. Made by `Link.connect`."""
 
-    def __init__(self, address: ServerAddress) -> None:
+    def __init__(self, address: ServerAddress, features: tuple[int, ...] = FEATURES) -> None:
         self.address = address
+        self._features = features
         self.node = address.node
         self.handshake: Handshake | None = None
         self.is_closed = False
@@ -79,8 +80,14 @@ class Link(asyncio.Protocol):
         self._failure: DcpdError | None = None
 
     @classmethod
-    async def connect(cls, address: ServerAddress, *, timeout_s: float = CONNECT_TIMEOUT_S) -> Link:
-        """Connect, authenticate, select the bucket.
+    async def connect(
+        cls,
+        address: ServerAddress,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        features: tuple[int, ...] = FEATURES,
+    ) -> Link:
+        """Connect, authenticate, select the bucket. `features` are asked for (HELLO).
 
         Raises ConnectError, AuthenticationError, OperationTimeoutError or a StatusError.
         """
@@ -95,7 +102,7 @@ class Link(asyncio.Protocol):
         try:
             async with asyncio.timeout(timeout_s):
                 _, link = await loop.create_connection(
-                    lambda: cls(address), address.host, address.port, ssl=tls
+                    lambda: cls(address, features), address.host, address.port, ssl=tls
                 )
                 await link.ready
         except TimeoutError:
@@ -196,7 +203,9 @@ class Link(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         peer = transport.get_extra_info("peername")
         host = peer[0] if isinstance(peer, tuple) else ""
-        self.handshake = Handshake(self.address, is_loopback=is_loopback(host))
+        self.handshake = Handshake(
+            self.address, is_loopback=is_loopback(host), features=self._features
+        )
         self._transport.write(self.handshake.begin())
 
     def data_received(self, data: bytes) -> None:
