@@ -210,6 +210,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Blocks on disk, of the log and of the store.", "near what the disk has", _disk,
     ),
     MetricSpec(
+        "dcpd_expired_total", "counter", "", ("by",),
+        "Documents whose time was over: by the pager, or by an access that came first.",
+        "far fewer than expire: merging is behind, or the setting expiry_interval is 0",
+        lambda node: [
+            (("access",), node.engine.expired_on_access), (("pager",), node.pager.expired),
+        ],
+    ),
+    MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
         "Open connections that stream changes.", "fewer than there are consumers",
         _one(lambda node: node.hub.connection_count),
