@@ -1,0 +1,251 @@
+"""The pager and the table of due times, one rule at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.memory_node import START_NS, MemoryNode
+from vbucket.due import DueDocuments, due_item, read_due
+from vbucket.engine import SET
+from vbucket.expiry import Pager
+from vbucket.kvenv import StoreDamagedError
+from vbucket.lifecycle import put_state
+from vbucket.merge import merge
+from vbucket.partition import VbState
+from vbucket.store import (
+    BY_KEY_TABLE,
+    EXPIRY_TABLE,
+    STORE_FORMAT_VERSION,
+    NodeRecord,
+    Store,
+    put_node,
+)
+from vbucket.updates import touch
+
+VB = 3
+START_S = START_NS // 1_000_000_000
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def node() -> MemoryNode:
+    return MemoryNode()
+
+
+@pytest.fixture
+def pager(node: MemoryNode) -> Pager:
+    return Pager(node.engine, node.store)
+
+
+def put(node: MemoryNode, key: bytes, ttl_s: int, vb_id: int = VB) -> None:
+    expiry = START_S + ttl_s if ttl_s else 0
+    assert node.engine.store(SET, vb_id, key, key + b"v", 0, expiry, 0, 0)[0] == 0
+
+
+def expired_by(pager: Pager, node: MemoryNode, seconds: int, vb_id: int = VB) -> list[bytes]:
+    """Return the keys that the pager makes go at a time after the start."""
+    high_seqno = node.engine.partitions[vb_id].high_seqno
+    assert pager.step(START_NS + seconds * SECOND)
+    assert pager.step(START_NS + seconds * SECOND), "nothing is left, and nothing comes twice"
+    return [key for _, key in node.engine.keys_in_memory(vb_id, high_seqno + 1, 2**63, 10_000)]
+
+
+def rows(node: MemoryNode) -> list[tuple[int, int, bytes]]:
+    return [tuple(read_due(row, value)) for row, value in node.env.tables[EXPIRY_TABLE].items()]
+
+
+@pytest.mark.parametrize("where", ["active", "frozen", "store", "replayed"])
+def test_documents_expire_from_wherever_they_are(node: MemoryNode, where: str) -> None:
+    for key, ttl_s in ((b"\0late", 9), (b"\0soon", 2), (b"\0never", 0), (b"\0next", 3)):
+        put(node, key, ttl_s)
+    node.commit()
+    if where == "frozen":
+        node.begin_merge()
+    elif where == "store":
+        node.merge()
+    elif where == "replayed":
+        node.crash()
+    pager = Pager(node.engine, node.store)
+    assert expired_by(pager, node, 1) == []
+    assert sorted(expired_by(pager, node, 3)) == [b"\0next", b"\0soon"]
+    assert expired_by(pager, node, 9) == [b"\0late"]
+    assert pager.expired == 3
+    assert node.engine.expired_on_access == 0
+    part = node.engine.partitions[VB]
+    assert (part.item_count, part.high_seqno) == (1, 7)
+
+
+def test_an_access_that_comes_first_is_counted_apart(node: MemoryNode, pager: Pager) -> None:
+    put(node, b"\0k", 1)
+    node.engine.begin_batch(START_NS + SECOND)
+    node.engine.get(VB, b"\0k")
+    assert expired_by(pager, node, 1) == []
+    assert (node.engine.expired_on_access, pager.expired) == (1, 0)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_only_the_newest_version_counts(node: MemoryNode, pager: Pager, *, is_merged: bool) -> None:
+    for key in (b"\0later", b"\0kept", b"\0gone"):
+        put(node, key, 1)
+    node.commit()
+    if is_merged:
+        node.merge()
+    touch(node.engine, VB, b"\0later", START_S + 5)
+    touch(node.engine, VB, b"\0kept", 0)
+    node.engine.delete(VB, b"\0gone", 0)
+    assert expired_by(pager, node, 2) == []
+    assert expired_by(pager, node, 5) == [b"\0later"]
+    node.commit()
+    node.merge()
+    assert rows(node) == []
+
+
+def test_a_document_that_a_branch_brings_back_expires_again(node: MemoryNode, pager: Pager) -> None:
+    put(node, b"\0memory", 1)
+    put(node, b"\0both", 1)
+    node.commit()
+    node.merge()
+    put(node, b"\0both", 2)
+    assert sorted(expired_by(pager, node, 2)) == [b"\0both", b"\0memory"]
+    node.engine.branch(VB, 3)
+    assert node.engine.partitions[VB].item_count == 2
+    assert sorted(expired_by(pager, node, 2)) == [b"\0both", b"\0memory"]
+    node.engine.branch(VB, 2)
+    node.commit()
+    node.crash()
+    assert sorted(expired_by(Pager(node.engine, node.store), node, 2)) == [b"\0both", b"\0memory"]
+
+
+def test_rows_that_a_merge_brings_below_the_cursor_are_found(
+    node: MemoryNode, pager: Pager
+) -> None:
+    put(node, b"\0late", 8)
+    node.commit()
+    node.merge()
+    assert expired_by(pager, node, 8) == [b"\0late"]  # the cursor stands there
+    put(node, b"\0early", 5)
+    node.commit()
+    node.merge()
+    assert expired_by(pager, node, 8) == [b"\0early"]
+    node.commit()
+    node.merge()
+    assert rows(node) == []
+
+
+def test_a_partition_that_takes_no_writes_waits(node: MemoryNode, pager: Pager) -> None:
+    put(node, b"\0stored", 1)
+    node.commit()
+    node.merge()
+    put(node, b"\0memory", 1)
+    part = node.engine.partitions[VB]
+    put_state(node.engine, VB, VbState.REPLICA)
+    assert expired_by(pager, node, 2) == []
+    put_state(node.engine, VB, VbState.ACTIVE)
+    part.is_backed_up = True
+    assert expired_by(pager, node, 2) == []
+    part.is_backed_up = False
+    assert sorted(expired_by(pager, node, 2)) == [b"\0memory", b"\0stored"]
+
+
+def test_what_belongs_to_a_dropped_collection_is_left_alone(node: MemoryNode, pager: Pager) -> None:
+    engine = node.engine
+    engine.set_manifest(engine.manifest.create_collection("_default", "gone"))
+    put(node, b"\x08stored", 1)
+    node.commit()
+    node.merge()
+    put(node, b"\x08memory", 1)
+    engine.set_manifest(engine.manifest.drop_collection("_default", "gone"))
+    assert expired_by(pager, node, 2) == []
+
+
+def test_slices_are_bounded_and_look_at_each_row_once(
+    node: MemoryNode, pager: Pager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(50):
+        put(node, b"\0stored%d" % number, 1)
+    node.commit()
+    node.merge()
+    for number in range(30):
+        put(node, b"\0memory%d" % number, 1)
+    looks: list[bytes] = []
+    expire = node.engine.expire
+
+    def counted(vb_id: int, key: bytes) -> bool:
+        looks.append(key)
+        return expire(vb_id, key)
+
+    monkeypatch.setattr(node.engine, "expire", counted)
+    while not pager.step(START_NS + SECOND, 7):
+        assert len(looks) % 7 == 0
+    assert len(looks) == len(set(looks)) == 80 == pager.expired
+    assert pager.step(START_NS + 9 * SECOND, 7)
+    assert len(looks) == 80
+
+
+def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pager) -> None:
+    put(node, b"\0k", 1)
+    node.engine.active_bytes = 128 << 20
+    assert expired_by(pager, node, 2) == []
+    node.engine.active_bytes = 0
+    assert expired_by(pager, node, 2) == [b"\0k"]
+
+
+def test_damage_is_noted_and_the_others_expire(node: MemoryNode, pager: Pager) -> None:
+    for number in range(3):
+        put(node, b"\0%d" % number, 1 + number)
+    node.commit()
+    node.merge()
+    prefix = VB.to_bytes(2, "big")
+    node.env.flip(EXPIRY_TABLE, due_item(START_S + 1, prefix + b"\x000")[0], 0)
+    node.env.flip(BY_KEY_TABLE, prefix + b"\x001", 3)
+    node.store.refresh()
+    assert expired_by(pager, node, 5) == [b"\x002"]
+    assert len(pager.damages) == 2
+    assert "table expiry" in pager.damages[0]
+    assert "vb 3" in pager.damages[1]
+
+
+def test_a_row_says_what_it_is_and_damage_is_noticed() -> None:
+    row, value = due_item(7, b"\x03\xe8\0key")
+    assert read_due(row, value) == (7, 1000, b"\0key")
+    for damaged in (row[:-1], row[:2], b"\x01" + row[1:]):
+        with pytest.raises(StoreDamagedError, match="table expiry"):
+            read_due(damaged, value)
+
+
+def test_a_store_of_the_format_before_gets_its_table_with_the_first_merge(
+    node: MemoryNode,
+) -> None:
+    for number in range(20):
+        put(node, b"\0%d" % number, number % 3)
+    node.commit()
+    node.merge()
+    wanted = rows(node)
+    assert len(wanted) == 13
+    record = node.store.node()
+    assert record is not None
+    with node.env.write() as write:
+        put_node(write, record._replace(format_version=1))
+        for row in list(node.env.tables[EXPIRY_TABLE]):
+            write.delete(EXPIRY_TABLE, row)
+    assert rows(node) == []
+    node.crash()
+    merge(node.env, [])
+    assert rows(node) == wanted
+    upgraded = Store(node.env).node()
+    assert isinstance(upgraded, NodeRecord)
+    assert upgraded.format_version == STORE_FORMAT_VERSION
+
+
+def test_what_is_merged_is_let_go_in_slices() -> None:
+    due = DueDocuments()
+    for second in range(1, 101):
+        due.active.add(second, b"entry")
+    due.freeze()
+    due.become_merged()
+    left = []
+    for slices_left in (4, 3, 2, 1):
+        due.drop(slices_left)
+        left.append(len(due._dropping))
+    assert left == [75, 50, 25, 0]
+    assert all(layer.take(1000, 9) == [] for layer in due.layers())
