@@ -31,12 +31,28 @@ Checkpoint = dict[int, Position]
 
 
 class CheckpointStore(Protocol):
-    """Keeps one consumer's checkpoint."""
+    """Keeps one consumer's checkpoint. Called in a thread, never twice at once.
+
+    A store may have more: `save_changes(changed)`, which is then called instead of `save` with the
+    positions that are not saved yet; `close()`, called when the consumer closes; `hidden_keys`,
+    beginnings of keys of the default collection that the consumer is not told of and that cause no
+    saving, where the store keeps its positions in the server that is followed.
+    """
 
     def load(self) -> Checkpoint:
         """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
 
     def save(self, checkpoint: Mapping[int, Position]) -> None:
+        """Keep a checkpoint. Raises CheckpointError."""
+
+
+class AsyncCheckpointStore(Protocol):
+    """The same for stores that wait on the network."""
+
+    async def load(self) -> Checkpoint:
+        """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
+
+    async def save(self, checkpoint: Mapping[int, Position]) -> None:
         """Keep a checkpoint. Raises CheckpointError."""
 
 
@@ -95,6 +111,18 @@ class CheckpointFile:
         finally:
             if temporary:
                 Path(temporary).unlink(missing_ok=True)
+
+
+def encode_position(position: Position) -> bytes:
+    """Return one partition's position for a store of the user's own, a few hundred bytes at most
+    where history seldom branches.
+    """
+    return cbor2.dumps(list(position))
+
+
+def decode_position(raw: bytes) -> Position:
+    """Return what `encode_position` made. Raises ValueError that says what is wrong."""
+    return _position(0, _cbor(raw, "the position"))
 
 
 def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:

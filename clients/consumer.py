@@ -13,9 +13,12 @@ What it sees to
 - a lost connection is made again with growing pauses and every stream resumes where it stood,
   without gap or duplicate, in the middle of a snapshot too;
 - delivery is at least once over restarts (what came after the last saved checkpoint comes again),
-  exactly once within one `Consumer`;
+  exactly once within one `Consumer`, and effectively once for who writes `Delivery.positions` in
+  one transaction with what the events do (`deliveries`);
 - bytes are acknowledged when the next batch is asked for, so a slow user slows the server down
-  instead of filling memory.
+  instead of filling memory;
+- nothing stops silently: what is out of the ordinary is logged (`dcpd.consumer`), counted
+  (`metrics`) and answered: docs/consumers.md has the list.
 
 `checkpoint()` covers every event handed out so far, the current one included: call it when you are
 done with that event.
@@ -24,171 +27,84 @@ done with that event.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import secrets
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from clients.address import ServerAddress, parse_address
-from clients.checkpoint import Checkpoint, CheckpointStore
+from clients.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
 from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, Batch, ConsumerCore
 from clients.consumer_extensions import DEFAULT_ONLY
+from clients.consumer_group import Group
+from clients.consumer_metrics import ConsumerMetrics
+from clients.consumer_pace import Pace
+from clients.consumer_placement import TRANSIENT, Placement
+from clients.consumer_rollback import OnRollback, decide_rollback
+from clients.consumer_save import Saver
+from clients.consumer_session import LOG, ConsumerSession
+from clients.consumer_start import (
+    Start,
+    check_start,
+    find_collections,
+    find_starts,
+    prefixes_of,
+)
 from clients.consumer_stream import Wanted, advance
 from clients.errors import (
     AuthenticationError,
-    ConnectError,
-    ConnectionLostError,
     DcpdError,
-    OperationTimeoutError,
-    StreamViolationError,
-    TemporaryError,
-    TopologyError,
-    UnsupportedError,
-    error_from_status,
 )
-from clients.event import Event
+from clients.event import Deletion, Event, Mutation, Rollback
 from clients.link import Link
-from clients.position import Position
-from clients.topology import Topology, parse_topology, single_node
+from clients.topology import Topology
 from clients.validator import StreamValidator
-from dcp.wire.frame import ProtocolError
-from dcp.wire.opcode import Opcode
 
-BACKOFF_FIRST_S: Final = 0.05
-BACKOFF_MAX_S: Final = 5.0
-"""Pause between attempts to place partitions that no connection streams; doubles."""
-SILENT_NOOPS: Final = 2
-"""NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
-QUEUE_WINDOWS: Final = 2
-"""Reading pauses at so many windows of undelivered bytes (a server that ignores flow control)."""
-
-_TRANSIENT: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-
-Place = tuple[str, int]
+STALL_S: Final = 60.0
+"""A stream that is behind and does not move, or a request without an answer, for so long is taken
+in hand."""
 
 
-class _Session:
-    """One node's connection and its core."""
+class Delivery(NamedTuple):
+    """Events, and where their partitions stand when all of them are processed.
 
-    def __init__(self, consumer: Consumer, link: Link, core: ConsumerCore) -> None:
-        self.link = link
-        self.core = core
-        self.queued_bytes = 0
-        self.is_paused = False
-        self._consumer = consumer
-        self._timer: asyncio.TimerHandle | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._has_heard = True
+    Write both in one transaction and start from what you wrote: every effect is there once.
+    """
 
-    def begin(self) -> None:
-        """Take the connection over and ask for the partitions that were added."""
-        self.link.write(self.core.begin(time.monotonic_ns()))
-        self.link.hand_over(self._on_bytes, self._on_lost)
-        self._watch()
-
-    def add(self, partitions: Mapping[int, Wanted]) -> None:
-        """Stream more partitions."""
-        for vb_id, wanted in partitions.items():
-            self.core.add(vb_id, wanted)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the core has to say, and see to its next tick."""
-        output = self.core.take_output()
-        if output:
-            self.link.write(output)
-        due_ns = self.core.next_tick_ns
-        if due_ns is not None and self._timer is None and not self.link.is_closed:
-            delay_s = max(0, due_ns - time.monotonic_ns()) / 1e9
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
-    def done_with(self, batch: Batch) -> None:
-        """The user processed a batch."""
-        self.queued_bytes -= batch.wire_bytes
-        if self.link.is_closed:
-            return
-        self.core.processed(batch)
-        if self.is_paused and not self._is_full():
-            self.is_paused = False
-            self.link.resume_reading()
-        self.flush()
-
-    def close(self) -> None:
-        """Close the connection for good."""
-        self._cancel_timers()
-        self.link.close()
-
-    def _cancel_timers(self) -> None:
-        for timer in (self._timer, self._watchdog):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._watchdog = None
-
-    def _watch(self) -> None:
-        """Take the server for dead when it is silent for longer than two NOOPs are apart."""
-        if not self._has_heard and not self.is_paused:
-            self.link.close()
-            return
-        self._has_heard = False
-        interval_s = SILENT_NOOPS * self._consumer.noop_interval_s
-        self._watchdog = asyncio.get_running_loop().call_later(interval_s, self._watch)
-
-    def _is_full(self) -> bool:
-        return self.queued_bytes > QUEUE_WINDOWS * max(self._consumer.buffer_bytes, 65536)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.core.tick(time.monotonic_ns())
-        self.flush()
-
-    def _on_bytes(self, data: bytes) -> None:
-        self._has_heard = True
-        try:
-            batch = self.core.receive(data, time.monotonic_ns())
-        except ProtocolError as error:
-            self._consumer.session_failed(
-                self, StreamViolationError(f"the server broke the protocol: {error}")
-            )
-            return
-        except DcpdError as error:
-            self._consumer.session_failed(self, error)
-            return
-        self.queued_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes:
-            self._consumer.take_batch(self, batch)
-        if self._is_full() and not self.is_paused:
-            self.is_paused = True
-            self.link.pause_reading()
-        self.flush()
-
-    def _on_lost(self, error: DcpdError) -> None:
-        self._cancel_timers()
-        self._consumer.session_lost(self, error)
+    events: list[Event]
+    positions: Checkpoint
 
 
 class Consumer:
     """See the module.
 
-    `vbuckets`: partitions to follow, None = all. `start`: where those begin that the checkpoint
-    does not name: "beginning", "now", or a Checkpoint. `store`: loaded when the consumer opens,
-    written by `save`. `until_now`: end when every partition reached the high seqno that it had
-    at the start. `rollback_to`: "state" goes back to the newest complete state that was held at or
-    below what the server says, for users who can restore it; "beginning" goes back to 0, for users
-    who then build the partition anew. `validate`: check every event (StreamViolationError).
+    `vbuckets`: partitions to follow, None = all; `group`: those of a member of a static group.
+    `start`: where those begin that the checkpoint does not name: "beginning", "now", a datetime
+    (with a zone), or by partition a Position or a seqno (docs/consumers.md). `store`: loaded when
+    the consumer opens, written by `save`, and with `save_every_s` by itself, then without what the
+    user has in hand. `until_now`: end when every partition reached the high seqno that it had at
+    the start.
+    `on_rollback`: "undo" goes back to the newest complete state that was held at or below what the
+    server says, for users who can restore it; "restart" to 0, for users who then build the
+    partition anew; "fail" raises HistoryBranchedError; a function gets the Rollback when all before
+    it is processed, and returns one of these or a seqno to go back to (or a lower complete state).
+    `rollback_to` "state" and "beginning" are older names of the first two.
+    `validate`: check every event (StreamViolationError).
     `collections`: names ("scope.collection") or ids of those to follow, "all" for everything; None
     is the default collection alone. Where it is given, system events come, and events carry the id
     of their collection; a name is looked up once, because one that is dropped and made again is
-    another collection.
+    another collection. `key_prefixes`: only documents whose key begins with one of them. The server
+    filters where it can, else they are left out here: what comes is the same.
     `history`: every version of a document, not only the newest, as far back as the server keeps
     them. `previous_values`: events tell what they replaced. A server that knows neither sends what
     it always does.
-    `name`: of the DCP connections; a second consumer of the same name ends the first one's.
+    `events_per_s`: hand out no faster; the server is slowed down with it.
+    `name`: of the DCP connections; a second consumer of the same name ends the first one's. Members
+    of a group get their number added.
     `give_up_after_s`: how long to try to reach the servers again, None = for ever; the first
-    connection is tried once.
+    connection is tried once. `stall_s`: see STALL_S.
     """
 
     def __init__(
@@ -197,52 +113,95 @@ class Consumer:
         *,
         name: str | None = None,
         vbuckets: Iterable[int] | None = None,
-        start: Literal["beginning", "now"] | Mapping[int, Position] = "beginning",
-        store: CheckpointStore | None = None,
+        group: Group | None = None,
+        start: Start = "beginning",
+        store: CheckpointStore | AsyncCheckpointStore | None = None,
+        save_every_s: float | None = None,
         until_now: bool = False,
+        on_rollback: OnRollback | None = None,
         rollback_to: Literal["state", "beginning"] = "state",
         collections: Iterable[str | int] | Literal["all"] | None = None,
+        key_prefixes: Iterable[str | bytes] | str | bytes = (),
         history: bool = False,
         previous_values: bool = False,
+        events_per_s: float | None = None,
         buffer_bytes: int = BUFFER_BYTES,
         noop_interval_s: float = NOOP_INTERVAL_S,
         validate: bool = False,
         connect_timeout_s: float = 5.0,
         give_up_after_s: float | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
+        assert vbuckets is None or group is None, "partitions or a group, not both"
+        assert save_every_s is None or store is not None, "saving needs a store"
         self.address = parse_address(server) if isinstance(server, str) else server
         self.name = name or f"dcpd-python-{secrets.token_hex(6)}"
+        if group is not None:
+            group.checked()
+            self.name += f":{group.member}" if name else ""
         self.buffer_bytes = buffer_bytes
+        self.noop_interval_s = noop_interval_s
+        self.stall_s = stall_s
+        self.metrics = ConsumerMetrics()
+        """Counters, see `clients.consumer_metrics`."""
         self.validator = StreamValidator() if validate else None
-        self.topology: Topology | None = None
         self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
-        self._start = start
-        self._store = store
+        self._group = group
+        self._start: Start = start
+        check_start(start)
+        self._saver = Saver(store, save_every_s, self.metrics, self.name)
         self._until_now = until_now
-        self._rollback_to = rollback_to
+        by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
+        self._on_rollback: OnRollback = on_rollback or by_name
+        self._asks = self._on_rollback not in {"undo", "restart"}
         self._collections: Literal["all"] | list[str | int] | None = (
             collections if collections is None or collections == "all" else list(collections)
         )
         assert self._collections != [], 'no collections: None is the default one, "all" all'
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
+        self._key_prefixes = prefixes_of(key_prefixes)
+        self._older_than: dict[int, int] = {}
+        """By partition: a CAS below which changes are left out here, where the server could not
+        tell a moment's seqno."""
         self._history = history
         self._previous_values = previous_values
-        self.noop_interval_s = noop_interval_s
-        self._connect_timeout_s = connect_timeout_s
-        self._give_up_after_s = give_up_after_s
-        self._sessions: dict[Place, _Session] = {}
-        self._homeless: dict[int, Wanted] = {}
-        self._queue: deque[tuple[_Session, Batch]] = deque()
-        self._wake = asyncio.Event()
-        self._work = asyncio.Event()
+        self._pace = Pace(events_per_s)
+        self._placement = Placement(
+            self.address, self.metrics, self._make_session,
+            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s,
+        )  # fmt: skip
         self._placer: asyncio.Task[None] | None = None
+        self._queue: deque[tuple[ConsumerSession, Batch]] = deque()
+        self._wake = asyncio.Event()
         self._failure: BaseException | None = None
-        self._backoff_s = BACKOFF_FIRST_S
         self._delivered: Checkpoint = {}
-        self._current: tuple[_Session, Batch] | None = None
-        self._current_count: int | None = None
+        self._current: tuple[ConsumerSession, Batch] | None = None
+        self._piece_start = self._current_count = 0
+        """Of the current batch: where the piece in hand begins, and how many were handed out."""
+        self._is_single = False
+        self._paused: dict[int, Wanted] = {}
+        self._held: dict[int, Wanted] = {}
+        """Rolled back, undecided, and without a connection."""
+        self._is_paused = False
         self._is_open = False
-        self._spare: dict[Place, Link] = {}
+
+    @property
+    def topology(self) -> Topology | None:
+        """The cluster configuration known now."""
+        return self._placement.topology
+
+    @property
+    def collection_ids(self) -> tuple[int, ...]:
+        """The collections that are followed, (0,) the default one alone, () all."""
+        return self._collection_ids
+
+    @property
+    def followed(self) -> set[int]:
+        """The partitions that are followed and have not come to their end."""
+        followed = set(self._placement.homeless) | set(self._paused) | set(self._held)
+        for session in self._placement.sessions.values():
+            followed.update(session.core.unfinished(), session.core.held())
+        return followed
 
     # -- lifetime ------------------------------------------------------------------------------
 
@@ -257,7 +216,7 @@ class Consumer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the connections; the checkpoint is not saved by itself."""
+        """Close the connections; only with `save_every_s` the checkpoint is saved by itself."""
         await self.close()
 
     async def open(self) -> None:
@@ -274,38 +233,49 @@ class Consumer:
             raise
 
     async def _open(self) -> None:
-        saved = self._store.load() if self._store is not None else {}
-        await self._refresh_topology()
-        await self._resolve_collections()
+        saved = await self._saver.load()
+        await self._placement.refresh()
+        self._collection_ids = await find_collections(self._placement.any_link(), self._collections)
         assert self.topology is not None
         count = self.topology.num_vbuckets
-        vb_ids = range(count) if self._vbuckets is None else self._vbuckets
+        vb_ids: Iterable[int] = range(count) if self._vbuckets is None else self._vbuckets
+        if self._group is not None:
+            vb_ids = self._group.vbuckets(count)
         for vb_id in vb_ids:
             if not 0 <= vb_id < count:
                 raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
-            position = self._start_of(vb_id, saved)
-            self._homeless[vb_id] = Wanted(position)
+        starts = await find_starts(
+            self._placement, self._start, [vb_id for vb_id in vb_ids if vb_id not in saved]
+        )
+        self._older_than = starts.older_than
+        for vb_id in vb_ids:
+            position = saved[vb_id] if vb_id in saved else starts.positions[vb_id]
+            self._placement.homeless[vb_id] = Wanted(position)
             if position is not None:
                 self._delivered[vb_id] = position
         if self.validator is not None:
             self.validator.begin(self._delivered)
         self._is_open = True
-        await self._place_homeless()
-        self._placer = asyncio.create_task(self._keep_placed(), name="consumer-placer")
-        self._work.set()
+        await self._placement.place()
+        self._placer = asyncio.create_task(
+            self._placement.keep_placed(self._fail, self._wake.set), name="consumer-placer"
+        )
+        self._placement.wanted(self._placement.homeless)
 
     async def close(self) -> None:
         """Close all connections. Streams can be resumed from `checkpoint()`."""
-        self._is_open = False
+        was_open, self._is_open = self._is_open, False
         if self._placer is not None:
             self._placer.cancel()
             await asyncio.gather(self._placer, return_exceptions=True)
             self._placer = None
-        sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            session.close()
-        self._close_spare()
+        self._placement.close()
         self._wake.set()
+        try:
+            if was_open:
+                await self._saver.save_by_itself(self.processed())
+        finally:
+            await self._saver.close()
         await asyncio.sleep(0)  # lets the transports finish closing
 
     # -- what the user reads -------------------------------------------------------------------
@@ -313,32 +283,68 @@ class Consumer:
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yield events in batches, as reads brought them: the fast way."""
         await self.open()
+        self._is_single = False
         while True:
             self._finish_current()
             item = await self._next_batch()
             if item is None:
                 return
-            self._current, self._current_count = item, None
-            if item[1].events:
-                yield item[1].events
+            self._current = item
+            self._piece_start = self._current_count = 0
+            batch = item[1]
+            for stop in self._piece_ends(batch.events):
+                if stop > self._piece_start:
+                    await self._pace.wait(stop - self._piece_start)
+                    self._current_count = stop
+                    events = batch.events[self._piece_start : stop]
+                    self._count(events)
+                    yield events
+                    self._piece_start = stop
+                if self._asks and stop < len(batch.events):
+                    # All before it is processed; the stream waits for what is decided.
+                    await self._decide(batch, stop)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yield events one by one."""
         async for events in self.batches():
-            for count, event in enumerate(events, 1):
+            self._is_single = True
+            for count, event in enumerate(events, self._piece_start + 1):
                 self._current_count = count
                 yield event
+            self._is_single = False
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """Yield batches with the positions to keep beside what they do; see Delivery.
+
+        Start from what you kept: `start={vb: position}` (missing partitions begin at 0).
+        """
+        async for events in self.batches():
+            assert self._current is not None
+            batch = self._current[1]
+            if self._current_count == len(batch.events) and not self._piece_start:
+                yield Delivery(events, batch.positions)
+                continue
+            after = self.checkpoint()
+            yield Delivery(
+                events, {vb_id: after[vb_id] for vb_id in {event.vb_id for event in events}}
+            )
+
+    async def run(self, handle: Callable[[Delivery], Awaitable[Any] | Any]) -> None:
+        """Give each delivery to a function, plain or async, until the stream ends."""
+        async for delivery in self.deliveries():
+            result = handle(delivery)
+            if inspect.isawaitable(result):
+                await result
 
     def checkpoint(self) -> Checkpoint:
         """Return the position of everything handed out so far, the current event included."""
-        positions = dict(self._delivered)
-        if self._current is not None:
-            batch = self._current[1]
-            if self._current_count is None or self._current_count >= len(batch.events):
-                positions.update(batch.positions)
-            else:
-                advance(positions, batch.events[: self._current_count], batch.markers)
-        return positions
+        return self._positions_after(self._current_count)
+
+    def processed(self) -> Checkpoint:
+        """Return the position of everything that the user came back from for more."""
+        return self._positions_after(
+            self._current_count - 1 if self._is_single else self._piece_start
+        )
 
     def handed_out(self, count: int) -> None:
         """Count only the first `count` events of the current batch as handed out.
@@ -346,64 +352,128 @@ class Consumer:
         For who reads `batches()` and stops in the middle of one.
         """
         assert self._current is not None
-        self._current_count = count
+        self._current_count = self._piece_start + count
 
     async def save(self) -> None:
         """Write `checkpoint()` to the store. Raises CheckpointError."""
-        assert self._store is not None, "the consumer was made without a store"
-        await asyncio.to_thread(self._store.save, self.checkpoint())
+        await self._saver.save(self.checkpoint())
+
+    # -- what the user steers ------------------------------------------------------------------
+
+    def pause(self, vbuckets: Iterable[int] | None = None) -> None:
+        """Hand out nothing more (None), or nothing more of some partitions, after this batch.
+
+        A paused partition costs nothing: its stream is closed. A whole pause lets the connections
+        stand; the server stops at the flow control window.
+        """
+        if vbuckets is None:
+            self._is_paused = True
+            return
+        after = self._positions_after(None)
+        for vb_id in vbuckets:
+            if vb_id in self._paused:
+                continue
+            wanted = self._take_away(vb_id)
+            if wanted is not None:
+                self._paused[vb_id] = Wanted(after.get(vb_id), wanted.ceiling)
+        self._forget_queued(self._paused)
+
+    def resume(self, vbuckets: Iterable[int] | None = None) -> None:
+        """Go on: with everything (None), or with some partitions."""
+        chosen = list(self._paused) if vbuckets is None else list(vbuckets)
+        if vbuckets is None:
+            self._is_paused = False
+        again = {vb_id: self._paused.pop(vb_id) for vb_id in chosen if vb_id in self._paused}
+        self._placement.progress()
+        self._placement.wanted(again)
+        self._wake.set()
+
+    @property
+    def paused(self) -> frozenset[int]:
+        """The partitions that are paused one by one."""
+        return frozenset(self._paused)
+
+    async def lag(self, timeout_s: float = 5.0) -> dict[int, int]:
+        """Return by partition how many seqnos lie between what was processed and the server's end.
+
+        Partitions that have no connection at the moment are not in it.
+        """
+        await self.high_seqnos(timeout_s)
+        return self._known_lag()
+
+    async def high_seqnos(self, timeout_s: float = 5.0) -> dict[int, int]:
+        """Return by partition the high seqno that its node tells now; see `lag`."""
+        sessions = list(self._placement.sessions.values())
+        told = await asyncio.gather(*(session.ask_high_seqnos(timeout_s) for session in sessions))
+        followed = self.followed
+        return {
+            vb_id: seqno for seqnos in told for vb_id, seqno in seqnos.items() if vb_id in followed
+        }
+
+    def gauges(self) -> dict[str, int]:
+        """Return what `clients.consumer_metrics.GAUGES` names, as known without asking anybody."""
+        return {
+            "partitions": len(self.followed),
+            "partitions_paused": len(self._paused),
+            "queued_bytes": sum(batch.wire_bytes for _, batch in self._queue),
+            "lag": sum(self._known_lag().values()),
+        }
 
     # -- what sessions call --------------------------------------------------------------------
 
-    def take_batch(self, session: _Session, batch: Batch) -> None:
+    def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue what a session received."""
         self._queue.append((session, batch))
         self._wake.set()
         if batch.events:
-            self._backoff_s = BACKOFF_FIRST_S
+            self._placement.progress()
         if session.core.homeless:
             self._take_homeless(session)
 
-    def session_lost(self, session: _Session, error: DcpdError) -> None:
+    def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
         """A connection is gone: its partitions need a place."""
-        place = (session.link.address.host, session.link.address.port)
-        if self._sessions.get(place) is not session:
+        if not self._placement.lost(session):
             return
-        del self._sessions[place]
+        self.metrics.connections_lost += 1
+        LOG.warning("%s: %s; connecting again", self.name, error)
         if isinstance(error, AuthenticationError):
             self._fail(error)
         self._take_homeless(session)
-        if not session.core.is_finished:
-            self._homeless.update(session.core.unfinished())
-        self.topology = None
-        self._work.set()
+        self._held.update(session.core.held())
+        self._placement.wanted(session.core.unfinished())
         self._wake.set()
 
-    def session_failed(self, session: _Session, error: DcpdError) -> None:
+    def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
         """A stream broke the rules, or the server refused the connection's set-up."""
-        if not isinstance(error, _TRANSIENT):
+        if not isinstance(error, TRANSIENT):
             self._fail(error)
         session.close()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- inside: what is handed out ------------------------------------------------------------
 
-    def _start_of(self, vb_id: int, saved: Checkpoint) -> Position | None:
-        if vb_id in saved:
-            return saved[vb_id]
-        if isinstance(self._start, str):
-            return None if self._start == "now" else Position()
-        return self._start.get(vb_id, Position())
+    def _positions_after(self, count: int | None) -> Checkpoint:
+        """Return where everything stands after `count` events of the current batch, None: all."""
+        positions = dict(self._delivered)
+        if self._current is not None:
+            batch = self._current[1]
+            if count is None or count >= len(batch.events):
+                positions.update(batch.positions)
+            elif count > 0:
+                advance(positions, batch.events[:count], batch.markers)
+        return positions
 
-    def _take_homeless(self, session: _Session) -> None:
-        homeless, session.core.homeless = session.core.homeless, []
-        for vb_id, wanted, config in homeless:
-            self._homeless[vb_id] = wanted
-            if config:
-                self._adopt(config, session.link.address.host)
-            else:
-                self.topology = None
-        if homeless:
-            self._work.set()
+    def _piece_ends(self, events: list[Event]) -> list[int]:
+        """Return where to cut a batch: for the rate, and before what has to be decided."""
+        ends = {len(events), *self._pace.cuts(len(events))}
+        if self._asks:
+            ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
+        return sorted(ends)
+
+    def _count(self, events: list[Event]) -> None:
+        self.metrics.events += len(events)
+        self.metrics.changes += sum(
+            type(event) is Mutation or type(event) is Deletion for event in events
+        )
 
     def _finish_current(self) -> None:
         """The user asked for more, so what was handed out is processed."""
@@ -411,17 +481,27 @@ class Consumer:
             return
         session, batch = self._current
         self._current = None
+        self._piece_start = self._current_count = 0
+        self._saver.moved(batch.events, self._delivered)
         self._delivered.update(batch.positions)
         session.done_with(batch)
 
-    async def _next_batch(self) -> tuple[_Session, Batch] | None:
-        while not self._queue:
+    async def _next_batch(self) -> tuple[ConsumerSession, Batch] | None:
+        while not self._queue or self._is_paused:
             if self._failure is not None:
                 raise self._failure
             if not self._is_open or self._is_finished():
                 return None
             self._wake.clear()
-            await self._wake.wait()
+            await self._saver.save_when_due(self._delivered)
+            if self._wake.is_set():
+                continue
+            try:
+                async with asyncio.timeout(self._saver.due_in_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue  # time to save
+        await self._saver.save_when_due(self._delivered)
         session, batch = self._queue.popleft()
         if self.validator is not None:
             for event in batch.events:
@@ -429,70 +509,74 @@ class Consumer:
         return session, batch
 
     def _is_finished(self) -> bool:
-        return not self._homeless and all(
-            session.core.is_finished for session in self._sessions.values()
+        placement = self._placement
+        return not (placement.homeless or self._paused or self._held) and all(
+            session.core.is_finished for session in placement.sessions.values()
         )
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+            LOG.error("%s: stops: %s", self.name, error)
         self._wake.set()
 
-    async def _keep_placed(self) -> None:
-        """Find a place for partitions that have none, with growing pauses."""
-        loop = asyncio.get_running_loop()
-        failing_since: float | None = None
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            if not self._homeless:
-                failing_since = None
-                continue
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
-            try:
-                await self._place_homeless()
-            except _TRANSIENT as error:
-                failing_since = failing_since or loop.time()
-                limit_s = self._give_up_after_s
-                if limit_s is not None and loop.time() - failing_since >= limit_s:
-                    self._fail(error)
-                    return
-                self.topology = None
-            except DcpdError as error:
-                self._fail(error)
-                return
-            else:
-                failing_since = None
-            self._wake.set()
-            if self._homeless:
-                self._work.set()
+    # -- inside: partitions --------------------------------------------------------------------
 
-    async def _place_homeless(self) -> None:
-        """Give each partition without a stream to the connection of its node."""
-        if self.topology is None:
-            await self._refresh_topology()
-        assert self.topology is not None
-        groups: dict[Place, dict[int, Wanted]] = {}
-        for vb_id, wanted in self._homeless.items():
-            node = self.topology.node_of(vb_id)
-            groups.setdefault((node.host, node.kv_port), {})[vb_id] = wanted
-        try:
-            for place, partitions in groups.items():
-                session = self._sessions.get(place)
-                if session is None:
-                    await self._connect(place, partitions)
-                else:
-                    session.add(partitions)
-                for vb_id in partitions:
-                    del self._homeless[vb_id]
-        finally:
-            self._close_spare()
+    async def _decide(self, batch: Batch, at: int) -> None:
+        """Settle what a rollback does, and let the partition go on."""
+        event = batch.events[at]
+        assert isinstance(event, Rollback)
+        vb_id = event.vb_id
+        decided = await decide_rollback(self._on_rollback, event, batch.positions[vb_id])
+        batch.events[at], batch.positions[vb_id] = decided
+        if vb_id in self._held:
+            _, ceiling = self._held.pop(vb_id)
+            self._placement.wanted({vb_id: Wanted(decided.position, ceiling)})
+            return
+        for session in self._placement.sessions.values():
+            if vb_id in session.core.held():
+                session.core.go_on(vb_id, decided.position)
+                session.flush()
 
-    async def _connect(self, place: Place, partitions: Mapping[int, Wanted]) -> None:
-        link = self._spare.pop(place, None)
-        if link is None or link.is_closed:
-            link = await Link.connect(self.address.at(*place), timeout_s=self._connect_timeout_s)
+    def _take_homeless(self, session: ConsumerSession) -> None:
+        homeless, session.core.homeless = session.core.homeless, []
+        for vb_id, wanted, config in homeless:
+            self._placement.adopt(config, session.link.address.host)
+            self._placement.wanted({vb_id: wanted})
+
+    def _take_away(self, vb_id: int) -> Wanted | None:
+        """Stop streaming a partition, wherever it is; None where it is not streamed."""
+        for table in (self._placement.homeless, self._held):
+            if vb_id in table:
+                return table.pop(vb_id)
+        for session in self._placement.sessions.values():
+            wanted = session.core.remove(vb_id)
+            if wanted is not None:
+                session.flush()
+                return wanted
+        return None
+
+    def _forget_queued(self, vb_ids: Iterable[int]) -> None:
+        """Take what was received of partitions out of the queue: it comes again."""
+        gone = frozenset(vb_ids)
+        for _, batch in self._queue:
+            batch.events[:] = [event for event in batch.events if event.vb_id not in gone]
+            for vb_id in gone:
+                batch.positions.pop(vb_id, None)
+                batch.markers.pop(vb_id, None)
+
+    def _known_lag(self) -> dict[int, int]:
+        done, followed = self.processed(), self.followed
+        return {
+            vb_id: max(0, seqno - (done[vb_id].seqno if vb_id in done else seqno))
+            for session in self._placement.sessions.values()
+            for vb_id, seqno in session.high_seqnos.items()
+            if vb_id in followed
+        }
+
+    # -- inside: beginning ---------------------------------------------------------------------
+
+    def _make_session(self, link: Link) -> ConsumerSession:
         core = ConsumerCore(
             self.name.encode(),
             has_collections=link.has_collections,
@@ -500,65 +584,13 @@ class Consumer:
             buffer_bytes=self.buffer_bytes,
             noop_interval_s=self.noop_interval_s,
             until_now=self._until_now,
-            rollback_to_beginning=self._rollback_to == "beginning",
+            rollback_to_beginning=self._on_rollback == "restart",
+            asks_on_rollback=self._asks,
             history=self._history,
             previous_values=self._previous_values,
+            key_prefixes=self._key_prefixes,
+            hidden=self._saver.hidden_keys,
+            older_than=self._older_than,
             node=link.node,
         )
-        session = _Session(self, link, core)
-        for vb_id, wanted in partitions.items():
-            core.add(vb_id, wanted)
-        self._sessions[place] = session
-        session.begin()
-
-    async def _resolve_collections(self) -> None:
-        """Find the ids of the collections that are wanted. Raises UnknownCollectionError."""
-        wanted = self._collections
-        if wanted is None:
-            return
-        link = next(iter(self._spare.values()))
-        if not link.has_collections:
-            raise UnsupportedError("the server has no collections", node=link.node)
-        ids = []
-        for item in () if wanted == "all" else wanted:
-            if isinstance(item, int):
-                ids.append(item)
-                continue
-            frame = await link.request(Opcode.GET_COLLECTION_ID, key=item.encode())
-            if frame.status:
-                raise error_from_status(
-                    frame.status, f"collection {item!r}", body=frame.value, node=link.node
-                )
-            ids.append(int.from_bytes(frame.extras[8:12], "big"))
-        self._collection_ids = tuple(ids)
-
-    async def _refresh_topology(self) -> None:
-        """Ask the first node that answers; keep the connection for its streams."""
-        seed = (self.address.host, self.address.port)
-        places = [seed, *(place for place in self._sessions if place != seed)]
-        for number, place in enumerate(places, 1):
-            try:
-                link = await Link.connect(
-                    self.address.at(*place), timeout_s=self._connect_timeout_s
-                )
-            except _TRANSIENT:
-                if number == len(places):
-                    raise
-                continue
-            self._spare[place] = link
-            assert link.handshake is not None
-            if link.handshake.config:
-                self._adopt(link.handshake.config, place[0])
-            elif self.topology is None:
-                self.topology = single_node(*place)
-            return
-
-    def _adopt(self, config: bytes, host: str) -> None:
-        topology = parse_topology(config, host, is_tls=self.address.is_tls)
-        if topology.is_newer_than(self.topology):
-            self.topology = topology
-
-    def _close_spare(self) -> None:
-        spare, self._spare = self._spare, {}
-        for link in spare.values():
-            link.close()
+        return ConsumerSession(self, link, core)

@@ -25,12 +25,14 @@ Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import Struct
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from clients.consumer_extensions import DEFAULT_ONLY, Extensions
-from clients.consumer_requests import StreamRequests
+from clients.consumer_filter import left_in
+from clients.consumer_requests import Note, StreamRequests
 from clients.consumer_stream import (
     FINAL_STATES,
     Stream,
@@ -86,16 +88,12 @@ MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 MUTATION_BYTES_MIN: Final = 55
 """Header and the 31 bytes of a mutation's extras."""
 
-_RESUMED: Final = frozenset(
-    {
-        EndReason.STATE_CHANGED,
-        EndReason.DISCONNECTED,
-        EndReason.TOO_SLOW,
-        EndReason.BACKFILL_FAILED,
-        EndReason.ROLLBACK,
-    }
-)
-"""Reasons after which a stream is asked for again."""
+_FINAL: Final = EndReason.FILTER_EMPTY
+"""The one reason after which nothing can come any more: all that was asked for is dropped. After
+any other a stream is asked for again; where that is refused for good, StreamFailed says so."""
+
+
+_NOT_STREAMED: Final = FINAL_STATES | {StreamState.GONE, StreamState.HELD}
 
 
 class Batch(NamedTuple):
@@ -124,6 +122,10 @@ class ConsumerCore(StreamRequests):
         rollback_to_beginning: bool = False,
         history: bool = False,
         previous_values: bool = False,
+        key_prefixes: tuple[bytes, ...] = (),
+        hidden: tuple[bytes, ...] = (),
+        older_than: Mapping[int, int] = MappingProxyType({}),
+        asks_on_rollback: bool = False,
         node: str | None = None,
     ) -> None:
         assert 0 < len(name) <= 200, "DCP_OPEN takes a name of 1 to 200 bytes"
@@ -132,13 +134,19 @@ class ConsumerCore(StreamRequests):
             collections=collections,
             history=history,
             previous_values=previous_values,
+            key_prefixes=key_prefixes,
         )
         super().__init__(
             extensions,
             until_now=until_now,
             rollback_to_beginning=rollback_to_beginning,
+            asks_on_rollback=asks_on_rollback,
             node=node,
         )
+        self._hidden = hidden
+        """Beginnings of keys of the default collection that the user is not told of."""
+        self._older_than = older_than
+        """By partition: the CAS below which changes are not told."""
         self._name = name
         self._has_many = has_collections and collections != DEFAULT_ONLY
         """Keys are of collections that only their first bytes tell."""
@@ -199,6 +207,9 @@ class ConsumerCore(StreamRequests):
         wire_bytes = self._decode(b"".join(self._chunks))
         if self._has_many:
             _split_keys(self._events)
+        if self._extensions.leaves_out_here or self._hidden or self._older_than:
+            prefixes = self._extensions.key_prefixes if self._extensions.leaves_out_here else ()
+            self._events = left_in(self._events, prefixes, self._hidden, self._older_than)
         positions = {stream.vb_id: stream.position() for stream in self._touched}
         return Batch(self._events, positions, wire_bytes, self._markers)
 
@@ -239,13 +250,16 @@ class ConsumerCore(StreamRequests):
         return {
             vb_id: wanted_of(stream)
             for vb_id, stream in self._streams.items()
-            if stream.state not in FINAL_STATES and stream.state is not StreamState.GONE
+            if stream.state not in _NOT_STREAMED
         }
 
     @property
     def is_finished(self) -> bool:
         """Whether every partition came to its end (with `until_now`) or was refused for good."""
-        return all(stream.state in FINAL_STATES for stream in self._streams.values())
+        return all(
+            stream.state in FINAL_STATES or stream.state is StreamState.GONE
+            for stream in self._streams.values()
+        )
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -446,8 +460,13 @@ class ConsumerCore(StreamRequests):
         del self._open[frame.opaque]
         stream.leave_snapshot()
         is_whole = reason == EndReason.OK and stream.target is not None
-        will_resume = reason in _RESUMED or (reason == EndReason.OK and not is_whole)
-        self._events.append(StreamEnded(stream.vb_id, reason, will_resume))
+        will_resume = not is_whole and reason != _FINAL
+        ended = StreamEnded(stream.vb_id, reason, will_resume)
+        self._events.append(ended)
+        if not is_whole:
+            then = "asked for again" if will_resume else "for good"
+            text = f"{ended.reason_text} at seqno {stream.seqno}: {then}"
+            self.notes.append(Note(f"stream_end_{reason}", stream.vb_id, text))
         if not will_resume:
             stream.state = StreamState.DONE
         elif reason == EndReason.STATE_CHANGED:

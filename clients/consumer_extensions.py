@@ -4,6 +4,7 @@
     x_snapshot_end    a message after the last one of each snapshot
     change_streams    every version of a document, not only the newest (option `history`)
     x_previous_value  what a change replaced (option `previous_values`)
+    x_key_prefix      only keys that begin so (option `key_prefixes`); else they are left out here
 
 Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and
 everything is as without it.
@@ -22,6 +23,7 @@ VERSION_LOG: Final = b"x_version_log"
 SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
 PREVIOUS_VALUE: Final = b"x_previous_value"
+KEY_PREFIX: Final = b"x_key_prefix"
 
 DEFAULT_ONLY: Final = (0,)
 """Collection ids of a consumer that names none. An empty tuple means everything."""
@@ -37,7 +39,9 @@ class Extensions:
         collections: tuple[int, ...] = DEFAULT_ONLY,
         history: bool = False,
         previous_values: bool = False,
+        key_prefixes: tuple[bytes, ...] = (),
     ) -> None:
+        self.key_prefixes = key_prefixes
         self._filter: dict[str, object] = {}
         if has_collections and collections:
             self._filter["collections"] = [f"{collection_id:x}" for collection_id in collections]
@@ -46,6 +50,8 @@ class Extensions:
             self._status[CHANGE_STREAMS] = None
         if previous_values:
             self._status[PREVIOUS_VALUE] = None
+        if key_prefixes:
+            self._status[KEY_PREFIX] = None
 
     def controls(self) -> list[bytes]:
         """Return the controls to send; each takes the value "true"."""
@@ -60,8 +66,15 @@ class Extensions:
         """Whether the server takes our list of versions."""
         return self._status[VERSION_LOG] == 0
 
+    @property
+    def leaves_out_here(self) -> bool:
+        """Whether keys of other prefixes come and have to be left out on this side."""
+        return bool(self.key_prefixes) and bool(self._status[KEY_PREFIX])
+
     def must_wait(self, position: Position) -> bool:
         """Whether a request would have to say more than may be said yet."""
+        if self._status.get(KEY_PREFIX, 0) is None:
+            return True
         is_known = self._status[VERSION_LOG] is not None
         return not is_known and position.seqno > 0 and len(position.versions) > 1
 
@@ -72,4 +85,6 @@ class Extensions:
             document["version_log"] = [
                 [str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions
             ]
+        if self.key_prefixes and self._status[KEY_PREFIX] == 0:
+            document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
         return json.dumps(document, separators=(",", ":")).encode() if document else b""

@@ -8,7 +8,9 @@ Invariants
 - each request has an opaque of its own, and one handler for its reply;
 - a rollback goes down, in seqno or in the number of versions, so the rounds are bounded;
 - a stream that knows several versions is asked for when it is known whether the server takes them
-  all, so that the first answer is the final one where it does.
+  all, so that the first answer is the final one where it does;
+- a request's reply finds the stream as it was asked for, or nothing: who takes a stream away takes
+  it out of every table.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from clients.consumer_extensions import VERSION_LOG, Extensions
-from clients.consumer_stream import Stream, StreamState, Wanted, wanted_of
-from clients.errors import error_from_status
+from clients.consumer_extensions import Extensions
+from clients.consumer_stall import StallWatch
+from clients.consumer_stream import FINAL_STATES, Stream, StreamState, Wanted, wanted_of
+from clients.errors import error_context, error_from_status
 from clients.event import Event, Rollback, StreamFailed, StreamOpened
 from clients.position import Position, rollback_reason, rolled_back
 from dcp.wire.frame import Frame, pack_request
@@ -50,6 +53,15 @@ class Homeless(NamedTuple):
     config: bytes
 
 
+class Note(NamedTuple):
+    """Something out of the ordinary happened: for the log, and counted by kind in the metrics."""
+
+    kind: str
+    """rollback, stream_end, stream_failed, ahead, moved, retry, stall."""
+    vb_id: int
+    text: str
+
+
 class StreamRequests:
     """See the module."""
 
@@ -59,9 +71,16 @@ class StreamRequests:
         *,
         until_now: bool,
         rollback_to_beginning: bool,
+        asks_on_rollback: bool = False,
         node: str | None,
     ) -> None:
         self.node = node
+        self.notes: list[Note] = []
+        """What happened out of the ordinary; the caller empties it."""
+        self._asks_on_rollback = asks_on_rollback
+        self._stalls = StallWatch()
+        self._sent_ns: dict[int, int] = {}
+        """By opaque: when a request was sent that has no reply yet, the oldest first."""
         self.homeless: list[Homeless] = []
         """Partitions for the caller to place elsewhere; the caller empties it."""
         self._extensions = extensions
@@ -93,6 +112,82 @@ class StreamRequests:
             if stream.marker_end:
                 self._markers[stream.vb_id] = (stream.marker_start, stream.marker_end)
 
+    # -- what the user decides -------------------------------------------------------------------
+
+    def held(self) -> dict[int, Wanted]:
+        """Return the partitions that were rolled back and wait for `go_on`."""
+        return {
+            vb_id: wanted_of(stream)
+            for vb_id, stream in self._streams.items()
+            if stream.state is StreamState.HELD
+        }
+
+    def go_on(self, vb_id: int, position: Position | None) -> None:
+        """Ask again for a partition that is held, from `position` (None: where it was put)."""
+        stream = self._streams[vb_id]
+        assert stream.state is StreamState.HELD
+        if position is not None:
+            assert position.seqno <= stream.seqno
+            stream.place(position)
+        self._again(stream)
+
+    def remove(self, vb_id: int) -> Wanted | None:
+        """Stream a partition no more; return where it stands by what was received.
+
+        None where it is not streamed here, or came to its end.
+        """
+        stream = self._streams.pop(vb_id, None)
+        if stream is None or stream.state in FINAL_STATES or stream.state is StreamState.GONE:
+            return None
+        wanted = wanted_of(stream)
+        self._take_off(stream)
+        stream.state = StreamState.GONE
+        return wanted
+
+    def _take_off(self, stream: Stream) -> None:
+        """Forget what was asked for a stream, and close what the server has or will have of it."""
+        for table in (self._open, self._asked):
+            for opaque in [opaque for opaque, other in table.items() if other is stream]:
+                del table[opaque]
+                self._send(
+                    lambda closing: pack_request(
+                        Opcode.DCP_CLOSE_STREAM, vb_id=stream.vb_id, opaque=closing
+                    ),
+                    _ignore,
+                )
+        for waiting in (self._awaiting_seqnos, self._awaiting_lists):
+            if stream in waiting:
+                waiting.remove(stream)
+        self._waiting.discard(stream)
+
+    # -- watching ----------------------------------------------------------------------------------
+
+    def ask_high_seqnos(self, on_seqnos: Callable[[dict[int, int]], None]) -> None:
+        """Ask for the high seqnos of the node's partitions."""
+
+        def on_reply(frame: Frame) -> None:
+            self._check(frame, "GET_ALL_VB_SEQNOS")
+            on_seqnos(dict(VB_SEQNO.iter_unpack(frame.value)))
+
+        self._send(lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply)
+
+    @property
+    def oldest_request_ns(self) -> int | None:
+        """When the oldest request was sent that has no reply yet."""
+        return next(iter(self._sent_ns.values()), None)
+
+    def restart_stalled(self, high_seqnos: dict[int, int]) -> list[int]:
+        """Close streams that do not move and ask again; return their partitions."""
+        stalled = self._stalls.check(list(self._open.items()), high_seqnos)
+        for stream in stalled:
+            high = high_seqnos.get(stream.vb_id)
+            text = f"no progress at seqno {stream.seqno}, the server is at {high}: asked again"
+            self.notes.append(Note("stall", stream.vb_id, text))
+            self._take_off(stream)
+            stream.leave_snapshot()
+            self._request(stream)
+        return [stream.vb_id for stream in stalled]
+
     # -- asking for streams --------------------------------------------------------------------
 
     def _ask_for(self, streams: list[Stream]) -> None:
@@ -106,10 +201,7 @@ class StreamRequests:
                 self._request(stream)
         if unsure:
             if not self._awaiting_seqnos:
-                self._send(
-                    lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque),
-                    self._on_seqnos,
-                )
+                self.ask_high_seqnos(self._on_seqnos)
             self._awaiting_seqnos += unsure
 
     def _request(self, stream: Stream) -> None:
@@ -124,6 +216,7 @@ class StreamRequests:
         )
         opaque = self._take_opaque()
         self._asked[opaque] = stream
+        self._sent_ns[opaque] = self._now_ns
         value = self._extensions.request_value(position)
         self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
 
@@ -142,10 +235,13 @@ class StreamRequests:
     def _give_up(self, stream: Stream, config: bytes) -> None:
         stream.state = StreamState.GONE
         self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
+        text = f"not on {self.node or 'this node'} any more, at seqno {stream.seqno}"
+        self.notes.append(Note("moved", stream.vb_id, text))
 
     # -- replies -------------------------------------------------------------------------------
 
     def _on_reply(self, frame: Frame) -> None:
+        self._sent_ns.pop(frame.opaque, None)
         stream = self._asked.pop(frame.opaque, None)
         if stream is not None:
             self._touch(stream)
@@ -168,28 +264,56 @@ class StreamRequests:
         elif status == Status.NOT_MY_VBUCKET:
             self._give_up(stream, frame.value)
         elif status in _RETRY:
+            error = error_from_status(status, "stream request", body=frame.value)
+            self.notes.append(Note("retry", stream.vb_id, f"{error}: asked again later"))
             self._retry_later(stream)
+        elif status == Status.ERANGE and stream.seqno:
+            self._on_out_of_range(stream, error_context(frame.value))
         else:
             self._refuse(stream, frame)
 
-    def _roll_back(self, stream: Stream, server_seqno: int, log: bytes) -> None:
+    def _on_out_of_range(self, stream: Stream, context: str) -> None:
+        """Our place is one that the server does not have: go back to what both have."""
+
+        def on_seqnos(high_seqnos: dict[int, int]) -> None:
+            if stream.state is not StreamState.ASKED:
+                return
+            high = high_seqnos.get(stream.vb_id)
+            if high is None:
+                self._give_up(stream, b"")
+                return
+            text = f"ERANGE at seqno {stream.seqno}, the server is at {high}" + (
+                f" ({context})" if context else ""
+            )
+            self.notes.append(Note("ahead", stream.vb_id, text))
+            self._touch(stream)
+            self._roll_back(stream, high if high < stream.seqno else 0, b"", why=text)
+
+        self.ask_high_seqnos(on_seqnos)
+
+    def _roll_back(self, stream: Stream, server_seqno: int, log: bytes, *, why: str = "") -> None:
         if stream.seqno == 0:
             self._fail(stream, Status.ROLLBACK, "rollback from seqno 0", "The server is at fault.")
             return
         before = stream.position()
         has_lists = self._extensions.has_version_lists
         position = rolled_back(
-            before, server_seqno, to_beginning=self._to_beginning, is_exact=has_lists
+            before, server_seqno, to_beginning=self._to_beginning, is_exact=has_lists or bool(why)
         )
         step = (position.seqno, len(position.versions))
         assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
         stream.place(position)
         if position.seqno < before.seqno:
-            reason = rollback_reason(before, server_seqno, position.seqno)
+            reason = why or rollback_reason(before, server_seqno, position.seqno)
+            text = f"from seqno {before.seqno} to {position.seqno}: {reason}"
+            self.notes.append(Note("rollback", stream.vb_id, text))
             versions = tuple(parse_failover_log(log)) if has_lists else ()
             self._events.append(
                 Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason, versions)
             )
+            if self._asks_on_rollback:
+                stream.state = StreamState.HELD
+                return
         self._again(stream)
 
     def _refuse(self, stream: Stream, frame: Frame) -> None:
@@ -205,13 +329,12 @@ class StreamRequests:
         stream.state = StreamState.FAILED
         self._touch(stream)
         self._events.append(StreamFailed(stream.vb_id, status, what, hint))
+        self.notes.append(Note("stream_failed", stream.vb_id, f"{what}; {hint}"))
 
     def _on_open(self, frame: Frame) -> None:
         self._check(frame, "DCP_OPEN")
 
-    def _on_seqnos(self, frame: Frame) -> None:
-        self._check(frame, "GET_ALL_VB_SEQNOS")
-        high = dict(VB_SEQNO.iter_unpack(frame.value))
+    def _on_seqnos(self, high: dict[int, int]) -> None:
         streams, self._awaiting_seqnos = self._awaiting_seqnos, []
         for stream in streams:
             seqno = high.get(stream.vb_id)
@@ -227,6 +350,8 @@ class StreamRequests:
 
     def _ask_failover_log(self, stream: Stream, seqno: int) -> None:
         def on_log(frame: Frame) -> None:
+            if stream.state is not StreamState.ASKED:
+                return
             if frame.status == Status.NOT_MY_VBUCKET:
                 self._give_up(stream, frame.value)
                 return
@@ -253,16 +378,16 @@ class StreamRequests:
     def _send_extension(self, key: bytes) -> None:
         def on_control(frame: Frame) -> None:
             self._extensions.answered(key, frame.status)
-            if key == VERSION_LOG:
-                streams, self._awaiting_lists = self._awaiting_lists, []
-                for stream in streams:
-                    self._request(stream)
+            streams, self._awaiting_lists = self._awaiting_lists, []
+            for stream in streams:
+                self._request(stream)
 
         self._send(lambda opaque: pack_control(key, b"true", opaque), on_control)
 
     def _send(self, pack: Callable[[int], bytes], on_reply: Callable[[Frame], None]) -> None:
         opaque = self._take_opaque()
         self._replies[opaque] = on_reply
+        self._sent_ns[opaque] = self._now_ns
         self._output.append(pack(opaque))
 
     def _take_opaque(self) -> int:
@@ -273,3 +398,7 @@ class StreamRequests:
     def _check(self, frame: Frame, operation: str) -> None:
         if frame.status:
             raise error_from_status(frame.status, operation, body=frame.value, node=self.node)
+
+
+def _ignore(_frame: Frame) -> None:
+    """A stream that is closed may be gone already: both answers are right."""

@@ -3,7 +3,8 @@
     NEW -> ASKED -> OPEN -> DONE      came to its end, or closed
              |        |
              +--------+---> WAITING   asked for again at `retry_at_ns`
-             +--------+---> GONE      this node does not have the partition
+             +--------+---> GONE      this node does not have the partition, or the user paused it
+             +------------> HELD      rolled back; the user is asked what to do
              +------------> FAILED    refused for good
 
 Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots; a marker that has
@@ -38,6 +39,7 @@ class StreamState(Enum):
     ASKED = auto()
     OPEN = auto()
     WAITING = auto()
+    HELD = auto()
     DONE = auto()
     GONE = auto()
     FAILED = auto()

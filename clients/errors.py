@@ -8,6 +8,7 @@
     ├── TopologyError           the cluster configuration cannot be used
     ├── CheckpointError         a checkpoint file is damaged or not one of ours
     ├── StreamViolationError    a stream broke the rules of DCP
+    ├── HistoryBranchedError    a partition had to go back, and the consumer was told not to
     └── StatusError             the server answered with a status other than OK
         ├── NotFoundError       0x01
         ├── ExistsError         0x02 of ADD, or of a stream that is there already
@@ -124,6 +125,15 @@ class CheckpointError(DcpdError):
 
 class StreamViolationError(DcpdError):
     """A stream broke the rules of DCP: what, at which partition and seqno."""
+
+
+class HistoryBranchedError(DcpdError):
+    """History branched, and `on_rollback` says to fail; `to_seqno` is where to go back to."""
+
+    default_hint = (
+        "Undo what you hold above that seqno, or begin the partition anew, and start again."
+    )
+    to_seqno: int = 0
 
 
 class StatusError(DcpdError):

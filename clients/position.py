@@ -85,6 +85,16 @@ def rolled_back(
     return Position(kept, seqno, seqno, seqno, complete, base_seqno)
 
 
+def gone_back(position: Position, seqno: int) -> Position:
+    """Return the newest complete state of a position at or below `seqno`; at 0 the beginning."""
+    complete = clipped(position.complete, seqno)
+    at = complete[-1][1] if complete else 0
+    if not at or at < position.base_seqno:
+        return Position()
+    versions = tuple(version for version in position.versions if version[1] <= at)
+    return Position(versions, at, at, at, complete, position.base_seqno) if versions else Position()
+
+
 def clipped(complete: Ranges, seqno: int) -> Ranges:
     """Return the ranges up to a seqno."""
     return tuple((first, min(last, seqno)) for first, last in complete if first <= seqno)

@@ -252,15 +252,30 @@ def test_temporary_refusal_is_repeated_later_with_growing_pauses():
     assert session.core.next_tick_ns == 2 * RETRY_FIRST_NS
 
 
-def test_out_of_range_is_told_and_stands_still():
-    session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
+def test_out_of_range_at_the_beginning_is_told_and_stands_still():
+    session = Session()
     body = b'{"error":{"context":"beyond the end"}}'
     (event,) = session.reply(session.stream_request(), Status.ERANGE, value=body)
     assert isinstance(event, StreamFailed)
-    assert "seqno 9" in event.what
+    assert "seqno 0" in event.what
     assert "beyond the end" in event.what
     assert event.hint
     assert session.core.is_finished
+
+
+@pytest.mark.parametrize(("high", "to_seqno"), [(0, 0), (5, 4), (3, 0), (9, 0), (20, 0)])
+def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_seqno):
+    position = Position(((77, 0),), 9, 9, 9, ((0, 0), (4, 4), (9, 9)))
+    session = Session({17: Wanted(position)})
+    assert session.reply(session.stream_request(), Status.ERANGE) == []
+    (question,) = session.sent
+    assert question.opcode == Opcode.GET_ALL_VB_SEQNOS
+    (event,) = session.reply(question, value=high_seqnos(v17=high))
+    assert isinstance(event, Rollback)
+    assert (event.from_seqno, event.to_seqno) == (9, to_seqno)
+    assert f"the server is at {high}" in event.reason
+    assert parse_stream_request(session.stream_request().extras)[1] == to_seqno
+    assert [note.kind for note in session.core.notes] == ["ahead", "rollback"]
 
 
 def test_partition_that_is_elsewhere_is_handed_back():
@@ -272,7 +287,18 @@ def test_partition_that_is_elsewhere_is_handed_back():
 
 
 @pytest.mark.parametrize(
-    ("reason", "again"), [(3, "later"), (4, "later"), (5, "later"), (6, "at once"), (2, "homeless")]
+    ("reason", "again"),
+    [
+        (0, "later"),
+        (1, "later"),
+        (2, "homeless"),
+        (3, "later"),
+        (4, "later"),
+        (5, "later"),
+        (6, "at once"),
+        (8, "later"),
+        (99, "later"),
+    ],
 )
 def test_ended_stream_is_asked_for_again(reason, again):
     session = Session()
@@ -280,6 +306,7 @@ def test_ended_stream_is_asked_for_again(reason, again):
     session.feed(session.marker(0, 5) + session.mutation(2))
     (event,) = session.feed(pack_stream_end(17, session.opaque, reason))
     assert event == StreamEnded(17, reason, will_resume=True)
+    assert session.core.notes[0].kind == f"stream_end_{reason}"
     assert bool(session.core.homeless) == (again == "homeless")
     assert (session.core.next_tick_ns is not None) == (again == "later")
     session.core.tick(10**12)

@@ -1,0 +1,121 @@
+"""What a consumer counts: plain numbers to read at any time, and as Prometheus metrics on request.
+
+    consumer.metrics.rollbacks
+    consumer.metrics.as_dict()
+    export_prometheus(consumer)               # in the process's registry
+
+Counters only rise. Everything that is counted here beside changes, bytes and saves is logged by
+`logging.getLogger("dcpd.consumer")` as well, a line each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+COUNTERS: Final = {
+    "changes": "Changes handed out: mutations and deletions",
+    "events": "Events of any kind handed out",
+    "wire_bytes": "Bytes of streams received, as flow control counts them",
+    "connections": "Connections made to nodes",
+    "connections_lost": "Connections that broke or were given up",
+    "silent_connections": "Connections given up because an answer or a NOOP did not come",
+    "rollbacks": "Rollbacks of a partition",
+    "checkpoints_ahead": "Positions that the server does not have (ERANGE)",
+    "stream_ends": "Streams that ended without having reached their end",
+    "streams_failed": "Streams refused for good: the partition stands still",
+    "streams_retried": "Stream requests refused for the moment",
+    "streams_moved": "Partitions that a node does not serve any more",
+    "stalls": "Streams asked for again because they did not move",
+    "topology_changes": "New cluster configurations taken over",
+    "saves": "Checkpoints saved",
+    "saves_failed": "Checkpoints that could not be saved by themselves; tried again later",
+    "positions_saved": "Positions of partitions written with them",
+}
+"""Name -> what it counts."""
+GAUGES: Final = {
+    "partitions": "Partitions that are followed and have not come to their end",
+    "partitions_paused": "Partitions that the user paused",
+    "queued_bytes": "Bytes received and not yet processed by the user",
+    "lag": "Changes between the last known high seqnos and what was processed",
+}
+_OF_NOTE: Final = {
+    "rollback": "rollbacks",
+    "ahead": "checkpoints_ahead",
+    "stream_failed": "streams_failed",
+    "retry": "streams_retried",
+    "moved": "streams_moved",
+    "stall": "stalls",
+}
+
+
+class ConsumerMetrics:
+    """See the module; an attribute for each of COUNTERS."""
+
+    def __init__(self) -> None:
+        self.changes = self.events = self.wire_bytes = 0
+        self.connections = self.connections_lost = self.silent_connections = 0
+        self.rollbacks = self.checkpoints_ahead = 0
+        self.stream_ends = self.streams_failed = self.streams_retried = self.streams_moved = 0
+        self.stalls = self.topology_changes = 0
+        self.saves = self.saves_failed = self.positions_saved = 0
+        self.stream_ends_by_reason: dict[int, int] = {}
+
+    def note(self, kind: str) -> None:
+        """Count what the core noted."""
+        if kind.startswith("stream_end_"):
+            reason = int(kind.removeprefix("stream_end_"))
+            self.stream_ends += 1
+            self.stream_ends_by_reason[reason] = self.stream_ends_by_reason.get(reason, 0) + 1
+            return
+        name = _OF_NOTE[kind]
+        setattr(self, name, getattr(self, name) + 1)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counters by name."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+
+class Measured(Protocol):
+    """What is exported: a `clients.consumer.Consumer`."""
+
+    name: str
+    metrics: ConsumerMetrics
+
+    def gauges(self) -> dict[str, int]:
+        """Return what GAUGES names."""
+
+
+class _Collector:
+    """Reads a consumer whenever Prometheus asks."""
+
+    def __init__(self, consumer: Measured) -> None:
+        self._consumer = consumer
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metric families."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        name = [self._consumer.name]
+        for key, value in self._consumer.metrics.as_dict().items():
+            counter = CounterMetricFamily(
+                f"dcpd_consumer_{key}", COUNTERS[key], labels=["consumer"]
+            )
+            counter.add_metric(name, value)
+            yield counter
+        for key, value in self._consumer.gauges().items():
+            gauge = GaugeMetricFamily(f"dcpd_consumer_{key}", GAUGES[key], labels=["consumer"])
+            gauge.add_metric(name, value)
+            yield gauge
+
+
+def export_prometheus(consumer: Measured, registry: Any = None) -> Any:
+    """Register a consumer's metrics (label `consumer`: its name); return the collector.
+
+    `registry` None: the process's own. Take it away with `registry.unregister(collector)`.
+    """
+    from prometheus_client import REGISTRY
+
+    collector = _Collector(consumer)
+    (REGISTRY if registry is None else registry).register(collector)
+    return collector

@@ -1,0 +1,34 @@
+"""How fast events are handed out, and in which pieces."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+PIECES_PER_S: Final = 10
+"""With a limit, what may be handed out in a second comes in so many pieces."""
+
+
+class Pace:
+    """`events_per_s` None: no limit."""
+
+    def __init__(self, events_per_s: float | None) -> None:
+        assert events_per_s is None or events_per_s > 0
+        self._events_per_s = events_per_s
+        self._next_s = 0.0
+
+    def cuts(self, count: int) -> range:
+        """Return where to cut `count` events into pieces."""
+        if self._events_per_s is None:
+            return range(0)
+        step = max(1, int(self._events_per_s / PIECES_PER_S))
+        return range(step, count, step)
+
+    async def wait(self, count: int) -> None:
+        """Return when the next `count` events may be handed out."""
+        if self._events_per_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        due_s = max(self._next_s, loop.time())
+        self._next_s = due_s + count / self._events_per_s
+        await asyncio.sleep(due_s - loop.time())

@@ -1,0 +1,222 @@
+"""`SyncConsumer` and `SyncMirror`: the same for programs without asyncio.
+
+    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as changes:
+        for event in changes: ...
+
+    with SyncMirror("127.0.0.1:11210") as view:
+        view["user:1"]
+
+An event loop runs in a thread of its own; errors come out where the caller waits. Leaving the block
+stops the loop, from any thread and in the middle of an iteration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from clients.checkpoint import Checkpoint
+from clients.consumer import Consumer, Delivery
+from clients.event import Event
+from clients.mirror import Mirror
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and return its result; an interrupted caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Stop the loop and wait for the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+class SyncConsumer:
+    """See the module; takes what Consumer takes. Iterate it, its `batches()` or `deliveries()`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._arguments = arguments
+        self._options = options
+        self._thread: LoopThread | None = None
+        self.consumer: Consumer
+        """The Consumer itself. Read its attributes; its methods belong to the loop's thread."""
+
+    def __enter__(self) -> SyncConsumer:
+        """Connect. Raises what Consumer.open does."""
+        self._thread = LoopThread("dcpd-consumer")
+        try:
+            self._thread.call(self._open())
+        except BaseException:
+            self._thread.stop()
+            self._thread = None
+            raise
+        return self
+
+    async def _open(self) -> None:
+        self.consumer = Consumer(*self._arguments, **self._options)
+        await self.consumer.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the connections and end the thread."""
+        self.close()
+
+    def close(self) -> None:
+        """Close; whoever iterates, in whatever thread, comes to the end."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                thread.call(self.consumer.close())
+            finally:
+                thread.stop()
+
+    def batches(self) -> Iterator[list[Event]]:
+        """Yield events in batches."""
+        return self._iterate(self.consumer.batches())
+
+    def deliveries(self) -> Iterator[Delivery]:
+        """Yield batches with the positions to keep beside what they do."""
+        return self._iterate(self.consumer.deliveries())
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield events one by one. What is saved by itself is up to the batch before."""
+        for events in self.batches():
+            yield from events
+
+    def save(self) -> None:
+        """Write the position of the batches handed out, the current one included, to the store."""
+        self._running().call(self.consumer.save())
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the position of the batches handed out, the current one included."""
+        return self._running().call(self._now(self.consumer.checkpoint))
+
+    def pause(self, vbuckets: Iterable[int] | None = None) -> None:
+        """See Consumer.pause."""
+        self._running().call(self._now(lambda: self.consumer.pause(vbuckets)))
+
+    def resume(self, vbuckets: Iterable[int] | None = None) -> None:
+        """See Consumer.resume."""
+        self._running().call(self._now(lambda: self.consumer.resume(vbuckets)))
+
+    def lag(self) -> dict[int, int]:
+        """See Consumer.lag."""
+        return self._running().call(self.consumer.lag())
+
+    @staticmethod
+    async def _now(function: Any) -> Any:
+        return function()
+
+    def _running(self) -> LoopThread:
+        assert self._thread is not None, "use it inside of `with`"
+        return self._thread
+
+    def _iterate(self, source: AsyncIterator[_T]) -> Iterator[_T]:
+        async def following() -> tuple[_T] | None:
+            async for item in source:
+                return (item,)
+            return None
+
+        while (thread := self._thread) is not None:
+            found = thread.call(following())
+            if found is None:
+                return
+            yield found[0]
+
+
+class SyncMirror:
+    """See the module; takes what Mirror takes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._arguments = arguments
+        self._options = options
+        self._thread: LoopThread | None = None
+        self._mirror: Mirror
+
+    def __enter__(self) -> SyncMirror:
+        """Connect and catch up with the server as it is now."""
+        self._thread = LoopThread("dcpd-mirror")
+        try:
+            self._thread.call(self._open())
+        except BaseException:
+            self._thread.stop()
+            self._thread = None
+            raise
+        return self
+
+    async def _open(self) -> None:
+        self._mirror = Mirror(*self._arguments, **self._options)
+        await self._mirror.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop following and end the thread."""
+        thread, self._thread = self._thread, None
+        assert thread is not None
+        try:
+            thread.call(self._mirror.close())
+        finally:
+            thread.stop()
+
+    def caught_up(self, timeout_s: float | None = None) -> None:
+        """Return when everything is here that the server had when this was called."""
+        assert self._thread is not None, "use it inside of `with`"
+        self._thread.call(self._mirror.caught_up(timeout_s))
+
+    def __getitem__(self, key: str | bytes) -> bytes:
+        """Return a value. Raises KeyError."""
+        return self._mirror[key]
+
+    def get(self, key: str | bytes, default: bytes | None = None) -> bytes | None:
+        """Return a value, or `default`."""
+        return self._mirror.get(key, default)
+
+    def __contains__(self, key: str | bytes) -> bool:
+        """Whether there is such a document."""
+        return key in self._mirror
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self._mirror)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values, in no order."""
+        return self._mirror.items()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield keys."""
+        return iter(self._mirror)

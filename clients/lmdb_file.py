@@ -1,0 +1,85 @@
+r"""LMDB for clients: the one module of theirs that imports it. A file that one process uses.
+
+    what it is                key `\0format` -> b"<format> <version>"
+
+A file of another format, or a newer version, is refused. The server's own LMDB is another thing
+altogether (vbucket.kvenv_lmdb); clients never touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import lmdb
+
+from clients.errors import CheckpointError
+
+MAP_BYTES: Final = 1 << 40
+"""Address space, no disk."""
+_FORMAT_KEY: Final = b"\0format"
+
+
+class LmdbFile:
+    """See the module. Close it when done. Raises CheckpointError."""
+
+    def __init__(self, path: str | Path, file_format: str, *, is_durable: bool = True) -> None:
+        self.path = Path(path)
+        wanted = f"{file_format} 1".encode()
+        try:
+            self._env: Any = lmdb.open(
+                str(self.path), subdir=False, map_size=MAP_BYTES, max_dbs=0, sync=is_durable,
+                max_readers=16,
+            )  # fmt: skip
+            with self._env.begin(write=True) as transaction:
+                found = transaction.get(_FORMAT_KEY)
+                if found is None and not transaction.stat()["entries"]:
+                    transaction.put(_FORMAT_KEY, wanted)
+                    found = wanted
+        except lmdb.Error as error:
+            raise self._error("cannot be opened", error) from error
+        if bytes(found or b"") != wanted:
+            self.close()
+            raise CheckpointError(
+                f"{self.path}: is {bytes(found or b'something else').decode(errors='replace')},"
+                f" not {wanted.decode()}",
+                hint="Name another file.",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._env.close()
+
+    @contextmanager
+    def writing(self) -> Iterator[Any]:
+        """Give a transaction: put, get, delete, cursor. All of it or nothing is kept."""
+        try:
+            with self._env.begin(write=True) as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise self._error("cannot be written", error) from error
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """Give a transaction that reads."""
+        try:
+            with self._env.begin() as transaction:
+                yield transaction
+        except lmdb.Error as error:
+            raise self._error("cannot be read", error) from error
+
+    def _error(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}: {error}")
+
+
+def rows_from(transaction: Any, prefix: bytes, first: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    """Yield (key, value) of all keys that begin with `prefix`, in order, from `first` on."""
+    with transaction.cursor() as cursor:
+        if not cursor.set_range(first or prefix):
+            return
+        for key, value in cursor:
+            if not key.startswith(prefix):
+                return
+            yield key, value
