@@ -104,6 +104,7 @@ def _seqnos(part: Partition) -> Stats:
         (f"{name}:high_prepared_seqno", "0"),
         (f"{name}:high_completed_seqno", "0"),
         (f"{name}:max_visible_seqno", high),
+        (f"{name}:history_floor", str(part.history_floor)),
     ]
 
 
