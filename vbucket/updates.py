@@ -112,7 +112,7 @@ def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
     if expiry == meta.expiry:
         return Touched((Status.OK, meta.cas, meta.seqno), found)
     outcome = engine.store(SET, vb_id, key, key + found.value, meta.flags, expiry, meta.datatype, 0)
-    return Touched(outcome, found._replace(cas=outcome[1]))
+    return Touched(outcome, None if outcome[0] else found._replace(cas=outcome[1]))
 
 
 def expiry_of(engine: Engine, vb_id: int, key: bytes) -> int | None:

@@ -64,6 +64,8 @@ class Collections:
 
     async def _change(self, event: str, path: str, change: Callable[[Manifest], Manifest]) -> int:
         engine = self._engine
+        if engine.write_refusal:
+            raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
         try:
             after = change(engine.manifest)
         except ManifestError as error:

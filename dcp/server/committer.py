@@ -2,12 +2,16 @@
 
 All that arrives while a group is being written forms the next one. A small group is written by the
 loop itself, where handing it to a thread would take longer than the disk does; a larger one by the
-committer's own thread, so that the loop decodes the next batches meanwhile.
+committer's own thread, so that the loop decodes the next batches meanwhile. The same thread writes
+zeros ahead of the log's end while small groups come: overwriting them takes a third less time.
 
 Invariants
 - groups reach the log in the order of their numbers, one at a time;
 - `on_commit` runs on the loop, after the group is as safe as the durability asks for;
-- after a failed write or sync nothing is committed any more: `on_failure` ends the process.
+- where the log has no room (`full_why`), the group stays and is tried again until there is some,
+  the same bytes, before anything that came later; nobody is answered meanwhile, nothing is lost;
+- after any other failed write, and after a failed sync, nothing is committed any more: `on_failure`
+  ends the process.
 
 `commit`: one append and one sync per group, then the answers. `interval`: one append per group, a
 sync every `sync_interval_s`. `none`: one append per group; the operating system decides.
@@ -20,15 +24,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 from dcp.server.meter import Histogram
-from vbucket.device import LogDevice, LogWriteError, SyncFailedError
+from vbucket.device import AHEAD_BYTES, LogDevice, LogFullError, LogWriteError, SyncFailedError
 from vbucket.engine import Engine
 from vbucket.keyspace import Group
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/performance.md)."""
+ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
+"""Room ahead below which more is made: what some hundred small groups take while it is written."""
+RETRY_FIRST_S: Final = 0.25
+RETRY_MAX_S: Final = 5.0
+"""Pauses between attempts on a full disk: soon after the first, no burden when it stays full."""
+
+
+class _Job(NamedTuple):
+    """Something for the thread to do, and what the loop does with its result."""
+
+    work: Callable[[], Any]
+    then: Callable[[Any], None]
 
 
 class Committer:
@@ -42,6 +59,7 @@ class Committer:
         syncs_groups: bool,
         on_commit: Callable[[Group], None],
         on_rotated: Callable[[int], None],
+        on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
         sync_seconds: Histogram,
     ) -> None:
@@ -50,16 +68,25 @@ class Committer:
         self._syncs_groups = syncs_groups
         self._on_commit = on_commit
         self._on_rotated = on_rotated
+        self._on_full = on_full
         self._on_failure = on_failure
         self._sync_seconds = sync_seconds
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[tuple[Group | None, bool] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
         self._is_busy = False
+        """A group or the log itself is in the thread's hands, or waits for room."""
         self._is_scheduled = False
+        self._is_reserving = False
+        self._finds_room = syncs_groups
+        """Whether zeros can be written ahead in this segment; without syncs they help nobody."""
         self._has_failed = False
+        self._retry: asyncio.TimerHandle | None = None
+        self._pause_s = RETRY_FIRST_S
         self._idle = asyncio.Event()
         self._idle.set()
+        self.full_why = ""
+        """Why the log has no room for the group that waits, "" if none waits."""
         self.group_count = 0
         self.is_synced = True
         """Whether everything in the log is on disk."""
@@ -74,26 +101,37 @@ class Committer:
             self._is_scheduled = True
             self._loop.call_soon(self._begin)
 
+    def kick_now(self) -> None:
+        """Write what is pending at once, where nobody else could add to it in this turn."""
+        if not (self._is_busy or self._is_scheduled or self._has_failed):
+            self._begin()
+
     def sync_soon(self) -> None:
         """Sync what was appended, as a job of its own (`interval`)."""
         if not (self._is_busy or self._has_failed or self.is_synced):
-            self._is_busy = True
-            self._idle.clear()
-            self._jobs.put((None, False))
+            self._give(_Job(self._sync, self._synced))
 
     async def drain(self) -> None:
-        """Return when nothing is pending or being written."""
+        """Return when nothing is pending or being written, or when the log has no room for it."""
         while not self._has_failed and (self._engine.has_pending or self._is_busy):
+            if self.full_why:
+                return
             self.kick()
             await asyncio.sleep(0)
             await self._idle.wait()
 
     def stop(self) -> None:
-        """End the thread; sync what it has appended, unless it failed."""
+        """End the thread; sync what it has appended, unless it failed. A group that waits for room
+        is dropped: nobody has seen it.
+        """
+        if self._retry is not None:
+            self._retry.cancel()
         self._jobs.put(None)
         self._thread.join()
         if not self._has_failed:
             self._device.sync()
+
+    # -- on the loop -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._is_scheduled = False
@@ -106,17 +144,107 @@ class Committer:
         if rotates:
             # Here and nowhere else: what is frozen is exactly what the sealed segments hold.
             self._engine.freeze()
-        if not rotates and len(group.record) <= INLINE_BYTES_MAX:
-            try:
-                self._write(group)
-            except (LogWriteError, SyncFailedError) as error:
-                self._fail(error)
-                return
-            self._commit(group)
+        job = _Job(partial(self._write, group), partial(self._written, group, rotates))
+        if rotates or not self._is_for_the_loop(len(group.record)):
+            self._give(job)
             return
+        try:
+            self._write(group)
+        except LogFullError as error:
+            self._wait_for_room(job, error)
+            return
+        except (LogWriteError, SyncFailedError) as error:
+            self._fail(error)
+            return
+        self._commit(group)
+        if self._finds_room and self._device.room_bytes < ROOM_BYTES_MIN:
+            self._reserve()
+
+    def _is_for_the_loop(self, record_bytes: int) -> bool:
+        # While zeros are being written, an append that makes the file longer would wait for them.
+        return record_bytes <= INLINE_BYTES_MAX and not (
+            self._is_reserving and record_bytes > self._device.room_bytes
+        )
+
+    def _give(self, job: _Job) -> None:
+        """Hand over what has to be done before the next group is written."""
         self._is_busy = True
         self._idle.clear()
-        self._jobs.put((group, rotates))
+        self._jobs.put(job)
+
+    def _go_on(self) -> None:
+        """What was handed over is done."""
+        self._is_busy = False
+        self._pause_s = RETRY_FIRST_S
+        if self.full_why:
+            self.full_why = ""
+            self._on_full("")
+        if self._engine.has_pending:
+            self._begin()
+        if not self._is_busy:
+            self._idle.set()
+
+    def _written(self, group: Group, rotates: bool, _: None) -> None:
+        self._commit(group)
+        if rotates:
+            self._give(_Job(self._device.rotate, self._rotated))
+        else:
+            self._go_on()
+
+    def _rotated(self, segment: int) -> None:
+        self._finds_room = self._syncs_groups
+        self._on_rotated(segment)
+        self._go_on()
+
+    def _synced(self, _: None) -> None:
+        self.is_synced = True
+        self._engine.synced()
+        self._go_on()
+
+    def _reserve(self) -> None:
+        if not self._is_reserving:
+            self._is_reserving = True
+            self._jobs.put(_Job(self._device.reserve, self._reserved))
+
+    def _reserved(self, _: None) -> None:
+        self._is_reserving = False
+        self._finds_room = self._device.room_bytes >= ROOM_BYTES_MIN
+
+    def _wait_for_room(self, job: _Job, error: LogFullError) -> None:
+        """Try a job again after a while: the disk is full, and was left as it was before."""
+        self._is_busy = True
+        self._retry = self._loop.call_later(self._pause_s, self._give, job)
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        if not self.full_why:
+            self.full_why = str(error)
+            self._on_full(self.full_why)
+        self._idle.set()  # whoever drains gives up
+
+    def _commit(self, group: Group) -> None:
+        self.group_count += 1
+        self._engine.group_committed(group, is_synced=self._syncs_groups)
+        self._on_commit(group)
+
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        self._is_busy = False
+        self._idle.set()
+        self._on_failure(error)
+
+    # -- on the thread, or on the loop for small groups --------------------------------------------
+
+    def _work(self) -> None:
+        """The thread: one job after another."""
+        call_soon = self._loop.call_soon_threadsafe
+        while (job := self._jobs.get()) is not None:
+            try:
+                result = job.work()
+            except LogFullError as error:
+                call_soon(self._wait_for_room, job, error)
+            except (LogWriteError, SyncFailedError) as error:
+                call_soon(self._fail, error)
+            else:
+                call_soon(job.then, result)
 
     def _write(self, group: Group) -> None:
         self._device.append(group.record)
@@ -129,50 +257,3 @@ class Committer:
         began_ns = time.monotonic_ns()
         self._device.sync()
         self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
-
-    def _commit(self, group: Group) -> None:
-        self.group_count += 1
-        self._engine.group_committed(group, is_synced=self._syncs_groups)
-        self._on_commit(group)
-
-    def _work(self) -> None:
-        """The thread: one job after another."""
-        call_soon = self._loop.call_soon_threadsafe
-        while (job := self._jobs.get()) is not None:
-            group, rotates = job
-            try:
-                if group is None:
-                    self._sync()
-                    call_soon(self._synced)
-                    continue
-                self._write(group)
-                segment = self._device.rotate() if rotates else None
-            except (LogWriteError, SyncFailedError) as error:
-                call_soon(self._fail, error)
-                continue
-            call_soon(self._written, group, segment)
-
-    def _written(self, group: Group, segment: int | None) -> None:
-        self._is_busy = False
-        self._commit(group)
-        if segment is not None:
-            self._on_rotated(segment)
-        if self._engine.has_pending:
-            self._begin()
-        if not self._is_busy:
-            self._idle.set()
-
-    def _synced(self) -> None:
-        self._is_busy = False
-        self.is_synced = True
-        self._engine.synced()
-        if self._engine.has_pending:
-            self._begin()
-        if not self._is_busy:
-            self._idle.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._has_failed = True
-        self._is_busy = False
-        self._idle.set()
-        self._on_failure(error)

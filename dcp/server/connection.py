@@ -185,7 +185,10 @@ class ClientConnection(asyncio.Protocol):
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
         if node.engine.has_pending:
-            node.committer.kick()
+            if len(node.connections) == 1 and not (state.is_full or state.is_closing):
+                node.committer.kick_now()  # nobody else could add to the group
+            else:
+                node.committer.kick()
         if state.notes:
             node.log_notes(self, state.notes)
             state.notes.clear()

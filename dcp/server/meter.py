@@ -57,6 +57,8 @@ class Meter:
         """Entries of committed groups."""
         self.groups = 0
         self.sync_seconds = Histogram()
+        self.merge_failures = 0
+        """Attempts that the store had no room for, or that failed."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
         self.refusals: Counter[str] = Counter()
         """By name of the status."""

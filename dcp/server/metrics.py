@@ -124,6 +124,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda node: node.is_ready),
     ),
     MetricSpec(
+        "dcpd_writes_refused", "gauge", "", (),
+        "1 while the log's disk is full: writes are refused, reads and streams go on.",
+        "1: free some space, writes go on by themselves",
+        _one(lambda node: bool(node.write_refusal)),
+    ),
+    MetricSpec(
         "dcpd_items", "gauge", "", (),
         "Live documents.", "what the application does not expect", _one(_items),
     ),
@@ -195,6 +201,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "0 while the log grows: the store process fails",
         _one(lambda node: node.merge_count),
+    ),
+    MetricSpec(
+        "dcpd_merge_failures_total", "counter", "", (),
+        "Merges that the store had no room for, or that failed; each is tried again.",
+        "rising: the store's disk is full or failing, and writers will have to wait",
+        _one(lambda node: node.meter.merge_failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),

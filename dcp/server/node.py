@@ -50,8 +50,10 @@ from vbucket.engine import Engine
 from vbucket.expiry import Pager
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.keyspace import Group
+from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.log import LogDamagedError, TornTail, recover
+from vbucket.merge import MergeReport
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.recovery import new_partitions, replay_log
@@ -61,7 +63,11 @@ TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
 DROP_SLICE_VBUCKETS: Final = 32
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
-MERGE_RETRIES_MAX: Final = 3
+MERGE_DEATHS_MAX: Final = 3
+"""Store processes that may die of one merge."""
+MERGE_PAUSE_S: Final = 1.0
+MERGE_PAUSE_MAX_S: Final = 60.0
+"""Pauses between attempts while the store has no room, each twice the one before."""
 DRAIN_S: Final = 5.0
 
 
@@ -88,6 +94,8 @@ class Node:
         """Connections with answers that wait for a commit."""
         self.connections_total: int = 0
         self.merge_count: int = 0
+        self.merge_trouble: str = ""
+        """Why the merge under way is put off; "" where it is not."""
         self.pid = os.getpid()
         self.is_ready: bool = False
         self.torn: TornTail | None = None
@@ -170,7 +178,7 @@ class Node:
 
     async def _drain(self) -> None:
         await self.committer.drain()
-        if self.connections:
+        if self.connections and not self.committer.full_why:
             self._all_gone.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_gone.wait(), DRAIN_S)
@@ -186,7 +194,11 @@ class Node:
             self._store.refresh()
             node = self._store.node()
             assert node is not None
-            self._store.set_node(node._replace(clean_shutdown=True))
+            try:
+                self._store.set_node(node._replace(clean_shutdown=True))
+            except (StoreFullError, StoreFailedError) as error:
+                # The next start takes it for a crash, which loses nothing that was promised.
+                self._log.error("no clean mark", reason=str(error))
         self._store.close()
         self._env.close()
         self._device.close()
@@ -236,6 +248,7 @@ class Node:
             syncs_groups=self.durability == "commit",
             on_commit=self._committed,
             on_rotated=self._rotated,
+            on_full=self._log_full,
             on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds,
         )
@@ -335,7 +348,7 @@ class Node:
         log = self.engine.partitions[vb_id].failover.to_document()
         try:
             await self._store_process.set_failover(vb_id, log)
-        except StoreProcessDiedError as error:
+        except (StoreProcessDiedError, StoreFullError, StoreFailedError) as error:
             # The next merge writes it; recovery reads it from the log.
             self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
@@ -346,19 +359,8 @@ class Node:
         """Merge the sealed segments and let go of what was frozen, in slices."""
         device = self._device
         segments = [segment for segment in device.segments() if segment < newest_segment]
-        report = None
         began_ns = time.monotonic_ns()
-        for attempt in range(MERGE_RETRIES_MAX):
-            assert self._store_process is not None
-            try:
-                report = await self._store_process.merge(segments)
-                break
-            except StoreProcessDiedError as error:
-                self._log.warning("merge failed", attempt=attempt + 1, reason=str(error))
-                self._store_process = await self._start_store_process()
-        if report is None:
-            self._fail(RuntimeError(f"segments {segments} could not be merged; see the log"))
-            return
+        report = await self._merge_patiently(segments)
         self.engine.merged(report)
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
             self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
@@ -369,6 +371,53 @@ class Node:
         self.meter.merge_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
         for connection in tuple(self.connections):
             connection.reading_may_change()
+
+    async def _merge_patiently(self, segments: list[int]) -> MergeReport:
+        """Have segments merged; where the store has no room, or fails, try again later.
+
+        The log keeps what is not merged, and writers wait once that is too much.
+        """
+        deaths, pause_s = 0, MERGE_PAUSE_S
+        while True:
+            process = self._store_process
+            assert process is not None
+            try:
+                report = await process.merge(segments)
+            except StoreProcessDiedError as error:
+                deaths += 1
+                self._log.warning("merge failed", attempt=deaths, reason=str(error))
+                if deaths == MERGE_DEATHS_MAX:
+                    raise RuntimeError(f"segments {segments} could not be merged") from error
+                self._store_process = await self._start_store_process()
+            except (StoreFullError, StoreFailedError) as error:
+                self.meter.merge_failures += 1
+                if not self.merge_trouble:
+                    self._log.error("merge put off", reason=str(error), retry_s=pause_s)
+                self.merge_trouble = str(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MERGE_PAUSE_MAX_S)
+                # LMDB goes no further in a process in which a commit has failed.
+                await process.stop()
+                self._store_process = await self._start_store_process()
+            else:
+                if self.merge_trouble:
+                    self._log.info("merging goes on")
+                self.merge_trouble = ""
+                return report
+
+    def _log_full(self, why: str) -> None:
+        """The log has no room for a group, or has room again ("")."""
+        if why:
+            self.engine.refuse_writes("writes are refused until there is room for the server's log")
+            self._log.error("log full", reason=why)
+        else:
+            self.engine.refuse_writes("")
+            self._log.info("log has room again")
+
+    @property
+    def write_refusal(self) -> str:
+        """Why no writes are taken now; "" where that is not so."""
+        return self.committer.full_why
 
     def _sync_later(self) -> None:
         self.committer.sync_soon()
@@ -534,6 +583,8 @@ class Node:
             "dcp_streams": self.hub.stream_count,
             "memtable_bytes": self.engine.active_bytes + self.engine.frozen_bytes,
             "merges": self.merge_count,
+            "write_refusal": self.write_refusal,
+            "merge_trouble": self.merge_trouble,
         }
 
     def metrics(self, *, by_vbucket: bool) -> bytes:

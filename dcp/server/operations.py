@@ -19,7 +19,7 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket import lifecycle
-from vbucket.keyspace import Branch
+from vbucket.keyspace import Branch, BranchRefusedError
 from vbucket.partition import VbState
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Operations:
 
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
         """Make a history branch. Raises BranchRefusedError."""
+        self._refuse_while_full()
         branch = self._node.engine.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
@@ -63,6 +64,7 @@ class Operations:
 
         Raises BranchRefusedError.
         """
+        self._refuse_while_full()
         branch = lifecycle.failover(self._node.engine, vb_id, lost_seqnos)
         self._node.end_reasons[vb_id] = EndReason.STATE_CHANGED
         self._node.meter.failovers += 1
@@ -100,6 +102,10 @@ class Operations:
         part = self._node.engine.partitions[vb_id]
         told = explain(question, part.failover, part.high_seqno, part.purge_seqno)
         return {"vb": vb_id, **told.to_document()}
+
+    def _refuse_while_full(self) -> None:
+        if self._node.engine.write_refusal:
+            raise BranchRefusedError(self._node.engine.write_refusal)
 
     async def _durable(self, event: str, branch: Branch) -> None:
         await self._node.until_committed(branch.vb_id)

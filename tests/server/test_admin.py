@@ -138,6 +138,7 @@ class SmallNode:
         self.users = users
         self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
         self.is_ready = True
+        self.write_refusal = ""
         self.is_broken = False
         self.operations = SmallOperations()
         self.collections = SmallCollections()
@@ -206,6 +207,9 @@ async def ask(node):
 async def test_probes_need_no_login(ask, node):
     assert (await ask("GET", "/livez", login=None))[0] == 200
     assert (await ask("GET", "/readyz", login=None))[0] == 200
+    node.write_refusal = "the disk is full"
+    refused = (503, {"status": "writes are refused"})
+    assert (await ask("GET", "/readyz", login=None))[:2] == refused
     node.is_ready = False
     assert (await ask("GET", "/livez", login=None))[0] == 200
     assert (await ask("GET", "/readyz", login=None))[:2] == (503, {"status": "not ready"})

@@ -1,7 +1,7 @@
 """What operators and orchestrators look at.
 
 GET /livez             the process answers                        no login
-GET /readyz            200 ready, 503 not (starting or stopping)  no login
+GET /readyz            200 ready, 503 not (starting, stopping, no room for writes)  no login
 GET /metrics           for Prometheus; ?vbuckets=1 adds series for each partition
 GET /api/v1/status     what the node is and holds
 """
@@ -28,9 +28,10 @@ def routes(node: NodeView) -> list[RouteSpec]:
         return json_answer({"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
-        if node.is_ready:
+        if node.is_ready and not node.write_refusal:
             return json_answer({"status": "ok"})
-        return json_answer({"status": "not ready"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        status = "writes are refused" if node.is_ready else "not ready"
+        return json_answer({"status": status}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def status(_request: Request) -> Response:
         return json_answer(node.status())

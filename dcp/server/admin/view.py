@@ -46,6 +46,7 @@ class NodeView(Protocol):
     access: Access
     operations: Operations
     is_ready: bool
+    write_refusal: str
     collections: CollectionsView
 
     def status(self) -> dict[str, Any]:
