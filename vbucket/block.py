@@ -16,7 +16,8 @@ Invariants
   a whole block has vanished;
 - the body aims at `BODY_BYTES_TARGET`; one larger frame makes a larger block;
 - no flipped bit goes unnoticed: header and columns are checked whenever a block is opened, a single
-  frame by its own checksum, a scan by the body's.
+  frame by its own checksum (`find_frame` opens no block and takes that together with what the frame
+  says of itself), a scan by the body's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Final
 
 import google_crc32c
 
+from dcp.wire.opcode import Opcode
 from vbucket.entry import PREFIX, PREFIX_BYTES, seqno_of
 from vbucket.kvenv import Buffer, StoreDamagedError
 
@@ -45,6 +47,17 @@ BLOCK_HEADER: Final = Struct("<BBHIIQQQIII")
 BLOCK_HEADER_BYTES: Final = BLOCK_HEADER.size
 _CRC_AT: Final = BLOCK_HEADER_BYTES - 4
 _HAS_SEQNOS: Final = 0x01
+ONLY_MUTATIONS: Final = 0x02
+"""Flag: every frame is a DCP_MUTATION. Blocks of older versions do not say so."""
+ONLY_RAW: Final = 0x04
+"""Flag: every frame has datatype raw."""
+_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_u32: Final = Struct("<I").unpack_from
+_FRAME_HEAD: Final = Struct(">xxHBxHI4xQQ")
+"""Key length, extras length, vbucket, body length, CAS of a frame, and its seqno."""
+_FRAME_HEAD_BYTES: Final = _FRAME_HEAD.size
+_frame_head: Final = _FRAME_HEAD.unpack_from
 _crc32c = google_crc32c.value
 
 
@@ -65,6 +78,7 @@ class Block:
         "epoch",
         "first_seqno",
         "frame_crcs",
+        "kinds",
         "last_seqno",
         "prev_seqnos",
         "seqno_before",
@@ -100,6 +114,8 @@ class Block:
             if flags & _HAS_SEQNOS
             else range(first_seqno, first_seqno + count)
         )
+        self.kinds: int = flags & _KINDS
+        """Which of ONLY_MUTATIONS and ONLY_RAW it promises."""
         self.body = value[body_at:]
 
     def checked_body(self) -> bytes:
@@ -179,13 +195,58 @@ def pack_block(
         + _packed("Q", prev_seqnos)
         + (b"" if is_dense else _packed("Q", seqnos))
     )
+    flags = kinds_of(body, ends) | (0 if is_dense else _HAS_SEQNOS)
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
-        BLOCK_FORMAT, 0 if is_dense else _HAS_SEQNOS, 0, count, epoch, seqno_before, first, last,
+        BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
         len(body), _crc32c(body), 0,
     )[:_CRC_AT]  # fmt: skip
     crc: int = _crc32c(key + header + columns)
     return key, b"".join((header, crc.to_bytes(4, "little"), columns, body))
+
+
+def find_frame(
+    block_key: bytes, value: Buffer, seqno: int, key: bytes, *, cas: int
+) -> bytes | None:
+    """Return the frame of a version that is known by seqno, key and CAS, from a block that is not
+    opened; None where it is not there, or anything about it is not as it should be.
+
+    Header and columns are not checked: what they lead to has its own checksum, and has to say of
+    itself that it is what was looked for.
+    """
+    vb_id, first_seqno = BLOCK_KEY.unpack(block_key)
+    if len(value) < BLOCK_HEADER_BYTES:
+        return None
+    _, flags, _, count, *_ = BLOCK_HEADER.unpack_from(value)
+    seqnos_at = BLOCK_HEADER_BYTES + 16 * count
+    body_at = seqnos_at + (8 * count if flags & _HAS_SEQNOS else 0)
+    if body_at > len(value):
+        return None
+    index = seqno - first_seqno
+    if flags & _HAS_SEQNOS:
+        index = bisect_left(_column("Q", bytes(value[seqnos_at:body_at])), seqno)
+    if not 0 <= index < count:
+        return None
+    at = BLOCK_HEADER_BYTES + 4 * index
+    start = _u32(value, at - 4)[0] if index else 0
+    frame = bytes(value[body_at + start : body_at + _u32(value, at)[0]])
+    if len(frame) < _FRAME_HEAD_BYTES or _crc32c(frame) != _u32(value, at + 4 * count)[0]:
+        return None
+    key_bytes, extras_bytes, frame_vb, body_bytes, frame_cas, frame_seqno = _frame_head(frame)
+    key_at = _FRAME_HEAD_BYTES - 8 + extras_bytes
+    is_it = (
+        (frame_vb, frame_seqno, frame_cas) == (vb_id, seqno, cas)
+        and frame[key_at : key_at + key_bytes] == key
+        and _FRAME_HEAD_BYTES - 8 + body_bytes == len(frame)
+    )
+    return frame if is_it else None
+
+
+def kinds_of(body: bytes, ends: Sequence[int]) -> int:
+    """Return which of ONLY_MUTATIONS and ONLY_RAW hold for frames that stand one after another."""
+    starts = (0, *ends[:-1])
+    kinds = ONLY_MUTATIONS if {body[at + 1] for at in starts} == {_MUTATION} else 0
+    return kinds if any(body[at + 5] for at in starts) else kinds | ONLY_RAW
 
 
 def build_blocks(

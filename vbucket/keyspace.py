@@ -19,7 +19,7 @@ Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid cloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES
@@ -52,6 +52,7 @@ from vbucket.manifest import (
 )
 from vbucket.merge import MergeReport
 from vbucket.partition import ABSENT, Partition, VbState
+from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
 from vbucket.tally import Tally
 from vbucket.versions import Versions
@@ -359,6 +360,21 @@ class Keyspace:
         part = self.partitions[vb_id]
         assert end_seqno <= part.committed_seqno, "streams show what is committed"
         return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max, accepts)
+
+    def runs(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: int,
+        skip: Collection[int],
+        bytes_max: int,
+        plain: int,
+    ) -> RunBatch | None:
+        """Return `Versions.runs` of a partition; nothing that is not committed."""
+        part = self.partitions[vb_id]
+        assert end_seqno <= part.committed_seqno, "streams show what is committed"
+        return self._versions.runs(part, start_seqno, end_seqno, opaque, skip, bytes_max, plain)
 
     def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""

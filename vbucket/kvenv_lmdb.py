@@ -32,7 +32,7 @@ class _Reader:
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
         try:
-            value: Buffer | None = self._transaction.get(key, db=self._tables[table])
+            value: Buffer | None = self._transaction.get(key, None, self._tables[table])
         except lmdb.Error as error:
             raise _damaged(table, error) from error
         return value
@@ -57,10 +57,10 @@ class _Reader:
             if not cursor.set_range(key):
                 found = self._item(cursor) if cursor.last() else None
             else:
-                found = self._item(cursor)
-                if found[0] == key:
-                    return found
-                if found[0] < key:
+                at = bytes(cursor.key())
+                if at == key:
+                    return self._item(cursor)
+                if at < key:
                     raise _disordered(table)
                 found = self._item(cursor) if cursor.prev() else None
         except lmdb.Error as error:

@@ -67,7 +67,10 @@ class Layer:
         guess = seqno - seqno_of(entries[0])
         if guess <= 0:
             return 0
-        if guess < len(entries) and seqno_of(entries[guess]) == seqno:
+        if guess >= len(entries):
+            if seqno_of(entries[-1]) < seqno:
+                return len(entries)  # where streams that are up to date look
+        elif seqno_of(entries[guess]) == seqno:
             return guess
         return bisect_left(entries, seqno, key=seqno_of)
 

@@ -23,7 +23,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from itertools import pairwise
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -32,10 +32,11 @@ import cbor2
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import Block, BlockDamagedError, block_key
+from vbucket.block import Block, BlockDamagedError, block_key, find_frame
 from vbucket.device import UnknownFormatError
 from vbucket.due import rows_end
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
+from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import (
     Buffer,
     KvEnv,
@@ -45,6 +46,7 @@ from vbucket.kvenv import (
     StoreFailedError,
 )
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.runs import RunBatch, run_of_block
 
 STORE_FORMAT_VERSION: Final = 2
 OLDEST_FORMAT_VERSION: Final = 1
@@ -61,6 +63,11 @@ TABLES: Final = (
 
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
 """opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of the key and these."""
+_unpack_by_key: Final = BY_KEY_RECORD.unpack
+MetaFields = tuple[int, int, int, int, int, int, int, int]
+"""The fields of BY_KEY_RECORD."""
+_VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
+_NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CRC_BYTES: Final = 4
@@ -189,9 +196,26 @@ class StoreView:
 
     def meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
         """Return a key's newest version (a deletion too), None where there is none."""
-        full_key = vb_id.to_bytes(2, "big") + key
+        full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_meta(full_key, bytes(value))
+
+    def meta_fields(self, vb_id: int, key: bytes) -> MetaFields | None:
+        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write."""
+        full_key = _VB_PREFIXES[vb_id] + key
+        value = self._reader.get(BY_KEY_TABLE, full_key)
+        return None if value is None else _checked_fields(full_key, bytes(value))
+
+    def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
+        """Return the entry that `meta_fields` tells of, without the prefix's content: zeros.
+
+        The block is not opened: the frame's own checksum and what the frame says of itself are
+        enough to know that it is the one. Where they do not fit, `entry` says what is damaged.
+        """
+        seqno = fields[3]
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        frame = None if found is None else find_frame(*found, seqno, key, cas=fields[2])
+        return self.entry(vb_id, seqno) if frame is None else _NO_PREFIX + frame
 
     def entry(self, vb_id: int, seqno: int) -> bytes | None:
         """Return the entry with this seqno, prefix included, None where there is none."""
@@ -250,6 +274,40 @@ class StoreView:
                     return FrameBatch(frames, min(next_seqno, end_seqno + 1), size, refused)
         return FrameBatch(frames, end_seqno + 1, size, refused)
 
+    def runs(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: int,
+        skip: Collection[int],
+        bytes_max: int,
+        plain: int,
+    ) -> RunBatch | None:
+        """Return what `frames` does, joined, up to the first block that is not `plain`; None where
+        that is the first one. Raises StoreDamagedError.
+        """
+        pieces: list[bytes | bytearray] = []
+        size = last_seqno = 0
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            seqnos, ends = block.seqnos, block.ends
+            low = bisect_left(seqnos, start_seqno)
+            high = bisect_right(seqnos, end_seqno)
+            if plain & ~block.kinds and low < high:
+                return RunBatch(pieces, seqnos[low], size, last_seqno) if pieces else None
+            body = block.checked_body()
+            while low < high:
+                start = ends[low - 1] if low else 0
+                stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
+                run = run_of_block(block, body, low, stop, opaque, skip)
+                size += sum(map(len, run))
+                pieces += run
+                last_seqno = seqnos[stop - 1]
+                low = stop
+                if size >= bytes_max:
+                    return RunBatch(pieces, min(last_seqno, end_seqno) + 1, size, last_seqno)
+        return RunBatch(pieces, end_seqno + 1, size, last_seqno)
+
     def backward(self, vb_id: int, seqno: int) -> Iterator[tuple[int, bytes]]:
         """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
         while found := self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno)):
@@ -269,8 +327,8 @@ class StoreView:
         for block in self._blocks(vb_id, start_seqno, end_seqno):
             low = bisect_left(block.seqnos, start_seqno)
             high = bisect_right(block.seqnos, end_seqno)
-            old.update(prev for prev in block.prev_seqnos[low:high] if prev >= start_seqno)
-        return old
+            old.update(block.prev_seqnos[low:high])
+        return {prev for prev in old if prev >= start_seqno}
 
     def first_changes_after(self, vb_id: int, seqno: int, until_seqno: int) -> dict[bytes, int]:
         """Return, for every key that changed in (seqno, until_seqno], what it was before.
@@ -444,14 +502,18 @@ def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, byte
 
 def checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
     """Return what a by_key record says. Raises RecordDamagedError."""
-    if len(value) != BY_KEY_RECORD.size or _crc32c(full_key + value[:-4]) != int.from_bytes(
-        value[-4:], "big"
-    ):
-        raise RecordDamagedError(
-            f"vb {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
-            "not match its checksum; check the disk and restore a backup"
-        )
-    return StoredMeta._make(BY_KEY_RECORD.unpack(value)[:-1])
+    return StoredMeta._make(_checked_fields(full_key, value)[:-1])
+
+
+def _checked_fields(full_key: bytes, value: bytes) -> MetaFields:
+    if len(value) == BY_KEY_RECORD.size:
+        fields: MetaFields = _unpack_by_key(value)
+        if _crc32c(full_key + value[:-4]) == fields[7]:
+            return fields
+    raise RecordDamagedError(
+        f"vb {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
+        "not match its checksum; check the disk and restore a backup"
+    )
 
 
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:

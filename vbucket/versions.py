@@ -7,13 +7,14 @@ what lies at or below `merged_seqno` is ours.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Final
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import META, PREFIX_BYTES, key_of, prev_seqno_of, seqno_of
+from vbucket.entry import META, PREFIX_BYTES, PREV_SEQNO, key_of, prev_seqno_of, seqno_of
 from vbucket.manifest import SYSTEM_COLLECTION
 from vbucket.partition import Partition
+from vbucket.runs import RunBatch, are_plain, entries_within, run_of_entries
 from vbucket.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
 Meta = tuple[int, int, int, int, int, int, int]
@@ -27,6 +28,7 @@ ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
 _BEFORE_SYSTEM_KEYS: Final = bytes([SYSTEM_COLLECTION])
 _KEYS_AT_ONCE: Final = 256
 
+_unpack_prev: Final = PREV_SEQNO.unpack_from
 _unpack_meta: Final = META.unpack_from
 
 
@@ -49,9 +51,10 @@ class Versions:
                 if entry:
                     return _unpack_meta(entry)
             if entry is None and part.merged_seqno:
-                meta = self._store.meta(part.vb_id, key)
-                if meta is not None:
-                    return (meta.opcode, 0, meta.datatype, 0, meta.cas, meta.seqno, meta.rev_seqno)
+                fields = self._store.meta_fields(part.vb_id, key)
+                if fields is not None:
+                    opcode, datatype, cas, seqno, rev_seqno, _, _, _ = fields
+                    return opcode, 0, datatype, 0, cas, seqno, rev_seqno
         return ABSENT_META
 
     def entry_below(self, part: Partition, key: bytes) -> bytes | None:
@@ -62,9 +65,9 @@ class Versions:
             if entry is not None:
                 return entry
         if part.merged_seqno:
-            meta = self._store.meta(part.vb_id, key)
-            if meta is not None and meta.opcode == MUTATION:
-                return self._store.entry(part.vb_id, meta.seqno)
+            fields = self._store.meta_fields(part.vb_id, key)
+            if fields is not None and fields[0] == MUTATION:
+                return self._store.entry_of_key(part.vb_id, key, fields)
         return None
 
     def first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
@@ -133,6 +136,44 @@ class Versions:
                     return FrameBatch(frames, next_seqno, size, refused)
         return FrameBatch(frames, end_seqno + 1, size, refused)
 
+    def runs(
+        self,
+        part: Partition,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: int,
+        skip: Collection[int],
+        bytes_max: int,
+        plain: int,
+    ) -> RunBatch | None:
+        """Return what `frames` does, joined, up to the first frame that is not `plain`; None where
+        that is the first one.
+        """
+        if start_seqno <= part.merged_seqno:
+            end_seqno = min(end_seqno, part.merged_seqno)
+            return self._store.runs(
+                part.vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, plain
+            )
+        pieces: list[bytes | bytearray] = []
+        size = last_seqno = 0
+        opaque_bytes = opaque.to_bytes(4, "big")
+        for layer in part.layers():
+            entries = layer.between(start_seqno, end_seqno)
+            if skip:
+                entries = [entry for entry in entries if seqno_of(entry) not in skip]
+            if not entries:
+                continue
+            entries, run_bytes = entries_within(entries, bytes_max - size)
+            if not are_plain(entries, plain):
+                next_seqno = seqno_of(entries[0])
+                return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None
+            pieces += run_of_entries(entries, opaque_bytes)
+            size += run_bytes
+            last_seqno = seqno_of(entries[-1])
+            if size >= bytes_max:
+                return RunBatch(pieces, last_seqno + 1, size, last_seqno)
+        return RunBatch(pieces, end_seqno + 1, size, last_seqno)
+
     def backward(self, part: Partition, seqno: int) -> Iterator[tuple[int, bytes]]:
         """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
         for layer in reversed(part.layers()):
@@ -167,8 +208,7 @@ class Versions:
         start_in_memory = max(start_seqno, part.merged_seqno + 1)
         if start_in_memory <= end_seqno:
             for layer in part.layers():
-                for entry in layer.between(start_in_memory, end_seqno):
-                    prev_seqno = prev_seqno_of(entry)
+                for (prev_seqno,) in map(_unpack_prev, layer.between(start_in_memory, end_seqno)):
                     if prev_seqno >= start_seqno:
                         old.add(prev_seqno)
         return old

@@ -10,7 +10,7 @@ from dcp.session.controls import CONTROLS
 from dcp.session.rights import Role
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, ValueRefusedError, parse_stream_value
-from dcp.stream.codec import frame_codec
+from dcp.stream.codec import frame_codec, plain_frames
 from dcp.stream.filter import FilterRefusedError, StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
@@ -105,6 +105,11 @@ class DcpCommands:
         """What was negotiated has changed, and with it the form of the frames."""
         producer.terms.has_json = bool(self._state.has_json)
         producer.terms.has_values = not self._open_flags & _NO_VALUES
+        producer.snapshots.plain = plain_frames(
+            self._open_flags,
+            has_collections=self._state.has_collections,
+            has_json=bool(self._state.has_json),
+        )
         producer.snapshots.codec = frame_codec(
             self._open_flags,
             has_collections=self._state.has_collections,
@@ -233,9 +238,7 @@ class DcpCommands:
         """Return what the stream shows. Raises FilterRefusedError."""
         state = self._state
         if not told.document or not state.has_collections:
-            return unfiltered(
-                has_collections=state.has_collections, key_prefixes=told.key_prefixes
-            )
+            return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
         state.observes_manifest()
         return filter_of(told.document, state.engine.manifest, told.key_prefixes)
 

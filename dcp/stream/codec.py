@@ -16,6 +16,7 @@ from typing import Final
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
+from vbucket.block import ONLY_MUTATIONS, ONLY_RAW
 from vbucket.ids import time_ns_from_cas
 from vbucket.manifest import SYSTEM_KEY
 
@@ -57,6 +58,15 @@ def frame_codec(
         return frame
 
     return apply
+
+
+def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> int | None:
+    """Return which stored frames `frame_codec` leaves as they are, as flags of vbucket.block that
+    hold for them; None: none for sure.
+    """
+    if not has_collections or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
+        return None
+    return ONLY_MUTATIONS if has_json else ONLY_MUTATIONS | ONLY_RAW
 
 
 def without_collection(frame: bytes) -> bytes:

@@ -37,7 +37,7 @@ from typing import Final
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
-from dcp.stream.snapshots import SnapshotWriter
+from dcp.stream.snapshots import Message, SnapshotWriter
 from dcp.stream.stream import Stream
 from dcp.stream.takeover import Takeover
 from dcp.stream.terms import Terms
@@ -102,7 +102,7 @@ class Producer:
         self._waiting: deque[Stream] = deque()
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
-        self._urgent: list[bytes] = []
+        self._urgent: list[Message] = []
         self._limited: dict[int, Stream] = {}
         """Streams that have a `rate`, by key."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
@@ -300,7 +300,7 @@ class Producer:
         """Whether `pump` would return something now."""
         return bool(self._urgent) or (bool(self._ready) and self._window_left() > 0)
 
-    def pump(self, bytes_max: int) -> list[bytes]:
+    def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
         out, self._urgent = self._urgent, []
         ready = self._ready
@@ -332,7 +332,7 @@ class Producer:
         if self.window_bytes:
             self.unacked_bytes += sent_bytes
 
-    def _take_turn(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
+    def _take_turn(self, stream: Stream, out: list[Message], bytes_max: int) -> int:
         """Send the stream's next messages; queue it again if there are more."""
         stream.is_queued = False
         part = self._engine.partitions[stream.vb_id]
@@ -366,7 +366,7 @@ class Producer:
             self._queue(stream)
         return sent
 
-    def _begin_turn(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+    def _begin_turn(self, stream: Stream, part: Partition, out: list[Message]) -> int:
         """Begin a snapshot if there is one to begin and place for it; return the bytes sent."""
         self.snapshots.pass_over(stream, part)
         if stream.next_seqno > stream.end_seqno:
@@ -387,7 +387,7 @@ class Producer:
         self._backlogs += stream.is_backlog
         return sent
 
-    def _finish_snapshot(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+    def _finish_snapshot(self, stream: Stream, part: Partition, out: list[Message]) -> int:
         end_seqno, was_backlog = stream.next_seqno - 1, stream.is_backlog
         sent = self.snapshots.finish(stream, out)
         self._leave_backlog(stream)
@@ -397,7 +397,7 @@ class Producer:
         )
         return sent
 
-    def _take_over(self, stream: Stream, takeover: Takeover, out: list[bytes]) -> int:
+    def _take_over(self, stream: Stream, takeover: Takeover, out: list[Message]) -> int:
         """Everything is sent: go on to the takeover's next step, if it is time."""
         state = takeover.next_state(self._engine, stream.vb_id)
         if state is None:
@@ -419,7 +419,7 @@ class Producer:
             self._ready.append(self._waiting.popleft())
             self._schedule()
 
-    def _end(self, stream: Stream, out: list[bytes], reason: EndReason = EndReason.OK) -> int:
+    def _end(self, stream: Stream, out: list[Message], reason: EndReason = EndReason.OK) -> int:
         self._forget(stream)
         return self.snapshots.put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
 

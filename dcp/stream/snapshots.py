@@ -31,7 +31,11 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from vbucket.engine import Engine
 from vbucket.partition import Partition
+from vbucket.runs import ALL_PLAIN
 from vbucket.store import FrameBatch
+
+Message = bytes | bytearray
+"""One message on its way out, or several."""
 
 FrameCodec = Callable[[bytes], bytes]
 """Turns a stored frame (opaque set) into what this connection negotiated."""
@@ -50,12 +54,14 @@ class SnapshotWriter:
     def __init__(self, engine: Engine, terms: Terms) -> None:
         self.codec: FrameCodec | None = None
         """None: stored frames leave as they are."""
+        self.plain: int | None = ALL_PLAIN
+        """Flags of vbucket.block: what the codec leaves as it is; None: nothing."""
         self.refused_bytes = 0
         """What filters refused in the turn under way: it is work, too. The caller empties it."""
         self._engine = engine
         self._terms = terms
 
-    def begin(self, stream: Stream, part: Partition, out: list[bytes]) -> int:
+    def begin(self, stream: Stream, part: Partition, out: list[Message]) -> int:
         """Announce the next snapshot; return the bytes sent."""
         start_seqno = stream.next_seqno
         end_seqno = self._shown_end(stream, part)
@@ -77,31 +83,49 @@ class SnapshotWriter:
         pack = MARKER_FORMS[self._terms.marker_version]
         return self.put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
 
-    def send(self, stream: Stream, out: list[bytes], bytes_max: int) -> int:
+    def send(self, stream: Stream, out: list[Message], bytes_max: int) -> int:
         """Send changes of the snapshot under way; return the bytes sent."""
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
+        previous = self._previous_value if self._terms.has_previous_values else None
+        takes_runs = previous is None and stream.accepts is None and not stream.framing
+        if takes_runs and self.plain is not None:
+            run = self._engine.runs(
+                stream.vb_id, stream.next_seqno, end_seqno, stream.opaque, stream.skip, bytes_max,
+                self.plain,
+            )  # fmt: skip
+            if run is not None:
+                out += run.pieces
+                return run.wire_bytes + self._go_on(stream, out, run.next_seqno, run.last_seqno)
         batch = self._engine.frames(
             stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
             stream.accepts,
         )  # fmt: skip
         self.refused_bytes += batch.refused_bytes
-        previous = self._previous_value if self._terms.has_previous_values else None
         codec = self._codec_of(stream)
         if codec is None and previous is None:
             out += batch.frames
             sent, next_seqno = batch.wire_bytes, batch.next_seqno
         else:
             sent, next_seqno = _encode(stream, codec, previous, batch, out, bytes_max)
-        assert stream.next_seqno < next_seqno <= end_seqno + 1
-        stream.next_seqno = next_seqno
+        sent += self._go_on(stream, out, next_seqno, _last_seqno(batch))
         if stream.accepts is not None and stream.filter.is_limited:
             self._note_events(stream, batch)
-        if next_seqno > end_seqno and not _ends_at(batch, end_seqno):
-            assert stream.filter.may_advance, "who does not know it gets snapshots that end on items"
-            advanced = pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno)
-            sent += self.put(stream, out, advanced)
         return sent
+
+    def _go_on(self, stream: Stream, out: list[Message], next_seqno: int, last_seqno: int) -> int:
+        """Move the cursor to `next_seqno`; return the bytes of what has to be said about it.
+
+        `last_seqno` is that of the last change that was sent.
+        """
+        end_seqno = stream.snap_end_seqno
+        assert end_seqno is not None
+        assert stream.next_seqno < next_seqno <= end_seqno + 1
+        stream.next_seqno = next_seqno
+        if next_seqno <= end_seqno or last_seqno == end_seqno:
+            return 0
+        assert stream.filter.may_advance, "who does not know it gets snapshots that end on items"
+        return self.put(stream, out, pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno))
 
     def _note_events(self, stream: Stream, batch: FrameBatch) -> None:
         """Tell the filter which drops the client has heard of: it may be empty now."""
@@ -135,7 +159,7 @@ class SnapshotWriter:
         ):
             stream.next_seqno = limit + 1
 
-    def finish(self, stream: Stream, out: list[bytes]) -> int:
+    def finish(self, stream: Stream, out: list[Message]) -> int:
         """Everything of the snapshot is sent; return the bytes of the message that says so."""
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
@@ -146,7 +170,7 @@ class SnapshotWriter:
             return 0
         return self.put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
 
-    def put(self, stream: Stream, out: list[bytes], message: bytes) -> int:
+    def put(self, stream: Stream, out: list[Message], message: bytes) -> int:
         """Send a message of a stream; return its length."""
         if stream.framing:
             message = with_framing(message, stream.framing)
@@ -175,12 +199,12 @@ class SnapshotWriter:
         return with_framing(message, stream.framing) if stream.framing else message
 
 
-def _ends_at(batch: FrameBatch, end_seqno: int) -> bool:
-    """Whether the last frame is that of a snapshot's end."""
+def _last_seqno(batch: FrameBatch) -> int:
+    """Return the seqno of the last frame, 0 where there is none."""
     if not batch.frames:
-        return False
+        return 0
     last_seqno: int = U64.unpack_from(batch.frames[-1], HEADER_BYTES)[0]
-    return last_seqno == end_seqno
+    return last_seqno
 
 
 def _encode(
@@ -188,7 +212,7 @@ def _encode(
     codec: FrameCodec | None,
     previous: Callable[[Stream, bytes], bytes | None] | None,
     batch: FrameBatch,
-    out: list[bytes],
+    out: list[Message],
     bytes_max: int,
 ) -> tuple[int, int]:
     """Send a batch in the stream's own form; return bytes sent and the next seqno.

@@ -7,7 +7,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
 from dcp.stream.filter import StreamFilter
 from dcp.stream.rate import RateLimit
@@ -68,7 +68,7 @@ class Stream:
         """Where the next marker starts."""
         self.snap_end_seqno: int | None = None
         """End of the snapshot under way; None between snapshots."""
-        self.skip: Container[int] = ()
+        self.skip: Collection[int] = ()
         self.filter = stream_filter
         self.accepts: Accepts | None = None
         """What the filter lets through in the snapshot under way; None: everything."""

@@ -1,0 +1,259 @@
+"""What the server's core costs a core: microseconds of processor time per operation.
+
+    python -m benchmarks.cpu --keys 1000000
+
+One process without sockets, the log in memory, the store in LMDB: processor time is counted, so
+the figures hold on a machine that has other things to do. It prints one JSON document.
+
+- set_new, set_memory, set_merged   a SET of a key that is new, in memory, in the store only
+- get_memory, get_merged            the same for GET
+- merge                             an entry of a merge of new keys
+- backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
+- live                              a SET that one stream follows, less the SET
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from benchmarks import workload
+from dcp.server.main import GC_THRESHOLDS
+from dcp.session.auth import AuthStep
+from dcp.session.session import Session
+from dcp.session.state import Limits, SessionState
+from dcp.stream.hub import StreamHub
+from dcp.stream.producer import Producer
+from dcp.wire.frame import pack_request
+from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.device_memory import MemoryLogDevice
+from vbucket.engine import Engine
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.kvenv_lmdb import LmdbEnv
+from vbucket.merge import merge
+from vbucket.recovery import new_partitions
+from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
+
+BATCH: Final = 64
+GROUP_BATCHES: Final = 8
+"""Batches to a commit group: about what 8 connections bring while the disk is busy."""
+PUMP_BYTES: Final = 256 * 1024
+NOW_NS: Final = 1_800_000_000_000_000_000
+
+
+class OpenDoor:
+    """Lets everybody in as guest."""
+
+    def mechanisms(self, peer_is_loopback: bool) -> list[str]:
+        return ["PLAIN"] if peer_is_loopback else []
+
+    def start(self, _mechanism: str, _initial: bytes, _peer_is_loopback: bool) -> AuthStep:
+        return AuthStep(Status.OK, b"", None, "guest")
+
+    def step(self, _exchange: object, _message: bytes) -> AuthStep:
+        return AuthStep(Status.AUTH_ERROR)
+
+
+class CoreNode:
+    """Engine, store and sessions in this process."""
+
+    version = "benchmark"
+
+    def __init__(self, folder: Path) -> None:
+        drawn = random.Random(1)
+        self.env = LmdbEnv(folder, TABLES)
+        node = NodeRecord(STORE_FORMAT_VERSION, self.env.engine, "00", False, "commit", 0)
+
+        def draw_uuid() -> int:
+            return vb_uuid_from_random(drawn.getrandbits(64))
+
+        self.store = Store.create(self.env, node, new_partitions(draw_uuid))
+        self.engine = Engine(self.store, draw_uuid, 1 << 40)
+        self.device = MemoryLogDevice()
+        self.device.rotate()
+        self.hub = StreamHub()
+
+    def bucket_config(self) -> bytes:
+        return b"{}"
+
+    global_config = bucket_config
+
+    def config_version(self) -> tuple[int, int]:
+        return (1, 1)
+
+    def stats(self, _group: bytes) -> list[tuple[str, str]] | None:
+        return None
+
+    def session(self) -> Session:
+        session = Session(
+            SessionState(
+                engine=self.engine, hub=self.hub, facts=self, authenticator=OpenDoor(),
+                peer_is_loopback=True, limits=Limits(),
+            )
+        )  # fmt: skip
+        for frame in workload.session_frames():
+            session.receive(frame, NOW_NS)
+        session.state.answers.clear()
+        return session
+
+    def commit(self) -> None:
+        group = self.engine.take_group()
+        if group is not None:
+            self.device.append(group.record)
+            self.engine.group_committed(group)
+            self.hub.committed(group.high_seqnos)
+
+    def follow(self, value: bytes = b"") -> tuple[Session, Producer]:
+        """Stream all partitions from the beginning, on a connection with our consumer's terms."""
+        session = self.session()
+        name = b"follower %d" % self.hub.connection_count
+        flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
+        asked = StreamRequest(0, 0, SEQNO_MAX, 0, 0, 0)
+        requests = [pack_request(Opcode.DCP_OPEN, key=name, extras=OPEN_EXTRAS.pack(0, flags))]
+        requests += [
+            pack_request(Opcode.DCP_CONTROL, key=key, value=b"true")
+            for key in (b"enable_noop", b"enable_expiry_opcode", b"x_version_log",
+                        b"x_snapshot_end")
+        ]  # fmt: skip
+        requests += [
+            pack_stream_request(vb_id, asked, vb_id, value) for vb_id in range(NUM_VBUCKETS)
+        ]
+        session.receive(b"".join(requests), NOW_NS)
+        session.state.answers.clear()
+        assert session.state.producer is not None
+        return session, session.state.producer
+
+    def merge(self) -> tuple[int, float]:
+        """Merge all that is in memory; return entries and the processor's seconds."""
+        self.commit()
+        self.engine.freeze()
+        self.device.rotate()
+        segments = [(number, self.device.read(number)) for number in self.device.segments()[:-1]]
+        began = time.process_time()
+        report = merge(self.env, segments)
+        seconds = time.process_time() - began
+        self.engine.merged(report)
+        self.engine.drop_frozen(0, NUM_VBUCKETS)
+        for number, _ in segments:
+            self.device.delete(number)
+        return report.entries, seconds
+
+
+def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
+    """Hand batches to a session, commit, throw the answers away; return processor seconds."""
+    state = session.state
+    made = list(batches)
+    began = time.process_time()
+    for place, batch in enumerate(made):
+        session.receive(batch, NOW_NS)
+        if place % GROUP_BATCHES == GROUP_BATCHES - 1:
+            b"".join(state.answers)
+            state.answers.clear()
+            state.is_full = False
+            node.commit()
+    node.commit()
+    seconds = time.process_time() - began
+    assert not state.buffer, "every batch was taken"
+    state.answers.clear()
+    return seconds
+
+
+def backfill(node: CoreNode) -> tuple[int, float]:
+    """Follow everything; return bytes and processor seconds."""
+    _, producer = node.follow()
+    sent = 0
+    began = time.process_time()
+    while producer.has_output:
+        sent += sum(map(len, producer.pump(PUMP_BYTES)))
+    seconds = time.process_time() - began
+    producer.close()
+    return sent, seconds
+
+
+def indexes(seed: int, keys: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(keys) for _ in range(count)]
+
+
+def get_batches(wanted: list[int]) -> list[bytes]:
+    frames = [workload.binary_get(workload.key_of(index)) for index in wanted]
+    return [b"".join(frames[at : at + BATCH]) for at in range(0, len(frames), BATCH)]
+
+
+def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> float:
+    """Seconds to send every change as it comes, one commit group for each batch of SETs."""
+    writer = node.session()
+    _, producer = node.follow()
+    while producer.has_output:
+        producer.pump(1 << 30)
+    seconds = 0.0
+    for batch in workload.batches("binary", indexes(9, keys, count), BATCH, pool):
+        writer.receive(batch, NOW_NS)
+        writer.state.answers.clear()
+        group = node.engine.take_group()
+        assert group is not None
+        node.engine.group_committed(group)
+        began = time.process_time()
+        node.hub.committed(group.high_seqnos)
+        while producer.has_output:
+            b"".join(producer.pump(PUMP_BYTES))
+        seconds += time.process_time() - began
+    producer.close()
+    return seconds
+
+
+def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, float]:
+    """Everything, in microseconds per operation."""
+    pool = workload.values(1, value_bytes)
+    node = CoreNode(folder)
+    session = node.session()
+    gc.set_threshold(*GC_THRESHOLDS)
+    seconds: dict[str, float] = {}
+
+    def sets(wanted: Iterable[int]) -> list[bytes]:
+        return list(workload.batches("binary", list(wanted), BATCH, pool))
+
+    seconds["set_new"] = drive(node, session, sets(range(keys))) / keys
+    gc.collect()
+    gc.freeze()
+    seconds["get_memory"] = drive(node, session, get_batches(indexes(1, keys, count))) / count
+    _, spent = backfill(node)
+    seconds["backfill_memory"] = spent / keys
+    entries, spent = node.merge()
+    seconds["merge"] = spent / entries
+    sent, spent = backfill(node)
+    seconds["backfill_merged"] = spent / keys
+    seconds["get_merged"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
+    seconds["set_merged"] = drive(node, session, sets(indexes(3, keys, count))) / count
+    seconds["set_memory"] = drive(node, session, sets(indexes(3, keys, count))) / count
+    seconds["live"] = measure_live(node, keys, count, pool) / count
+    figures = {name: round(1e6 * each, 3) for name, each in seconds.items()}
+    figures["backfill_merged_bytes_per_second"] = round(sent / (keys * seconds["backfill_merged"]))
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.cpu")
+    parser.add_argument("--keys", type=int, default=500_000)
+    parser.add_argument("--operations", type=int, default=100_000, help="per figure, at least")
+    parser.add_argument("--value-bytes", type=int, default=128)
+    options = parser.parse_args()
+    count = options.operations // BATCH * BATCH
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), options.keys, count, options.value_bytes)
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

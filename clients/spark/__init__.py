@@ -1,0 +1,48 @@
+"""Spark: changes as a stream that survives history branches, and tables that follow it.
+
+    spark.dataSource.register(DcpDataSource)
+    changes = spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
+    changes.writeStream.foreachBatch(partial(apply_changes, path="table")).start()
+
+Needs the extra `spark` (pip install 'dcpd[spark]') and Java 17 or newer. docs/spark.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from clients.spark.java import check_java
+    from clients.spark.progress import rows_behind
+    from clients.spark.sink import apply_changes, read_table
+    from clients.spark.source import DcpDataSource
+
+__all__ = ["DcpDataSource", "apply_changes", "check_java", "read_table", "rows_behind"]
+
+_PLACES: Final = {
+    "DcpDataSource": "source",
+    "apply_changes": "sink",
+    "check_java": "java",
+    "read_table": "sink",
+    "rows_behind": "progress",
+}
+_PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalake", "py4j"})
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for; say what is missing where the extra is not installed."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        module = import_module(f"{__name__}.{_PLACES[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _PACKAGES:
+            raise
+        raise ModuleNotFoundError(
+            f"clients.spark needs the package {error.name}: pip install 'dcpd[spark]'"
+            " (and Java 17 or newer)",
+            name=error.name,
+        ) from error
+    return getattr(module, name)

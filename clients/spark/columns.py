@@ -1,0 +1,257 @@
+"""From the bytes of a stream to columns: no Python object per change.
+
+What a connection brings is a row of packets, one after the other. Their places are found in a
+loop (each packet tells the length of the next); everything else is done for all of them at once:
+numbers are gathered by numpy, and keys and values are the second and third piece of each packet
+when the whole buffer is taken as one Arrow array of pieces.
+
+    HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | value      (docs of the wire: frame)
+
+Invariant: `Chunk.places` are those of whole DCP_MUTATION, DCP_DELETION and DCP_EXPIRATION packets
+in `Chunk.data`, rising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from clients.position import Versions
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.opcode import Opcode
+
+OPS: Final = ("set", "delete", "expire", "rollback")
+"""What the column `op` says."""
+ROLLBACK: Final = OPS.index("rollback")
+_OP_OF: Final = np.zeros(256, dtype=np.int8)
+_OP_OF[Opcode.DCP_DELETION] = OPS.index("delete")
+_OP_OF[Opcode.DCP_EXPIRATION] = OPS.index("expire")
+_OP_TEXTS: Final = pa.array(OPS)
+_MUTATION_EXTRAS_BYTES: Final = 31
+
+ValueParser = Callable[[Any], Any]
+"""Makes the column of values out of an Arrow array of bytes."""
+
+
+class Chunk(NamedTuple):
+    """Bytes that came, and where in them the changes are."""
+
+    data: bytes
+    places: list[int]
+
+
+class Heads(NamedTuple):
+    """The numbers of a chunk's changes, one array each."""
+
+    places: Any
+    vb_ids: Any
+    opaques: Any
+    cas: Any
+    seqnos: Any
+    revisions: Any
+
+
+class Changes(NamedTuple):
+    """Changes as columns."""
+
+    heads: Heads
+    vb_uuids: Any
+    ops: Any
+    """Index into `OPS`."""
+    flags: Any
+    expiry_s: Any
+    keys: Any
+    values: Any
+    collection_ids: Any
+    """None where no prefix was looked for."""
+
+
+def _view(data: bytes, dtype: str, offset: int, places: Any) -> Any:
+    """Return the numbers that stand `offset` bytes behind each place, in the machine's order."""
+    width = np.dtype(dtype).itemsize
+    # A view that begins a number at every byte; only those at `places` are looked at.
+    everywhere = np.ndarray((len(data) - width + 1,), dtype, data, strides=(1,))
+    return everywhere[places + offset].astype(dtype.replace(">", "="))
+
+
+def heads_of(chunk: Chunk) -> Heads:
+    """Return the numbers that every change has."""
+    data, places = chunk.data, np.array(chunk.places, dtype=np.int64)
+    return Heads(
+        places,
+        _view(data, ">u2", 6, places),
+        _view(data, ">u4", 12, places),
+        _view(data, ">u8", 16, places),
+        _view(data, ">u8", HEADER_BYTES, places),
+        _view(data, ">u8", HEADER_BYTES + 8, places),
+    )
+
+
+def last_seqnos(heads: Heads) -> dict[int, int]:
+    """Return the seqno of the last change of each stream, by opaque."""
+    opaques, from_behind = np.unique(heads.opaques[::-1], return_index=True)
+    seqnos = heads.seqnos[::-1][from_behind]
+    return dict(zip(opaques.tolist(), seqnos.tolist(), strict=True))
+
+
+def without(heads: Heads, opaques: list[int]) -> Heads:
+    """Return the heads of other streams."""
+    mask = ~np.isin(heads.opaques, opaques)
+    return Heads(*(column[mask] for column in heads))
+
+
+def changes_of(
+    data: bytes, heads: Heads, versions_of: Mapping[int, Versions], *, has_prefix: bool
+) -> Changes:
+    """Return the changes with these heads. `versions_of`: by opaque, newest first.
+
+    With `has_prefix` each key begins with its collection's id.
+    """
+    places = heads.places
+    octets = np.frombuffer(data, np.uint8)
+    opcodes = octets[places + 1]
+    extras_len = octets[places + 4].astype(np.int64)
+    key_len = _view(data, ">u2", 2, places).astype(np.int64)
+    body_len = _view(data, ">u4", 8, places).astype(np.int64)
+    key_at = places + HEADER_BYTES + extras_len
+    value_at = key_at + key_len
+    collection_ids = None
+    if has_prefix:
+        collection_ids, prefix_len = _collection_ids(octets, key_at)
+        key_at = key_at + prefix_len
+    end_at = places + HEADER_BYTES + body_len
+    ops = _OP_OF[opcodes]
+    is_set = ops == 0
+    keys, values = _pieces(data, places, key_at, value_at, end_at, is_set)
+    # Removals have shorter extras: what is read there is not theirs, and masked.
+    safe = np.where(is_set, places, places[0] if len(places) else 0)
+    flags = np.zeros(len(places), np.uint32)
+    expiry_s = np.zeros(len(places), np.uint32)
+    if is_set.any():
+        first = places[np.argmax(is_set)]
+        safe = np.where(is_set, places, first)
+        assert (extras_len[is_set] == _MUTATION_EXTRAS_BYTES).all()
+        flags = np.where(is_set, _view(data, ">u4", HEADER_BYTES + 16, safe), 0)
+        expiry_s = np.where(is_set, _view(data, ">u4", HEADER_BYTES + 20, safe), 0)
+    return Changes(
+        heads, _vb_uuids(heads, versions_of), ops, flags, expiry_s, keys, values, collection_ids
+    )
+
+
+def _pieces(data: bytes, places: Any, key_at: Any, value_at: Any, end_at: Any, is_set: Any) -> Any:
+    """Return keys and values: each packet is four pieces, and the gap behind it the last one."""
+    count = len(places)
+    offsets = np.empty(4 * count + 1, np.int32)
+    offsets[0:-1:4], offsets[1:-1:4] = places, key_at
+    offsets[2:-1:4], offsets[3:-1:4] = value_at, end_at
+    offsets[-1] = len(data)
+    pieces = pa.Array.from_buffers(
+        pa.binary(), 4 * count, [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )
+    index = np.arange(count, dtype=np.int64) * 4
+    keys = pieces.take(pa.array(index + 1))
+    values = pieces.take(pa.array(index + 2, mask=None if is_set.all() else ~is_set))
+    return keys, values
+
+
+def _collection_ids(octets: Any, key_at: Any) -> tuple[Any, Any]:
+    """Return the LEB128 numbers that stand at the beginning of keys, and their lengths."""
+    ids = np.zeros(len(key_at), np.int64)
+    lengths = np.zeros(len(key_at), np.int64)
+    goes_on = np.ones(len(key_at), bool)
+    for byte_index in range(5):
+        octet = octets[np.minimum(key_at + byte_index, len(octets) - 1)]
+        ids += np.where(goes_on, (octet & 0x7F).astype(np.int64) << (7 * byte_index), 0)
+        lengths += goes_on
+        goes_on &= octet >= 0x80
+        if not goes_on.any():
+            break
+    return ids, lengths
+
+
+def _vb_uuids(heads: Heads, versions_of: Mapping[int, Versions]) -> Any:
+    """Return the version that each change belongs to: the newest that began below it."""
+    opaques, inverse = np.unique(heads.opaques, return_inverse=True)
+    newest = [versions_of[int(opaque)] for opaque in opaques]
+    numbers = np.array([versions[0][0] if versions else 0 for versions in newest], np.uint64)
+    result = numbers[inverse]
+    for index, versions in enumerate(newest):
+        if len(versions) > 1:
+            rows = np.nonzero(inverse == index)[0]
+            began = np.array([seqno for _, seqno in reversed(versions)], np.uint64)
+            uuids = np.array([vb_uuid for vb_uuid, _ in reversed(versions)], np.uint64)
+            at = np.searchsorted(began, heads.seqnos[rows], side="left") - 1
+            result[rows] = uuids[np.maximum(at, 0)]
+    return result
+
+
+def record_batch(
+    changes: Changes, schema: pa.Schema, parse: ValueParser, names: Mapping[int, str] | None
+) -> pa.RecordBatch:
+    """Return changes as a batch with exactly this schema.
+
+    `names`: collection id -> what the column `collection` says; None: there is no such column.
+    """
+    heads = changes.heads
+    is_set = changes.ops == 0
+    no_expiry = (changes.expiry_s == 0) | ~is_set
+    columns = {
+        "vb": pa.array(heads.vb_ids.astype(np.int32)),
+        "seqno": pa.array(heads.seqnos.view(np.int64)),
+        "vb_uuid": pa.array(changes.vb_uuids.view(np.int64)),
+        "op": _OP_TEXTS.take(pa.array(changes.ops)),
+        "key": text_or_bytes(changes.keys, schema.field("key").type),
+        "value": parse(changes.values),
+        "cas": pa.array(heads.cas.view(np.int64)),
+        "revision": pa.array(heads.revisions.view(np.int64)),
+        "flags": pa.array(changes.flags.astype(np.int64), mask=~is_set),
+        "expiry": _moments(changes.expiry_s.astype(np.int64) * 1_000_000, no_expiry),
+        "time": _moments(((heads.cas & ~np.uint64(0xFFFF)) // 1000).astype(np.int64), heads.cas == 0),
+    }
+    if names is not None:
+        assert changes.collection_ids is not None
+        ids, inverse = np.unique(changes.collection_ids, return_inverse=True)
+        texts = pa.array([names.get(int(number), f"{number:x}") for number in ids], pa.string())
+        columns["collection"] = texts.take(pa.array(inverse))
+    return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+
+def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> pa.RecordBatch:
+    """Return rollback rows; each is given as (vb, seqno to go back to, vb_uuid)."""
+    told = {
+        "vb": [vb_id for vb_id, _, _ in rollbacks],
+        "seqno": [seqno for _, seqno, _ in rollbacks],
+        "vb_uuid": [_signed(vb_uuid) for _, _, vb_uuid in rollbacks],
+        "op": [OPS[ROLLBACK]] * len(rollbacks),
+    }
+    nothing = [None] * len(rollbacks)
+    return pa.RecordBatch.from_arrays(
+        [pa.array(told.get(field.name, nothing), field.type) for field in schema], schema=schema
+    )
+
+
+def text_or_bytes(array: Any, wanted: Any) -> Any:
+    """Return an array of bytes as the type that is wanted: the same, or text.
+
+    Raises ValueError where bytes are not UTF-8.
+    """
+    if wanted == pa.binary():
+        return array
+    try:
+        return array.cast(pa.string())
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            "a key or value is not UTF-8 text: read it as it is with the options keyFormat=binary"
+            " and valueFormat=binary"
+        ) from error
+
+
+def _moments(microseconds: Any, is_null: Any) -> Any:
+    return pa.array(microseconds, pa.int64(), mask=is_null).cast(pa.timestamp("us", tz="UTC"))
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,172 @@
+"""An executor's reading: connections to the nodes that hold a task's partitions, tried again.
+
+`clients.spark.fetch_core` decides; here are the sockets and the clock. A connection that is lost
+is made again, and goes on where it was, as long as that helps within `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from clients.address import ServerAddress
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    TopologyError,
+)
+from clients.kv_sync import SyncKv
+from clients.link_sync import SyncLink
+from clients.spark.fetch_core import Arrived, FetchCore, Stream
+from clients.spark.plan import Step
+from clients.topology import Topology
+from dcp.wire.frame import RemoteProtocolError
+
+READ_BYTES: Final = 1024 * 1024
+PATIENCE_S: Final = 60.0
+"""How long nothing may come before a task gives up: a server's restart takes less."""
+RETRY_S: Final = 0.1
+"""Pause before a connection or a stream is asked for again."""
+
+LOST: Final = (ConnectError, ConnectionLostError, OperationTimeoutError, TopologyError)
+"""Errors after which another attempt may work: the server restarts, or a partition moves."""
+
+
+class StreamLink(SyncLink):
+    """A connection that is read as bytes once the handshake is done."""
+
+    def send(self, data: bytes) -> None:
+        """Send packets."""
+        if data:
+            self._write(data)
+
+    def read(self) -> bytes:
+        """Return what came. Raises ConnectionLostError, OperationTimeoutError."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"nothing came within {PATIENCE_S:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise ConnectionLostError(
+                f"the connection was lost: {error.strerror or error}", node=self.node
+            ) from error
+        if not data:
+            raise ConnectionLostError("closed by the server", node=self.node)
+        return data
+
+
+def topology_of(servers: Sequence[ServerAddress]) -> Topology:
+    """Return the cluster's configuration from the first server that answers."""
+    problem: DcpdError | None = None
+    for address in servers:
+        try:
+            with SyncKv(address) as kv:
+                return kv.topology()
+        except LOST as error:
+            problem = error
+    assert problem is not None, "there is at least one server"
+    raise problem
+
+
+def fetch(
+    servers: tuple[ServerAddress, ...],
+    steps: Sequence[Step],
+    *,
+    history: bool = True,
+    collection_ids: tuple[int, ...] = (0,),
+) -> Iterator[Arrived]:
+    """Yield what the steps have to give. Raises DcpdError where that does not work out."""
+    streams = [Stream(step) for step in steps]
+    began = time.monotonic()
+    while streams:
+        left: list[Stream] = []
+        problem: DcpdError | None = None
+        try:
+            topology = topology_of(servers)
+            for node, group in _by_node(topology, streams).items():
+                reading = _Reading(servers[0].at(*node), history, collection_ids)
+                for arrived in reading.run(group):
+                    began = time.monotonic()
+                    yield arrived
+                left += reading.left
+                problem = problem or reading.problem
+        except LOST as error:
+            left, problem = streams, error
+        streams = left
+        if streams:
+            if time.monotonic() - began > PATIENCE_S:
+                raise problem or _stuck(streams)
+            time.sleep(RETRY_S)
+
+
+def _by_node(
+    topology: Topology, streams: Sequence[Stream]
+) -> dict[tuple[str, int], list[Stream]]:
+    groups: dict[tuple[str, int], list[Stream]] = {}
+    for stream in streams:
+        node = topology.node_of(stream.vb_id)
+        groups.setdefault((node.host, node.kv_port), []).append(stream)
+    return groups
+
+
+def _stuck(streams: Sequence[Stream]) -> DcpdError:
+    stream = streams[0]
+    return DcpdError(
+        f"the partition stands at seqno {stream.seqno}, its node does not send what comes up to"
+        f" {stream.end_seqno}",
+        vb_id=stream.vb_id,
+        hint="Is it active on a node? See: dcpctl seqnos, dcpctl stream list",
+    )
+
+
+class _Reading:
+    """One connection for some streams; `left` and `problem` tell what remained, and why."""
+
+    def __init__(
+        self, address: ServerAddress, history: bool, collection_ids: tuple[int, ...]
+    ) -> None:
+        self.left: list[Stream] = []
+        self.problem: DcpdError | None = None
+        self._address = address
+        self._history = history
+        self._collection_ids = collection_ids
+
+    def run(self, streams: list[Stream]) -> Iterator[Arrived]:
+        """Yield what comes, until all is there or the connection is lost."""
+        self.left = streams
+        try:
+            link = StreamLink(self._address, timeout_s=PATIENCE_S)
+        except LOST as error:
+            self.problem = error
+            return
+        with link:
+            core = FetchCore(
+                streams,
+                b"spark-" + secrets.token_hex(8).encode(),
+                has_collections=link.has_collections,
+                collection_ids=self._collection_ids,
+                history=self._history,
+                node=link.node,
+            )
+            try:
+                link.send(core.begin())
+                while not core.is_done:
+                    arrived = core.receive(link.read())
+                    if arrived.changes is not None or arrived.rollbacks:
+                        yield arrived
+                    if core.is_waiting:
+                        time.sleep(RETRY_S)
+                        core.retry()
+                    link.send(core.take_output())
+            except LOST as error:
+                self.problem = error
+            except RemoteProtocolError as error:
+                raise ConnectError(f"what came is no stream: {error}", node=link.node) from error
+            finally:
+                self.left = core.unfinished()

@@ -1,0 +1,422 @@
+"""An executor's connection: steps of a batch in, changes out. Sans-IO: bytes in, bytes out.
+
+    core = FetchCore(steps, name, ...)
+    send(core.begin())
+    arrived = core.receive(data)     # -> rollbacks and chunks of changes
+    send(core.take_output())
+    ... until core.is_done, or the connection is lost: then a new core for core.unfinished()
+
+    stream:  ASKED -> OPEN -> DONE         the end is reached, or nothing (more) of it is left
+               ^   \\    |
+               +---+----+---> WAITING      asked again: ETMPFAIL, a broken stream, ...
+
+What a step gets
+- its rollback row first, once it is known that there is anything to read after it;
+- the changes above its start, up to its end or, where history branched below that since, up to
+  where the two part. No more: the next batch, planned from the end as it was, begins with the
+  rollback (see docs/spark.md, where it is shown why that is enough);
+- a start whose deletions were purged meanwhile: a rollback row to 0, and all that leads to the end.
+
+Invariants
+- one stream request at a time per partition, each with an opaque of its own;
+- changes of a stream that was given up are dropped by their opaque;
+- a stream that goes on after a break asks from the last change that was handed out, in the
+  snapshot that it was in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum, auto
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+from clients.errors import DcpdError, StreamViolationError, error_from_status
+from clients.position import Versions
+from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
+from clients.spark.plan import Step, common_end, common_seqno
+from dcp.wire.frame import HEADER_BYTES, MAX_BODY_BYTES, Frame, FrameDecoder, pack_response
+from dcp.wire.frame import RemoteProtocolError, pack_request
+from dcp.wire.message import (
+    U64,
+    EndReason,
+    MarkerFlag,
+    OpenFlag,
+    StreamRequest,
+    pack_control,
+    pack_open,
+    pack_stream_request,
+    parse_failover_log,
+    parse_marker,
+    parse_stream_end,
+)
+from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
+
+HEAD: Final = Struct(">HHBBHI")
+"""Magic and opcode, key length, extras length, datatype, vbucket, body length."""
+CHANGES: Final = frozenset(
+    Magic.REQUEST << 8 | opcode
+    for opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
+)
+_LATER: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.ERANGE})
+"""Refusals after which the same request may be taken in a moment. ERANGE: the node is behind."""
+NOOP_INTERVAL_S: Final = 120
+
+
+class StreamGoneError(DcpdError):
+    """What a task had handed out in part cannot be finished; a new attempt of the task can."""
+
+    default_hint = "Spark repeats the task; in local mode allow that with local[N,4]."
+
+
+class Snapshot(NamedTuple):
+    """The snapshot that a stream is in, as its marker said."""
+
+    start_seqno: int
+    end_seqno: int
+    is_history: bool
+
+
+class StreamState(Enum):
+    """See the module."""
+
+    ASKED = auto()
+    OPEN = auto()
+    WAITING = auto()
+    DONE = auto()
+
+
+class Stream:
+    """One step on its way."""
+
+    __slots__ = ("end_seqno", "opaque", "rollback_to", "seqno", "snapshot", "start_seqno",
+                 "state", "step", "versions")  # fmt: skip
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.state = StreamState.WAITING
+        self.start_seqno = self.seqno = step.start_seqno
+        """Where reading began, and the last seqno that was handed out."""
+        self.versions: Versions = step.start_versions
+        self.end_seqno = step.end_seqno
+        self.rollback_to = step.rollback_to
+        """The rollback row that is still to be handed out."""
+        self.snapshot: Snapshot | None = None
+        self.opaque = 0
+
+    @property
+    def vb_id(self) -> int:
+        """The partition."""
+        return self.step.vb_id
+
+    def place(self) -> tuple[int, int, int]:
+        """Return start seqno, snapshot start and end to ask with."""
+        at, snapshot = self.seqno, self.snapshot
+        if snapshot is None or snapshot.is_history or at == self.start_seqno:
+            return at, at, at
+        if snapshot.start_seqno <= at < snapshot.end_seqno:
+            return at, snapshot.start_seqno, snapshot.end_seqno
+        return at, at, at
+
+    def restart(self) -> None:
+        """Begin the partition anew."""
+        self.start_seqno = self.seqno = 0
+        self.versions = ()
+        self.rollback_to = 0
+        self.snapshot = None
+
+
+class Arrived(NamedTuple):
+    """What one read brought."""
+
+    rollbacks: list[tuple[int, int, int]]
+    """(vb, seqno to go back to, vb_uuid)."""
+    changes: Changes | None
+
+
+class FetchCore:
+    """See the module. One per connection."""
+
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        name: bytes,
+        *,
+        has_collections: bool,
+        collection_ids: tuple[int, ...] = (0,),
+        history: bool = True,
+        with_values: bool = True,
+        node: str | None = None,
+    ) -> None:
+        self.node = node
+        self.moved: list[Stream] = []
+        """Streams whose partition is not here any more; the caller places them elsewhere."""
+        self._streams = list(streams)
+        for stream in self._streams:
+            stream.state = StreamState.WAITING
+        self._by_opaque: dict[int, Stream] = {}
+        """By opaque: the stream that asked with it, and has not given it up."""
+        self._versions_of: dict[int, Versions] = {}
+        self._pending: dict[int, str] = {}
+        """By opaque: what was asked of the connection as a whole."""
+        self._has_collections = has_collections
+        self._filter: dict[str, Any] = {}
+        if has_collections:
+            self._filter["collections"] = [f"{number:x}" for number in collection_ids]
+        self._history = history
+        self._open_flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
+        if not with_values:
+            self._open_flags |= OpenFlag.NO_VALUE
+        self._name = name
+        self._rest = b""
+        self._output: list[bytes] = []
+        self._next_opaque = 1
+        self._rollbacks: list[tuple[int, int, int]] = []
+        self._broken: list[Stream] = []
+        """Streams that ended early in the read under way; asked again when its changes are in."""
+
+    # -- what the shell calls ------------------------------------------------------------------
+
+    def begin(self) -> bytes:
+        """Return the first bytes."""
+        self._ask("DCP_OPEN", lambda opaque: pack_open(self._name, self._open_flags, opaque))
+        controls = [
+            (b"enable_noop", b"true"),
+            (b"set_noop_interval", str(NOOP_INTERVAL_S).encode()),
+            (b"enable_expiry_opcode", b"true"),
+            (b"send_stream_end_on_client_close_stream", b"true"),
+            (b"x_version_log", b"true"),
+        ]
+        if self._history:
+            controls.append((b"change_streams", b"true"))
+        for key, value in controls:
+            self._ask(
+                f"DCP_CONTROL {key.decode()}",
+                lambda opaque, key=key, value=value: pack_control(key, value, opaque),
+            )
+        self.retry()
+        return self.take_output()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will come."""
+        return all(stream.state is StreamState.DONE for stream in self._streams)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the server asked to come back later."""
+        return any(stream.state is StreamState.WAITING for stream in self._streams)
+
+    def unfinished(self) -> list[Stream]:
+        """Return the streams that another connection has to go on with."""
+        return [*self.moved, *(s for s in self._streams if s.state is not StreamState.DONE)]
+
+    def retry(self) -> None:
+        """Ask for the streams that wait."""
+        for stream in self._streams:
+            if stream.state is StreamState.WAITING:
+                self._request(stream)
+
+    def take_output(self) -> bytes:
+        """Return what is to be sent."""
+        output, self._output = self._output, []
+        return b"".join(output)
+
+    def receive(self, data: bytes) -> Arrived:
+        """Take what a read brought.
+
+        Raises DcpdError where the server refuses for good, RemoteProtocolError for what is no
+        packet, StreamGoneError.
+        """
+        data = self._rest + data if self._rest else data
+        places, position = self._walk(data)
+        self._rest = data[position:]
+        changes = self._taken(Chunk(data, places)) if places else None
+        broken, self._broken = self._broken, []
+        for stream in broken:
+            if stream.state is StreamState.WAITING:
+                self._request(stream)
+        rollbacks, self._rollbacks = self._rollbacks, []
+        return Arrived(rollbacks, changes)
+
+    # -- packets -------------------------------------------------------------------------------
+
+    def _walk(self, data: bytes) -> tuple[list[int], int]:
+        """Return the places of changes, and where the first incomplete packet begins."""
+        places: list[int] = []
+        add, unpack, is_change = places.append, HEAD.unpack_from, CHANGES.__contains__
+        position, last = 0, len(data) - HEADER_BYTES
+        while position <= last:
+            kind, _, _, _, _, body_bytes = unpack(data, position)
+            following = position + HEADER_BYTES + body_bytes
+            if following > len(data):
+                if body_bytes > MAX_BODY_BYTES:
+                    raise RemoteProtocolError(f"a body of {body_bytes} bytes")
+                break
+            if is_change(kind):
+                add(position)
+            else:
+                for frame in FrameDecoder().feed(data[position:following]):
+                    self._on_frame(frame)
+            position = following
+        return places, position
+
+    def _taken(self, chunk: Chunk) -> Changes | None:
+        """Note how far the streams came; return the changes of those that were not given up."""
+        heads = heads_of(chunk)
+        last = last_seqnos(heads)
+        given_up = [opaque for opaque in last if opaque not in self._by_opaque]
+        if given_up:
+            heads = without(heads, given_up)
+        for opaque, seqno in last.items():
+            stream = self._by_opaque.get(opaque)
+            if stream is not None:
+                if seqno > stream.end_seqno:
+                    what = f"a change with seqno {seqno} above the end {stream.end_seqno}"
+                    raise StreamViolationError(what, vb_id=stream.vb_id, node=self.node)
+                stream.seqno = max(stream.seqno, seqno)
+        if len(heads.places) == 0:
+            return None
+        return changes_of(
+            chunk.data, heads, self._versions_of, has_prefix=self._has_collections
+        )
+
+    def _on_frame(self, frame: Frame) -> None:
+        if not frame.is_request:
+            self._on_reply(frame)
+            return
+        if frame.opcode == Opcode.DCP_NOOP:
+            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
+            return
+        stream = self._by_opaque.get(frame.opaque)
+        if stream is None:
+            return
+        if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
+            marker = parse_marker(frame)
+            is_history = bool(marker.flags & MarkerFlag.HISTORY)
+            stream.snapshot = Snapshot(marker.start_seqno, marker.end_seqno, is_history)
+        elif frame.opcode in {Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_SYSTEM_EVENT}:
+            stream.seqno = max(stream.seqno, U64.unpack_from(frame.extras)[0])
+        elif frame.opcode == Opcode.DCP_STREAM_END:
+            self._on_end(stream, frame)
+
+    def _on_end(self, stream: Stream, frame: Frame) -> None:
+        reason = parse_stream_end(frame)
+        if reason == EndReason.OK:
+            stream.state = StreamState.DONE
+        elif reason == EndReason.FILTER_EMPTY:
+            stream.state = StreamState.DONE  # its collections are gone, and nothing is to come
+        else:
+            # Its last changes are in this very read: they are counted before it asks again.
+            stream.state = StreamState.WAITING
+            self._broken.append(stream)
+
+    # -- requests and replies ------------------------------------------------------------------
+
+    def _ask(self, what: str, pack: Any) -> None:
+        opaque = self._take_opaque()
+        self._pending[opaque] = what
+        self._output.append(pack(opaque))
+
+    def _request(self, stream: Stream) -> None:
+        self._by_opaque.pop(stream.opaque, None)
+        stream.opaque = opaque = self._take_opaque()
+        stream.state = StreamState.ASKED
+        self._by_opaque[opaque] = stream
+        self._versions_of[opaque] = stream.step.end_versions
+        start, snap_start, snap_end = stream.place()
+        vb_uuid = stream.versions[0][0] if stream.versions and start else 0
+        document = dict(self._filter)
+        if vb_uuid:
+            document["version_log"] = [[str(number), str(at)] for number, at in stream.versions]
+        request = StreamRequest(0, start, stream.end_seqno, vb_uuid, snap_start, snap_end)
+        value = json.dumps(document, separators=(",", ":")).encode() if document else b""
+        self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
+
+    def _on_reply(self, frame: Frame) -> None:
+        what = self._pending.pop(frame.opaque, None)
+        if what is not None:
+            self._check(frame, what)
+            return
+        stream = self._by_opaque.get(frame.opaque)
+        if stream is None:
+            return
+        status = frame.status
+        if status == Status.OK:
+            self._opened(stream, tuple(parse_failover_log(frame.value)))
+        elif status == Status.ROLLBACK and len(frame.value) > 8:
+            self._gone_back(stream, tuple(parse_failover_log(frame.value[8:])))
+        elif status == Status.NOT_MY_VBUCKET:
+            self._streams.remove(stream)
+            self.moved.append(stream)
+        elif status in _LATER:
+            stream.state = StreamState.WAITING
+        else:
+            self._check(frame, f"stream request from seqno {stream.seqno}", stream.vb_id)
+
+    def _opened(self, stream: Stream, server: Versions) -> None:
+        """The server streams: is the planned end still on its branch?"""
+        stream.state = StreamState.OPEN
+        self._hand_out_rollback(stream)
+        common = max(common_end(stream.step, server), stream.seqno)
+        if common >= stream.end_seqno:
+            # From here on the versions are those that led to the end of the batch, on a branch
+            # that the server has too: a break asks with them.
+            stream.versions = stream.step.end_versions
+            return
+        # What a de-duplicated snapshot up to the old end leaves out may lie at or below the new
+        # one, so the stream is asked for again, with the end that both histories have.
+        self._by_opaque.pop(stream.opaque)
+        if stream.end_seqno > stream.seqno:
+            self._ask_close(stream)
+        stream.end_seqno = common
+        if common <= stream.seqno:
+            stream.state = StreamState.DONE
+        else:
+            self._request(stream)
+
+    def _ask_close(self, stream: Stream) -> None:
+        opaque = self._take_opaque()
+        self._pending[opaque] = ""
+        self._output.append(
+            pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=stream.vb_id, opaque=opaque)
+        )
+
+    def _gone_back(self, stream: Stream, server: Versions) -> None:
+        """The server cannot go on from where the stream stands: why?"""
+        held = common_seqno(stream.versions, stream.seqno, server)
+        if held < stream.seqno:
+            # History branched below: nothing more of this batch is left.
+            self._hand_out_rollback(stream)
+            stream.state = StreamState.DONE
+            return
+        if stream.seqno > stream.start_seqno:
+            raise StreamGoneError(
+                "the server goes back below what this task has handed out already"
+                " (deletions were purged, or a snapshot was cut by a branch)",
+                vb_id=stream.vb_id,
+                node=self.node,
+            )
+        stream.restart()
+        self._request(stream)
+
+    def _hand_out_rollback(self, stream: Stream) -> None:
+        if stream.rollback_to is not None:
+            versions = stream.step.end_versions
+            vb_uuid = versions[0][0] if versions else 0
+            self._rollbacks.append((stream.vb_id, stream.rollback_to, vb_uuid))
+            stream.rollback_to = None
+
+    def _check(self, frame: Frame, what: str, vb_id: int | None = None) -> None:
+        # An empty `what`: whether a stream could be closed does not matter.
+        if frame.status and what:
+            raise error_from_status(
+                frame.status, what, body=frame.value, vb_id=vb_id, node=self.node
+            )
+
+    def _take_opaque(self) -> int:
+        opaque = self._next_opaque
+        self._next_opaque = opaque + 1
+        return opaque

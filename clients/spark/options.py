@@ -1,0 +1,265 @@
+"""The options of the source: one table of what there is, what it takes, and what is wrong. Pure.
+
+Spark gives options as text, names in any case. An unknown name or a value that an option does not
+take is an `OptionError` that names the option and what it takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from typing import Any, Final
+
+from clients.address import ServerAddress, parse_address
+from clients.spark.offset import Offset, decode, partition_number
+from vbucket.ids import NUM_VBUCKETS
+
+NUM_PARTITIONS: Final = 4
+"""Tasks of a batch, if there is enough to read: one server feeds about so many readers."""
+NUM_PARTITIONS_MAX: Final = 1024
+
+
+class OptionError(ValueError):
+    """An option of the source is wrong; the text names it and says what it takes."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options, taken apart. Goes to the executors, so it can be pickled."""
+
+    servers: tuple[ServerAddress, ...]
+    collections: tuple[str, ...] | None = None
+    """scope.collection; None: the default collection, and no column that tells it."""
+    partitions: tuple[int, ...] = tuple(range(NUM_VBUCKETS))
+    starting: str | Offset | int = "earliest"
+    """`earliest`, `latest`, an offset, or a moment in ns since the Unix epoch."""
+    rows_max: int | None = None
+    bytes_max: int | None = None
+    num_partitions: int = NUM_PARTITIONS
+    fails_on_rollback: bool = False
+    history: bool = True
+    value_format: str = "binary"
+    value_schema: str = ""
+    key_format: str = "binary"
+
+    @property
+    def schema(self) -> str:
+        """The columns, as Spark's DDL."""
+        value = {
+            "binary": "BINARY",
+            "string": "STRING",
+            "json": f"STRUCT<{self.value_schema}>",
+        }[self.value_format]
+        columns = [
+            "vb INT", "seqno BIGINT", "vb_uuid BIGINT", "op STRING",
+            f"key {self.key_format.upper()}", f"value {value}", "cas BIGINT", "revision BIGINT",
+            "flags BIGINT", "expiry TIMESTAMP", "time TIMESTAMP",
+        ]  # fmt: skip
+        if self.collections is not None:
+            columns.append("collection STRING")
+        return ", ".join(columns)
+
+
+def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> Settings:
+    """Return the settings that options describe. Raises OptionError."""
+    given = {name.lower(): str(value).strip() for name, value in options.items()}
+    known = {name.lower(): name for name in _OPTIONS}
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f"did you mean {known[near[0]]}? " if near else ""
+            raise OptionError(f"option {name!r} is unknown: {meant}there are {', '.join(_OPTIONS)}")
+    found: dict[str, Any] = {}
+    for name, (takes, parse) in _OPTIONS.items():
+        text = given.get(name.lower())
+        if text is None:
+            continue
+        try:
+            found[name] = parse(text)
+        except ValueError as error:
+            reason = f" ({error})" if str(error) else ""
+            raise OptionError(
+                f"option {name} takes {takes}, not {text!r}{reason}"
+                if name != "password"
+                else f"option password takes {takes}"
+            ) from None
+    return _settings(found, is_batch=is_batch)
+
+
+def _settings(found: dict[str, Any], *, is_batch: bool) -> Settings:
+    """Put options together that belong together."""
+    if "servers" not in found:
+        raise OptionError(f"option servers is missing: it takes {_OPTIONS['servers'][0]}")
+    value_format, value_schema = found.get("valueFormat", "binary"), found.get("valueSchema", "")
+    if (value_format == "json") != bool(value_schema):
+        raise OptionError(
+            "options valueFormat and valueSchema: valueFormat=json takes a valueSchema, the others"
+            " none; for example valueSchema='carrier STRING, flight INT'"
+        )
+    if is_batch and ("maxRowsPerTrigger" in found or "maxBytesPerTrigger" in found):
+        raise OptionError(
+            "options maxRowsPerTrigger and maxBytesPerTrigger are for streams: spark.read reads"
+            " everything up to now"
+        )
+    defaults = Settings(())
+    return Settings(
+        servers=_servers(found),
+        collections=found.get("collections"),
+        partitions=found.get("partitions", defaults.partitions),
+        starting=found.get("startingOffsets", defaults.starting),
+        rows_max=found.get("maxRowsPerTrigger"),
+        bytes_max=found.get("maxBytesPerTrigger"),
+        num_partitions=found.get("numPartitions", NUM_PARTITIONS),
+        fails_on_rollback=found.get("onRollback") == "fail",
+        history=found.get("history", True),
+        value_format=value_format,
+        value_schema=value_schema,
+        key_format=found.get("keyFormat", "binary"),
+    )
+
+
+def _servers(found: dict[str, Any]) -> tuple[ServerAddress, ...]:
+    servers = []
+    for server in found["servers"]:
+        address: ServerAddress = server
+        if "username" in found:
+            address = address._replace(user=found["username"])
+        if "password" in found:
+            address = address._replace(password=found["password"])
+        is_tls = found.get("tls", address.is_tls)
+        if not is_tls and ("tlsCa" in found or "tlsCert" in found):
+            raise OptionError("options tlsCa and tlsCert are for TLS: set tls=true too")
+        servers.append(
+            address._replace(
+                is_tls=is_tls,
+                tls_ca=found.get("tlsCa", address.tls_ca),
+                tls_cert=found.get("tlsCert", address.tls_cert),
+            )
+        )
+    return tuple(servers)
+
+
+# -- one function per kind of value; a ValueError's text says what is wrong ------------------------
+
+
+def _addresses(text: str) -> tuple[ServerAddress, ...]:
+    return tuple(parse_address(item) for item in _list(text))
+
+
+def _list(text: str) -> tuple[str, ...]:
+    items = tuple(item.strip() for item in text.split(","))
+    if not all(items):
+        raise ValueError("an item is empty")
+    return items
+
+
+def _collections(text: str) -> tuple[str, ...]:
+    names = _list(text)
+    for name in names:
+        if name.count(".") != 1 or not all(name.split(".")):
+            raise ValueError(f"{name!r} is not SCOPE.COLLECTION")
+    return names
+
+
+def _partitions(text: str) -> tuple[int, ...]:
+    chosen: set[int] = set()
+    for item in _list(text):
+        first, dash, last = item.partition("-")
+        low = partition_number(first.strip())
+        high = partition_number(last.strip()) if dash else low
+        if high < low:
+            raise ValueError(f"{item!r} ends before it begins")
+        chosen.update(range(low, high + 1))
+    return tuple(sorted(chosen))
+
+
+def _starting(text: str) -> str | Offset | int:
+    if text in {"earliest", "latest"}:
+        return text
+    if text.startswith("{"):
+        return _starting_offset(text)
+    if text.isascii() and text.isdecimal():
+        return int(text) * 1_000_000
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("it is none of these") from None
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    since = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
+
+
+def _starting_offset(text: str) -> Offset:
+    document = json.loads(text)  # its error is a ValueError
+    offset: Offset = {}
+    for name, item in document.items():
+        vb_id = partition_number(name)
+        if type(item) is int and item >= 0:
+            offset[str(vb_id)] = str(item)
+        elif isinstance(item, str):
+            decode(item)
+            offset[str(vb_id)] = item
+        else:
+            raise ValueError(f"partition {vb_id}: {item!r} is neither a seqno nor an offset's text")
+    return offset
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise ValueError
+    return int(text)
+
+
+def _tasks(text: str) -> int:
+    count = _count(text)
+    if count > NUM_PARTITIONS_MAX:
+        raise ValueError
+    return count
+
+
+def _choice(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError
+        return text.lower()
+
+    return parse
+
+
+def _boolean(text: str) -> bool:
+    return _choice("true", "false")(text) == "true"
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty")
+    return text
+
+
+_OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
+    "servers": ("HOST:PORT or dcpd://HOST:PORT, several with commas", _addresses),
+    "username": ("a user's name", _text),
+    "password": ("that user's password", _text),
+    "tls": ("true or false", _boolean),
+    "tlsCa": ("a PEM file with the CA to trust, on every executor", _text),
+    "tlsCert": ("a PEM file with the client's certificate and key, on every executor", _text),
+    "collections": ("names like SCOPE.COLLECTION, several with commas", _collections),
+    "partitions": ("partitions and ranges of them, for example 0-511,600", _partitions),
+    "startingOffsets": (
+        "earliest, latest, a JSON object of partitions and seqnos such as {\"17\": 120}, or a"
+        " moment: ISO 8601 (UTC where it names no zone) or milliseconds since 1970",
+        _starting,
+    ),
+    "maxRowsPerTrigger": ("a number of rows, 1 or more", _count),
+    "maxBytesPerTrigger": ("a number of bytes, 1 or more", _count),
+    "numPartitions": (f"a number of tasks, 1 to {NUM_PARTITIONS_MAX}", _tasks),
+    "onRollback": ("emit or fail", _choice("emit", "fail")),
+    "history": ("true or false", _boolean),
+    "valueFormat": ("binary, string or json", _choice("binary", "string", "json")),
+    "valueSchema": ("the columns of a JSON value as Spark's DDL", _text),
+    "keyFormat": ("binary or string", _choice("binary", "string")),
+}
+"""Name -> what it takes in words, and the function that takes it."""

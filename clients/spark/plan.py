@@ -1,0 +1,243 @@
+"""The driver's decisions: how far the next batch goes in every partition, and who reads it. Pure.
+
+    survey of the nodes + where the last batch ended -> where this one ends    (`next_entries`)
+    where a batch begins and ends                    -> what to read           (`steps_between`)
+    what to read                                     -> tasks                  (`tasks_of`)
+
+Invariants
+- an end is a state that the server can show: never below what it purged or keeps de-duplicated
+  only (its history floor), unless that is where the partition stands anyway;
+- a rollback goes to where the histories part, or below to a state that the query held completely;
+- `steps_between` depends on the two offsets alone: a batch that Spark repeats is planned the same,
+  whatever happened on the server meanwhile. What is left of it then, the reader finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from clients.position import Position, Ranges, Versions, rolled_back
+from clients.spark.offset import NOTHING, Entry, Offset, decode, entry_at, trimmed
+from failover.history import FailoverLog, Version
+from failover.rollback import Question, decide
+
+TASK_ROWS_MIN: Final = 20_000
+"""A task has at least so many rows, if there are more tasks: starting one takes 20 ms."""
+
+
+class Facts(NamedTuple):
+    """What a node says of a partition, at one moment."""
+
+    vb_id: int
+    high_seqno: int
+    purge_seqno: int
+    history_floor: int
+    versions: Versions
+    """(vb_uuid, seqno at which it began), newest first."""
+
+    @property
+    def log(self) -> FailoverLog:
+        """The failover log."""
+        return FailoverLog(tuple(Version(vb_uuid, seqno) for vb_uuid, seqno in self.versions))
+
+
+class GoneBack(NamedTuple):
+    """A partition that has to go back, for whoever wants to be told."""
+
+    vb_id: int
+    from_seqno: int
+    to_seqno: int
+    versions: Versions
+    """What the query knew."""
+    server_versions: Versions
+    reason: str
+
+
+class Step(NamedTuple):
+    """One partition's part of a batch: [a rollback,] then the changes above `start_seqno`."""
+
+    vb_id: int
+    start_seqno: int
+    start_versions: Versions
+    end_seqno: int
+    end_versions: Versions
+    rollback_to: int | None = None
+
+
+class Start(NamedTuple):
+    """From where a partition goes on, with what is known of it."""
+
+    facts: Facts
+    entry: Entry
+    position: Position
+    rollback: GoneBack | None
+
+    @property
+    def least(self) -> int:
+        """The lowest end that the server can show."""
+        facts, seqno = self.facts, self.position.seqno
+        return max(seqno, min(max(facts.history_floor, facts.purge_seqno), facts.high_seqno))
+
+
+def start_of(entry: Entry, facts: Facts) -> Start:
+    """Return from where a partition goes on: the same rule that the server answers by."""
+    at = entry.position
+    question = Question(at.seqno, at.vb_uuid, at.seqno, at.seqno, at.versions)
+    decision = decide(question, facts.log, facts.high_seqno, facts.purge_seqno)
+    if decision.rollback_seqno is None:
+        return Start(facts, entry, at, None)
+    back = rolled_back(at, decision.rollback_seqno, is_exact=True)
+    # What is held there is on the server's branch too, so its versions are ours from here on.
+    position = back._replace(versions=trimmed(facts.versions, back.seqno) if back.seqno else ())
+    gone_back = GoneBack(
+        facts.vb_id, at.seqno, back.seqno, at.versions, facts.versions, decision.reason
+    )
+    return Start(facts, entry, position, gone_back)
+
+
+def next_entries(
+    entries: Mapping[int, Entry],
+    survey: Iterable[Facts],
+    *,
+    history: bool,
+    rows_max: int | None = None,
+    targets: Mapping[int, int] | None = None,
+) -> tuple[dict[int, Entry], list[GoneBack]]:
+    """Return where the next batch ends, and which partitions go back in it.
+
+    `rows_max`: how many changes it may have, shared fairly; what the server can only show as a
+    whole is not divided. `targets`: seqnos above which nothing is wanted (Trigger.AvailableNow).
+    Partitions that the survey does not have stay where they are.
+    """
+    starts = [start_of(entries.get(facts.vb_id, NOTHING), facts) for facts in survey]
+    wants = {}
+    for start in starts:
+        vb_id, high = start.facts.vb_id, start.facts.high_seqno
+        most = high if targets is None else min(high, targets.get(vb_id, 0))
+        wants[vb_id] = max(most, start.least) - start.position.seqno
+    granted = wants if rows_max is None else shared(starts, wants, rows_max)
+    result = dict(entries)
+    for start in starts:
+        vb_id = start.facts.vb_id
+        end_seqno = start.position.seqno + granted[vb_id]
+        result[vb_id] = _end_of(start, end_seqno, history=history)
+    return result, [start.rollback for start in starts if start.rollback is not None]
+
+
+def _end_of(start: Start, end_seqno: int, *, history: bool) -> Entry:
+    """Return the entry of a partition at a batch's end."""
+    position, facts = start.position, start.facts
+    if start.rollback is None and end_seqno == position.seqno:
+        versions = trimmed(facts.versions, end_seqno) if end_seqno else ()
+        if versions == position.versions:
+            return start.entry
+    complete: Ranges = position.complete
+    if end_seqno > position.seqno:
+        complete = _complete_after(position, end_seqno, facts.history_floor, history=history)
+    return entry_at(
+        end_seqno, facts.versions, complete=complete, base_seqno=position.base_seqno,
+        rollback_to=start.rollback.to_seqno if start.rollback else None,
+    )  # fmt: skip
+
+
+def _complete_after(position: Position, end_seqno: int, floor: int, *, history: bool) -> Ranges:
+    """Return where the state was complete, after a batch up to `end_seqno`."""
+    before: Ranges = position.complete or ((position.seqno, position.seqno),)
+    if not history:
+        return (*before, (end_seqno, end_seqno))
+    if position.seqno < floor:  # up to the floor there comes one de-duplicated snapshot
+        return (*before, (min(floor, end_seqno), end_seqno))
+    first, last = before[-1]
+    assert last == position.seqno, "between batches a query holds a complete state"
+    return (*before[:-1], (first, end_seqno))
+
+
+def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> dict[int, int]:
+    """Return how many changes each partition gives to a batch of at most `rows_max`.
+
+    Indivisible parts come first, one at least, so that there is progress. The rest is shared
+    equally; what some do not need goes to the others, the odd ones to those that want most.
+    """
+    granted = dict.fromkeys(wants, 0)
+    left = rows_max
+    divisible = []
+    for start in starts:
+        vb_id = start.facts.vb_id
+        need = start.least - start.position.seqno
+        if need and (need <= left or left == rows_max):
+            granted[vb_id] = need
+            left = max(0, left - need)
+        if granted[vb_id] == need and wants[vb_id] > need:
+            divisible.append(vb_id)
+    divisible.sort(key=lambda vb_id: (wants[vb_id] - granted[vb_id], vb_id))
+    for index, vb_id in enumerate(divisible):
+        share = left // (len(divisible) - index)
+        more = min(share, wants[vb_id] - granted[vb_id])
+        granted[vb_id] += more
+        left -= more
+    return granted
+
+
+def steps_between(start: Offset, end: Offset) -> list[Step]:
+    """Return what a batch between two offsets reads, by partition.
+
+    Partitions without a difference are left out, and those where only a version began.
+    """
+    steps = []
+    for name, text in end.items():
+        if start.get(name) == text:
+            continue
+        before = decode(start[name]) if name in start else NOTHING
+        after = decode(text)
+        versions, seqno = before.position.versions, before.seqno
+        if after.rollback_to is not None:
+            seqno = after.rollback_to
+            versions = trimmed(after.position.versions, seqno) if seqno else ()
+        if seqno == after.seqno and after.rollback_to is None:
+            continue
+        steps.append(
+            Step(
+                int(name), seqno, versions, after.seqno, after.position.versions, after.rollback_to
+            )
+        )
+    return steps
+
+
+def tasks_of(steps: Sequence[Step], tasks_max: int) -> list[tuple[Step, ...]]:
+    """Cut the steps of one node into ranges of partitions with about as many changes each."""
+    rows = [step.end_seqno - step.start_seqno for step in steps]
+    total = sum(rows)
+    count = max(1, min(tasks_max, total // TASK_ROWS_MIN))
+    tasks: list[list[Step]] = [[]]
+    done = 0
+    for step, step_rows in zip(steps, rows, strict=True):
+        if tasks[-1] and len(tasks) < count and done >= total * len(tasks) / count:
+            tasks.append([])
+        tasks[-1].append(step)
+        done += step_rows
+    return [tuple(task) for task in tasks if task]
+
+
+def common_end(step: Step, server: Versions) -> int:
+    """Return up to which seqno a step's history is the server's: its end, or where they part.
+
+    0 where the two know no version in common. `server` is the failover log of an answer.
+    """
+    return common_seqno(step.end_versions, step.end_seqno, server)
+
+
+def common_seqno(versions: Versions, seqno: int, server: Versions) -> int:
+    """Return up to which seqno the histories agree: of who stands at `seqno`, and of a server.
+
+    The newest version that both know decides, as in `failover.rollback`. A history without
+    versions is that of seqno 0, which everybody has.
+    """
+    log = FailoverLog(tuple(Version(vb_uuid, began) for vb_uuid, began in server))
+    upper = seqno
+    for vb_uuid, began in versions:
+        theirs = log.upper_of(vb_uuid, seqno)
+        if theirs is not None:
+            return min(upper, theirs)
+        upper = min(upper, began)
+    return 0

@@ -1,0 +1,340 @@
+"""The data source `dcp`: what Spark calls, on the driver and on executors.
+
+    spark.dataSource.register(DcpDataSource)
+    spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
+
+The driver plans (`clients.spark.plan`) with what a survey of the nodes says; executors read
+(`clients.spark.fetch`). Where a query stands is in Spark's checkpoint alone (`clients.spark.offset`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+)
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from clients.errors import DcpdError, HistoryBranchedError
+from clients.spark.columns import record_batch, rollback_batch
+from clients.spark.fetch import fetch, topology_of
+from clients.spark.offset import Entry, Offset, entries_of, entry_at, offset_of
+from clients.spark.options import OptionError, Settings, parse_options
+from clients.spark.plan import (
+    Facts,
+    GoneBack,
+    Step,
+    next_entries,
+    steps_between,
+    tasks_of,
+)
+from clients.spark.survey import Survey
+from clients.spark.values import value_parser
+
+LOOK_AGAIN_S: Final = 1.0
+"""How long seqnos that did not move may hide a branch: a full survey costs the server 20 ms."""
+BATCH_BYTES: Final = 8 * 1024 * 1024
+"""Changes are handed to Spark in batches of about this size."""
+
+
+class ReadTask(InputPartition):
+    """What one task reads: partitions of one node."""
+
+    def __init__(
+        self, settings: Settings, steps: tuple[Step, ...], collection_ids: tuple[int, ...]
+    ) -> None:
+        super().__init__(None)
+        self.settings = settings
+        self.steps = steps
+        self.collection_ids = collection_ids
+
+
+class DcpDataSource(DataSource):
+    """Spark's data source `dcp`; docs/spark.md has its options and columns."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        parse_options(options)
+
+    @classmethod
+    def name(cls) -> str:
+        """Return what goes to `format`."""
+        return "dcp"
+
+    def schema(self) -> str:
+        """Return the columns."""
+        return parse_options(self.options).schema
+
+    def reader(self, schema: StructType) -> DcpReader:
+        """Return the reader of `spark.read`."""
+        return DcpReader(parse_options(self.options, is_batch=True), schema)
+
+    def streamReader(self, schema: StructType) -> DcpStreamReader:  # noqa: N802 - Spark's name
+        """Return the reader of `spark.readStream`."""
+        return DcpStreamReader(parse_options(self.options), schema)
+
+
+class _Planner:
+    """What both readers do on the driver."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.survey = Survey(settings.servers, settings.partitions)
+        self._collection_ids: tuple[int, ...] | None = None
+
+    def collection_ids(self) -> tuple[int, ...]:
+        """Return the ids of the collections that are wanted."""
+        if self._collection_ids is None:
+            names = self.settings.collections
+            self._collection_ids = (0,) if names is None else self.survey.collection_ids(names)
+        return self._collection_ids
+
+    def first_entries(self) -> dict[int, Entry]:
+        """Return where a new query begins."""
+        starting = self.settings.starting
+        if starting == "earliest":
+            return {}
+        facts = {fact.vb_id: fact for fact in self.survey.facts()}
+        if starting == "latest":
+            seqnos = {vb_id: fact.high_seqno for vb_id, fact in facts.items()}
+            return _based(seqnos, facts)
+        if isinstance(starting, int):
+            return _based(self.survey.seqnos_at(starting), facts)
+        assert isinstance(starting, dict)
+        told = {vb: text for vb, text in starting.items() if not text.isdecimal()}
+        numbers = {int(vb): int(text) for vb, text in starting.items() if text.isdecimal()}
+        for vb_id, seqno in numbers.items():
+            if vb_id in facts and seqno > facts[vb_id].high_seqno:
+                raise OptionError(
+                    f"option startingOffsets: partition {vb_id} has seqno"
+                    f" {facts[vb_id].high_seqno} now, not {seqno} yet"
+                )
+        return {**entries_of(told), **_based(numbers, facts)}
+
+    def tasks(self, steps: Sequence[Step]) -> list[InputPartition]:
+        """Return the tasks that read some steps: each of one node, at most as many as wanted."""
+        if not steps:
+            return []
+        topology = topology_of(self.settings.servers)
+        groups: dict[int, list[Step]] = {}
+        for step in steps:
+            index = max(topology.vbucket_map[step.vb_id], 0)
+            groups.setdefault(index, []).append(step)
+        each = max(1, self.settings.num_partitions // len(groups))
+        return [
+            ReadTask(self.settings, task, self.collection_ids())
+            for group in groups.values()
+            for task in tasks_of(group, each)
+        ]
+
+
+def _based(seqnos: dict[int, int], facts: dict[int, Facts]) -> dict[int, Entry]:
+    """Return entries that begin at seqnos and never ask for what lies below."""
+    return {
+        vb_id: entry_at(seqno, facts[vb_id].versions, base_seqno=seqno)
+        for vb_id, seqno in seqnos.items()
+        if seqno and vb_id in facts
+    }
+
+
+class DcpReader(DataSourceReader):
+    """`spark.read`: everything from the starting offsets up to now."""
+
+    def __init__(self, settings: Settings, schema: StructType) -> None:
+        self._settings = settings
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Return the tasks."""
+        return _in_words(self._partitions)
+
+    def _partitions(self) -> Sequence[InputPartition]:
+        planner = _Planner(self._settings)
+        try:
+            first = planner.first_entries()
+            facts = planner.survey.facts()
+            last, gone_back = next_entries(first, facts, history=self._settings.history)
+            if gone_back:
+                raise _branched(gone_back)
+            return planner.tasks(steps_between(offset_of(first), offset_of(last)))
+        finally:
+            planner.survey.close()
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the changes of one task."""
+        if not isinstance(partition, ReadTask):
+            return iter(())  # Spark's own, where there is nothing to read
+        return read_task(partition, self._schema, is_batch=True)
+
+
+class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """`spark.readStream`. On executors it is a fresh copy: `read` keeps nothing."""
+
+    def __init__(self, settings: Settings, schema: StructType) -> None:
+        self._settings = settings
+        self._schema = schema
+        self._planner = _Planner(settings)
+        self._targets: dict[int, int] | None = None
+        self._seen: dict[int, int] | None = None
+        """High seqnos when the last survey was made."""
+        self._seen_at_s = 0.0
+        self._latest: Offset | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Return where a new query begins."""
+        return _in_words(lambda: dict(offset_of(self._planner.first_entries())))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Return the limit that the options ask for."""
+        if self._settings.rows_max is not None:
+            return ReadMaxRows(self._settings.rows_max)
+        if self._settings.bytes_max is not None:
+            return ReadMaxBytes(self._settings.bytes_max)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Note where everything stands: nothing newer is read."""
+        self._targets = _in_words(self._planner.survey.high_seqnos)
+
+    def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
+        """Return where the next batch ends; `start` as it is where there is nothing new."""
+        return _in_words(lambda: self._latest_offset(start, limit))
+
+    def reportLatestOffset(self) -> dict[str, str] | None:  # noqa: N802
+        """Return where the partitions were at the last survey, for progress reports."""
+        return self._latest
+
+    def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
+        """Return the tasks of a batch. The two offsets alone decide what is to be read."""
+        return _in_words(lambda: self._planner.tasks(steps_between(start, end)))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the changes of one task."""
+        assert isinstance(partition, ReadTask)
+        return read_task(partition, self._schema, is_batch=False)
+
+    def stop(self) -> None:
+        """Close the driver's connections."""
+        self._planner.survey.close()
+
+    def _latest_offset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:
+        survey = self._planner.survey
+        now_s = time.monotonic()
+        if self._seen is not None and now_s - self._seen_at_s < LOOK_AGAIN_S:
+            high = survey.high_seqnos()
+            if high == self._seen and start == self._latest:
+                return start
+        facts = survey.facts()
+        self._seen = {fact.vb_id: fact.high_seqno for fact in facts}
+        self._seen_at_s = now_s
+        entries = entries_of(start)
+        history = self._settings.history
+        ends, gone_back = next_entries(entries, facts, history=history, targets=self._targets)
+        if gone_back and self._settings.fails_on_rollback:
+            raise _branched(gone_back)
+        self._latest = offset_of(ends)
+        rows_max = self._rows_max(start, self._latest, limit)
+        if rows_max is not None:
+            ends, _ = next_entries(
+                entries, facts, history=history, targets=self._targets, rows_max=rows_max
+            )
+        end = offset_of(ends)
+        # Spark compares texts: the same offset has to be the same object's text.
+        return start if end == start else end
+
+    def _rows_max(self, start: Offset, end: Offset, limit: ReadLimit) -> int | None:
+        """Return how many rows a batch may have under a limit, and under both of ours."""
+        if isinstance(limit, ReadAllAvailable) or end == start:
+            return None
+        limits = []
+        rows_max, bytes_max = self._settings.rows_max, self._settings.bytes_max
+        if isinstance(limit, ReadMaxRows):
+            rows_max = limit.max_rows
+        if isinstance(limit, ReadMaxBytes):
+            bytes_max = limit.max_bytes
+        if rows_max is not None:
+            limits.append(rows_max)
+        steps = steps_between(start, end)
+        if bytes_max is not None and steps:
+            row_bytes = self._planner.survey.row_bytes(
+                steps,
+                history=self._settings.history,
+                collection_ids=self._planner.collection_ids(),
+            )
+            limits.append(max(1, int(bytes_max / row_bytes)))
+        return min(limits, default=None)
+
+
+def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator[pa.RecordBatch]:
+    """Yield what a task has to give, as batches with exactly Spark's schema."""
+    settings = task.settings
+    arrow = to_arrow_schema(schema, timezone="UTC")
+    parse = value_parser(settings.value_format, arrow.field("value").type)
+    names = None
+    if settings.collections is not None:
+        names = dict(zip(task.collection_ids, settings.collections, strict=True))
+    try:
+        for arrived in fetch(
+            settings.servers, task.steps,
+            history=settings.history, collection_ids=task.collection_ids,
+        ):  # fmt: skip
+            if arrived.rollbacks:
+                if settings.fails_on_rollback or is_batch:
+                    raise _cut(arrived.rollbacks[0][0])
+                yield rollback_batch(arrived.rollbacks, arrow)
+            if arrived.changes is not None:
+                yield record_batch(arrived.changes, arrow, parse, names)
+    except DcpdError as error:
+        raise _with_hint(error) from error
+
+
+def _cut(vb_id: int) -> HistoryBranchedError:
+    return HistoryBranchedError(
+        "history branched, or deletions were purged, while it was read",
+        vb_id=vb_id,
+        hint="Read again; with onRollback=emit a stream goes on by itself.",
+    )
+
+
+def _branched(gone_back: list[GoneBack]) -> HistoryBranchedError:
+    """Return the error of onRollback=fail: which partition, and which versions."""
+    first = gone_back[0]
+    known = ", ".join(f"{vb_uuid:x} from seqno {seqno}" for vb_uuid, seqno in first.versions)
+    theirs = ", ".join(
+        f"{vb_uuid:x} from seqno {seqno}" for vb_uuid, seqno in first.server_versions
+    )
+    others = f" (and {len(gone_back) - 1} more partitions)" if len(gone_back) > 1 else ""
+    return HistoryBranchedError(
+        f"the query stands at seqno {first.from_seqno} and has to go back to seqno"
+        f" {first.to_seqno}{others}: it knows the versions {known or '(none)'}, the server has"
+        f" {theirs}",
+        vb_id=first.vb_id,
+        hint="With option onRollback=emit it gets a rollback row and goes on.",
+    )
+
+
+def _in_words(ask: Callable[[], Any]) -> Any:
+    """Return what `ask` returns; Spark shows only an error's text, so the hint goes into it."""
+    try:
+        return ask()
+    except DcpdError as error:
+        raise _with_hint(error) from error
+
+
+def _with_hint(error: DcpdError) -> DcpdError:
+    return DcpdError(f"{error} {error.hint}".strip(), hint="")

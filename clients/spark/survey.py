@@ -1,0 +1,227 @@
+"""What the driver asks the nodes: how far every partition is, and through which versions it went.
+
+Invariant: the facts of a partition are those of one moment. Seqnos, purge seqno, history floor and
+the newest version come in one answer; the failover log, asked for after it, counts only if it has
+that newest version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from clients.address import ServerAddress
+from clients.errors import DcpdError, TemporaryError, UnsupportedError, error_from_status
+from clients.link_sync import SyncLink
+from clients.position import Versions
+from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
+from clients.spark.plan import Facts, Step
+from clients.topology import Node, Topology
+from dcp.wire.message import U64, VB_SEQNO, parse_failover_log
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+PATIENCE_S: Final = 30.0
+"""How long the driver waits for servers that are down: a restart takes less."""
+LOGS_ONE_BY_ONE_MAX: Final = 32
+"""Failover logs asked for one by one; more come as one statistic."""
+SAMPLE_PARTITIONS: Final = 8
+SAMPLE_ROWS: Final = 64
+"""What is read to learn how large changes are (option maxBytesPerTrigger)."""
+ROW_BYTES: Final = 80
+"""What a row takes beside key and value."""
+_ACTIVE: Final = (1).to_bytes(4, "big")
+_WANTED: Final = {"high_seqno": 0, "purge_seqno": 1, "history_floor": 2, "uuid": 3}
+
+_T = TypeVar("_T")
+
+
+class Survey:
+    """See the module. Keeps its connections; `close` ends them."""
+
+    def __init__(self, servers: tuple[ServerAddress, ...], partitions: Iterable[int]) -> None:
+        self._servers = servers
+        self._partitions = frozenset(partitions)
+        self._links: dict[tuple[str, int], SyncLink] = {}
+        self._topology: Topology | None = None
+        self._logs: dict[int, Versions] = {}
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._topology = None
+
+    def high_seqnos(self) -> dict[int, int]:
+        """Return the high seqno of every wanted partition that is active somewhere."""
+        return self._patiently(self._high_seqnos)
+
+    def facts(self) -> list[Facts]:
+        """Return what there is to know of every wanted partition that is active somewhere."""
+        return self._patiently(self._facts)
+
+    def seqnos_at(self, time_ns: int) -> dict[int, int]:
+        """Return for every partition the seqno right before its first change at or after a moment.
+
+        Unix time in ns; a change's time is its CAS.
+        """
+        return self._patiently(lambda: self._seqnos_at(time_ns))
+
+    def collection_ids(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Return the ids of collections. Raises UnknownCollectionError."""
+        return self._patiently(lambda: tuple(self._collection_id(name) for name in names))
+
+    def row_bytes(
+        self, steps: Sequence[Step], *, history: bool, collection_ids: tuple[int, ...]
+    ) -> float:
+        """Return about how many bytes a row of these steps has, by reading some."""
+        largest = sorted(steps, key=lambda step: step.start_seqno - step.end_seqno)
+        sample = [
+            step._replace(
+                end_seqno=min(step.end_seqno, step.start_seqno + SAMPLE_ROWS), rollback_to=None
+            )
+            for step in largest[:SAMPLE_PARTITIONS]
+        ]
+        rows = size = 0
+        for arrived in fetch(
+            self._servers, sample, history=history, collection_ids=collection_ids
+        ):
+            if arrived.changes is not None:
+                changes = arrived.changes
+                rows += len(changes.keys)
+                size += changes.keys.nbytes + changes.values.nbytes
+        return ROW_BYTES + (size / rows if rows else 0)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
+        began = time.monotonic()
+        while True:
+            try:
+                return ask()
+            except (*LOST, TemporaryError):
+                self.close()
+                if time.monotonic() - began > PATIENCE_S:
+                    raise
+                time.sleep(RETRY_S)
+
+    def _nodes(self) -> tuple[Node, ...]:
+        if self._topology is None:
+            self._topology = topology_of(self._servers)
+        return self._topology.nodes
+
+    def _link(self, node: Node) -> SyncLink:
+        place = (node.host, node.kv_port)
+        link = self._links.get(place)
+        if link is None:
+            link = self._links[place] = SyncLink(self._servers[0].at(*place))
+        return link
+
+    def _high_seqnos(self) -> dict[int, int]:
+        high: dict[int, int] = {}
+        for node in self._nodes():
+            frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
+            if frame.status:
+                raise error_from_status(
+                    frame.status, "get all vbucket seqnos", body=frame.value, node=node.name
+                )
+            high.update(VB_SEQNO.iter_unpack(frame.value))
+        return {vb_id: seqno for vb_id, seqno in high.items() if vb_id in self._partitions}
+
+    def _facts(self) -> list[Facts]:
+        found: dict[int, Facts] = {}
+        active = self._high_seqnos()
+        for node in self._nodes():
+            told = self._told(node)
+            while missing := self._missing(told, active):
+                self._learn_logs(node, missing)
+                told = self._told(node)
+            for vb_id, (high, purge, floor, _) in told.items():
+                if vb_id in active:
+                    found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
+        return [found[vb_id] for vb_id in sorted(found)]
+
+    def _told(self, node: Node) -> dict[int, list[int]]:
+        """Return high seqno, purge seqno, history floor and newest version, by partition."""
+        rows: dict[int, list[int]] = {}
+        for frame in self._link(node).request_stat(b"vbucket-seqno"):
+            if frame.status:
+                raise error_from_status(
+                    frame.status, "stat vbucket-seqno", body=frame.value, node=node.name
+                )
+            name, _, what = frame.key.decode().partition(":")
+            place = _WANTED.get(what)
+            if place is not None:
+                rows.setdefault(int(name[3:]), [0, 0, -1, 0])[place] = int(frame.value)
+        if any(row[2] < 0 for row in rows.values()):
+            raise UnsupportedError(
+                "the server does not tell from where on it keeps every version",
+                node=node.name,
+                hint="The source needs a dcpd as new as itself.",
+            )
+        return {vb_id: row for vb_id, row in rows.items() if vb_id in self._partitions}
+
+    def _missing(self, told: dict[int, list[int]], active: dict[int, int]) -> list[int]:
+        """Return the partitions whose failover log is not known, or older than what was told."""
+        return [
+            vb_id
+            for vb_id, row in told.items()
+            if vb_id in active and (vb_id not in self._logs or self._logs[vb_id][0][0] != row[3])
+        ]
+
+    def _learn_logs(self, node: Node, vb_ids: list[int]) -> None:
+        link = self._link(node)
+        if len(vb_ids) > LOGS_ONE_BY_ONE_MAX:
+            rows: dict[int, dict[str, int]] = {}
+            for frame in link.request_stat(b"failovers"):
+                if frame.status:
+                    raise error_from_status(
+                        frame.status, "stat failovers", body=frame.value, node=node.name
+                    )
+                name, _, what = frame.key.decode().partition(":")
+                rows.setdefault(int(name[3:]), {})[what] = int(frame.value)
+            for vb_id, row in rows.items():
+                self._logs[vb_id] = tuple(
+                    (row[f"{index}:id"], row[f"{index}:seq"])
+                    for index in range(row["num_entries"])
+                )
+            return
+        for vb_id in vb_ids:
+            frame = link.request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
+            if frame.status == Status.NOT_MY_VBUCKET:
+                raise TemporaryError("the partition moves", vb_id=vb_id, node=node.name)
+            if frame.status:
+                raise error_from_status(
+                    frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=node.name
+                )
+            self._logs[vb_id] = tuple(parse_failover_log(frame.value))
+
+    def _seqnos_at(self, time_ns: int) -> dict[int, int]:
+        topology_nodes = self._nodes()
+        assert self._topology is not None
+        assert topology_nodes
+        seqnos = {}
+        for vb_id in sorted(self._high_seqnos()):
+            node = self._topology.node_of(vb_id)
+            frames = self._link(node).request_stat(f"seqno-at {vb_id} {time_ns}".encode())
+            if frames[-1].status:
+                raise error_from_status(
+                    frames[-1].status, "stat seqno-at", body=frames[-1].value, node=node.name
+                )
+            told = {frame.key.decode(): frame.value for frame in frames}
+            seqnos[vb_id] = int(told[f"vb_{vb_id}:seqno_at"])
+        return seqnos
+
+    def _collection_id(self, name: str) -> int:
+        node = self._nodes()[0]
+        link = self._link(node)
+        frame = link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
+        if frame.status:
+            raise error_from_status(
+                frame.status, f"id of collection {name}", body=frame.value, node=node.name
+            )
+        number: int = int.from_bytes(frame.extras[U64.size :], "big")
+        return number
+
