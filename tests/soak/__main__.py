@@ -1,4 +1,4 @@
-"""python -m soak fuzz: long runs, with a state file that lets them go on where they were."""
+"""python -m soak fuzz|kill|flip: long runs; fuzz and kill go on where they were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from soak import flip, kill
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -47,7 +49,18 @@ def main() -> int:
     fuzzing.add_argument("--frames", type=int, default=10_000_000)
     fuzzing.add_argument("--round", type=int, help="replay one round")
     fuzzing.add_argument("--state", type=Path, default=Path(".soak-fuzz.json"))
+    killing = commands.add_parser("kill", help="SIGKILL at a server under load")
+    killing.add_argument("--kills", type=int, default=10_000)
+    killing.add_argument("--folder", type=Path, default=Path(".soak-kill"))
+    flipping = commands.add_parser("flip", help="flipped bits in the store's file")
+    flipping.add_argument("--flips", type=int, default=10_000)
+    flipping.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.command == "flip":
+        with TemporaryDirectory() as folder:
+            return flip.soak(Path(folder), arguments.seed, arguments.flips)
+    if arguments.command == "kill":
+        return kill.run(arguments.kills, arguments.folder)
     if arguments.round is not None:
         print(run_round(arguments.round))
         return 0

@@ -1,0 +1,365 @@
+"""A server under load, killed at any moment, thousands of times: nothing that was answered is lost.
+
+One life is one data folder. Each kill of it is one round:
+
+1. writers on several connections send sets, deletes and increments, many in flight;
+2. the server is killed (SIGKILL): at a random moment, while a merge is under way, while it starts,
+   or its store process alone, and the server soon after;
+3. it starts again, and every key of every writer is read.
+
+What must hold
+- every answered change is there, with its value and its CAS;
+- of the changes that were sent and not answered, a beginning is there and nothing else: a writer's
+  changes happen in its order, so no later one without the earlier ones, and none by half;
+- seqnos and CAS of a partition rise over kills, its version stays the same one;
+- a consumer that follows through all of it ends with the same map, and never has to roll back;
+- the offline check of the folder finds nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from clients.consumer import Consumer
+from clients.event import Deletion, Mutation, Rollback
+from clients.testing import ServerStartError
+from soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
+from support.server import DcpdProcess
+from vbucket.ids import NUM_VBUCKETS
+
+WRITERS: Final = 4
+MEMTABLE: Final = "1MiB"
+"""The smallest there is: merges all the time."""
+MERGE_WAIT_S: Final = 1.5
+START_S: Final = 0.45
+"""About what a start takes; kills during it fall anywhere within."""
+LIFE_KILLS: Final = 250
+"""Then a new folder: every version is kept, and a life's disk space should stay bounded."""
+KILLS_IN_LINE: Final = 10
+
+
+class Follower(threading.Thread):
+    """A consumer in a thread of its own, through all kills."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="follower", daemon=True)
+        self.documents: dict[bytes, bytes] = {}
+        self.seqnos = dict.fromkeys(range(NUM_VBUCKETS), 0)
+        self.failure: BaseException | None = None
+        self._address = address
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        try:
+            self._task = self._loop.create_task(self._follow())
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - told by the loop that waits for this thread
+            self.failure = error
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        if self.is_alive() and self._task is not None:
+            self._loop.call_soon_threadsafe(self._task.cancel)
+            self.join(WAIT_S)
+
+    async def _follow(self) -> None:
+        async with Consumer(self._address, validate=True) as consumer:
+            async for events in consumer.batches():
+                for event in events:
+                    self._take(event)
+
+    def _take(self, event: object) -> None:
+        if isinstance(event, Rollback):
+            raise KillLoopError(f"the consumer was rolled back: {event}")
+        if not isinstance(event, Mutation | Deletion):
+            return
+        if event.seqno <= self.seqnos[event.vb_id]:
+            raise KillLoopError(f"{event} came after seqno {self.seqnos[event.vb_id]}")
+        if isinstance(event, Mutation):
+            self.documents[event.key] = event.value
+        else:
+            self.documents.pop(event.key, None)
+        self.seqnos[event.vb_id] = event.seqno
+
+    def check(self, seqnos: dict[int, int], documents: dict[bytes, bytes]) -> None:
+        """Wait until everything was followed, and compare."""
+        give_up_at_s = time.monotonic() + WAIT_S
+        while any(self.seqnos[vb_id] < seqno for vb_id, seqno in seqnos.items()):
+            if self.failure is not None:
+                raise KillLoopError(f"the consumer failed: {self.failure!r}") from self.failure
+            if time.monotonic() > give_up_at_s:
+                behind = {vb for vb, seqno in seqnos.items() if self.seqnos[vb] < seqno}
+                raise KillLoopError(f"the consumer is behind in {len(behind)} partitions")
+            time.sleep(0.01)
+        if self.documents != documents:
+            keys = self.documents.keys() | documents.keys()
+            wrong = [key for key in keys if self.documents.get(key) != documents.get(key)]
+            raise KillLoopError(f"the consumer's map differs in {len(wrong)} keys: {wrong[:3]}")
+
+
+class Life:
+    """One data folder, and everything that is known of it."""
+
+    def __init__(self, folder: Path, seed: int, resumed: dict[str, Any] | None = None) -> None:
+        self.seed = seed
+        self._draw = random.Random(seed if resumed is None else f"{seed} {resumed['kills']}")
+        self.kills: Counter[str] = Counter(resumed["kills"] if resumed else {})
+        self.is_stopping = False
+        """Set by whoever wants the round to be the last one."""
+        self._truth = PartitionTruth()
+        self.writers = [
+            Writer(number, random.Random(self._draw.random()), self._truth)
+            for number in range(WRITERS)
+        ]
+        if resumed is not None:
+            self._truth.resume(resumed["truth"])
+            for writer, document in zip(self.writers, resumed["writers"], strict=True):
+                writer.resume(document)
+        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE)
+        self._start()
+        self._follower = Follower(self.server.address)
+        self._follower.start()
+        self._connect()
+        for writer in self.writers:
+            writer.check()
+
+    def to_document(self) -> dict[str, Any]:
+        """Return what goes on later, on the same folder. Between rounds."""
+        return {
+            "seed": self.seed,
+            "kills": dict(self.kills),
+            "truth": self._truth.to_document(),
+            "writers": [writer.to_document() for writer in self.writers],
+        }
+
+    @property
+    def answers(self) -> int:
+        return sum(writer.answers for writer in self.writers)
+
+    def round(self) -> None:
+        """Load, kill, start, check."""
+        self._one_round(self._start)
+
+    def round_with(self, meddle: Callable[[], None]) -> None:
+        """The same with something done to the folder while no server runs."""
+
+        def start() -> None:
+            meddle()
+            self._start()
+
+        self._one_round(start)
+
+    def _one_round(self, start: Callable[[], None]) -> None:
+        kinds = ("load", "merge", "start", "store process")
+        kind = self._draw.choices(kinds, (4, 3, 2, 1))[0]
+        if kind == "start":
+            self._load(self._draw.uniform(0, 0.03))
+            self._kill_server()
+            self._start_and_kill(self._draw.uniform(0, START_S))
+        else:
+            getattr(self, f"_{kind.replace(' ', '_')}")()
+            self._kill_server()
+        self.kills[kind] += 1
+        start()
+        self._connect()
+        for writer in self.writers:
+            writer.check()
+
+    def finish(self) -> None:
+        """Compare the consumer's map, stop the server in order, check the folder off line."""
+        documents = {
+            key: stored.value for writer in self.writers for key, stored in writer.stored.items()
+        }
+        self._follower.check(self._high_seqnos(), documents)
+        self._follower.stop()
+        for writer in self.writers:
+            writer.close()
+        self.server.stop()
+        self.verify()
+
+    def abandon(self) -> None:
+        """Let go of everything, whatever has happened."""
+        self._follower.stop()
+        for writer in self.writers:
+            writer.close()
+        with contextlib.suppress(AssertionError):
+            self.server.kill()
+
+    def verify(self) -> None:
+        """Run the offline check of the folder."""
+        done = subprocess.run(
+            [sys.executable, "-m", "dcp.server.verify", str(self.server.data)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise KillLoopError(f"dcpctl verify: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+    # -- moments -------------------------------------------------------------------------------
+
+    def _load(self, seconds: float | None = None) -> None:
+        """Write for some time."""
+        if seconds is None:
+            seconds = self._draw.uniform(0, 0.15)
+        until_s = time.monotonic() + seconds
+        self._pump(lambda: time.monotonic() >= until_s)
+
+    def _merge(self) -> None:
+        """Write until a merge is under way, and a little longer."""
+        log = self.server.data / "log"
+        until_s = time.monotonic() + MERGE_WAIT_S
+        self._pump(lambda: len(os.listdir(log)) > 1 or time.monotonic() > until_s)  # noqa: PTH208
+        self._load(self._draw.uniform(0, 0.04))
+
+    def _store_process(self) -> None:
+        """Kill the store process, mostly in a merge; the server goes on and answers."""
+        self._merge()
+        for pid in self._children():
+            os.kill(pid, signal.SIGKILL)
+        self._load(self._draw.uniform(0.02, 0.3))
+        if not all(writer.is_open for writer in self.writers):
+            raise KillLoopError("the server closed connections when its store process died")
+
+    def _children(self) -> list[int]:
+        pid = self.server.pid
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+    def _kill_server(self) -> None:
+        self.server.kill()
+        for writer in self.writers:
+            if writer.is_open:
+                writer.drain()
+
+    def _start(self) -> None:
+        """Start the server, deaf to a Ctrl-C at the terminal: this process sees to its end."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.server.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _start_and_kill(self, after_s: float) -> None:
+        """Start the server and kill it before, or just after, it is ready."""
+        killer = threading.Timer(after_s, self._kill_process)
+        killer.start()
+        with contextlib.suppress(ServerStartError):
+            self._start()
+            self.server.kill()
+        killer.join()
+
+    def _kill_process(self) -> None:
+        process = self.server._process
+        if process is not None and process.poll() is None:
+            process.kill()
+
+    def _pump(self, is_over: Callable[[], bool]) -> None:
+        selector = selectors.DefaultSelector()
+        for writer in self.writers:
+            selector.register(writer, selectors.EVENT_READ, writer)
+            writer.begin()
+            writer.pump()
+        try:
+            while not (is_over() or self.is_stopping):
+                for key, _ in selector.select(0.002):
+                    key.data.pump()
+                    if not key.data.is_open:
+                        raise KillLoopError("the server closed a connection under load")
+        finally:
+            selector.close()
+
+    def _connect(self) -> None:
+        for writer in self.writers:
+            writer.connect(self.server.port)
+
+    def _high_seqnos(self) -> dict[int, int]:
+        rows = self.writers[0].high_seqnos()
+        for vb_id, seqno in self._truth.seqnos.items():
+            if rows[vb_id] < seqno:
+                raise KillLoopError(f"vb {vb_id} is at {rows[vb_id]}, {seqno} was answered")
+        return rows
+
+
+def describe(kills: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kills.items()))
+
+
+def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int:
+    """Kill until so many kills were survived, over all runs with this folder; return exit code.
+
+    Ctrl-C ends the round under way and keeps what is known of its folder: the next run goes on
+    there. A run that ends otherwise leaves the count, and the next one begins a new life.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state_path = folder / "state.json"
+    state = json.loads(state_path.read_text()) if state_path.exists() else {"kills": 0, "life": 0}
+    resumed, interrupted = state.pop("resumed", None), False
+    began_s, began_kills = time.monotonic(), state["kills"]
+    logging.getLogger("clients").setLevel(logging.ERROR)  # a follower tells of every lost server
+    while state["kills"] < kills_wanted and not interrupted:
+        _save(state_path, state)
+        data = folder / f"life-{state['life']}"
+        if resumed is None:
+            shutil.rmtree(data, ignore_errors=True)
+            data.mkdir()
+        life = Life(data / "data", state["life"], resumed)
+        resumed = None
+        before = signal.signal(
+            signal.SIGINT, lambda *_, life=life: setattr(life, "is_stopping", True)
+        )
+        try:
+            while life.kills.total() < life_kills and state["kills"] < kills_wanted:
+                life.round()
+                state["kills"] += 1
+                if state["kills"] % KILLS_IN_LINE == 0 or life.is_stopping:
+                    rate = (state["kills"] - began_kills) / (time.monotonic() - began_s)
+                    _save(state_path, state)
+                    print(
+                        f"{state['kills']:,} of {kills_wanted:,} kills, {rate * 60:.0f}/min; life "
+                        f"{state['life']}: {life.answers:,} answered changes, "
+                        f"{describe(life.kills)}",
+                        flush=True,
+                    )
+                if life.is_stopping:
+                    break
+            if interrupted := life.is_stopping:
+                _save(state_path, state | {"resumed": life.to_document()})
+            else:
+                life.finish()
+                state["life"] += 1
+                _save(state_path, state)
+        except BaseException:
+            print(f"life {state['life']} failed after {life.kills}; its folder is {data}")
+            raise
+        finally:
+            life.abandon()
+            signal.signal(signal.SIGINT, before)
+        if not interrupted:
+            shutil.rmtree(data)
+    print(f"{state['kills']:,} kills: nothing that was answered is lost")
+    return 0
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    new = path.with_suffix(".tmp")
+    new.write_text(json.dumps(state))
+    new.replace(path)
