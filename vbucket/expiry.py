@@ -23,8 +23,8 @@ from vbucket.kvenv import StoreDamagedError
 from vbucket.partition import VbState
 from vbucket.store import Store
 
-SLICE_LOOKS: Final = 200
-"""Entries of one slice: about 2 ms, all of them expiring (docs/performance.md)."""
+SLICE_LOOKS: Final = 150
+"""Entries of one slice: 1 to 2 ms, all of them expiring."""
 DAMAGES_MAX: Final = 16
 """Texts kept of one slice."""
 
