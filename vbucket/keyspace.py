@@ -40,6 +40,7 @@ from vbucket.entry import (
     value_of,
 )
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.kvenv import StoreDamagedError
 from vbucket.log import pack_group
 from vbucket.manifest import (
     DEFAULT_COLLECTION,
@@ -108,6 +109,12 @@ class Keyspace:
         self._draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
         records = store.partitions()
+        missing = sorted(set(range(NUM_VBUCKETS)) - records.keys())
+        if missing:
+            raise StoreDamagedError(
+                f"the store has no record of vb {missing[0]} and {len(missing) - 1} other partitions;"
+                " check the disk and restore a backup"
+            )
         self.partitions: list[Partition] = []
         for vb_id in range(NUM_VBUCKETS):
             record = records[vb_id]

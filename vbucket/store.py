@@ -189,8 +189,12 @@ class StoreView:
         records: dict[int, PartitionRecord] = {}
         for key, _ in self._reader.range(STATE_TABLE, b"\x00"):
             vb_id = int.from_bytes(key, "big")
-            record = self.partition(vb_id)
-            assert record is not None
+            record = self.partition(vb_id) if len(key) == 2 else None
+            if record is None:
+                raise RecordDamagedError(
+                    f"table {STATE_TABLE} of the store has a record of {key.hex()}, which a look-up "
+                    "does not find; check the disk and restore a backup"
+                )
             records[vb_id] = record
         return records
 
