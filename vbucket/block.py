@@ -89,8 +89,8 @@ class Block:
     def __init__(self, key: bytes, value: Buffer) -> None:
         if len(key) != BLOCK_KEY.size:
             raise BlockDamagedError(
-                f"the key {key.hex()} of a block is not {BLOCK_KEY.size} bytes long; check the disk "
-                "and restore a backup"
+                f"the key {key.hex()} of a block is not {BLOCK_KEY.size} bytes long; check the "
+                "disk and restore a backup"
             )
         vb_id, first_seqno = BLOCK_KEY.unpack(key)
         self.vb_id: int = vb_id

@@ -112,8 +112,8 @@ class Keyspace:
         missing = sorted(set(range(NUM_VBUCKETS)) - records.keys())
         if missing:
             raise StoreDamagedError(
-                f"the store has no record of vb {missing[0]} and {len(missing) - 1} other partitions;"
-                " check the disk and restore a backup"
+                f"the store has no record of vb {missing[0]} and {len(missing) - 1} other "
+                "partitions; check the disk and restore a backup"
             )
         self.partitions: list[Partition] = []
         for vb_id in range(NUM_VBUCKETS):

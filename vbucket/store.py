@@ -192,8 +192,8 @@ class StoreView:
             record = self.partition(vb_id) if len(key) == 2 else None
             if record is None:
                 raise RecordDamagedError(
-                    f"table {STATE_TABLE} of the store has a record of {key.hex()}, which a look-up "
-                    "does not find; check the disk and restore a backup"
+                    f"table {STATE_TABLE} of the store has a record of {key.hex()}, which a "
+                    "look-up does not find; check the disk and restore a backup"
                 )
             records[vb_id] = record
         return records
