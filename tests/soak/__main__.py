@@ -1,15 +1,16 @@
-"""python -m soak fuzz|kill|flip: long runs; fuzz and kill go on where they were."""
+"""python -m soak fuzz|kill|flip|proxy: long runs; all but flip go on where they were."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from soak import flip, kill
+from soak import flip, kill, proxy
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -55,7 +56,18 @@ def main() -> int:
     flipping = commands.add_parser("flip", help="flipped bits in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
+    proxying = commands.add_parser("proxy", help="a consumer behind a bad network")
+    proxying.add_argument("--events", type=int, default=10_000_000)
+    proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
+    proxying.add_argument("--round", type=int, help="replay one round")
+    proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     arguments = parser.parse_args()
+    if arguments.command == "proxy":
+        if arguments.round is None:
+            return proxy.soak(arguments.events, arguments.state, arguments.writes)
+        with TemporaryDirectory() as folder:
+            print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
+        return 0
     if arguments.command == "flip":
         with TemporaryDirectory() as folder:
             return flip.soak(Path(folder), arguments.seed, arguments.flips)
