@@ -69,6 +69,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "fault": ("faults:fault", "Make requests fail, wait or disconnect."),
     "explain": ("explain:explain_", "Explain a rollback."),
     "collection": ("collections:collection", "List, create and drop collections."),
+    "backup": ("backup:backup", "Back up into an archive, and restore from it."),
     "user": ("users:user", "Work on users and their roles."),
     "verify": ("verify:verify", "Check a data folder that no server uses."),
 }

@@ -1,0 +1,168 @@
+"""From runs of frames to chunks: what is compressed and checksummed as one. Pure.
+
+A partition's frames are gathered until there are CHUNK_BYTES of them: a chunk of its own. What is
+left of partitions that came to their end shares chunks, so that a run with few changes is a few
+chunks and not a thousand.
+
+    chunk    frames of section 1, frames of section 2, ...
+    section  consecutive changes of one partition and leg
+
+Invariants
+- the sections of a leg are in seqno order, in the order in which chunks are made;
+- with each chunk go the legs of its partitions as of the last change in it: what a run that was
+  killed has of them once the chunk is on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from typing import Final, NamedTuple
+
+from clients.backup.feed import Feed, Piece
+from clients.backup.legs import Leg
+from dcp.wire.frame import HEADER_BYTES
+
+CHUNK_BYTES: Final = 256 * 1024
+"""Raw bytes of a chunk: zstd gains little beyond, and a damaged one takes little with it."""
+GATHERED_BYTES_MAX: Final = 48 * 1024 * 1024
+"""Frames that wait for their chunk to be full, over all partitions; beyond, they share chunks."""
+
+FRAME_HEAD: Final = Struct(">BBHBBHIIQQ")
+"""A header and the seqno that follows it in every stored frame."""
+KEY_AT: Final = HEADER_BYTES
+"""A frame's key comes after its header and its extras."""
+
+
+class Section(NamedTuple):
+    """Where in a chunk changes of a partition are."""
+
+    vb_id: int
+    leg: int
+    chunk: int
+    offset: int
+    size_bytes: int
+    changes: int
+    first_seqno: int
+    last_seqno: int
+
+
+class RawChunk(NamedTuple):
+    """A chunk before compression; `chunk` of its sections is 0."""
+
+    sections: list[Section]
+    data: bytes
+    legs: dict[int, list[Leg]]
+
+
+class _Gathered:
+    """Frames of one partition and leg that wait."""
+
+    __slots__ = ("count", "data", "first_seqno", "last_seqno", "leg", "legs", "size_bytes")
+
+    def __init__(self, piece: Piece) -> None:
+        self.leg = piece.leg
+        self.first_seqno = piece.first_seqno
+        self.last_seqno = 0
+        self.count = self.size_bytes = 0
+        self.data: list[bytes] = []
+        self.legs: list[Leg] = []
+
+
+class Chunker:
+    """See the module."""
+
+    def __init__(
+        self, chunk_bytes: int = CHUNK_BYTES, gathered_bytes_max: int = GATHERED_BYTES_MAX
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._gathered_bytes_max = gathered_bytes_max
+        self._gathered: dict[int, _Gathered] = {}
+        """By partition."""
+        self._gathered_bytes = 0
+        self._shared: list[tuple[int, _Gathered]] = []
+        self._shared_bytes = 0
+
+    def add(self, piece: Piece, feed: Feed) -> Iterator[RawChunk]:
+        """Take a run of frames; yield the chunks that are full now."""
+        vb_id = piece.vb_id
+        gathered = self._gathered.get(vb_id)
+        if gathered is not None and gathered.leg != piece.leg:
+            yield from self._share(vb_id)
+            gathered = None
+        if gathered is None:
+            self._gathered[vb_id] = gathered = _Gathered(piece)
+        assert gathered.last_seqno < piece.first_seqno, "changes of a leg come in order"
+        gathered.data.append(piece.data)
+        gathered.count += piece.changes
+        gathered.size_bytes += len(piece.data)
+        gathered.last_seqno = piece.last_seqno
+        gathered.legs = feed.legs()
+        self._gathered_bytes += len(piece.data)
+        if gathered.size_bytes >= self._chunk_bytes:
+            del self._gathered[vb_id]
+            self._gathered_bytes -= gathered.size_bytes
+            yield _chunk([(vb_id, gathered)])
+        elif self._gathered_bytes > self._gathered_bytes_max:
+            for waiting in list(self._gathered):
+                yield from self._share(waiting)
+
+    def finish(self, vb_id: int) -> Iterator[RawChunk]:
+        """Nothing more comes of a partition."""
+        if vb_id in self._gathered:
+            yield from self._share(vb_id)
+
+    def flush(self) -> Iterator[RawChunk]:
+        """Nothing more comes at all."""
+        for vb_id in list(self._gathered):
+            yield from self._share(vb_id)
+        if self._shared:
+            yield self._take_shared()
+
+    def _share(self, vb_id: int) -> Iterator[RawChunk]:
+        gathered = self._gathered.pop(vb_id)
+        self._gathered_bytes -= gathered.size_bytes
+        self._shared.append((vb_id, gathered))
+        self._shared_bytes += gathered.size_bytes
+        if self._shared_bytes >= self._chunk_bytes:
+            yield self._take_shared()
+
+    def _take_shared(self) -> RawChunk:
+        shared, self._shared, self._shared_bytes = self._shared, [], 0
+        return _chunk(shared)
+
+
+def frames_of(data: bytes, section: Section) -> Iterator[tuple[int, int, int]]:
+    """Yield (seqno, start, stop) of a section's frames in its chunk's bytes.
+
+    Raises ValueError where they are not what the section says.
+    """
+    unpack = FRAME_HEAD.unpack_from
+    at, end = section.offset, section.offset + section.size_bytes
+    last, count = section.first_seqno - 1, 0
+    if end > len(data):
+        raise ValueError("a section reaches beyond its chunk")
+    while end - at >= FRAME_HEAD.size:
+        _, _, _, _, _, vb_id, body, _, _, seqno = unpack(data, at)
+        stop = at + HEADER_BYTES + body
+        if vb_id != section.vb_id or seqno <= last or stop > end:
+            raise ValueError(f"no frame of partition {section.vb_id} after seqno {last}")
+        yield seqno, at, stop
+        at, last = stop, seqno
+        count += 1
+    if at != end or count != section.changes or last != section.last_seqno:
+        raise ValueError(f"{count} frames up to seqno {last} where {section.changes} should be")
+
+
+def _chunk(gathered: list[tuple[int, _Gathered]]) -> RawChunk:
+    sections, parts, legs = [], [], {}
+    offset = 0
+    for vb_id, item in gathered:
+        size = item.size_bytes
+        sections.append(
+            Section(vb_id, item.leg, 0, offset, size, item.count, item.first_seqno, item.last_seqno)
+        )
+        parts += item.data
+        offset += size
+        legs[vb_id] = item.legs
+    return RawChunk(sections, b"".join(parts), legs)

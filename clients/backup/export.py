@@ -1,0 +1,183 @@
+"""Export: an archive as of a point, as JSON lines or Parquet.
+
+    JSON lines   one document a line: {"v":1, "collection", "key", "value", "vb", "seqno", "rev",
+                 "cas", "flags", "expiry"}; `cas` is decimal text; bytes that are not UTF-8 are
+                 base64, with "key_encoding" or "value_encoding" beside them
+    Parquet      the same columns; key and value are binary, cas is uint64, plus `datatype`
+
+Deletions are left out. Memory is that of one batch of rows, and of one partition's keys.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Final, NamedTuple
+
+from clients.backup.archive import Archive, filesystem_of
+from clients.backup.errors import ArchiveError, MissingExtraError
+from clients.backup.point import Point
+from clients.backup.reading import Damage, Reader
+from clients.backup.selection import Routes, Selection, split_key
+from dcp.wire.frame import HEADER, HEADER_BYTES
+from dcp.wire.message import MUTATION_EXTRAS
+from dcp.wire.opcode import Opcode
+
+SCHEMA_VERSION: Final = 1
+ROWS_MAX: Final = 10_000
+ROW_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A row group is written when it has so many rows or bytes."""
+
+
+class Row(NamedTuple):
+    """A document."""
+
+    collection: str
+    key: bytes
+    value: bytes
+    vb: int
+    seqno: int
+    rev: int
+    cas: int
+    flags: int
+    expiry: int
+    """Absolute Unix seconds, 0 never."""
+    datatype: int
+
+
+class ExportReport(NamedTuple):
+    """What was written."""
+
+    documents: int
+    value_bytes: int
+    earlier: dict[int, tuple[int, int]]
+    damages: list[Damage]
+
+
+class Export:
+    """One export. Raises BackupErrors for a point or selection that the archive does not have."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        point: Point,
+        selection: Selection,
+        *,
+        salvage: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
+        self._point = point
+        self._routes = Routes(selection, self._runs)
+        self._reader = Reader(archive, self._runs, salvage=salvage)
+        self._on_progress = on_progress or (lambda _done, _total: None)
+        self._earlier: dict[int, tuple[int, int]] = {}
+        self._damages: list[Damage] = []
+        self._documents = self._value_bytes = 0
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the documents, partition by partition, in seqno order."""
+        vb_ids = sorted({vb_id for record in self._runs for vb_id in record.legs})
+        for index, vb_id in enumerate(vb_ids):
+            view = self._reader.view(vb_id, self._point)
+            self._damages += view.damages
+            if view.seqno != view.wanted_seqno:
+                self._earlier[vb_id] = (view.wanted_seqno, view.seqno)
+            for data, start, stop in self._reader.frames(view):
+                row = self._row(data, start, stop)
+                if row is not None:
+                    self._documents += 1
+                    self._value_bytes += len(row.value)
+                    yield row
+            self._on_progress(index + 1, len(vb_ids))
+
+    def to_json_lines(self, file: IO[bytes]) -> ExportReport:
+        """Write one JSON object a line."""
+        lines: list[bytes] = []
+        for row in self.rows():
+            lines.append(json_line(row))
+            if len(lines) >= ROWS_MAX:
+                file.write(b"".join(lines))
+                lines.clear()
+        file.write(b"".join(lines))
+        return self._report()
+
+    def to_parquet(self, file: IO[bytes]) -> ExportReport:
+        """Write a Parquet file. Raises MissingExtraError."""
+        try:
+            import pyarrow as pa
+            from pyarrow import parquet
+        except ImportError:
+            raise MissingExtraError("pyarrow is not installed, Parquet is written by it") from None
+        types = {
+            "collection": pa.dictionary(pa.int32(), pa.string()), "key": pa.binary(),
+            "value": pa.binary(), "vb": pa.uint16(), "seqno": pa.uint64(), "rev": pa.uint64(),
+            "cas": pa.uint64(), "flags": pa.uint32(), "expiry": pa.uint32(),
+            "datatype": pa.uint8(),
+        }  # fmt: skip
+        schema = pa.schema(list(types.items()))
+        rows: list[Row] = []
+        size = 0
+        with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+
+            def write() -> None:
+                columns = zip(*rows, strict=True)
+                arrays = [
+                    pa.array(column, type=kind)
+                    for column, kind in zip(columns, types.values(), strict=True)
+                ]
+                writer.write_table(pa.table(arrays, schema=schema))
+                rows.clear()
+
+            for row in self.rows():
+                rows.append(row)
+                size += len(row.value)
+                if len(rows) >= ROWS_MAX or size >= ROW_BYTES_MAX:
+                    write()
+                    size = 0
+            if rows:
+                write()
+        return self._report()
+
+    def _row(self, data: bytes, start: int, stop: int) -> Row | None:
+        _, opcode, key_len, extras_len, datatype, vb_id, _, _, cas = HEADER.unpack_from(data, start)
+        if opcode != Opcode.DCP_MUTATION:
+            return None
+        seqno, rev, flags, expiry, _, _, _ = MUTATION_EXTRAS.unpack_from(data, start + HEADER_BYTES)
+        key_at = start + HEADER_BYTES + extras_len
+        collection_id, key = split_key(data[key_at : key_at + key_len])
+        path = self._routes.source(collection_id)
+        if path is None or not key.startswith(self._routes.prefix):
+            return None
+        value = data[key_at + key_len : stop]
+        return Row(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)
+
+    def _report(self) -> ExportReport:
+        return ExportReport(self._documents, self._value_bytes, self._earlier, self._damages)
+
+
+def json_line(row: Row) -> bytes:
+    """Return a row as a line of JSON; see the module."""
+    document: dict[str, Any] = {"v": SCHEMA_VERSION, "collection": row.collection}
+    for name, raw in (("key", row.key), ("value", row.value)):
+        try:
+            document[name] = raw.decode()
+        except UnicodeDecodeError:
+            document[name] = b64encode(raw).decode()
+            document[f"{name}_encoding"] = "base64"
+    document |= {
+        "vb": row.vb, "seqno": row.seqno, "rev": row.rev, "cas": str(row.cas), "flags": row.flags,
+        "expiry": row.expiry,
+    }  # fmt: skip
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def open_target(url: str) -> IO[bytes]:
+    """Return a file to write an export to, at a path or fsspec URL. Raises BackupErrors."""
+    fs, path = filesystem_of(url)
+    try:
+        file: IO[bytes] = fs.open(path, "wb")
+    except OSError as error:
+        raise ArchiveError(f"it cannot be written: {error.strerror or error}", node=url) from error
+    return file

@@ -1,0 +1,169 @@
+"""One partition in a backup run: what the archive holds of it, and the leg that grows. Pure.
+
+    IDLE -> ASKED -> OPEN -> DONE
+      ^       |  ROLLBACK, STREAM_END 6 |
+      +-------+---- WAITING, GONE <-----+
+
+Who calls it: `clients.backup.intake`, which has the connection; feeds go from one to the next when
+a connection is lost.
+
+Invariants
+- snap_start <= seqno <= snap_end, as in `clients.position`;
+- the growing leg (`number` >= 0) begins where the accepted request began, and `ranges` tell at
+  which seqnos it is whole;
+- a rollback goes to the newest whole state of all runs at or below what the server says.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from clients.backup.errors import BackupError
+from clients.backup.legs import LEGS_MAX, Leg, Placed, position_of
+from clients.errors import StreamViolationError
+from clients.position import Position, rolled_back
+from dcp.wire.message import MarkerFlag
+
+
+class FeedState(Enum):
+    """See the module."""
+
+    IDLE = auto()
+    ASKED = auto()
+    OPEN = auto()
+    WAITING = auto()
+    DONE = auto()
+    GONE = auto()
+
+
+class Piece(NamedTuple):
+    """Frames of one partition and leg, in order, as they came."""
+
+    vb_id: int
+    leg: int
+    first_seqno: int
+    last_seqno: int
+    changes: int
+    data: bytes
+
+
+class Feed:
+    """One partition in a run: what the archive holds of it, and the leg that grows."""
+
+    def __init__(
+        self,
+        vb_id: int,
+        run: int,
+        chain: list[Placed],
+        legs: list[Leg],
+        versions_max: int | None = None,
+    ) -> None:
+        """`chain`: the legs of all earlier runs; `legs`: those that this run has already."""
+        self.vb_id = vb_id
+        self.run = run
+        self.state = FeedState.IDLE
+        self.target: int | None = None
+        """Where the run ends; None: not known yet."""
+        self.rollbacks: list[tuple[int, int]] = []
+        """(from seqno, to seqno) of each rollback in this run."""
+        self.damages = 0
+        self.retry_at_ns = 0
+        self._chain = chain
+        self._closed = legs
+        self._versions_max = versions_max
+        self.number = -1
+        """Of the leg that grows; -1: none was begun in this process."""
+        self.place(position_of(self.chain(), versions_max))
+        self.start_seqno = self.seqno
+
+    def place(self, position: Position) -> None:
+        """Stand at a position; no leg is open."""
+        self.position = position
+        self.seqno = position.seqno
+        self.snap_start, self.snap_end = position.snap_start, position.snap_end
+        self.marker_start = self.marker_end = 0
+        self.is_history = self.is_marker_new = False
+
+    def chain(self) -> list[Placed]:
+        """Return all legs, the growing one included."""
+        return [*self._chain, *(Placed(self.run, leg) for leg in self.legs())]
+
+    def legs(self) -> list[Leg]:
+        """Return the legs of this run, the growing one included."""
+        return [*self._closed, self._leg()] if self.number >= 0 else list(self._closed)
+
+    def open(self, versions: tuple[tuple[int, int], ...]) -> None:
+        """A request was accepted: a leg begins."""
+        self.close_leg()
+        self.number = max((leg.number for leg in self._closed), default=-1) + 1
+        if self.number > LEGS_MAX:
+            raise BackupError("history branches faster than it can be saved", vb_id=self.vb_id)
+        self.state = FeedState.OPEN
+        self.from_seqno = self.seqno
+        self.versions = versions
+        is_whole = self.seqno == self.snap_end
+        self.ranges: list[tuple[int, int]] = [(self.seqno, self.seqno)] if is_whole else []
+
+    def close_leg(self) -> None:
+        """What grew is a leg like the others; nothing grows."""
+        self._closed = self.legs()
+        self.number = -1
+        self.marker_start = self.marker_end = 0
+        self.is_marker_new = False
+
+    def begin_snapshot(self, start_seqno: int, end_seqno: int, flags: int) -> None:
+        """Take a marker; the position stays until its first change."""
+        if self.marker_end or end_seqno <= self.seqno:
+            raise StreamViolationError(
+                f"a marker {start_seqno} to {end_seqno} at seqno {self.seqno}"
+                + (f", in the snapshot up to {self.marker_end}" if self.marker_end else ""),
+                vb_id=self.vb_id,
+            )
+        self.marker_start, self.marker_end = start_seqno, end_seqno
+        self.is_history = bool(flags & MarkerFlag.HISTORY)
+        self.is_marker_new = True
+
+    def advance(self, first_seqno: int, last_seqno: int, count: int) -> None:
+        """Go on over changes that came in one piece; 0 of them: nothing there is for us."""
+        if self.is_marker_new:
+            self.is_marker_new = False
+            if self.seqno >= self.snap_end:
+                self.snap_start = min(self.marker_start, first_seqno)
+            self.snap_end = self.marker_end
+        ranges = self.ranges
+        was_whole = bool(ranges) and ranges[-1][1] == self.seqno
+        if was_whole and (self.is_history or last_seqno - self.seqno == count):
+            ranges[-1] = (ranges[-1][0], last_seqno)
+            if self.is_history:
+                # Nothing is left out: it need not be told of as the middle of a snapshot.
+                self.snap_start = self.snap_end = last_seqno
+        self.seqno = last_seqno
+        if last_seqno == self.marker_end:
+            self.snap_start = self.snap_end = last_seqno
+            self.marker_end = 0
+            if not ranges or ranges[-1][1] < last_seqno:
+                ranges.append((last_seqno, last_seqno))
+
+    def request_position(self) -> Position:
+        """Return where the next request begins."""
+        if self.number < 0:
+            return self.position
+        return position_of(self.chain(), self._versions_max)
+
+    def roll_back(self, server_seqno: int, *, is_exact: bool) -> None:
+        """Go to the newest whole state at or below what the server said."""
+        before = self.request_position()
+        position = rolled_back(before, server_seqno, is_exact=is_exact)
+        step = (position.seqno, len(position.versions))
+        assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+        self.close_leg()
+        self.place(position)
+        if position.seqno < before.seqno:
+            self.rollbacks.append((before.seqno, position.seqno))
+
+    def _leg(self) -> Leg:
+        return Leg(
+            self.number, self.from_seqno, self.seqno, self.snap_start, self.snap_end,
+            self.versions, tuple(self.ranges),
+        )  # fmt: skip

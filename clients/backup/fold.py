@@ -1,0 +1,164 @@
+"""Merge and prune: old runs become the base of a newer one, and go.
+
+    runs 1 2 3 4 5      merge --through 3, or prune --keep 3
+         [1 2 -> base of 3] 4 5
+
+The base of run K is what runs before K held as of their end: the newest version of each key, and
+those versions that later runs stand on (where a later run rolled a partition back into what is
+folded). Run K's own changes stay as they are. So as of run K and everything after it can be
+restored as before, and the next incremental goes on as before; places before the end of run K-1
+are gone, and a rollback into what was folded goes to its nearest kept state.
+
+Crash safety: the base's segments are written first, then run K's manifest, which names them and
+says which runs it stands for; what is not needed any more goes last (`Archive.sweep`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from clients.backup.archive import Archive, run_file
+from clients.backup.chunk import CHUNK_BYTES, Chunker
+from clients.backup.errors import ArchiveDamagedError, BackupError
+from clients.backup.feed import Feed, Piece
+from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
+from clients.backup.manifest import RunRecord
+from clients.backup.point import Point, chain_of
+from clients.backup.reading import Reader
+from clients.backup.run import SegmentWriter
+from dcp.wire.frame import HEADER_BYTES
+from dcp.wire.message import U64
+
+
+class FoldReport(NamedTuple):
+    """What became of the runs."""
+
+    into_run: int
+    folded: tuple[int, ...]
+    """Runs that are gone."""
+    changes_before: int
+    changes: int
+    """Changes that the folded runs held, and that the base holds."""
+    bytes_before: int
+    bytes_after: int
+    """Stored bytes of all runs."""
+
+
+def run_to_keep(
+    runs: Sequence[RunRecord], keep: int | None, older_than_ns: int | None
+) -> int | None:
+    """Return the oldest run that stays; None: nothing is to be pruned.
+
+    The newest run always stays.
+    """
+    stays = [
+        record.run
+        for index, record in enumerate(runs)
+        if (keep is not None and index >= len(runs) - max(1, keep))
+        or (older_than_ns is not None and record.ended_ns >= older_than_ns)
+        or index == len(runs) - 1
+    ]
+    return stays[0] if stays and stays[0] != runs[0].run else None
+
+
+def fold(
+    archive: Archive, into_run: int, on_progress: Callable[[int, int], None] | None = None
+) -> FoldReport:
+    """Fold all runs before `into_run` into its base. Raises BackupErrors, ArchiveLockedError.
+
+    An archive with damage in what is folded is refused: the damage would be lost from sight.
+    """
+    with archive.lock("backup merge") as lock:
+        runs = archive.runs()
+        old = [record for record in runs if record.run < into_run]
+        kept = [record for record in runs if record.run >= into_run]
+        if not kept or kept[0].run != into_run:
+            raise BackupError(
+                f"the archive has no run {into_run}", node=archive.url,
+                hint="dcpctl backup list --archive URL",
+            )  # fmt: skip
+        bytes_before = sum(record.stored_bytes for record in runs)
+        if not old:
+            return FoldReport(into_run, (), 0, 0, bytes_before, bytes_before)
+        reader = Reader(archive, old)
+        writer = SegmentWriter.of_base(archive, into_run, time.time_ns())
+        chunker = Chunker()
+        bases: dict[int, Leg] = {}
+        vb_ids = sorted({vb_id for record in old for vb_id in record.legs})
+        for index, vb_id in enumerate(vb_ids):
+            chain = chain_of(old, vb_id)
+            cuts = cuts_of(chain, chain_of(kept, vb_id))
+            base = _base_of(chain, cuts)
+            bases[vb_id] = base
+            feed = Feed(vb_id, into_run, [], [base])
+            for piece in _pieces(reader, vb_id, (*cuts, end_of(chain))):
+                for chunk in chunker.add(piece, feed):
+                    writer.add(chunk)
+            for chunk in chunker.finish(vb_id):
+                writer.add(chunk)
+            if on_progress is not None:
+                on_progress(index + 1, len(vb_ids))
+        for chunk in chunker.flush():
+            writer.add(chunk)
+        writer.close()
+        lock.renew()
+        first = kept[0]
+        merged = first._replace(
+            base_through=into_run - 1,
+            segments=[*writer.records, *first.segments],
+            legs={
+                vb_id: [*([bases[vb_id]] if vb_id in bases else []), *first.legs.get(vb_id, [])]
+                for vb_id in sorted({*bases, *first.legs})
+            },
+            changes=first.changes + writer.changes,
+            raw_bytes=first.raw_bytes + writer.raw_bytes,
+        )
+        archive.write_run(merged)
+        after = [merged, *kept[1:]]
+        archive.sweep(needed_files(after))
+        return FoldReport(
+            into_run, tuple(record.run for record in old), sum(item.changes for item in old),
+            writer.changes, bytes_before, sum(record.stored_bytes for record in after),
+        )  # fmt: skip
+
+
+def needed_files(runs: Sequence[RunRecord]) -> set[str]:
+    """Return the files that these runs consist of."""
+    files = {segment.path for record in runs for segment in record.segments}
+    return files | {run_file(record.run) for record in runs}
+
+
+def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:
+    """Return the leg that stands for a chain: whole states at its end and where it was cut."""
+    end = position_of(chain)
+    seqno = end_of(chain)
+    ranges = tuple((at, at) for at in sorted({0, *cuts, seqno}))
+    if end.seqno != end.snap_end:  # a run ends at whole states; another server's may not
+        ranges = ranges[:-1]
+    return Leg(BASE_LEG, 0, seqno, end.snap_start, end.snap_end, chain[-1].leg.versions, ranges)
+
+
+def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int]) -> Iterator[Piece]:
+    """Yield the frames that the states at these seqnos (rising) are made of, in order."""
+    views = [reader.view(vb_id, Point(seqnos={vb_id: seqno})) for seqno in seqnos]
+    damages = [damage for view in views for damage in view.damages]
+    if damages:
+        raise ArchiveDamagedError(
+            str(damages[0]), vb_id=vb_id,
+            hint="Runs with damage cannot be folded; dcpctl backup verify names all of it.",
+        )  # fmt: skip
+    winners = set().union(*(view.winners for view in views))
+    frames: list[bytes] = []
+    size = first = last = 0
+    for data, start, stop in reader.frames(views[-1]._replace(winners=winners)):
+        last = U64.unpack_from(data, start + HEADER_BYTES)[0]
+        first = first or last
+        frames.append(data[start:stop])
+        size += stop - start
+        if size >= CHUNK_BYTES:
+            yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames))
+            frames, size, first = [], 0, 0
+    if frames:
+        yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames))

@@ -1,0 +1,108 @@
+"""Places in an archive's history: as of a run, a time, a seqno per partition. Pure.
+
+A run shows the server's history as it was when the run ended. So
+
+    run N           the state at its end
+    time T          of the first run that ended at or after T: what had happened by T. A change's
+                    time is its CAS
+    seqnos          of the newest run (or of --run N): up to there, in each partition that is named
+
+Where the archive does not hold the whole state at the very place (inside a de-duplicated
+snapshot), it is the newest whole state before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from clients.backup.errors import PointError
+from clients.backup.legs import Placed
+from clients.backup.manifest import RunRecord
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+
+
+class Point(NamedTuple):
+    """A place in the history; the newest run's end where nothing is said."""
+
+    run: int | None = None
+    time_ns: int | None = None
+    seqnos: Mapping[int, int] | None = None
+
+    def runs_of(self, runs: Sequence[RunRecord]) -> list[RunRecord]:
+        """Return the runs that it stands on, oldest first. Raises PointError."""
+        if not runs:
+            raise PointError(
+                "the archive has no finished run", hint="Make one: dcpctl backup run --archive URL"
+            )
+        last = self._last_of(runs)
+        return [record for record in runs if record.run <= last]
+
+    def _last_of(self, runs: Sequence[RunRecord]) -> int:
+        numbers = f"its runs are {runs[0].run} to {runs[-1].run}"
+        if self.run is not None:
+            if not runs[0].run <= self.run <= runs[-1].run:
+                raise PointError(
+                    f"the archive has no run {self.run}; {numbers}",
+                    hint="dcpctl backup list --archive URL",
+                )
+            return self.run
+        if self.time_ns is not None:
+            for record in runs:
+                if record.ended_ns >= self.time_ns:
+                    return record.run
+            raise PointError(
+                f"the archive knows nothing of {time_text(self.time_ns)}: its last run ended at"
+                f" {time_text(runs[-1].ended_ns)}",
+                hint="Make another run first, or restore the last one: leave --time out.",
+            )
+        return runs[-1].run
+
+
+def chain_of(runs: Sequence[RunRecord], vb_id: int) -> list[Placed]:
+    """Return all legs of a partition in these runs."""
+    return [placed for record in runs for placed in record.placed(vb_id)]
+
+
+def parse_time(text: str) -> int:
+    """Return a time as Unix ns: ISO 8601 (UTC unless it says) or Unix seconds. Raises PointError.
+
+    A second is meant as a whole: 12:00:00 includes what happened in that second up to its begin.
+    """
+    try:
+        return int(float(text) * 1_000_000_000)
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise PointError(
+            f"{text!r} is no time", hint="Such as 2026-05-01T12:00:00Z, or Unix seconds."
+        ) from error
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    whole = int(moment.replace(microsecond=0).timestamp())
+    return whole * 1_000_000_000 + moment.microsecond * 1000
+
+
+def time_text(time_ns: int) -> str:
+    """Return a Unix time in ns as people read it."""
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest // 1_000_000:03}Z"
+
+
+def parse_seqnos(document: Any) -> dict[int, int]:
+    """Return a seqno vector: a JSON object of partition -> seqno. Raises PointError."""
+    if not isinstance(document, dict):
+        raise PointError("a seqno vector is a JSON object, partition -> seqno")
+    found = {}
+    for name, seqno in document.items():
+        text = str(name)
+        if not (text.isascii() and text.isdigit() and int(text) < NUM_VBUCKETS):
+            raise PointError(f"{name!r} is no partition; they are 0 to {NUM_VBUCKETS - 1}")
+        if not isinstance(seqno, int) or isinstance(seqno, bool) or not 0 <= seqno <= SEQNO_MAX:
+            raise PointError(f"{seqno!r} is no seqno", vb_id=int(text))
+        found[int(text)] = seqno
+    return found

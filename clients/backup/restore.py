@@ -1,0 +1,456 @@
+"""A restore, over asyncio: from an archive as of a point into a server.
+
+    Reader -> newest versions, in seqno order -> SETQ_WITH_META / DELQ_WITH_META -> Link
+
+Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes.
+The server decides conflicts: a document or deletion that it has wins by a higher revision, or the
+same and a CAS that is not lower (`force`: the archive's wins always). What the archive does not
+know stays. So a restore can simply be run again.
+
+Invariants
+- the commands are quiet: of a batch only refusals come back, and the answer to its NOOP, which
+  says that all before it is done, durably where the server's durability says so;
+- at most BATCHES_MAX batches are under way per node;
+- what was refused for now is sent again; what was refused for good is counted by its status, and
+  the first of each kind is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from struct import Struct
+from typing import Final, NamedTuple
+
+from clients.address import ServerAddress
+from clients.backup.archive import Archive
+from clients.backup.errors import BackupError
+from clients.backup.manifest import RunRecord
+from clients.backup.point import Point
+from clients.backup.reading import Damage, Reader, View
+from clients.backup.run import STREAM_FEATURES, collections_of
+from clients.backup.selection import Routes, Selection, split_key
+from clients.errors import (
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    TemporaryError,
+    error_from_status,
+)
+from clients.link import Link
+from clients.topology import Topology, parse_topology, single_node
+from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+BATCH_BYTES: Final = 256 * 1024
+BATCH_ITEMS: Final = 2_000
+BATCHES_MAX: Final = 8
+"""Batches under way to a node: enough that it always has one, 2 MiB of values mostly."""
+RETRY_PAUSE_S: Final = 0.2
+RETRIES_MAX: Final = 50
+"""How often items are sent again that the server could not take for now: 10 s."""
+NOOP_OPAQUE: Final = 0xFFFF_FFFF
+
+SKIP_CONFLICT_RESOLUTION: Final = 0x01
+IS_EXPIRATION: Final = 0x10
+
+_STORED: Final = Struct(">BBHBBHIIQQQ")
+"""A header, seqno and revision of a stored frame."""
+_FLAGS_AND_EXPIRY: Final = Struct(">II")
+_TIME: Final = Struct(">I")
+_REQUEST: Final = Struct(">BBHBBHIIQIIQQ")
+"""A header; flags, expiry, revision, CAS."""
+_REQUEST_WITH_OPTIONS: Final = Struct(">BBHBBHIIQIIQQI")
+_RETRIED: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.NOT_MY_VBUCKET})
+_FATAL: Final = frozenset({Status.EACCESS, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+
+
+class RestorePlan(NamedTuple):
+    """What a restore will do, or did."""
+
+    runs: tuple[int, ...]
+    partitions: int
+    """Partitions that have something."""
+    documents: int
+    deletions: int
+    value_bytes: int
+    by_collection: dict[str, int]
+    """Documents by the collection that they go into."""
+    earlier: dict[int, tuple[int, int]]
+    """Partition -> (wanted seqno, the whole state at or below that is taken)."""
+    damages: list[Damage]
+
+
+class RestoreReport(NamedTuple):
+    """What a restore did."""
+
+    plan: RestorePlan
+    written: int
+    kept_newer: int
+    """Documents where the server's own version won."""
+    refused: dict[int, tuple[int, str]]
+    """Status -> how many were refused for good, and the first of them in words."""
+    created: tuple[str, ...]
+    """Collections that were created."""
+    seconds: float
+
+
+class _Counts:
+    """What is counted on the way."""
+
+    def __init__(self) -> None:
+        self.documents = self.deletions = self.value_bytes = self.partitions = 0
+        self.by_collection: Counter[str] = Counter()
+        self.earlier: dict[int, tuple[int, int]] = {}
+        self.damages: list[Damage] = []
+
+    def view(self, view: View) -> None:
+        """Take note of a partition."""
+        self.partitions += bool(view.winners)
+        if view.seqno != view.wanted_seqno:
+            self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
+        self.damages += view.damages
+
+    def plan(self, runs: Sequence[RunRecord]) -> RestorePlan:
+        """Return what was counted."""
+        return RestorePlan(
+            tuple(record.run for record in runs), self.partitions, self.documents, self.deletions,
+            self.value_bytes, dict(self.by_collection), self.earlier, self.damages,
+        )  # fmt: skip
+
+
+class Restore:
+    """One restore. `create`: makes a collection (scope.collection, max_ttl_s) that the server does
+    not have; without it a missing one is an error.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        point: Point,
+        selection: Selection,
+        *,
+        force: bool = False,
+        salvage: bool = False,
+        create: Callable[[str, int], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Raises BackupErrors for a point or a selection that the archive does not have."""
+        self.runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
+        self._point = point
+        self._selection = selection
+        self._routes = Routes(selection, self.runs)
+        self._reader = Reader(archive, self.runs, salvage=salvage)
+        self._force = force
+        self._create = create
+        self._on_progress = on_progress or (lambda _done, _total: None)
+        self._vb_ids = sorted({vb_id for record in self.runs for vb_id in record.legs})
+        self._counts = _Counts()
+        self._prefixes: dict[bytes, bytes] = {}
+        self._names: dict[bytes, str] = {}
+
+    def plan(self) -> RestorePlan:
+        """Return what would be done, without any server."""
+        names = {path: key for key, path in enumerate(sorted(self._targets()), 8)}
+        self._use(names)
+        for view in self._views():
+            for data, start, stop in self._reader.frames(view):
+                self._packet(data, start, stop)
+        return self._counts.plan(self.runs)
+
+    async def run(self, address: ServerAddress) -> RestoreReport:
+        """Restore into a server. Raises DcpdErrors; a restore that failed can be run again."""
+        began_s = time.monotonic()
+        link = await Link.connect(address, features=STREAM_FEATURES)
+        try:
+            created = await self._prepare_collections(link)
+            assert link.handshake is not None
+            config = link.handshake.config
+        finally:
+            link.close()
+        topology = single_node(address.host, address.port)
+        if config:
+            topology = parse_topology(config, address.host, is_tls=address.is_tls)
+        writer = _Writer(address, topology)
+        try:
+            for view in self._views():
+                await self._send(view, writer)
+            await writer.finish()
+        finally:
+            await writer.close()
+        refused = {
+            status: (count, writer.examples[status]) for status, count in writer.refused.items()
+        }
+        plan = self._counts.plan(self.runs)
+        lost = writer.kept_newer + sum(writer.refused.values())
+        return RestoreReport(
+            plan, plan.documents + plan.deletions - lost, writer.kept_newer, refused, created,
+            time.monotonic() - began_s,
+        )  # fmt: skip
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _targets(self) -> set[str]:
+        routes = self._routes
+        return {path for key in routes.paths if (path := routes.target(key)) is not None}
+
+    def _use(self, ids: dict[str, int]) -> None:
+        """Take the target's ids of collections."""
+        self._prefixes = self._routes.key_prefixes(ids)
+        by_id = {key: self._routes.target(split_key(key + b"k")[0]) or "" for key in self._prefixes}
+        self._names = by_id
+
+    async def _prepare_collections(self, link: Link) -> tuple[str, ...]:
+        found = await collections_of(link)
+        ids = {path: key for key, (path, _) in found.items()}
+        missing = sorted(self._targets() - ids.keys())
+        # Only those of the archive's newest run must be there: others may be dropped for good.
+        current = {path for path, _ in self.runs[-1].collections.values()}
+        mapping = self._selection.mapping
+        wanted = [path for path in missing if path in {mapping.get(item, item) for item in current}]
+        if wanted and self._create is None:
+            raise BackupError(
+                f"the server has no collection {', '.join(wanted)}", node=link.node,
+                hint="--create-collections makes them; --map takes others; --collection chooses.",
+            )  # fmt: skip
+        for path in wanted:
+            assert self._create is not None
+            source = next((a for a, b in mapping.items() if b == path), path)
+            await asyncio.to_thread(self._create, path, self._routes.max_ttl_s.get(source, 0))
+        if wanted:
+            found = await collections_of(link)
+            ids = {path: key for key, (path, _) in found.items()}
+        self._use(ids)
+        return tuple(wanted)
+
+    def _views(self) -> Iterator[View]:
+        for index, vb_id in enumerate(self._vb_ids):
+            view = self._reader.view(vb_id, self._point)
+            self._counts.view(view)
+            yield view
+            self._on_progress(index + 1, len(self._vb_ids))
+
+    async def _send(self, view: View, writer: _Writer) -> None:
+        batch: list[bytes] = []
+        size = 0
+        for data, start, stop in self._reader.frames(view):
+            packet = self._packet(data, start, stop, len(batch))
+            if packet is None:
+                continue
+            batch.append(packet)
+            size += len(packet)
+            if size >= BATCH_BYTES or len(batch) >= BATCH_ITEMS:
+                await writer.send(view.vb_id, batch)
+                batch, size = [], 0
+        if batch:
+            await writer.send(view.vb_id, batch)
+
+    def _packet(self, data: bytes, start: int, stop: int, opaque: int = 0) -> bytes | None:
+        """Return the request that brings a stored frame back; None for what is not wanted."""
+        _, opcode, key_len, extras_len, datatype, vb_id, body, _, cas, _, rev_seqno = (
+            _STORED.unpack_from(data, start)
+        )
+        if opcode == _SYSTEM_EVENT:
+            return None
+        key_at = start + HEADER_BYTES + extras_len
+        id_bytes = 1
+        while data[key_at + id_bytes - 1] & 0x80:
+            id_bytes += 1
+        source = data[key_at : key_at + id_bytes]
+        target = self._prefixes.get(source)
+        if target is None or not data.startswith(self._routes.prefix, key_at + id_bytes):
+            return None
+        counts = self._counts
+        counts.by_collection[self._names[source]] += 1
+        rest = data[key_at + id_bytes : stop]
+        key_len += len(target) - id_bytes
+        flags = expiry = options = 0
+        if opcode == _MUTATION:
+            counts.documents += 1
+            counts.value_bytes += body - extras_len - key_len
+            flags, expiry = _FLAGS_AND_EXPIRY.unpack_from(data, start + 40)
+            request = 0xA3
+        else:
+            counts.deletions += 1
+            request = 0xA9
+            datatype = 0
+            if opcode == _EXPIRATION:
+                options = IS_EXPIRATION
+                expiry = _TIME.unpack_from(data, start + 40)[0]
+            rest = rest[: key_len - len(target)]
+        if self._force:
+            options |= SKIP_CONFLICT_RESOLUTION
+        if not options:
+            head = _REQUEST.pack(
+                0x80, request, key_len, 24, datatype, vb_id, 24 + len(target) + len(rest), opaque,
+                0, flags, expiry, rev_seqno, cas,
+            )  # fmt: skip
+        else:
+            head = _REQUEST_WITH_OPTIONS.pack(
+                0x80, request, key_len, 28, datatype, vb_id, 28 + len(target) + len(rest), opaque,
+                0, flags, expiry, rev_seqno, cas, options,
+            )  # fmt: skip
+        return head + target + rest
+
+
+class _Batch:
+    """Packets of one partition that are under way; an item's opaque is its place."""
+
+    __slots__ = ("packets", "retried", "vb_id")
+
+    def __init__(self, vb_id: int, packets: list[bytes]) -> None:
+        self.vb_id = vb_id
+        self.packets = packets
+        self.retried: list[int] = []
+
+
+class _Writer:
+    """Sends batches to the nodes of their partitions, and counts what comes back."""
+
+    def __init__(self, address: ServerAddress, topology: Topology) -> None:
+        self.kept_newer = 0
+        self.refused: Counter[int] = Counter()
+        self.examples: dict[int, str] = {}
+        self._address = address
+        self._topology = topology
+        self._channels: dict[tuple[str, int], _Channel] = {}
+        self._again: list[tuple[int, list[bytes]]] = []
+        self._failure: DcpdError | None = None
+
+    async def send(self, vb_id: int, packets: list[bytes]) -> None:
+        """Send a batch; wait while too many are under way."""
+        channel = await self._channel(vb_id)
+        while len(channel.batches) >= BATCHES_MAX and self._failure is None:
+            await channel.wait()
+        self._check()
+        batch = _Batch(vb_id, packets)
+        channel.batches.append(batch)
+        channel.link.write(b"".join((*packets, _NOOP)))
+        await channel.link.drain()
+
+    async def finish(self) -> None:
+        """Wait until all is answered; send again what was refused for now."""
+        for _ in range(RETRIES_MAX):
+            for channel in self._channels.values():
+                while channel.batches and self._failure is None:
+                    await channel.wait()
+            self._check()
+            if not self._again:
+                return
+            await asyncio.sleep(RETRY_PAUSE_S)
+            again, self._again = self._again, []
+            link = await Link.connect(self._address, features=STREAM_FEATURES)
+            assert link.handshake is not None
+            if link.handshake.config:
+                self._topology = parse_topology(
+                    link.handshake.config, self._address.host, is_tls=self._address.is_tls
+                )
+            link.close()
+            for vb_id, packets in again:
+                await self.send(vb_id, packets)
+        raise TemporaryError(
+            f"the server did not take {sum(len(items) for _, items in self._again)} documents"
+            f" within {RETRIES_MAX} attempts",
+            node=self._address.node, hint="Run it again when the server is well.",
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            channel.link.close()
+        await asyncio.sleep(0)  # lets the transports finish closing
+
+    def answered(self, batch: _Batch, status: int, opaque: int, body: bytes, node: str) -> None:
+        """Take a refusal."""
+        if status == Status.KEY_EEXISTS:
+            self.kept_newer += 1
+        elif status in _RETRIED:
+            batch.retried.append(opaque)
+        else:
+            self.refused[status] += 1
+            error = error_from_status(
+                status, "restore of a document", body=body, vb_id=batch.vb_id, node=node
+            )
+            self.examples.setdefault(status, str(error))
+            if status in _FATAL and self._failure is None:
+                self._failure = error
+
+    def done(self, batch: _Batch) -> None:
+        """All of a batch is answered."""
+        if batch.retried:
+            packets = [
+                batch.packets[at][:12] + index.to_bytes(4, "big") + batch.packets[at][16:]
+                for index, at in enumerate(batch.retried)
+            ]
+            self._again.append((batch.vb_id, packets))
+
+    def fail(self, error: DcpdError) -> None:
+        """A connection is gone."""
+        if self._failure is None:
+            self._failure = error
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            if isinstance(self._failure, ConnectionLostError | OperationTimeoutError):
+                self._failure.hint = "Run it again: what is there already is kept as it is."
+            raise self._failure
+
+    async def _channel(self, vb_id: int) -> _Channel:
+        node = self._topology.node_of(vb_id)
+        place = (node.host, node.kv_port)
+        channel = self._channels.get(place)
+        if channel is None:
+            link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
+            channel = self._channels[place] = _Channel(self, link)
+        return channel
+
+
+_NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
+
+
+class _Channel:
+    """One node's connection: batches under way, oldest first."""
+
+    def __init__(self, writer: _Writer, link: Link) -> None:
+        self.link = link
+        self.batches: deque[_Batch] = deque()
+        self._writer = writer
+        self._rest = b""
+        self._wake = asyncio.Event()
+        link.hand_over(self._on_bytes, self._on_lost)
+
+    async def wait(self) -> None:
+        """Wait until something is answered, or the connection is gone."""
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _on_bytes(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        at, end = 0, len(data)
+        while end - at >= HEADER_BYTES:
+            _, opcode, key_len, extras_len, _, status, body, opaque, _ = HEADER.unpack_from(
+                data, at
+            )
+            stop = at + HEADER_BYTES + body
+            if stop > end:
+                break
+            if opcode == Opcode.NOOP and self.batches:
+                self._writer.done(self.batches.popleft())
+                self._wake.set()
+            elif status and self.batches:
+                value_at = at + HEADER_BYTES + extras_len + key_len
+                self._writer.answered(
+                    self.batches[0], status, opaque, data[value_at:stop], self.link.node
+                )
+            at = stop
+        self._rest = data[at:]
+
+    def _on_lost(self, error: DcpdError) -> None:
+        self._writer.fail(error)
+        self._wake.set()

@@ -1,0 +1,503 @@
+"""A backup run, over asyncio: links to all nodes, chunks to a thread, a manifest at the end.
+
+    server -> Link -> Intake -> Chunker -> queue -> thread: zstd, segment, write, read back
+
+Who calls it: `dcpctl backup run`, tests, the benchmark.
+
+Invariants
+- a segment that is written is complete in itself: a run that is killed goes on after the last
+  change of its last segment, at most an open segment is streamed again;
+- the manifest is written when every partition has reached the seqno that it had when the run
+  asked, and every segment was read back and found to be what was written;
+- memory is bounded: chunks that wait for the thread (QUEUE_CHUNKS), an open segment
+  (SEGMENT_BYTES), partitions under way (chunk.GATHERED_BYTES_MAX). Reading stops meanwhile, and
+  the window of flow control then stops the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from clients.address import ServerAddress
+from clients.backup.archive import Archive, ArchiveLock, segment_file
+from clients.backup.chunk import Chunker, RawChunk
+from clients.backup.errors import ArchiveDamagedError, ArchiveError
+from clients.backup.feed import Feed, Piece
+from clients.backup.intake import Intake
+from clients.backup.legs import Placed
+from clients.backup.manifest import RunRecord, SegmentRecord
+from clients.backup.segment import Footer, SegmentBuilder
+from clients.backup.zstd import LEVEL
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    StreamViolationError,
+    TemporaryError,
+    TopologyError,
+    error_from_status,
+)
+from clients.handshake import FEATURES
+from clients.link import Link
+from clients.topology import Topology, parse_topology, single_node
+from dcp.wire.feature import Feature
+from dcp.wire.frame import ProtocolError
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+SEGMENT_BYTES: Final = 16 * 1024 * 1024
+"""A segment is written when it has so many: what a killed run repeats, and what memory it takes."""
+QUEUE_CHUNKS: Final = 64
+"""Chunks that wait for the thread: 16 MiB, a fraction of a second."""
+GIVE_UP_AFTER_S: Final = 60.0
+"""How long a run tries to reach nodes and to place partitions without any progress."""
+PAUSE_FIRST_S: Final = 0.05
+PAUSE_MAX_S: Final = 2.0
+TICK_S: Final = 0.1
+RENEW_S: Final = 60.0
+"""How often the lock is renewed; a fifth of its lease."""
+
+STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
+"""What a link to stream from asks for: the datatype is kept too."""
+
+_TRANSIENT: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
+
+
+class Progress(NamedTuple):
+    """How far a run is."""
+
+    seqnos_done: int
+    seqnos_wanted: int
+    partitions_done: int
+    partitions: int
+    changes: int
+    wire_bytes: int
+
+
+class RunReport(NamedTuple):
+    """What a run did."""
+
+    record: RunRecord
+    resumed_segments: int
+    """Segments that were there already: the run was killed before."""
+    seconds: float
+    history_was_refused: bool
+    """Every version was wanted, and a server does not stream them."""
+
+
+class SegmentWriter:
+    """Makes and writes segments; used by one thread at a time."""
+
+    def __init__(
+        self, archive: Archive, run: int, started_ns: int, *, is_history: bool, level: int = LEVEL
+    ) -> None:
+        self.records: list[SegmentRecord] = []
+        self.changes = self.raw_bytes = 0
+        self._archive = archive
+        self._run = run
+        self._started_ns = started_ns
+        self._is_history = is_history
+        self._level = level
+        self._is_base = False
+        self._builder = self._new()
+
+    @classmethod
+    def of_base(cls, archive: Archive, run: int, now_ns: int) -> SegmentWriter:
+        """Return the writer of what older runs are folded into."""
+        writer = cls(archive, run, now_ns, is_history=False)
+        writer._is_base = True
+        return writer
+
+    def adopt(self, found: Iterable[tuple[str, int, Footer]]) -> None:
+        """Go on after segments that are there already."""
+        for path, size_bytes, footer in found:
+            self.records.append(SegmentRecord(path, size_bytes, footer.held()))
+            sections = [footer.section(index) for index in range(footer.section_count())]
+            self.changes += sum(section.changes for section in sections)
+            self.raw_bytes += sum(section.size_bytes for section in sections)
+        self._builder = self._new()
+
+    def add(self, chunk: RawChunk) -> None:
+        """Compress a chunk; write the segment when it is full."""
+        self._builder.add(chunk, self._level)
+        self.changes += sum(section.changes for section in chunk.sections)
+        self.raw_bytes += len(chunk.data)
+        if self._builder.size_bytes >= SEGMENT_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Write the open segment, if there is anything in it, and read it back."""
+        if self._builder.is_empty:
+            return
+        data = self._builder.finish()
+        path = segment_file(self._run, len(self.records), is_base=self._is_base)
+        self._archive.write(path, data)
+        if self._archive.read(path) != data:
+            raise ArchiveDamagedError(
+                f"{path} was read back and is not what was written", node=self._archive.url,
+                hint="The disk or the store behind the archive is failing.",
+            )  # fmt: skip
+        self.records.append(SegmentRecord(path, len(data), self._builder.held()))
+        self._builder = self._new()
+
+    def _new(self) -> SegmentBuilder:
+        return SegmentBuilder(
+            self._run, len(self.records), self._started_ns, is_history=self._is_history
+        )
+
+
+class _Session:
+    """One node's connection and its intake."""
+
+    def __init__(self, backup: Backup, link: Link, intake: Intake) -> None:
+        self.link = link
+        self.intake = intake
+        self.failure: DcpdError | None = None
+        self._backup = backup
+
+    def begin(self) -> None:
+        """Take the connection over and ask for the partitions that were added."""
+        self.link.write(self.intake.begin())
+        self.link.hand_over(self._on_bytes, self._on_lost)
+
+    def flush(self) -> None:
+        """Send what the intake has to say."""
+        output = self.intake.take_output()
+        if output:
+            self.link.write(output)
+
+    def _on_bytes(self, data: bytes) -> None:
+        if self.failure is not None:
+            return
+        try:
+            pieces = self.intake.receive(data, time.monotonic_ns())
+        except ProtocolError as error:
+            self._fail(StreamViolationError(f"the server broke the protocol: {error}"))
+            return
+        except DcpdError as error:
+            self._fail(error)
+            return
+        self._backup.take(self, pieces)
+        self.flush()
+
+    def _on_lost(self, error: DcpdError) -> None:
+        if self.failure is None:
+            self.failure = error
+        self._backup.wake.set()
+
+    def _fail(self, error: DcpdError) -> None:
+        self.failure = error
+        self.link.close()
+        self._backup.wake.set()
+
+
+class Backup:
+    """One run. `history`: every version, not only the newest of each snapshot.
+
+    `versions_max`: name so many versions in a stream request only (None: all), for comparisons.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        address: ServerAddress,
+        *,
+        history: bool = True,
+        level: int = LEVEL,
+        versions_max: int | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        give_up_after_s: float = GIVE_UP_AFTER_S,
+    ) -> None:
+        self.wake = asyncio.Event()
+        self._archive = archive
+        self._address = address
+        self._history = history
+        self._level = level
+        self._versions_max = versions_max
+        self._on_progress = on_progress
+        self._give_up_after_s = give_up_after_s
+        self._sessions: dict[tuple[str, int], _Session] = {}
+        self._feeds: dict[int, Feed] = {}
+        self._homeless: list[Feed] = []
+        self._chunker = Chunker()
+        self._queue: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="backup-writer")
+        self._writer: SegmentWriter | None = None
+        self._wire_bytes = 0
+        self._done = 0
+        self._changes = 0
+        self._is_paused = False
+        self._history_was_refused = False
+        self._collections: dict[int, tuple[str, int]] = {}
+
+    # -- the whole -----------------------------------------------------------------------------
+
+    async def run(self) -> RunReport:
+        """Back up; return when the manifest is written. Raises DcpdErrors.
+
+        What was streamed is kept when it fails: the next run goes on there.
+        """
+        began_s = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        with self._archive.lock("backup run") as lock:
+            runs = self._archive.runs()
+            run = runs[-1].run + 1 if runs else 1
+            found = self._archive.unfinished(run)
+            started_ns = found[0][2].started_ns if found else time.time_ns()
+            if found:
+                self._history = found[0][2].is_history
+            keep = {record.path for item in runs for record in item.segments}
+            keep |= {path for path, _, _ in found}
+            keep |= {f"runs/{item.run:06}.run" for item in runs}
+            self._archive.sweep(keep)
+            self._writer = SegmentWriter(
+                self._archive, run, started_ns, is_history=self._history, level=self._level
+            )
+            self._writer.adopt(found)
+            try:
+                topology = await self._find_topology()
+                self._prepare_feeds(topology, run, runs, found)
+                await self._follow(topology, lock)
+                await self._finish_writing()
+            finally:
+                for session in self._sessions.values():
+                    session.link.close()
+                await asyncio.sleep(0)  # lets the transports finish closing
+                await asyncio.to_thread(self._executor.shutdown, wait=True)
+            record = self._record(run, started_ns, is_resumed=bool(found))
+            self._archive.write_run(record)
+        return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
+
+    def take(self, session: _Session, pieces: list[Piece]) -> None:
+        """Take what a read brought."""
+        intake = session.intake
+        for piece in pieces:
+            self._changes += piece.changes
+            for chunk in self._chunker.add(piece, intake.feeds[piece.vb_id]):
+                self._submit(chunk)
+        if intake.finished:
+            for feed in intake.finished:
+                self._done += 1
+                for chunk in self._chunker.finish(feed.vb_id):
+                    self._submit(chunk)
+            intake.finished.clear()
+            if self._done == len(self._feeds):
+                self.wake.set()
+        if intake.gone:
+            self._homeless += intake.gone
+            intake.gone.clear()
+            self.wake.set()
+        if len(self._queue) > QUEUE_CHUNKS and not self._is_paused:
+            self._is_paused = True
+            for other in self._sessions.values():
+                other.link.pause_reading()
+
+    # -- streaming -----------------------------------------------------------------------------
+
+    def _prepare_feeds(
+        self,
+        topology: Topology,
+        run: int,
+        runs: list[RunRecord],
+        found: list[tuple[str, int, Footer]],
+    ) -> None:
+        legs = {}
+        for _, _, footer in found:
+            legs.update(footer.legs)
+        for vb_id in range(topology.num_vbuckets):
+            chain: list[Placed] = [placed for item in runs for placed in item.placed(vb_id)]
+            feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._versions_max)
+            self._feeds[vb_id] = feed
+            self._homeless.append(feed)
+
+    async def _follow(self, topology: Topology, lock: ArchiveLock) -> None:
+        """Stream until every partition is done, over lost connections and moved partitions."""
+        pause_s, progress_at_s, progress = PAUSE_FIRST_S, time.monotonic(), -1
+        renew_at_s = time.monotonic() + RENEW_S
+        failure: DcpdError | None = None
+        while self._done < len(self._feeds):
+            now_s = time.monotonic()
+            self._collect_lost()
+            if self._homeless:
+                try:
+                    if failure is not None or progress >= 0:
+                        topology = await self._find_topology()
+                    await self._place(topology)
+                except _TRANSIENT as error:
+                    failure = error
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(PAUSE_MAX_S, pause_s * 2)
+            if self._progress_mark() != progress:
+                progress, progress_at_s, pause_s = self._progress_mark(), now_s, PAUSE_FIRST_S
+                if not self._homeless:
+                    failure = None
+            elif now_s - progress_at_s > self._give_up_after_s:
+                raise failure or OperationTimeoutError(
+                    f"no change came for {self._give_up_after_s:g} s, and"
+                    f" {len(self._feeds) - self._done} partitions are not done",
+                    node=self._address.node,
+                )
+            if now_s > renew_at_s:
+                renew_at_s = now_s + RENEW_S
+                await asyncio.to_thread(lock.renew)
+            await self._tick()
+
+    async def _tick(self) -> None:
+        for session in self._sessions.values():
+            session.intake.tick(time.monotonic_ns())
+            session.flush()
+        self._check_queue()
+        self._report()
+        self.wake.clear()
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self.wake.wait()
+        except TimeoutError:
+            pass
+
+    def _progress_mark(self) -> int:
+        return self._changes + self._done
+
+    def _collect_lost(self) -> None:
+        """Take the partitions of connections that are gone; raise what is not worth a retry."""
+        for place, session in list(self._sessions.items()):
+            if session.failure is None:
+                continue
+            if not isinstance(session.failure, _TRANSIENT):
+                raise session.failure
+            del self._sessions[place]
+            self._wire_bytes += session.intake.wire_bytes
+            self._homeless += session.intake.abandon()
+
+    async def _find_topology(self) -> Topology:
+        link = await Link.connect(self._address, features=STREAM_FEATURES)
+        try:
+            assert link.handshake is not None
+            config = link.handshake.config
+            self._collections = await collections_of(link)
+            if config:
+                return parse_topology(config, self._address.host, is_tls=self._address.is_tls)
+            return single_node(self._address.host, self._address.port)
+        finally:
+            link.close()
+
+    async def _place(self, topology: Topology) -> None:
+        """Stream homeless partitions from the nodes that have them."""
+        by_place: dict[tuple[str, int], list[Feed]] = {}
+        for feed in self._homeless:
+            node = topology.node_of(feed.vb_id)
+            by_place.setdefault((node.host, node.kv_port), []).append(feed)
+        for place, feeds in by_place.items():
+            session = self._sessions.get(place)
+            if session is None:
+                link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
+                name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
+                intake = Intake(name, history=self._history, node=link.node)
+                session = self._sessions[place] = _Session(self, link, intake)
+                for feed in feeds:
+                    intake.add(feed)
+                session.begin()
+                if self._is_paused:
+                    link.pause_reading()
+            else:
+                for feed in feeds:
+                    session.intake.add(feed)
+                session.intake.ask()
+                session.flush()
+            placed = set(feeds)
+            self._homeless = [feed for feed in self._homeless if feed not in placed]
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def _submit(self, chunk: RawChunk) -> None:
+        assert self._writer is not None
+        assert self._loop is not None
+        self._queue.append(self._loop.run_in_executor(self._executor, self._writer.add, chunk))
+
+    def _check_queue(self) -> None:
+        """Forget what is written, raise what failed, read on when there is room."""
+        while self._queue and self._queue[0].done():
+            self._queue.pop(0).result()
+        if self._is_paused and len(self._queue) <= QUEUE_CHUNKS // 2:
+            self._is_paused = False
+            for session in self._sessions.values():
+                session.link.resume_reading()
+
+    async def _finish_writing(self) -> None:
+        assert self._writer is not None
+        for chunk in self._chunker.flush():
+            self._submit(chunk)
+        await asyncio.gather(*self._queue)
+        self._queue.clear()
+        assert self._loop is not None
+        await self._loop.run_in_executor(self._executor, self._writer.close)
+
+    def _report(self) -> None:
+        if self._on_progress is None:
+            return
+        done = wanted = 0
+        for feed in self._feeds.values():
+            if feed.target is not None:
+                wanted += max(0, feed.target - feed.start_seqno)
+                done += max(0, feed.seqno - feed.start_seqno)
+        self._on_progress(
+            Progress(done, wanted, self._done, len(self._feeds), self._changes, self._wire())
+        )
+
+    def _wire(self) -> int:
+        return self._wire_bytes + sum(item.intake.wire_bytes for item in self._sessions.values())
+
+    def _record(self, run: int, started_ns: int, *, is_resumed: bool) -> RunRecord:
+        self._report()
+        writer = self._writer
+        assert writer is not None
+        granted = [session.intake.has_history for session in self._sessions.values()]
+        self._history_was_refused = self._history and not all(granted)
+        return RunRecord(
+            run=run,
+            archive_id=self._archive.record.archive_id,
+            server=self._address.node,
+            started_ns=started_ns,
+            ended_ns=time.time_ns(),
+            is_history=self._history and not self._history_was_refused,
+            is_resumed=is_resumed,
+            base_through=0,
+            segments=writer.records,
+            legs={vb_id: legs for vb_id, feed in self._feeds.items() if (legs := feed.legs())},
+            rollbacks={
+                vb_id: feed.rollbacks for vb_id, feed in self._feeds.items() if feed.rollbacks
+            },
+            collections=self._collections,
+            changes=writer.changes,
+            raw_bytes=writer.raw_bytes,
+            wire_bytes=self._wire(),
+        )
+
+
+async def collections_of(link: Link) -> dict[int, tuple[str, int]]:
+    """Return a server's collections: id -> (scope.collection, maximum time to live in s)."""
+    if not link.has_collections:
+        return {0: ("_default._default", 0)}
+    frame = await link.request(Opcode.GET_COLLECTIONS_MANIFEST)
+    if frame.status in {Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED}:
+        return {0: ("_default._default", 0)}
+    if frame.status:
+        raise error_from_status(frame.status, "collections", body=frame.value, node=link.node)
+    try:
+        return {
+            int(item["uid"], 16): (f"{scope['name']}.{item['name']}", int(item.get("maxTTL", 0)))
+            for scope in json.loads(frame.value)["scopes"]
+            for item in scope["collections"]
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArchiveError(f"the server's collections cannot be read: {error!r}") from error
