@@ -24,6 +24,8 @@ from bisect import bisect_left
 from enum import IntEnum, IntFlag
 from typing import Final
 
+from sortedcontainers import SortedList
+
 from failover.history import FailoverLog
 from vbucket.entry import seqno_of
 from vbucket.tally import Tally
@@ -105,6 +107,7 @@ class Partition:
         "merged_seqno",
         "newest",
         "persisted_seqno",
+        "pins",
         "purge_seqno",
         "state",
         "tally",
@@ -124,6 +127,8 @@ class Partition:
         self.merged_seqno = 0
         self.purge_seqno = 0
         self.history_floor = 0
+        self.pins: SortedList[int] = SortedList()
+        """Seqnos that somebody reads a state of: the history floor must not rise above any."""
         self.is_backed_up = False
         """Writers are told to come back later: `hold_writes` says why."""
         self._holds = Hold(0)
