@@ -229,7 +229,11 @@ class StoreView:
             if block.vb_id == vb_id and block.last_seqno >= seqno:
                 return block.entry(seqno)
         blocks = list(self._blocks(vb_id, seqno, seqno))  # raises when one is missing there
-        assert not blocks, "a block that reaches to the seqno would have been found above"
+        if blocks:
+            raise BlockDamagedError(
+                f"vb {vb_id}: the block of seqno {seqno} is there, but a look-up does not find it; "
+                "check the disk and restore a backup"
+            )
         return None
 
     def frames(
