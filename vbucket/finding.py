@@ -24,6 +24,7 @@ class Kind(StrEnum):
     KEY_RECORD = "key-record"
     KEY_LOST = "key-lost"
     KEY_STALE = "key-stale"
+    EXPIRY = "expiry"
     COUNT = "count"
     STRAY = "stray"
 
@@ -53,6 +54,10 @@ ADVICE: Final[dict[Kind, str]] = {
     Kind.KEY_RECORD: _BY_STREAM,
     Kind.KEY_LOST: _BY_STREAM,
     Kind.KEY_STALE: _BY_STREAM,
+    Kind.EXPIRY: (
+        "check the disk; whoever reads such a document still sees that it has expired, but streams "
+        "may never be told: set it again, or restore a backup"
+    ),
     Kind.COUNT: _REPORT,
     Kind.STRAY: _RESTORE,
 }

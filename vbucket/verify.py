@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import cbor2
 
 from failover.history import FailoverLog
+from vbucket.due import read_due
 from vbucket.finding import Finding, Kind
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import KvReader, StoreDamagedError
@@ -25,15 +26,19 @@ from vbucket.partition import VbState
 from vbucket.store import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
     FAILOVER_TABLE,
     META_TABLE,
     STATE_TABLE,
+    NodeRecord,
     PartitionRecord,
     StoreView,
 )
 from vbucket.verify_log import LogCheck
-from vbucket.verify_partition import SLICE_KEYS, PartitionCheck
+from vbucket.verify_partition import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
 
+EXPIRY_FORMAT_VERSION: Final = 2
+"""Stores of this format have an expiry table."""
 _UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
 """What a record raises whose checksum is right and whose document is not one of ours."""
 
@@ -96,7 +101,7 @@ class StoreCheck:
         yield from self.log.findings()
         if self.log.is_whole and node is not None:
             yield from self._versions_begin_in_history()
-        yield from self._tables(manifest)
+        yield from self._tables(node, manifest)
 
     # -- records -------------------------------------------------------------------------------
 
@@ -138,7 +143,9 @@ class StoreCheck:
 
     # -- tables --------------------------------------------------------------------------------
 
-    def _tables(self, manifest: Manifest) -> Iterator[Finding]:
+    def _tables(self, node: NodeRecord | None, manifest: Manifest) -> Iterator[Finding]:
+        has_expiry_rows = node is not None and node.format_version >= EXPIRY_FORMAT_VERSION
+        expiring = 0
         for vb_id in self._vb_ids:
             if vb_id in self._records:
                 check = PartitionCheck(
@@ -146,10 +153,12 @@ class StoreCheck:
                     vb_id,
                     self._records[vb_id],
                     manifest,
+                    has_expiry_rows=has_expiry_rows,
                     slice_keys=self._slice_keys,
                     on_progress=self._within_partition,
                 )
                 yield from check.findings()
+                expiring += check.expiring
                 done = self.progress
                 self.progress = Progress(
                     done.partitions,
@@ -159,7 +168,28 @@ class StoreCheck:
                 )
             self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
             self._on_progress(self.progress)
+        if has_expiry_rows:
+            yield from self._expiry_rows(expiring)
         yield from self._strays()
+
+    def _expiry_rows(self, expiring: int) -> Iterator[Finding]:
+        """Every document that has an expiry has its row; here: and there are no others."""
+        rows = bad = 0
+        try:
+            for row, value in self._reader.range(EXPIRY_TABLE, b"\x00"):
+                rows += 1
+                try:
+                    read_due(row, bytes(value))
+                except StoreDamagedError as error:
+                    bad += 1
+                    if bad <= FINDINGS_MAX:
+                        yield Finding(Kind.EXPIRY, f"table {EXPIRY_TABLE}", str(error))
+        except StoreDamagedError as error:
+            yield Finding(Kind.PAGES, f"table {EXPIRY_TABLE}", str(error))
+            return
+        if rows != expiring:
+            what = f"it has {rows} rows ({bad} damaged), {expiring} documents have an expiry"
+            yield Finding(Kind.EXPIRY, f"table {EXPIRY_TABLE}", what)
 
     def _within_partition(self, keys: int, size_bytes: int) -> None:
         done = self.progress

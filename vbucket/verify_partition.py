@@ -24,6 +24,7 @@ import google_crc32c
 
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key
+from vbucket.due import due_item
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
 from vbucket.finding import Finding, Kind
 from vbucket.kvenv import KvReader, StoreDamagedError
@@ -32,6 +33,7 @@ from vbucket.store import (
     BY_KEY_RECORD,
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
     PartitionRecord,
     RecordDamagedError,
     by_key_item,
@@ -54,6 +56,9 @@ _FRAME: Final = Struct(">BBHBxHI4xQQ").unpack_from
 """magic, opcode, key length, extras length, vbucket, body length, CAS, seqno."""
 _DEFAULT: Final = bytes([DEFAULT_COLLECTION])
 _SEQNO: Final = Struct(">24xQ").unpack_from
+_EXPIRY: Final = slice(30, 34)
+"""Of a by_key record."""
+_NEVER: Final = bytes(4)
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _crc32c = google_crc32c.value
 
@@ -68,6 +73,7 @@ class PartitionCheck:
         record: PartitionRecord,
         manifest: Manifest,
         *,
+        has_expiry_rows: bool = True,
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
     ) -> None:
@@ -75,6 +81,7 @@ class PartitionCheck:
         self._vb_id = vb_id
         self._record = record
         self._manifest = manifest
+        self._has_expiry_rows = has_expiry_rows
         self._slice_keys = slice_keys
         self._on_progress = on_progress
         self._where = f"vb {vb_id}"
@@ -91,6 +98,8 @@ class PartitionCheck:
         self._other_high_seqno = 0
         self._collection_seqnos: dict[int, int] = {}
         self._defaults_in_run = 0
+        self.expiring = 0
+        """Documents that have an expiry."""
         self.keys = 0
         self.versions = 0
         self.size_bytes = 0
@@ -254,6 +263,8 @@ class PartitionCheck:
             if reader.get(BY_KEY_TABLE, full_key) != value:
                 what = f"key {key!r} stands in by_key, but a look-up does not find it"
                 yield self._found(Kind.KEY_LOST, what)
+            if value[_EXPIRY] != _NEVER and (problem := self._lacks_row(full_key, value)):
+                yield self._found(Kind.EXPIRY, f"key {key!r}: {problem}")
             if head is not None and by_key_item(prefix, key, _NO_PREFIX + head)[1] == value:
                 if head[1] == _MUTATION:
                     live[collection_of(key)] += 1
@@ -279,6 +290,14 @@ class PartitionCheck:
             what = f"key {key!r} is not in by_key, its newest version is seqno {_SEQNO(head)[0]}"
             yield self._found(Kind.KEY_LOST, what)
         newest.clear()
+
+    def _lacks_row(self, full_key: bytes, value: bytes) -> str:
+        """Count a document that has an expiry, and say what is wrong with its row."""
+        self.expiring += 1
+        row, crc = due_item(int.from_bytes(value[_EXPIRY], "big"), full_key)
+        if not self._has_expiry_rows or self._reader.get(EXPIRY_TABLE, row) == crc:
+            return ""
+        return "the expiry table has no such row for it"
 
     def _is_purged(self, head: bytes) -> bool:
         """Whether a key may be gone from by_key by right: its last version is a purged deletion."""

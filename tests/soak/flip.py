@@ -10,21 +10,20 @@ what checksums of records cannot prevent: a damaged tree leads past a record tha
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import lmdb
-from lmdb import verify as lmdb_verify
-
+from dcp.server.verify import page_findings
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import FileLogDevice, read_segment, segments_in
 from vbucket.entry import pack_mutation
@@ -35,8 +34,8 @@ from vbucket.merge import merge
 from vbucket.store import TABLES, NodeRecord, PartitionRecord, Store
 from vbucket.verify import StoreCheck
 
-VBS: Final = (3, 4, 700)
-KEYS: Final = 700
+VBS: Final = (3, 700)
+KEYS: Final = 250
 READ_S: Final = 20
 PAGE_BYTES: Final = 4096
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
@@ -80,7 +79,8 @@ Truth = dict[tuple[int, bytes | int], object]
 
 def make_store(folder: Path) -> Truth:
     """Write a store of several levels; return what a reader is told of it."""
-    env = LmdbEnv(folder, TABLES, map_size_bytes=1 << 26)
+    folder.mkdir()
+    env = LmdbEnv(folder / "store", TABLES, map_size_bytes=1 << 26)
     node = NodeRecord(1, env.engine, "00ff", clean_shutdown=True, durability="commit",
                       merged_segment=0)  # fmt: skip
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
@@ -130,10 +130,13 @@ def flips(folder: Path, draw: random.Random) -> Iterator[Flip]:
     """Yield bits, page classes in turn: most of a file is bodies of blocks, which are the least of
     the trouble.
     """
-    data = (folder / "data.mdb").read_bytes()
+    data = (folder / "store" / "data.mdb").read_bytes()
     pages: dict[str, list[int]] = {name: [] for name in CLASSES}
     for page in range(len(data) // PAGE_BYTES):
-        flags = int.from_bytes(data[page * PAGE_BYTES + 10 : page * PAGE_BYTES + 12], "little")
+        start = page * PAGE_BYTES
+        if int.from_bytes(data[start : start + 8], "little") != page:
+            continue  # not the first page of a large value
+        flags = int.from_bytes(data[start + 10 : start + 12], "little")
         for name, bit in CLASSES.items():
             if flags & 0x0F == bit:
                 pages[name].append(page)
@@ -148,33 +151,38 @@ def flips(folder: Path, draw: random.Random) -> Iterator[Flip]:
         yield Flip(name, start + offset, draw.randrange(8))
 
 
-def in_a_child(work: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """Run something in a process of its own; return its exit code (below 0: signal) and words."""
+def in_a_child(folder: Path, truth: Truth) -> tuple[bool, Outcome, str]:
+    """Check and read a store in a process of its own: what the check found, what a reader saw."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code, text = int(Outcome.UNNAMED), ""
+        code = int(Outcome.UNNAMED)
         try:
             os.close(reader)
+            faulthandler.disable()
             signal.alarm(READ_S)
-            code, text = work()
+            os.write(writer, f"{check(folder)}\0".encode())
+            outcome, text = read_all(folder, truth)
+            code = int(outcome)
         except BaseException:  # noqa: BLE001 - whatever it is, it is told and counted
             text = traceback.format_exc()
         finally:
-            os.write(writer, text.encode()[:4000])
+            os.write(writer, text.encode()[-4000:])
             os._exit(code)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read().decode(errors="replace")
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), text
+        named, _, text = pipe.read().decode(errors="replace").partition("\0")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code < 0:
+        return bool(named), Outcome.CRASHED, f"{signal.Signals(-code).name} {named}"
+    return bool(named), Outcome(code), text or named
 
 
-def read_all(folder: Path, truth: Truth) -> tuple[int, str]:
+def read_all(folder: Path, truth: Truth) -> tuple[Outcome, str]:
     """Open a store and ask for everything; each refusal is fine, each answer must be right."""
     refused = lost = ""
     try:
-        env = LmdbEnv(folder, TABLES, map_size_bytes=1 << 26)
+        env = LmdbEnv(folder / "store", TABLES, map_size_bytes=1 << 26)
         store = Store(env)
         node = store.node()
         if node is None:
@@ -208,27 +216,24 @@ def ask(store: Store, vb_id: int, what: bytes | int) -> object:
     return store.meta(vb_id, what)
 
 
-def check(folder: Path) -> tuple[int, str]:
-    """Say whether the offline check names anything."""
-    try:
-        if problems := lmdb_verify.verify(str(folder)):
-            return Outcome.REFUSED, problems[0]
-    except (lmdb_verify.VerifyError, IndexError, ValueError, lmdb.Error) as error:
-        return Outcome.REFUSED, str(error)
-    try:
-        file = LmdbFile(folder, TABLES)
-    except NAMED as error:
-        return Outcome.REFUSED, str(error)
-    log = folder / "log"
-    store_check = StoreCheck(file, segments_in(log), partial(read_segment, log), vb_ids=VBS)
-    found = list(store_check.findings())
-    return (Outcome.REFUSED, found[0].line()) if found else (Outcome.RIGHT, "")
+def check(folder: Path) -> str:
+    """Return what the offline check names first, "" where it names nothing."""
+    found = next(page_findings(folder), None)
+    if found is None:
+        try:
+            file = LmdbFile(folder / "store", TABLES)
+        except NAMED as error:
+            return str(error)
+        log = folder / "log"
+        store_check = StoreCheck(file, segments_in(log), partial(read_segment, log), vb_ids=VBS)
+        found = next(store_check.findings(), None)
+    return found.line() if found else ""
 
 
 def run(folder: Path, seed: int, count: int) -> Iterator[Result]:
     """Flip bits one by one, each in a fresh copy."""
     truth = make_store(folder / "good")
-    data = (folder / "good" / "data.mdb").read_bytes()
+    data = (folder / "good" / "store" / "data.mdb").read_bytes()
     bad = folder / "bad"
     chosen = flips(folder / "good", random.Random(seed))
     for _ in range(count):
@@ -237,13 +242,10 @@ def run(folder: Path, seed: int, count: int) -> Iterator[Result]:
         shutil.copytree(folder / "good" / "log", bad / "log")
         damaged = bytearray(data)
         damaged[flip.offset] ^= 1 << flip.bit
-        (bad / "data.mdb").write_bytes(damaged)
-        found, named = in_a_child(lambda: check(bad))
-        code, text = in_a_child(lambda: read_all(bad, truth))
-        outcome = Outcome.CRASHED if code < 0 else Outcome(code)
-        if code < 0:
-            text = signal.Signals(-code).name
-        yield Result(flip, outcome, found != Outcome.RIGHT, text or named)
+        (bad / "store").mkdir()
+        (bad / "store" / "data.mdb").write_bytes(damaged)
+        is_found, outcome, text = in_a_child(bad, truth)
+        yield Result(flip, outcome, is_found, text)
 
 
 def problem_of(result: Result) -> str:
