@@ -31,6 +31,8 @@ _OP_OF[Opcode.DCP_DELETION] = OPS.index("delete")
 _OP_OF[Opcode.DCP_EXPIRATION] = OPS.index("expire")
 _OP_TEXTS: Final = pa.array(OPS)
 _MUTATION_EXTRAS_BYTES: Final = 31
+_TIME_BITS: Final = np.uint64(2**64 - 2**16)
+"""Of a CAS: ns since 1970; the others count."""
 
 ValueParser = Callable[[Any], Any]
 """Makes the column of values out of an Arrow array of bytes."""
@@ -209,7 +211,7 @@ def record_batch(
         "revision": pa.array(heads.revisions.view(np.int64)),
         "flags": pa.array(changes.flags.astype(np.int64), mask=~is_set),
         "expiry": _moments(changes.expiry_s.astype(np.int64) * 1_000_000, no_expiry),
-        "time": _moments(((heads.cas & ~np.uint64(0xFFFF)) // 1000).astype(np.int64), heads.cas == 0),
+        "time": _moments((heads.cas & _TIME_BITS).view(np.int64) // 1000, heads.cas == 0),
     }
     if names is not None:
         assert changes.collection_ids is not None

@@ -105,9 +105,7 @@ def fetch(
             time.sleep(RETRY_S)
 
 
-def _by_node(
-    topology: Topology, streams: Sequence[Stream]
-) -> dict[tuple[str, int], list[Stream]]:
+def _by_node(topology: Topology, streams: Sequence[Stream]) -> dict[tuple[str, int], list[Stream]]:
     groups: dict[tuple[str, int], list[Stream]] = {}
     for stream in streams:
         node = topology.node_of(stream.vb_id)

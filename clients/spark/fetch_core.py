@@ -7,7 +7,7 @@
     ... until core.is_done, or the connection is lost: then a new core for core.unfinished()
 
     stream:  ASKED -> OPEN -> DONE         the end is reached, or nothing (more) of it is left
-               ^   \\    |
+               ^   |    |
                +---+----+---> WAITING      asked again: ETMPFAIL, a broken stream, ...
 
 What a step gets
@@ -36,8 +36,15 @@ from clients.errors import DcpdError, StreamViolationError, error_from_status
 from clients.position import Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import Step, common_end, common_seqno
-from dcp.wire.frame import HEADER_BYTES, MAX_BODY_BYTES, Frame, FrameDecoder, pack_response
-from dcp.wire.frame import RemoteProtocolError, pack_request
+from dcp.wire.frame import (
+    HEADER_BYTES,
+    MAX_BODY_BYTES,
+    Frame,
+    FrameDecoder,
+    RemoteProtocolError,
+    pack_request,
+    pack_response,
+)
 from dcp.wire.message import (
     U64,
     EndReason,
@@ -279,9 +286,7 @@ class FetchCore:
                 stream.seqno = max(stream.seqno, seqno)
         if len(heads.places) == 0:
             return None
-        return changes_of(
-            chunk.data, heads, self._versions_of, has_prefix=self._has_collections
-        )
+        return changes_of(chunk.data, heads, self._versions_of, has_prefix=self._has_collections)
 
     def _on_frame(self, frame: Frame) -> None:
         if not frame.is_request:

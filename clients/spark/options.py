@@ -249,8 +249,10 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "collections": ("names like SCOPE.COLLECTION, several with commas", _collections),
     "partitions": ("partitions and ranges of them, for example 0-511,600", _partitions),
     "startingOffsets": (
-        "earliest, latest, a JSON object of partitions and seqnos such as {\"17\": 120}, or a"
-        " moment: ISO 8601 (UTC where it names no zone) or milliseconds since 1970",
+        (
+            'earliest, latest, a JSON object of partitions and seqnos such as {"17": 120}, or a'
+            " moment: ISO 8601 (UTC where it names no zone) or milliseconds since 1970"
+        ),
         _starting,
     ),
     "maxRowsPerTrigger": ("a number of rows, 1 or more", _count),

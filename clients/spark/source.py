@@ -4,7 +4,8 @@
     spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
 
 The driver plans (`clients.spark.plan`) with what a survey of the nodes says; executors read
-(`clients.spark.fetch`). Where a query stands is in Spark's checkpoint alone (`clients.spark.offset`).
+(`clients.spark.fetch`). Where a query stands is in Spark's checkpoint alone
+(`clients.spark.offset`).
 """
 
 from __future__ import annotations

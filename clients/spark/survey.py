@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import DcpdError, TemporaryError, UnsupportedError, error_from_status
+from clients.errors import TemporaryError, UnsupportedError, error_from_status
 from clients.link_sync import SyncLink
 from clients.position import Versions
 from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
@@ -85,9 +85,7 @@ class Survey:
             for step in largest[:SAMPLE_PARTITIONS]
         ]
         rows = size = 0
-        for arrived in fetch(
-            self._servers, sample, history=history, collection_ids=collection_ids
-        ):
+        for arrived in fetch(self._servers, sample, history=history, collection_ids=collection_ids):
             if arrived.changes is not None:
                 changes = arrived.changes
                 rows += len(changes.keys)
@@ -184,8 +182,7 @@ class Survey:
                 rows.setdefault(int(name[3:]), {})[what] = int(frame.value)
             for vb_id, row in rows.items():
                 self._logs[vb_id] = tuple(
-                    (row[f"{index}:id"], row[f"{index}:seq"])
-                    for index in range(row["num_entries"])
+                    (row[f"{index}:id"], row[f"{index}:seq"]) for index in range(row["num_entries"])
                 )
             return
         for vb_id in vb_ids:
@@ -224,4 +221,3 @@ class Survey:
             )
         number: int = int.from_bytes(frame.extras[U64.size :], "big")
         return number
-

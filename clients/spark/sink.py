@@ -1,0 +1,101 @@
+"""`apply_changes`: a stream of changes as a table, for `foreachBatch`.
+
+    changes.writeStream.foreachBatch(partial(apply_changes, path="/data/flights"))
+    read_table(spark, "/data/flights").show()             # the documents as they are now
+    read_table(spark, "/data/flights", "changes").show()  # every change that counts
+
+Invariant: after every batch, repeated or not, log and documents are those of the history that the
+server had when the batch was read; docs/spark.md shows why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from clients.errors import DcpdError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BUCKETS: Final = 16
+"""Parts of a table by ranges of partitions: what is written anew, and how many tasks write."""
+BUCKETS_MAX: Final = 1024
+FORMATS: Final = ("parquet", "delta")
+TABLES: Final = ("current", "changes")
+_NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revision")
+
+
+def apply_changes(
+    batch_df: DataFrame,
+    batch_id: int,  # noqa: ARG001 - Spark gives it; the rows themselves tell what is repeated
+    *,
+    path: str,
+    format: str = "parquet",  # noqa: A002 - the word that Spark has for it
+    buckets: int = BUCKETS,
+    storage_options: Mapping[str, str] | None = None,
+) -> None:
+    """Apply a batch of the source `dcp` to the table at `path`: its change log, its documents.
+
+    A rollback row undoes exactly, from the log. A batch that Spark repeats changes nothing twice.
+    `format`: "parquet" (a folder that driver and executors share; written by executors) or "delta"
+    (what deltalake can reach, with its `storage_options`; through the driver). `buckets` counts
+    when the table is made. Raises ValueError for arguments that it does not take, DcpdError.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
+    if not 1 <= buckets <= BUCKETS_MAX:
+        raise ValueError(f"buckets takes 1 to {BUCKETS_MAX}, not {buckets}")
+    missing = [name for name in _NEEDED if name not in batch_df.columns]
+    if missing:
+        raise ValueError(
+            f"a batch without the columns {', '.join(missing)}: give apply_changes the rows of the"
+            " source dcp as they are"
+        )
+    if format == "parquet":
+        from clients.spark import sink_parquet
+
+        if storage_options:
+            raise ValueError("storage_options are for format='delta'; parquet takes a folder")
+        sink_parquet.apply_batch(batch_df, Path(path), buckets)
+        return
+    _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {})
+
+
+def read_table(
+    spark: SparkSession,
+    path: str,
+    table: str = "current",
+    *,
+    format: str = "parquet",  # noqa: A002
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """Return `current` (the documents) or `changes` (the log) of the table at `path`.
+
+    With "delta" the rows come through the driver; Spark with delta-spark reads `path/current` too.
+    Raises DcpdError where there is no table.
+    """
+    if table not in TABLES:
+        raise ValueError(f"table takes {' or '.join(TABLES)}, not {table!r}")
+    if format == "delta":
+        return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}))
+    if format != "parquet":
+        raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
+    from clients.spark import sink_parquet
+
+    files = sink_parquet.files_of(Path(path), table)
+    if not files:
+        raise DcpdError(f"the table at {path} has no rows in {table} yet")
+    return spark.read.parquet(*files)
+
+
+def _delta() -> Any:
+    try:
+        from clients.spark import sink_delta
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"format='delta' needs the package {error.name}: pip install 'dcpd[spark]'",
+            name=error.name,
+        ) from error
+    return sink_delta

@@ -1,0 +1,178 @@
+"""A change log and a current table in Delta Lake, through `deltalake`: no JVM packages.
+
+    PATH/changes     the log, with a column `applied`: the attempt that wrote a row
+    PATH/current     the documents
+
+Both are partitioned by bucket, a range of partitions. The rows of a batch go through the driver.
+
+The two tables cannot be committed together, so the order counts, and a repeated batch puts right
+what an attempt left (docs/spark.md):
+1. the log gets the batch; what is dead stays in it, so that nothing is forgotten;
+2. current is merged: computed from the log below the cuts and the batch alone;
+3. the log loses what is dead.
+The commit of step 1 tells in its metadata how far the log goes in every partition; where somebody
+else committed last (OPTIMIZE, say), that is read from the log itself.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+
+from clients.spark.sink_rules import (
+    above,
+    as_current,
+    bucket_of,
+    changes_in,
+    cut_partitions,
+    cuts_of,
+    identities,
+    is_one_of,
+    verdict,
+)
+
+HIGH: Final = "dcpHigh"
+"""Name of the commit's metadata: partition -> highest seqno, as JSON text."""
+APPLIED: Final = "applied"
+_PREDICATE_PARTITIONS: Final = 128
+"""Partitions in one predicate: each is a term of an expression that is worked off recursively."""
+
+
+def apply_batch(batch: pa.Table, path: str, buckets: int, options: Mapping[str, str]) -> None:
+    """Apply a batch of rows."""
+    if not batch.num_rows:
+        return
+    tables = _Tables(path, dict(options), buckets)
+    cuts = cuts_of(batch)
+    high = tables.high()
+    undone = cut_partitions(cuts, high)
+    changes = changes_in(batch)
+    dead, kept = tables.rows_of(undone, changes.schema)
+    final = verdict(batch, dead, kept)
+    attempt = secrets.token_hex(8)
+    for vb_id, seqno in cuts.high.items():
+        # What is dead is in the log until step 3, so no number may go down before.
+        high[vb_id] = max(seqno, high.get(vb_id, 0))
+    tables.append(changes, attempt, high)
+    tables.merge(final)
+    if undone:
+        high.update({vb_id: max(cuts.high[vb_id], undone[vb_id]) for vb_id in undone})
+        tables.remove(undone, attempt, high)
+
+
+class _Tables:
+    """The two tables at a path."""
+
+    def __init__(self, path: str, options: dict[str, str], buckets: int) -> None:
+        self._changes_path = f"{path.rstrip('/')}/changes"
+        self._current_path = f"{path.rstrip('/')}/current"
+        self._options = options or None
+        self._buckets = buckets
+
+    def _open(self, path: str) -> DeltaTable | None:
+        if not DeltaTable.is_deltatable(path, self._options):
+            return None
+        return DeltaTable(path, storage_options=self._options)
+
+    def high(self) -> dict[int, int]:
+        """Return how far the log goes, by partition."""
+        table = self._open(self._changes_path)
+        if table is None:
+            return {}
+        for commit in table.history(1):
+            if HIGH in commit:
+                return {int(vb_id): seqno for vb_id, seqno in json.loads(commit[HIGH]).items()}
+        rows = table.to_pyarrow_dataset().to_table(columns=["vb", "seqno"])
+        ends = rows.group_by("vb").aggregate([("seqno", "max")])
+        return {row["vb"]: row["seqno_max"] for row in ends.to_pylist()}
+
+    def rows_of(self, undone: Mapping[int, int], schema: pa.Schema) -> tuple[pa.Table, pa.Table]:
+        """Return the log's rows above the cuts, and those below of the same documents."""
+        table = self._open(self._changes_path) if undone else None
+        nothing = schema.empty_table()
+        if table is None:
+            return nothing, nothing
+        dataset = table.to_pyarrow_dataset()
+        buckets = sorted({bucket_of(vb_id, self._buckets) for vb_id in undone})
+        in_reach = ds.field("bucket").isin(buckets) & ds.field("vb").isin(list(undone))
+        rows = dataset.to_table(columns=schema.names, filter=in_reach).cast(schema)
+        mask = above(rows, undone)
+        dead, kept = rows.filter(mask), rows.filter(pc.invert(mask))
+        return dead, kept.filter(is_one_of(kept, identities(dead)))
+
+    def append(self, changes: pa.Table, attempt: str, high: Mapping[int, int]) -> None:
+        """Step 1."""
+        if not changes.num_rows and DeltaTable.is_deltatable(self._changes_path, self._options):
+            return
+        attempts = pa.array([attempt] * changes.num_rows, pa.string())
+        write_deltalake(
+            self._changes_path, self._bucketed(changes).append_column(APPLIED, attempts),
+            mode="append", partition_by=["bucket"], storage_options=self._options,
+            commit_properties=_metadata(high),
+        )  # fmt: skip
+
+    def merge(self, final: pa.Table) -> None:
+        """Step 2. `final`: the newest version of each document, removals too."""
+        table = self._open(self._current_path)
+        if table is None:
+            write_deltalake(
+                self._current_path, self._bucketed(as_current(final)), mode="error",
+                partition_by=["bucket"], storage_options=self._options,
+            )  # fmt: skip
+            return
+        source = self._bucketed(final)
+        parts = ("bucket", "key", "collection")
+        identity = [name for name in parts if name in source.column_names]
+        columns = {name: f"s.{name}" for name in source.column_names if name != "op"}
+        (
+            table.merge(
+                source, " AND ".join(f"t.{name} = s.{name}" for name in identity),
+                source_alias="s", target_alias="t",
+            )
+            .when_matched_delete("s.op <> 'set'")
+            .when_matched_update(columns, "s.op = 'set'")
+            .when_not_matched_insert(columns, "s.op = 'set'")
+            .execute()
+        )  # fmt: skip
+
+    def remove(self, undone: Mapping[int, int], attempt: str, high: Mapping[int, int]) -> None:
+        """Step 3."""
+        table = self._open(self._changes_path)
+        assert table is not None
+        items = sorted(undone.items())
+        for at in range(0, len(items), _PREDICATE_PARTITIONS):
+            part = items[at : at + _PREDICATE_PARTITIONS]
+            terms = [
+                f"(bucket = {bucket_of(vb_id, self._buckets)} AND vb = {vb_id} AND seqno > {cut})"
+                for vb_id, cut in part
+            ]
+            is_last = at + _PREDICATE_PARTITIONS >= len(items)
+            table.delete(
+                f"{APPLIED} <> '{attempt}' AND ({' OR '.join(terms)})",
+                commit_properties=_metadata(high) if is_last else None,
+            )
+
+    def _bucketed(self, rows: pa.Table) -> pa.Table:
+        of_bucket = [bucket_of(vb_id, self._buckets) for vb_id in range(1024)]
+        numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
+        return rows.append_column("bucket", numbers)
+
+
+def _metadata(high: Mapping[int, int]) -> CommitProperties:
+    text = json.dumps({str(vb_id): high[vb_id] for vb_id in sorted(high)})
+    return CommitProperties(custom_metadata={HIGH: text})
+
+
+def rows_of(path: str, table: str, options: Mapping[str, str]) -> Any:
+    """Return the rows of `changes` or `current`, without what is only the sink's own."""
+    delta = DeltaTable(f"{path.rstrip('/')}/{table}", storage_options=dict(options) or None)
+    rows = delta.to_pyarrow_table()
+    own = [name for name in ("bucket", APPLIED) if name in rows.column_names]
+    return rows.drop_columns(own)

@@ -1,0 +1,302 @@
+"""A change log and a current table in Parquet files: written by executors, valid by a manifest.
+
+    PATH/manifest.json                 which files count; replaced atomically at the end of a batch
+    PATH/changes/B-....parquet         the log of bucket B, several files, merged by and by
+    PATH/current/B-....parquet         the current documents of bucket B, one file
+
+A bucket is a range of partitions. A batch adds a file to the log of each bucket that it touches and
+writes that bucket's current file anew: Parquet files cannot be changed.
+
+Invariants
+- files are written once, under names that are not used again;
+- what the manifest does not name does not count: a batch that fails leaves garbage and no trace;
+- files that a batch replaces are removed after the next one, so that readers have time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from clients.errors import DcpdError
+from clients.spark.sink_rules import (
+    Cuts,
+    above,
+    as_current,
+    bucket_of,
+    changes_in,
+    cut_partitions,
+    cuts_of,
+    identities,
+    is_one_of,
+    verdict,
+)
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+MERGE_FILES: Final = 8
+"""So many log files of a bucket, of one level, become one of the next level."""
+SWEEP_BATCHES: Final = 64
+"""How often files are looked for that failed attempts left."""
+SWEEP_AGE_S: Final = 3600.0
+"""How old such files are at least: no attempt takes so long."""
+WRITTEN: Final = "bucket INT, outcome STRING"
+"""What a task tells the driver of a bucket, as Spark's DDL."""
+
+
+class LogFile(msgspec.Struct, frozen=True):
+    """A file of a bucket's log. `level`: how often its rows were merged."""
+
+    name: str
+    level: int = 0
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """The files of a bucket; `current` is "" where there is no document."""
+
+    changes: tuple[LogFile, ...] = ()
+    current: str = ""
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The state of a table."""
+
+    buckets: int
+    format: int = FORMAT
+    generation: int = 0
+    """Batches applied so far, repeated ones too."""
+    files: dict[int, Bucket] = {}
+    high: dict[int, int] = {}
+    """By partition: no row of the log is above it."""
+    replaced: tuple[str, ...] = ()
+    """Files that the last batch replaced."""
+
+    def named(self) -> set[str]:
+        """Return all files that count."""
+        logs = {file.name for bucket in self.files.values() for file in bucket.changes}
+        return logs | {bucket.current for bucket in self.files.values() if bucket.current}
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a task did to a bucket."""
+
+    bucket: Bucket
+    high: dict[int, int]
+
+
+def load_manifest(path: Path) -> Manifest | None:
+    """Return a table's manifest, None where there is no table. Raises DcpdError."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise DcpdError(f"{path / MANIFEST} is no manifest of a table: {error}") from None
+    if manifest.format != FORMAT:
+        raise DcpdError(
+            f"{path} has format {manifest.format}, this version knows {FORMAT}",
+            hint="Use the version that wrote it, or begin a new table.",
+        )
+    return manifest
+
+
+def apply_batch(batch_df: Any, path: Path, buckets: int) -> None:
+    """Apply a batch (a DataFrame): one Spark job writes the files, then the manifest counts them.
+
+    Raises DcpdError where the table is of another format, or somebody else writes it too.
+    """
+    manifest = load_manifest(path) or Manifest(buckets)
+    for folder in ("changes", "current"):
+        (path / folder).mkdir(parents=True, exist_ok=True)
+    schema = _arrow_schema(batch_df)
+    spark = batch_df.sparkSession
+    tasks = min(manifest.buckets, int(spark.conf.get("spark.sql.shuffle.partitions")))
+    count = manifest.buckets
+
+    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        arrived = list(batches)
+        if arrived:  # with a time zone of the session, which changes no moment
+            rows = pa.Table.from_batches(arrived).cast(schema)
+            yield from write_buckets(rows, path, manifest)
+
+    bucketed = batch_df.repartition(tasks, (batch_df["vb"] * count / 1024).cast("int"))
+    rows = bucketed.mapInArrow(write, WRITTEN).collect()
+    outcomes = {row["bucket"]: msgspec.json.decode(row["outcome"], type=Outcome) for row in rows}
+    if outcomes:
+        commit(path, manifest, outcomes)
+
+
+def _arrow_schema(batch_df: Any) -> pa.Schema:
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return to_arrow_schema(batch_df.schema, timezone="UTC")
+
+
+def write_buckets(rows: pa.Table, path: Path, manifest: Manifest) -> Iterator[pa.RecordBatch]:
+    """Apply a task's rows, whole buckets of a batch; yield one row per bucket (`WRITTEN`)."""
+    present = sorted({bucket_of(vb, manifest.buckets) for vb in pc.unique(rows["vb"]).to_pylist()})
+    of_bucket = [bucket_of(vb_id, manifest.buckets) for vb_id in range(1024)]
+    numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
+    for number in present:
+        batch = rows.filter(pc.equal(numbers, number))
+        outcome = apply_to_bucket(batch, path, number, manifest)
+        yield pa.RecordBatch.from_pydict(
+            {
+                "bucket": pa.array([number], pa.int32()),
+                "outcome": pa.array([msgspec.json.encode(outcome).decode()]),
+            }
+        )
+
+
+def apply_to_bucket(batch: pa.Table, path: Path, number: int, manifest: Manifest) -> Outcome:
+    """Write the files of a bucket as they are after a batch; return which."""
+    before = manifest.files.get(number, Bucket())
+    cuts = cuts_of(batch)
+    undone = cut_partitions(cuts, manifest.high)
+    folder = _Folder(path, number)
+    logs = before.changes
+    changes = changes_in(batch)
+    dead = kept = changes.slice(0, 0)
+    if undone:
+        logs, dead, kept = _cut_logs(folder, logs, undone, changes.schema)
+    final = verdict(batch, dead, kept)
+    if changes.num_rows:
+        logs = (*logs, LogFile(folder.write("changes", changes)))
+    current = before.current
+    if final.num_rows:
+        rows = as_current(final)
+        if current:
+            held = folder.read(current, rows.schema)
+            untouched = held.filter(pc.invert(is_one_of(held, identities(final))))
+            rows = pa.concat_tables([untouched, rows])
+        current = folder.write("current", rows.sort_by("vb")) if rows.num_rows else ""
+    return Outcome(Bucket(_merged(folder, logs, changes.schema), current), _high(cuts))
+
+
+def _high(cuts: Cuts) -> dict[int, int]:
+    return {vb_id: max(seqno, cuts.cut[vb_id]) for vb_id, seqno in cuts.high.items()}
+
+
+def _cut_logs(
+    folder: _Folder, logs: Iterable[LogFile], undone: Mapping[int, int], schema: pa.Schema
+) -> tuple[tuple[LogFile, ...], pa.Table, pa.Table]:
+    """Return the log without what is above the cuts, that, and what may come back instead."""
+    files: list[LogFile] = []
+    dead: list[pa.Table] = []
+    parts: list[pa.Table] = []
+    for file in logs:
+        rows = folder.read(file.name, schema)
+        mask = above(rows, undone)
+        lost = rows.filter(mask)
+        if lost.num_rows:
+            rows = rows.filter(pc.invert(mask))
+            dead.append(lost)
+            if rows.num_rows:
+                files.append(LogFile(folder.write("changes", rows), file.level))
+        else:
+            files.append(file)
+        parts.append(rows.filter(pc.is_in(rows["vb"], pa.array(list(undone), pa.int32()))))
+    nothing = schema.empty_table()
+    gone = pa.concat_tables([nothing, *dead])
+    kept = pa.concat_tables([nothing, *parts])
+    return tuple(files), gone, kept.filter(is_one_of(kept, identities(gone)))
+
+
+def _merged(folder: _Folder, logs: tuple[LogFile, ...], schema: pa.Schema) -> tuple[LogFile, ...]:
+    """Return a log in fewer files, where there are many: each row is written log(n) times."""
+    files = list(logs)
+    level = 0
+    while files and level <= max(file.level for file in files):
+        same = [file for file in files if file.level == level]
+        if len(same) >= MERGE_FILES:
+            rows = pa.concat_tables([folder.read(file.name, schema) for file in same])
+            rows = rows.sort_by([("vb", "ascending"), ("seqno", "ascending")])
+            files = [file for file in files if file.level != level]
+            files.append(LogFile(folder.write("changes", rows), level + 1))
+        level += 1
+    return tuple(files)
+
+
+class _Folder:
+    """The files of a bucket."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._path = path
+        self._number = number
+
+    def read(self, name: str, schema: pa.Schema) -> pa.Table:
+        """Return a file's rows."""
+        return pq.read_table(self._path / name, partitioning=None).select(schema.names).cast(schema)
+
+    def write(self, folder: str, rows: pa.Table) -> str:
+        """Write rows to a new file; return its name."""
+        name = f"{folder}/{self._number:04}-{secrets.token_hex(8)}.parquet"
+        pq.write_table(rows, self._path / name, compression="zstd")
+        return name
+
+
+def commit(path: Path, before: Manifest, outcomes: Mapping[int, Outcome]) -> None:
+    """Make the files of a batch count, and remove what the batch before replaced."""
+    now = load_manifest(path)
+    if (now.generation if now else 0) != before.generation:
+        raise DcpdError(
+            f"{path} was written by somebody else while a batch was applied",
+            hint="One query per table.",
+        )
+    files = {**before.files, **{number: item.bucket for number, item in outcomes.items()}}
+    high = dict(before.high)
+    for outcome in outcomes.values():
+        high.update(outcome.high)
+    after = Manifest(
+        before.buckets, FORMAT, before.generation + 1, files, dict(sorted(high.items()))
+    )
+    replaced = tuple(sorted(before.named() - after.named()))
+    after = msgspec.structs.replace(after, replaced=replaced)
+    temporary = path / f"{MANIFEST}.{secrets.token_hex(8)}"
+    temporary.write_bytes(msgspec.json.encode(after))
+    temporary.replace(path / MANIFEST)
+    for name in before.replaced:
+        (path / name).unlink(missing_ok=True)
+    if after.generation % SWEEP_BATCHES == 0:
+        _sweep(path, after)
+
+
+def _sweep(path: Path, manifest: Manifest) -> None:
+    """Remove files that no manifest names: attempts that failed left them."""
+    known = manifest.named() | set(manifest.replaced)
+    oldest = time.time() - SWEEP_AGE_S
+    for file in path.glob("*/*.parquet"):
+        name = f"{file.parent.name}/{file.name}"
+        if name not in known and file.stat().st_mtime < oldest:
+            file.unlink(missing_ok=True)
+
+
+def files_of(path: Path, table: str) -> list[str]:
+    """Return the files of `current` or `changes`, in order of buckets."""
+    manifest = load_manifest(path)
+    if manifest is None:
+        raise DcpdError(f"{path} has no table: there is no {MANIFEST}")
+    names: list[str] = []
+    for _, bucket in sorted(manifest.files.items()):
+        if table == "changes":
+            names += [file.name for file in bucket.changes]
+        elif bucket.current:
+            names.append(bucket.current)
+    return [str(path / name) for name in names]
+
+
+def describe(path: Path) -> str:
+    """Return a manifest as JSON text, for people."""
+    manifest = load_manifest(path)
+    return json.dumps(msgspec.to_builtins(manifest), indent=1)
