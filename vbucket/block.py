@@ -8,7 +8,7 @@
             have gaps: seqnos u64[]      (little-endian, so that arrays take them as they are)
     body    the frames of the entries, without their 12-byte prefix, one after another
 
-Who calls it: the store reads blocks, the merge builds them. Pure.
+Who calls it: the store reads blocks, merge and compaction build them. Pure.
 
 Invariants
 - seqnos ascend strictly within a block; a block never spans two leader epochs;
@@ -192,6 +192,33 @@ def pack_block(
         seqnos = [*tail.seqnos, *seqnos]
         seqno_before = tail.seqno_before
         body = tail.checked_body() + body
+    return _packed_block(
+        vb_id, epoch, seqno_before, seqnos, prev_seqnos, ends, frame_crcs, body, _crc32c(body)
+    )
+
+
+def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
+    """Return key and value of a block that comes after another seqno than it did.
+
+    Frames and body keep their checksums, so damage to them stays as noticeable as it was.
+    """
+    return _packed_block(
+        block.vb_id, block.epoch, seqno_before, block.seqnos, block.prev_seqnos, block.ends,
+        block.frame_crcs, bytes(block.body), block.body_crc,
+    )  # fmt: skip
+
+
+def _packed_block(
+    vb_id: int,
+    epoch: int,
+    seqno_before: int,
+    seqnos: Sequence[int],
+    prev_seqnos: Sequence[int],
+    ends: Sequence[int],
+    frame_crcs: Sequence[int],
+    body: bytes,
+    body_crc: int,
+) -> tuple[bytes, bytes]:
     first, last, count = seqnos[0], seqnos[-1], len(seqnos)
     is_dense = last - first + 1 == count
     columns = (
@@ -204,7 +231,7 @@ def pack_block(
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
         BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
-        len(body), _crc32c(body), 0,
+        len(body), body_crc, 0,
     )[:_CRC_AT]  # fmt: skip
     crc: int = _crc32c(key + header + columns)
     return key, b"".join((header, crc.to_bytes(4, "little"), columns, body))

@@ -51,7 +51,7 @@ from vbucket.manifest import (
     missing_events,
     system_key,
 )
-from vbucket.merge import MergeReport
+from vbucket.merge import MergeReport, floor_and_purge
 from vbucket.partition import ABSENT, Partition, VbState
 from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
@@ -88,8 +88,16 @@ class BranchRefusedError(Exception):
     """A history branch cannot begin there; the text says why."""
 
 
+class FloorError(BranchRefusedError):
+    """A partition cannot go back there because its history does not reach so far; to 0 it can."""
+
+
 class Branch(NamedTuple):
-    """A new partition version that an operator asked for."""
+    """A new partition version that an operator asked for.
+
+    `undone_keys` have another version than before, or none; of a branch at 0 it is the documents
+    that were there, because finding all keys would take longer than undoing them.
+    """
 
     vb_id: int
     failover: FailoverLog
@@ -148,6 +156,11 @@ class Keyspace:
         self.active_bytes = 0
         self.frozen_bytes = 0
         self.is_merging = False
+        self.merged_group = 0
+        """The last group that a merge of this process has brought into the store."""
+        self._frozen_group = 0
+        self._merge_wanted_for = 0
+        """A merge of the groups up to this one is asked for; 0: none."""
 
     def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
         part.newest[key] = entry
@@ -231,10 +244,11 @@ class Keyspace:
             raise BranchRefusedError(
                 f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
             )
-        if at_seqno < part.history_floor:
-            raise BranchRefusedError(
-                f"vb {vb_id} keeps every version from seqno {part.history_floor} only; "
-                f"it cannot go back to {at_seqno}"
+        if 0 < at_seqno < part.history_floor:
+            raise FloorError(
+                f"vb {vb_id} keeps every version from seqno {part.history_floor} only (its history "
+                f"floor; older ones may be compacted away); it cannot go back to {at_seqno}, but "
+                f"to {part.history_floor} and above, or to 0"
             )
         before = part.high_seqno
         failover = part.failover.branch(self._draw_uuid(), at_seqno, part.epoch)
@@ -269,12 +283,22 @@ class Keyspace:
 
         Reads all that it needs before it changes anything: damaged data stops it without a trace.
         """
+        if not seqno:
+            documents_before = part.item_count
+            part.empty()
+            return documents_before
         first_changes = self._versions.first_changes_after(part, seqno)
         restored: dict[bytes, bytes] = {}
         documents: dict[bytes, int] = {}
         for key, prev_seqno in first_changes.items():
             entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
-            assert entry is not None, f"vb {part.vb_id} lost seqno {prev_seqno} of its history"
+            if entry is None:
+                if prev_seqno > part.purge_seqno and self.is_reachable(key):
+                    raise StoreDamagedError(
+                        f"vb {part.vb_id}: a rollback needs seqno {prev_seqno} of key {key!r}, "
+                        "which the store does not have; restore a backup"
+                    )
+                entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry
             documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
         for key, change in documents.items():
@@ -292,6 +316,22 @@ class Keyspace:
         if entry:
             return not is_deleted(entry)
         return self._versions.meta_below(part, key, entry)[0] == MUTATION
+
+    def raise_floor(self, vb_id: int, floor: int, purge: int) -> None:
+        """Give up the states below `floor`, and tombstones at or below `purge`, from now on.
+
+        Neither falls. `floor` is the seqno of a change; the store lets go of what is below after
+        it has merged the group that says so.
+        """
+        part = self.partitions[vb_id]
+        floor = max(floor, part.history_floor)
+        purge = max(purge, part.purge_seqno)
+        assert floor <= part.high_seqno, "the floor is a change that is there"
+        assert purge < floor or not floor, "what is purged lies below the floor"
+        if (floor, purge) == (part.history_floor, part.purge_seqno):
+            return
+        part.history_floor, part.purge_seqno = floor, purge
+        self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
 
     # -- collections -------------------------------------------------------------------------
 
@@ -395,6 +435,7 @@ class Keyspace:
         part = self.partitions[vb_id]
         entry = self._versions.entry_at(part, seqno)
         prev_seqno = prev_seqno_of(entry) if entry else 0
+        # It may be gone: superseded below the history floor, or a tombstone that was purged.
         before = self._versions.entry_at(part, prev_seqno) if prev_seqno else None
         if not before or is_deleted(before):
             return None
@@ -404,8 +445,19 @@ class Keyspace:
 
     @property
     def wants_freeze(self) -> bool:
-        """Whether the memtable is large enough to be merged, and no merge is under way."""
-        return not self.is_merging and self.active_bytes >= self._memtable_bytes_max
+        """Whether the memtable is large enough to be merged, or a merge is asked for, and none is
+        under way.
+        """
+        is_due = self._merge_wanted_for or self.active_bytes >= self._memtable_bytes_max
+        return bool(is_due) and not self.is_merging
+
+    def merge_soon(self) -> int:
+        """Ask for a merge of all that was applied by now; return the group that it has to reach.
+
+        It begins with the next group: where nothing is pending, something has to be put there.
+        """
+        self._merge_wanted_for = self.group
+        return self.group
 
     @property
     def has_room(self) -> bool:
@@ -422,6 +474,9 @@ class Keyspace:
         assert not self._pending, "a freeze stands at a group boundary"
         assert not self.is_merging
         self.is_merging = True
+        self._frozen_group = self.group - 1
+        if self._merge_wanted_for <= self._frozen_group:
+            self._merge_wanted_for = 0
         for part in self.partitions:
             part.freeze()
         self.due.freeze()
@@ -444,6 +499,7 @@ class Keyspace:
         if last_vb == NUM_VBUCKETS:
             self.frozen_bytes = 0
             self.is_merging = False
+            self.merged_group = self._frozen_group
 
     # -- recovery ----------------------------------------------------------------------------
 
@@ -482,17 +538,21 @@ class Keyspace:
             rollback_to = document["rollback_to"]
             if rollback_to is not None:
                 assert isinstance(rollback_to, int)
+                if 0 < rollback_to < part.history_floor:
+                    # Written before there was compaction, when a purge left history as it was.
+                    part.history_floor = rollback_to
+                    part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
                 self._roll_back(part, rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))
         elif kind == "state":
             state = document["state"]
             assert isinstance(state, int)
             self.partitions[vb_id].state = VbState(state)
-        elif kind == "purge":
+        elif kind in {"floor", "purge"}:
             part = self.partitions[vb_id]
-            upto_seqno = document["upto"]
-            assert isinstance(upto_seqno, int)
-            part.purge_seqno = max(part.purge_seqno, upto_seqno)
+            floor, purge = floor_and_purge(dict(document))
+            part.history_floor = max(part.history_floor, floor)
+            part.purge_seqno = max(part.purge_seqno, purge)
         elif kind == "manifest":
             self._adopt_manifest(Manifest.from_document(document["manifest"]))
             self.committed_manifest = self.manifest

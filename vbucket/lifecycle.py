@@ -7,8 +7,8 @@ group, replayed at start and merged into the store like any change.
 Rules: becoming active makes a new version at the high seqno; the item at the
 high seqno is never purged.
 
-A purge here moves `purge_seqno`, which is what rollback decisions look at; the deletions below it
-stay readable until they are compacted.
+A purge here moves `purge_seqno`, which is what rollback decisions look at, and the history floor
+above it; the deletions go with the next compaction after that was merged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
 
 
 def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
-    """Make a partition behave as if its deletions up to a seqno were purged.
+    """Purge a partition's deletions up to a seqno. It cannot go back below that one any more.
 
     None: as far as is allowed. Return the purge seqno, which never falls.
     Raises PurgeRefusedError at the high seqno and above.
@@ -62,8 +62,7 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
             f"purged; it cannot be purged up to {upto_seqno}"
         )
     if upto_seqno > part.purge_seqno:
-        part.purge_seqno = upto_seqno
-        engine.add_control(part, {"kind": "purge", "upto": upto_seqno})
+        engine.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
     return part.purge_seqno
 
 

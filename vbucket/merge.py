@@ -15,6 +15,7 @@ Memory is bounded by the segments of one merge.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -61,6 +62,8 @@ _EXPIRY: Final = slice(BY_KEY_RECORD.size - 8, BY_KEY_RECORD.size - 4)
 _NEVER: Final = bytes(4)
 _NO_SEQNO: Final = bytes(8)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_EMPTIED_AT_ONCE: Final = 1000
+"""Keys that are held in memory while a partition is emptied."""
 
 
 class MergeRefusedError(Exception):
@@ -83,14 +86,16 @@ class _Stage:
     """What the merge will do to one partition.
 
     Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
-    after the last rollback; the store's own versions above `trim_to` go (None: all stay).
+    after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
+    `purged_seqno`: tombstones up to there may be missing in the store.
     """
 
-    __slots__ = ("entries", "high_seqno", "record", "trim_to", "vb_id")
+    __slots__ = ("entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id")
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
         self.record = record
+        self.purged_seqno = record.purge_seqno
         self.high_seqno = record.high_seqno
         self.trim_to: int | None = None
         self.entries: list[bytes] = []
@@ -103,7 +108,7 @@ class _Stage:
         self.record = self.record._replace(
             max_cas=self.final_max_cas(),
             history_floor=min(self.record.history_floor, seqno),
-            purge_seqno=min(self.record.purge_seqno, seqno),
+            purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
         )
         entries = self.entries
         while entries and seqno_of(entries[-1]) > seqno:
@@ -155,9 +160,12 @@ class _Staging:
         stage = self._stage(vb_id)
         if kind == "state":
             stage.record = stage.record._replace(state=document["state"])
-        elif kind == "purge":
-            purge_seqno = max(stage.record.purge_seqno, document["upto"])
-            stage.record = stage.record._replace(purge_seqno=purge_seqno)
+        elif kind in {"floor", "purge"}:
+            floor, purge = floor_and_purge(document)
+            stage.record = stage.record._replace(
+                history_floor=max(stage.record.history_floor, floor),
+                purge_seqno=max(stage.record.purge_seqno, purge),
+            )
         elif kind == "failover":
             log = document["log"]
             if document.get("rollback_to") is not None:
@@ -254,7 +262,10 @@ def _merge_partition(
     `manifest` is that of the last segment: what it does not know is not counted. What becomes of
     the expiry table is left in `rows`.
     """
-    vb_id, record, entries = stage.vb_id, stage.record, stage.entries
+    vb_id, entries = stage.vb_id, stage.entries
+    if stage.trim_to == 0:
+        _empty(write, view, stage, rows)
+    record = stage.record
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
         undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
@@ -264,16 +275,19 @@ def _merge_partition(
     }
     gone = []
     for key in undone.keys() - newest.keys():
-        if undone[key]:
-            newest[key] = _entry_as_of(view, vb_id, key, undone[key])
+        before = _entry_as_of(view, stage, manifest, key, undone[key]) if undone[key] else None
+        if before is not None:
+            newest[key] = before
         else:
             gone.append(key)
     tally = Tally(record.tally)
     default_documents = record.item_count - tally.documents
+    keys = record.keys
     vb_prefix = vb_id.to_bytes(2, "big")
     for key in gone:
         old = view.meta(vb_id, key)
         rows.replace(vb_prefix + key, old, 0)
+        keys -= old is not None
         default_documents += _count(tally, manifest, key, -_is_live(old))
     items: list[tuple[bytes, bytes]] = []
     for key in sorted(newest):
@@ -283,6 +297,7 @@ def _merge_partition(
         if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
             old = view.meta(vb_id, key)
             documents -= _is_live(old)
+        keys += old is None
         default_documents += _count(tally, manifest, key, documents) if key[0] else documents
         item = by_key_item(vb_prefix, key, entry)
         items.append(item)
@@ -292,8 +307,9 @@ def _merge_partition(
     for key in gone:
         write.delete(BY_KEY_TABLE, vb_prefix + key)
     write.put_sorted(BY_KEY_TABLE, items)
+    versions = record.versions + len(entries)
     if stage.trim_to is not None:
-        _trim_blocks(write, vb_id, stage.trim_to)
+        versions -= _trim_blocks(write, vb_id, stage.trim_to)
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
@@ -307,6 +323,8 @@ def _merge_partition(
         max_cas=stage.final_max_cas(),
         item_count=default_documents + tally.documents,
         tally=tally.to_document(),
+        versions=versions,
+        keys=keys,
     )
     put_partition(write, vb_id, record)
     return record
@@ -340,27 +358,67 @@ def _blocks_of(
         raise MergeRefusedError(f"the log does not continue the store: {error}") from error
 
 
-def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> None:
-    """Remove all versions above `seqno` from the blocks."""
+def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
+    """Remove all versions above `seqno` from the blocks; return how many there were."""
     stop = (vb_id + 1).to_bytes(2, "big")
-    above = [key for key, _ in write.range(BY_SEQNO_TABLE, block_key(vb_id, seqno + 1), stop)]
+    removed = 0
+    above = []
+    for key, value in write.range(BY_SEQNO_TABLE, block_key(vb_id, seqno + 1), stop):
+        above.append(key)
+        removed += len(Block(key, value).seqnos)
     for key in above:
         write.delete(BY_SEQNO_TABLE, key)
     tail = StoreView(write).last_block(vb_id)
     if tail is not None and tail.last_seqno > seqno:
         kept = [entry for entry in tail.entries() if seqno_of(entry) <= seqno]
+        removed += len(tail.seqnos) - len(kept)
         for key, value in build_blocks(vb_id, kept, seqno_before=tail.seqno_before):
             write.put(BY_SEQNO_TABLE, key, value)
+    return removed
 
 
-def _entry_as_of(view: StoreView, vb_id: int, key: bytes, seqno: int) -> bytes:
-    entry = view.entry(vb_id, seqno)
-    if entry is None or key_of(entry) != key:
+def _empty(write: KvWrite, view: StoreView, stage: _Stage, rows: ExpiryRows) -> None:
+    """Remove everything that the store has of a partition: it was rolled back to 0."""
+    vb_prefix = stage.vb_id.to_bytes(2, "big")
+    while metas := list(islice(view.metas(stage.vb_id), _EMPTIED_AT_ONCE)):
+        for key, meta in metas:
+            rows.replace(vb_prefix + key, meta, 0)
+            write.delete(BY_KEY_TABLE, vb_prefix + key)
+    stop = (stage.vb_id + 1).to_bytes(2, "big")
+    for key in [key for key, _ in write.range(BY_SEQNO_TABLE, vb_prefix, stop)]:
+        write.delete(BY_SEQNO_TABLE, key)
+    stage.trim_to = None
+    stage.record = stage.record._replace(
+        last_seqno=0, item_count=0, tally=None, versions=0, keys=0, compacted=None
+    )
+
+
+def _entry_as_of(
+    view: StoreView, stage: _Stage, manifest: Manifest, key: bytes, seqno: int
+) -> bytes | None:
+    """Return a key's version, None where a compaction took it away: a purged tombstone, or what a
+    collection held that was dropped.
+    """
+    entry = view.entry(stage.vb_id, seqno)
+    if entry is not None and key_of(entry) == key:
+        return entry
+    may_be_gone = seqno <= stage.purged_seqno or collection_of(key) not in manifest.collections
+    if entry is not None or not may_be_gone:
         raise StoreDamagedError(
-            f"vb {vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store does not "
-            "have; restore a backup"
+            f"vb {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store "
+            "does not have; restore a backup"
         )
-    return entry
+    return None
+
+
+def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
+    """Return history floor and purge seqno of the control entry that raises them.
+
+    Entries of the kind "purge" were written before there was compaction.
+    """
+    if document["kind"] == "purge":
+        return document["upto"] + 1, document["upto"]
+    return document["seqno"], document["purge"]
 
 
 def _is_live(meta: StoredMeta | None) -> bool:

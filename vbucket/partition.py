@@ -13,6 +13,8 @@ Invariants
 - entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
   from the moment they are written until the merge that covers them is done;
 - committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
+- purge_seqno < history_floor <= high_seqno, or the first two are 0; there is a version at every
+  seqno from the floor on;
 - `ABSENT` (b"") in a `newest` layer means: known not to exist, whatever lower layers say;
 - the store's versions above `merged_seqno` are not ours (a rollback undid them, and the merge that
   will remove them has not run yet).
@@ -189,6 +191,7 @@ class Partition:
         `restored` maps each key that changed above it to its entry as of `seqno`, or ABSENT.
         """
         assert self.history_floor <= seqno <= self.high_seqno
+        assert self.purge_seqno < seqno or not self.purge_seqno
         for layer in self.layers():
             layer.cut_above(seqno)
         self.newest.update(restored)
@@ -196,5 +199,20 @@ class Partition:
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.persisted_seqno = min(self.persisted_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
-        self.purge_seqno = min(self.purge_seqno, seqno)
         self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
+
+    def empty(self) -> None:
+        """Undo everything: nothing of the store is ours until a merge has emptied it there, too.
+
+        Seqnos begin anew, so nothing that was counted is left; the highest CAS stays known.
+        """
+        if self.frozen is not None:
+            self.frozen = Layer()
+        self.active = Layer()
+        self.newest = self.active.newest
+        self.append_entry = self.active.entries.append
+        self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
+        self.history_floor = self.purge_seqno = 0
+        self.item_count = 0
+        self.tally = Tally()
+        self.cut_seqno = 0

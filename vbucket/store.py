@@ -106,7 +106,8 @@ class PartitionRecord(NamedTuple):
 
     `item_count` counts live documents. `failover` is [[vb_uuid, seqno, epoch], ...], newest first.
     `last_seqno` is that of the last version in a block; `high_seqno` may be above it after a
-    rollback to a seqno that has no version.
+    rollback to a seqno that has no version. Versions superseded at or below `history_floor` may be
+    gone, and tombstones at or below `purge_seqno`, which is below the floor (or both are 0).
     """
 
     state: int
@@ -120,6 +121,12 @@ class PartitionRecord(NamedTuple):
     last_seqno: int = 0
     tally: list[Any] | None = None
     """vbucket.tally.Tally.to_document."""
+    versions: int = 0
+    """Versions in by_seqno."""
+    keys: int = 0
+    """Keys in by_key, deleted ones too."""
+    compacted: list[int] | None = None
+    """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
 
 
 class NodeRecord(NamedTuple):
@@ -182,6 +189,8 @@ class StoreView:
         failover = self._document(FAILOVER_TABLE, key)
         if failover is None:
             raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
+        if "versions" not in document:
+            document |= _counts_before_compaction(document)
         return PartitionRecord(**document, failover=failover)
 
     def partitions(self) -> dict[int, PartitionRecord]:
@@ -372,6 +381,23 @@ class StoreView:
         """
         return self._reader.range(EXPIRY_TABLE, after + b"\x00", rows_end(now_s))
 
+    def metas(self, vb_id: int, head: bytes = b"") -> Iterator[tuple[bytes, StoredMeta]]:
+        """Yield (key, newest version) of the keys that begin with `head`, deleted ones too.
+
+        Nothing may be written meanwhile. `head` does not end with the byte 0xff.
+        """
+        prefix = vb_id.to_bytes(2, "big") + head
+        stop = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix), "big")
+        for key, value in self._reader.range(BY_KEY_TABLE, prefix, stop):
+            yield key[2:], checked_meta(key, bytes(value))
+
+    def block_at(self, vb_id: int, seqno: int) -> Block | None:
+        """Return the last block that begins at or below `seqno`, None where there is none."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return None
+        return Block(*found)
+
     def last_block(self, vb_id: int) -> Block | None:
         """Return the last block of a partition."""
         found = self._reader.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
@@ -388,7 +414,7 @@ class StoreView:
         for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
             block = Block(key, value)
             if last_seqno is not None and block.seqno_before != last_seqno:
-                raise _missing_blocks(vb_id, last_seqno, block.seqno_before)
+                raise missing_blocks(vb_id, last_seqno, block.seqno_before)
             last_seqno = block.last_seqno
             if last_seqno >= start_seqno:
                 yield block
@@ -402,7 +428,7 @@ class StoreView:
             record = self.partition(vb_id)
             seqno_before = record.last_seqno if record else 0
         if seqno_before != last_seqno:
-            raise _missing_blocks(vb_id, last_seqno, seqno_before)
+            raise missing_blocks(vb_id, last_seqno, seqno_before)
 
     def _document(self, table: str, key: bytes) -> Any:
         value = self._reader.get(table, key)
@@ -524,6 +550,22 @@ def _checked_fields(full_key: bytes, value: bytes) -> MetaFields:
     )
 
 
+def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
+    """Return what a record lacks that was written before there was compaction.
+
+    Every version was kept, so there are as many as seqnos; the keys are at least the documents. A
+    purge moved the purge seqno alone, and dropped nothing.
+    """
+    purge_seqno = min(document["purge_seqno"], max(0, document["high_seqno"] - 1))
+    floor = max(document["history_floor"], purge_seqno + 1 if purge_seqno else 0)
+    return {
+        "versions": document.get("last_seqno", 0),
+        "keys": document["item_count"],
+        "purge_seqno": purge_seqno,
+        "history_floor": floor,
+    }
+
+
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
     body = cbor2.dumps(document)
     write.put(table, key, _document_crc(table, key, body) + body)
@@ -539,7 +581,8 @@ def _after(vb_id: int, end_seqno: int) -> bytes:
     return block_key(vb_id, end_seqno) + b"\x00"
 
 
-def _missing_blocks(vb_id: int, last_seqno: int, seqno_before: int) -> BlockDamagedError:
+def missing_blocks(vb_id: int, last_seqno: int, seqno_before: int) -> BlockDamagedError:
+    """Return the error that names a hole in the chain of blocks."""
     return BlockDamagedError(
         f"vb {vb_id}: after seqno {last_seqno} the versions up to {seqno_before} are missing in "
         "the store; check the disk and restore a backup"

@@ -8,7 +8,7 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.keyspace import BranchRefusedError
+from vbucket.keyspace import BranchRefusedError, FloorError
 from vbucket.lifecycle import PurgeRefusedError, failover, purge, set_state
 from vbucket.partition import Partition, VbState
 
@@ -135,11 +135,19 @@ def test_the_change_at_the_high_seqno_is_never_purged(node: MemoryNode, writer: 
 
 
 @pytest.mark.parametrize("how", ["replay", "merge"])
-def test_a_rollback_takes_the_purge_seqno_along(node: MemoryNode, writer: Peer, how: str) -> None:
-    purge(node.engine, VB, 3)
-    failover(node.engine, VB, 2)
-    assert node.engine.partitions[VB].purge_seqno == 2
-    assert survives(node, how).purge_seqno == 2
+def test_a_purge_ends_history_and_only_a_rollback_to_0_undoes_it(
+    node: MemoryNode, writer: Peer, how: str
+) -> None:
+    purge(node.engine, VB, 2)
+    assert node.engine.partitions[VB].history_floor == 3
+    with pytest.raises(FloorError, match="cannot go back to 2, but to 3 and above, or to 0"):
+        failover(node.engine, VB, 2)
+    failover(node.engine, VB, 1)
+    part = survives(node, how)
+    assert (part.purge_seqno, part.history_floor, part.high_seqno) == (2, 3, 3)
+    failover(node.engine, VB, 3)
+    part = survives(node, how)
+    assert (part.purge_seqno, part.history_floor, part.high_seqno, part.item_count) == (0, 0, 0, 0)
 
 
 def test_streams_end_with_the_state(node: MemoryNode, writer: Peer) -> None:

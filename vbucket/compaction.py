@@ -1,0 +1,402 @@
+"""Compaction: what nobody can ask for any more leaves the store. Pure.
+
+What may go follows from the stored record alone. With its history floor F and purge seqno P:
+
+    superseded versions    replaced by a version at or below F
+    tombstones             deletions at or below P that are the newest version of their key; the
+                           key leaves by_key with them
+    unreachable versions   at or below F, of collections whose drop this partition told there, too
+
+and what stays all the same: the last version at or below F, and the last one there of every
+collection that exists and of all but the default collection together. So every snapshot can end on
+an item, and the tally of the partition as of any seqno >= F can be told from what is left.
+
+Nothing here raises F or P; whoever does writes it to the log first, and from then on no rollback
+goes below F (but to 0). So a compaction may run beside merges, stop anywhere and be repeated: it
+removes only what no state at or above F needs.
+
+Invariants
+- a version goes only after, or in one transaction with, all older ones of its key: what a reader
+  sees in between is a history of the key that begins later, never one with a hole or without its
+  deletion. So a partition is first looked through from the floor down, where memory is bounded by
+  its keys (of each, one version at most is known to be superseded and was not passed yet) and a bit
+  for each version, and then rewritten from the bottom up;
+- the chain of blocks (`seqno_before`) is whole after every step, and a step that finds it broken,
+  or a block damaged, changes nothing;
+- a partition whose failover log changed between two slices is begun anew: it may have been rolled
+  back to 0 and hold other versions under the same seqnos. Anything else that happens in between
+  changes what is above the floor, or by_key, which is looked at when something goes.
+
+Who calls it: the store process, between merges.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.block import BODY_BYTES_TARGET, Block, block_key, build_blocks, follow_seqno
+from vbucket.entry import key_in_frame, seqno_of
+from vbucket.expiry_index import ExpiryRows
+from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
+from vbucket.manifest import (
+    DEFAULT_COLLECTION,
+    SYSTEM_COLLECTION,
+    SYSTEM_KEY,
+    Manifest,
+    SystemEventKind,
+    collection_of,
+)
+from vbucket.store import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    PartitionRecord,
+    StoreView,
+    missing_blocks,
+    put_partition,
+)
+
+STEP_BYTES: Final = 1 << 20
+"""What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""
+
+_DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_ANY: Final = -1
+_ANY_OTHER: Final = -2
+"""In the set of collections that were seen: any at all, any but the default one."""
+
+
+class SliceReport(NamedTuple):
+    """What one slice did. `finished`: partitions that need no further slice. `damages`: partition
+    and text, where what is stored could not be read; it was left as it is.
+    """
+
+    finished: list[int]
+    versions: int
+    tombstones: int
+    damages: list[tuple[int, str]]
+
+
+class PartitionCompaction:
+    """One partition's way through its versions: down from the floor, and up to it again."""
+
+    def __init__(self, view: StoreView, vb_id: int, record: PartitionRecord) -> None:
+        self.vb_id = vb_id
+        self.failover = record.failover
+        self.floor = record.history_floor
+        self.purge = record.purge_seqno
+        self.is_done = not self.floor
+        self.versions = 0
+        """Versions that went, tombstones included."""
+        self.tombstones = 0
+        self._prefix = vb_id.to_bytes(2, "big")
+        self._down_seqno = self.floor
+        """What lies above was looked at."""
+        self._seqno_below: int | None = None
+        """Where the next block down has to end: 0 at the bottom, None at the beginning."""
+        self._up_seqno = 0
+        """What lies below was rewritten."""
+        self._superseded: set[int] = set()
+        self._marked: dict[int, int] = {}
+        """First seqno of a block -> a bit for each of its versions that is superseded."""
+        self._seen: set[int] = set()
+        self._kept: set[int] = set()
+        """Seqnos that stay: the last ones of their collection at or below the floor."""
+        self._manifest = view.manifest()
+        self._gone = _gone_collections(view, vb_id, self._manifest, self.floor)
+        self._has_others = bool(record.tally)
+        self._unsaved_versions = self._unsaved_keys = 0
+
+    def step(self, write: KvWrite, rows: ExpiryRows) -> None:
+        """Go on by about STEP_BYTES. Raises StoreDamagedError before it changed anything."""
+        if self._seqno_below == 0:
+            self._step_up(write, rows)
+        else:
+            self._step_down(write)
+            is_idle = not (self._marked or self._gone or self.purge)
+            self.is_done = self._seqno_below == 0 and is_idle
+
+    def save(self, write: KvWrite) -> None:
+        """Put the counts right; to be done before the transaction of the steps ends."""
+        record = StoreView(write).partition(self.vb_id)
+        assert record is not None
+        if self.is_done:
+            record = record._replace(compacted=[self.floor, self.purge, self._manifest.uid])
+        record = record._replace(
+            versions=max(0, record.versions - self._unsaved_versions),
+            keys=max(0, record.keys - self._unsaved_keys),
+        )
+        self._unsaved_versions = self._unsaved_keys = 0
+        put_partition(write, self.vb_id, record)
+
+    # -- down: what is superseded, and what stays all the same ---------------------------------
+
+    def _step_down(self, write: KvWrite) -> None:
+        size = 0
+        while size < STEP_BYTES and self._seqno_below != 0:
+            found = write.last_at_or_before(BY_SEQNO_TABLE, block_key(self.vb_id, self._down_seqno))
+            if found is None or found[0][:2] != self._prefix:
+                if self._seqno_below:
+                    raise missing_blocks(self.vb_id, 0, self._seqno_below)
+                self._seqno_below = 0
+                return
+            block = Block(*found)
+            if self._seqno_below is not None and block.last_seqno != self._seqno_below:
+                raise missing_blocks(self.vb_id, block.last_seqno, self._seqno_below)
+            self._mark(block)
+            self._keep(block)
+            size += len(found[1])
+            self._seqno_below, self._down_seqno = block.seqno_before, block.first_seqno - 1
+
+    def _mark(self, block: Block) -> None:
+        """Mark what is superseded of a block; note what is further down."""
+        superseded, marks = self._superseded, 0
+        for index in range(bisect_right(block.seqnos, self.floor) - 1, -1, -1):
+            seqno = block.seqnos[index]
+            if seqno in superseded:
+                superseded.discard(seqno)
+                marks |= 1 << index
+            prev_seqno = block.prev_seqnos[index]
+            if prev_seqno:
+                superseded.add(prev_seqno)
+        if marks:
+            self._marked[block.first_seqno] = marks
+
+    def _keep(self, block: Block) -> None:
+        """Note the versions of a block that are the last ones of their collection."""
+        if not self._has_others:
+            if not self._kept:
+                self._kept.add(block.seqnos[bisect_right(block.seqnos, self.floor) - 1])
+            return
+        if not (self._gone or self.purge):
+            return
+        body = block.checked_body()
+        for index in range(bisect_right(block.seqnos, self.floor) - 1, -1, -1):
+            start = block.ends[index - 1] if index else 0
+            collection_id = collection_of(key_in_frame(body[start : block.ends[index]]))
+            kinds = {_ANY}
+            if collection_id != DEFAULT_COLLECTION:
+                kinds.add(_ANY_OTHER)
+            if collection_id in self._manifest.collections:
+                kinds.add(collection_id)
+            if not kinds <= self._seen:
+                self._seen |= kinds
+                self._kept.add(block.seqnos[index])
+
+    # -- up: what goes -------------------------------------------------------------------------
+
+    def _step_up(self, write: KvWrite, rows: ExpiryRows) -> None:
+        view = StoreView(write)
+        blocks = self._read_up(write)
+        if not blocks:
+            self.is_done = True
+            return
+        dead: list[set[int]] = []
+        gone: list[bytes] = []
+        tombstones = 0
+        for block in blocks:
+            marks = self._marked.get(block.first_seqno, 0)
+            superseded = {seqno for n, seqno in enumerate(block.seqnos) if marks >> n & 1}
+            of_no_use, keys, deletions = self._of_no_use(view, block, superseded)
+            dead.append(superseded | of_no_use)
+            gone += keys
+            tombstones += deletions
+        if any(dead):
+            self._rewrite(write, blocks, dead)
+            for key in gone:
+                rows.replace(self._prefix + key, view.meta(self.vb_id, key), 0)
+                write.delete(BY_KEY_TABLE, self._prefix + key)
+            versions = sum(map(len, dead))
+            self.versions += versions
+            self.tombstones += tombstones
+            self._unsaved_versions += versions
+            self._unsaved_keys += len(gone)
+        self._up_seqno = blocks[-1].last_seqno + 1
+        self.is_done = self._up_seqno > self.floor
+
+    def _read_up(self, write: KvWrite) -> list[Block]:
+        """Return the next blocks up, as far as the floor; raise where one is missing."""
+        blocks: list[Block] = []
+        size = 0
+        stop = block_key(self.vb_id, self.floor + 1)
+        for key, value in write.range(BY_SEQNO_TABLE, block_key(self.vb_id, self._up_seqno), stop):
+            block = Block(key, value)
+            if blocks and block.seqno_before != blocks[-1].last_seqno:
+                raise missing_blocks(self.vb_id, blocks[-1].last_seqno, block.seqno_before)
+            blocks.append(block)
+            size += len(value)
+            if size >= STEP_BYTES:
+                break
+        return blocks
+
+    def _of_no_use(
+        self, view: StoreView, block: Block, superseded: set[int]
+    ) -> tuple[set[int], list[bytes], int]:
+        """Return the seqnos of tombstones and unreachable versions that go, the keys that go with
+        them, and how many of them are tombstones.
+        """
+        seqnos: set[int] = set()
+        keys: list[bytes] = []
+        tombstones = 0
+        if not self._gone and self.purge < block.first_seqno:
+            return seqnos, keys, tombstones
+        body = block.checked_body()
+        for index in range(bisect_right(block.seqnos, self.floor)):
+            seqno = block.seqnos[index]
+            start = block.ends[index - 1] if index else 0
+            is_deletion = body[start + 1] in _DELETIONS
+            if seqno in superseded or seqno in self._kept or body[start + 1] == _SYSTEM_EVENT:
+                continue
+            if not self._gone and not (is_deletion and seqno <= self.purge):
+                continue
+            key = key_in_frame(body[start : block.ends[index]])
+            is_gone = collection_of(key) in self._gone
+            if not is_gone and not (is_deletion and seqno <= self.purge):
+                continue
+            meta = view.meta(self.vb_id, key)
+            if meta is not None and meta.seqno == seqno:
+                keys.append(key)
+            elif not is_gone:
+                continue  # a newer version has come above the floor, and may be undone again
+            seqnos.add(seqno)
+            tombstones += is_deletion
+        return seqnos, keys, tombstones
+
+    def _rewrite(self, write: KvWrite, blocks: list[Block], dead: list[set[int]]) -> None:
+        """Replace blocks by what is left of them."""
+        items: list[tuple[bytes, bytes]] = []
+        run: list[bytes] = []
+        kept_keys: set[bytes] = set()
+        seqno_before = blocks[0].seqno_before
+
+        def flush() -> None:
+            nonlocal seqno_before
+            if run:
+                items.extend(build_blocks(self.vb_id, run, seqno_before=seqno_before))
+                seqno_before = seqno_of(run[-1])
+                run.clear()
+
+        for block, seqnos in zip(blocks, dead, strict=True):
+            if seqnos or 0 < sum(map(len, run)) < BODY_BYTES_TARGET // 2:
+                run += [entry for entry in block.entries() if seqno_of(entry) not in seqnos]
+                continue
+            flush()
+            if block.seqno_before == seqno_before:
+                kept_keys.add(block_key(self.vb_id, block.first_seqno))
+            else:
+                items.append(follow_seqno(block, seqno_before))
+            seqno_before = block.last_seqno
+        flush()
+        items += self._following(write, blocks[-1], seqno_before)
+        written = kept_keys | {key for key, _ in items}
+        for block in blocks:
+            key = block_key(self.vb_id, block.first_seqno)
+            if key not in written:
+                write.delete(BY_SEQNO_TABLE, key)
+        write.put_sorted(BY_SEQNO_TABLE, items)
+
+    def _following(
+        self, write: KvWrite, block: Block, seqno_before: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Return the block after `block` as it has to be once that ends at `seqno_before`."""
+        after = block_key(self.vb_id, block.last_seqno + 1)
+        found = write.first_at_or_after(BY_SEQNO_TABLE, after)
+        if found is None or found[0][:2] != self._prefix:
+            record = StoreView(write).partition(self.vb_id)
+            last_seqno = record.last_seqno if record else 0
+            if last_seqno != block.last_seqno:
+                raise missing_blocks(self.vb_id, block.last_seqno, last_seqno)
+            assert seqno_before == last_seqno, "the last version of a partition stays"
+            return []
+        following = Block(*found)
+        if following.seqno_before != block.last_seqno:
+            raise missing_blocks(self.vb_id, block.last_seqno, following.seqno_before)
+        return [] if seqno_before == block.last_seqno else [follow_seqno(following, seqno_before)]
+
+
+class Compactor:
+    """Compacts partitions one after another, in slices: one transaction each."""
+
+    def __init__(self) -> None:
+        self._under_way: PartitionCompaction | None = None
+
+    def run(
+        self,
+        env: KvEnv,
+        vb_ids: Iterable[int],
+        is_over: Callable[[], bool],
+        *,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> SliceReport:
+        """Go on with these partitions until all are done or `is_over` says that it is time.
+
+        At least one step is made. Raises StoreFullError, StoreFailedError: nothing happened then.
+        """
+        job, self._under_way = self._under_way, None
+        finished: list[int] = []
+        damages: list[tuple[int, str]] = []
+        versions = tombstones = 0
+        with env.write() as write:
+            view = StoreView(write)
+            rows = ExpiryRows()
+            for vb_id in vb_ids:
+                try:
+                    job = _job_of(view, vb_id, job)
+                    before = job.versions, job.tombstones
+                    _go_on(job, write, rows, is_over)
+                except StoreDamagedError as error:
+                    damages.append((vb_id, str(error)))
+                    finished.append(vb_id)
+                    job = None
+                    continue
+                versions += job.versions - before[0]
+                tombstones += job.tombstones - before[1]
+                if not job.is_done:
+                    break
+                finished.append(vb_id)
+                job = None
+                if is_over():
+                    break
+            rows.write(write)
+            before_commit()
+        self._under_way = job
+        return SliceReport(finished, versions, tombstones, damages)
+
+
+def _job_of(view: StoreView, vb_id: int, job: PartitionCompaction | None) -> PartitionCompaction:
+    """Return the work on a partition: what is under way, unless it has to begin anew."""
+    record = view.partition(vb_id)
+    assert record is not None, f"vb {vb_id} is not in the store"
+    if job is not None and (job.vb_id, job.failover) == (vb_id, record.failover):
+        return job
+    return PartitionCompaction(view, vb_id, record)
+
+
+def _go_on(
+    job: PartitionCompaction, write: KvWrite, rows: ExpiryRows, is_over: Callable[[], bool]
+) -> None:
+    """Make at least one step; the counts are right afterwards, whatever happens."""
+    try:
+        while not job.is_done:
+            job.step(write, rows)
+            if is_over():
+                break
+    finally:
+        job.save(write)
+
+
+def _gone_collections(
+    view: StoreView, vb_id: int, manifest: Manifest, floor: int
+) -> frozenset[int]:
+    """Return the collections whose drop the partition told at or below the floor."""
+    if not manifest.has_dropped:
+        return frozenset()
+    head = bytes([SYSTEM_COLLECTION, SystemEventKind.DROP_COLLECTION])
+    gone = set()
+    for key, meta in view.metas(vb_id, head):
+        collection_id = SYSTEM_KEY.unpack_from(key)[3]
+        if meta.seqno <= floor and collection_id not in manifest.collections:
+            gone.add(collection_id)
+    return frozenset(gone)

@@ -1,0 +1,272 @@
+"""How far back a partition's history is kept: which floors are worth raising now. Pure.
+
+A version stays readable while it is inside both windows, history by time and history by bytes: it
+may go when the change that replaced it is older than the one or lies further back than the other. A
+tombstone may go at the purge age. A change's time is its CAS (hybrid clock, nanoseconds).
+
+Every compaction rewrites most of a partition, so a floor is raised only where that frees enough:
+a partition's versions are at most half as many again as its keys (and what is inside the windows),
+and a rewritten byte is paid for by at least half a written one. What is looked for by reading the
+store is remembered, so that planning every few seconds costs little.
+
+Invariants of a step: purge < floor, or both are 0; floor is the seqno of a version in the store and
+not below the stored one; likewise purge.
+
+Who calls it: the store process; the node applies the steps, within what streams under way need.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from struct import Struct
+from typing import Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.block import Block
+from vbucket.entry import PREFIX_BYTES, seqno_of
+from vbucket.store import PartitionRecord, StoreView
+
+WORTH_VERSIONS_MIN: Final = 128
+"""Fewer versions than these are not worth a transaction: some 25 KB."""
+_UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
+_DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
+
+
+class Windows(NamedTuple):
+    """What is kept. 0: nothing, but what is newest."""
+
+    history_ns: int
+    history_bytes: int
+    """Of the whole node; shared out by how many superseded versions a partition has."""
+    purge_age_ns: int
+
+
+class Step(NamedTuple):
+    """A floor to raise, and then a partition to compact. `vb_uuid`: the version it was planned for.
+
+    `floor` and `purge` may be the stored ones: then only the compaction is missing.
+    """
+
+    vb_id: int
+    vb_uuid: int
+    floor: int
+    purge: int
+
+
+class _Seen(NamedTuple):
+    """When a partition was looked at, and how far it was then."""
+
+    now_ns: int
+    last_seqno: int
+
+
+class Planner:
+    """Plans; remembers what it looked at. A new one looks at everything again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+
+    def plan(
+        self,
+        view: StoreView,
+        vb_ids: Iterable[int],
+        windows: Windows,
+        now_ns: int,
+        *,
+        is_forced: bool = False,
+    ) -> list[Step]:
+        """Return the steps that are worth doing; all that free anything, if forced."""
+        records = view.partitions()
+        spare_total = sum(map(_spare, records.values()))
+        manifest_uid = view.manifest().uid
+        steps: list[Step] = []
+        for vb_id in vb_ids:
+            record = records.get(vb_id)
+            if record is None or not record.last_seqno:
+                continue
+            look = _Look(view, vb_id, record, windows, now_ns, spare_total, manifest_uid)
+            if is_forced or look.is_unfinished or self._is_due(look):
+                self._seen[vb_id] = _Seen(now_ns, record.last_seqno)
+                step = look.step(is_forced=is_forced)
+                if step is not None:
+                    steps.append(step)
+        return steps
+
+    def _is_due(self, look: _Look) -> bool:
+        """Whether there may be something, and enough has happened since the last look."""
+        record, windows = look.record, look.windows
+        worth = _worth(record.keys)
+        if _spare(record) < worth and record.keys - record.item_count < worth:
+            return False
+        seen = self._seen.get(look.vb_id)
+        if seen is None or seen.last_seqno > record.last_seqno:
+            return True
+        window_ns = min(windows.history_ns, windows.purge_age_ns)
+        return (
+            record.last_seqno - seen.last_seqno >= max(record.keys // 8, WORTH_VERSIONS_MIN)
+            or look.now_ns - seen.now_ns >= window_ns // 8
+        )
+
+
+class _Look:
+    """One look at one partition."""
+
+    def __init__(
+        self,
+        view: StoreView,
+        vb_id: int,
+        record: PartitionRecord,
+        windows: Windows,
+        now_ns: int,
+        spare_total: int,
+        manifest_uid: int,
+    ) -> None:
+        self.vb_id = vb_id
+        self.record = record
+        self.windows = windows
+        self.now_ns = now_ns
+        self._view = view
+        self._spare_total = spare_total
+        self._manifest_uid = manifest_uid
+        self._done_floor, self._done_purge, self._done_uid = record.compacted or (0, 0, 0)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether floor or purge seqno were raised, and no compaction has followed."""
+        record = self.record
+        return record.history_floor > self._done_floor or record.purge_seqno > self._done_purge
+
+    def step(self, *, is_forced: bool) -> Step | None:
+        """Return what to do, None where nothing is worth it."""
+        record = self.record
+        floor = max(self._floor(), record.history_floor)
+        purge = record.purge_seqno
+        if record.keys > record.item_count or is_forced:
+            purge = max(purge, self._purge(floor, is_forced=is_forced))
+        is_new = floor > self._done_floor
+        is_worth = (
+            self.is_unfinished
+            or purge > record.purge_seqno
+            or (is_new and is_forced and _spare(record) > 0)
+            or (is_new and self._droppable(floor) >= _worth(record.keys))
+            or (is_new and self._frees_collections(floor, is_forced=is_forced))
+        )
+        if not is_worth:
+            return None
+        return Step(self.vb_id, record.failover[0][0], floor, purge)
+
+    def _floor(self) -> int:
+        """Return the seqno up to which both windows let superseded versions go."""
+        view, record, windows = self._view, self.record, self.windows
+        if not (windows.history_ns and windows.history_bytes):
+            return record.last_seqno
+        share_bytes = windows.history_bytes * _spare(record) // max(1, self._spare_total)
+        return max(
+            seqno_at(view, self.vb_id, record.last_seqno, self.now_ns - windows.history_ns),
+            seqno_below(view, self.vb_id, record.last_seqno, share_bytes),
+        )
+
+    def _droppable(self, floor: int) -> int:
+        """Return how many superseded versions there are at least at or below a floor."""
+        record = self.record
+        return record.versions - (record.last_seqno - floor) - record.keys
+
+    def _frees_collections(self, floor: int, *, is_forced: bool) -> bool:
+        """Whether collections were dropped whose versions may go now."""
+        record = self.record
+        if self._manifest_uid == self._done_uid or not record.tally:
+            return False
+        unreachable = record.keys - record.item_count
+        return unreachable >= (1 if is_forced else _worth(record.keys)) and (
+            is_forced
+            or floor >= record.tally[0]
+            or floor - self._done_floor >= max(record.keys // 2, WORTH_VERSIONS_MIN)
+        )
+
+    def _purge(self, floor: int, *, is_forced: bool) -> int:
+        """Return the seqno of the last tombstone that may go, 0 where it is not worth it."""
+        view, record = self._view, self.record
+        last_seqno = min(floor, record.last_seqno) - 1
+        worth = 1 if is_forced else _worth(record.keys)
+        if record.keys - record.item_count < worth and not is_forced:
+            return 0
+        limit = last_seqno
+        if self.windows.purge_age_ns:
+            before_ns = self.now_ns - self.windows.purge_age_ns
+            limit = min(last_seqno, seqno_at(view, self.vb_id, record.last_seqno, before_ns))
+        if limit <= self._done_purge + (0 if is_forced else worth):
+            return 0
+        seqnos = [
+            meta.seqno
+            for _, meta in view.metas(self.vb_id)
+            if meta.opcode in _DELETIONS and meta.seqno <= limit
+        ]
+        return max(seqnos, default=0) if len(seqnos) >= worth else 0
+
+
+def _spare(record: PartitionRecord) -> int:
+    """Return how many versions are not the newest of their key."""
+    return max(0, record.versions - record.keys)
+
+
+def _worth(keys: int) -> int:
+    """Return how many versions have to go, for a partition of so many keys to be compacted."""
+    return max(keys // 2, WORTH_VERSIONS_MIN)
+
+
+# -- looking for seqnos ----------------------------------------------------------------------------
+
+
+def seqno_at(view: StoreView, vb_id: int, last_seqno: int, cas_max: int) -> int:
+    """Return the last version that was made at or before a time, 0 where there is none.
+
+    `cas_max` is nanoseconds since the Unix epoch. A system event has no time of its own and counts
+    with the version before it.
+    """
+    low, high = 0, last_seqno
+    while low < high:
+        middle = (low + high + 1) // 2
+        block = view.block_at(vb_id, middle)
+        if block is None:
+            low = middle
+        elif _first_cas(view, block) <= cas_max:
+            low = max(middle, min(block.last_seqno, high))
+        else:
+            high = block.first_seqno - 1
+    block = view.block_at(vb_id, low) if low else None
+    if block is None:
+        return 0
+    found = 0
+    for entry in block.entries():
+        if _UNPACK_CAS(entry)[0] > cas_max:
+            break
+        found = seqno_of(entry)
+    return found
+
+
+def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -> int:
+    """Return the last version that has at least so many bytes of versions above it, 0 if none."""
+    seqno = last_seqno
+    while seqno > 0:
+        block = view.block_at(vb_id, seqno)
+        if block is None:
+            break
+        body_bytes = len(block.body)
+        if size_bytes <= body_bytes:
+            index = bisect_right(block.ends, body_bytes - size_bytes) - 1
+            return block.seqnos[index] if index >= 0 else block.seqno_before
+        size_bytes -= body_bytes
+        seqno = block.first_seqno - 1
+    return 0
+
+
+def _first_cas(view: StoreView, block: Block) -> int:
+    """Return the first CAS of a block; of the blocks before it where it has only system events."""
+    while True:
+        entries = filter(None, map(block.entry, block.seqnos))
+        cas = next((cas for cas in (_UNPACK_CAS(entry)[0] for entry in entries) if cas), 0)
+        before = view.block_at(block.vb_id, block.first_seqno - 1)
+        if cas or before is None:
+            return int(cas)
+        block = before
