@@ -33,6 +33,7 @@ from clients.backup.errors import (
     EXTRA_HINT,
     ArchiveDamagedError,
     ArchiveError,
+    ArchiveFormatError,
     ArchiveLockedError,
     ArchiveMissingError,
     BackupError,
@@ -195,7 +196,7 @@ class Archive:
                 break
             try:
                 footer = self.footer(path)
-            except DamagedError:
+            except (DamagedError, ArchiveFormatError):
                 break
             found.append((path, files[path], footer))
         return found

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from clients.backup.archive import Archive
 from clients.backup.chunk import Section
-from clients.backup.errors import PointError
+from clients.backup.errors import ArchiveFormatError, PointError
 from clients.backup.legs import Interval, end_of, intervals, newest_whole, whole_states
 from clients.backup.manifest import RunRecord, SegmentRecord
 from clients.backup.point import Point, chain_of
@@ -200,7 +200,7 @@ class Reader:
                     footer = "it is not the segment that its run wrote"
             except FileNotFoundError:
                 footer = "the file is missing"
-            except DamagedError as error:
+            except (DamagedError, ArchiveFormatError) as error:
                 footer = str(error)
             self._footers[segment.path] = footer
         return footer

@@ -134,6 +134,11 @@ class SegmentWriter:
         if self._builder.size_bytes >= SEGMENT_BYTES:
             self.close()
 
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the open segment."""
+        return self._builder.size_bytes
+
     def close(self) -> None:
         """Write the open segment, if there is anything in it, and read it back."""
         if self._builder.is_empty:

@@ -3,7 +3,8 @@
     segment   magic (8), chunk ..., footer, trailer
     chunk     u32 stored bytes, u32 raw bytes, u32 CRC-32C of the stored bytes; a zstd frame
     footer    zstd frame of CBOR: run, number, started_ns, history, chunks, sections, legs
-    trailer   u64 offset of the footer, u32 its bytes, u32 its raw bytes, u32 its CRC-32C, magic (8)
+    trailer   u64 offset of the footer, u32 its bytes, u32 its raw bytes, u32 CRC-32C of the footer
+              and of these three numbers, magic (8)
 
 Sections are records of fixed size (`SECTION`), sorted by partition, so that those of one partition
 are found without unpacking the others: an archive of a thousand runs has a million of them.
@@ -32,6 +33,9 @@ MAGIC: Final = b"DCPDSEG" + bytes([FORMAT_VERSION])
 END_MAGIC: Final = b"DCPDEND" + bytes([FORMAT_VERSION])
 CHUNK_HEAD: Final = Struct(">III")
 TRAILER: Final = Struct(">QIII8s")
+_PLACE: Final = Struct(">QII")
+_CHECKSUM: Final = Struct(">I")
+"""The first fields of the trailer, and the one after them."""
 SECTION: Final = Struct(">HHIIIIQQ")
 """The fields of `Section`, in its order."""
 _FIRST_FIELD: Final = Struct(">H")
@@ -144,9 +148,8 @@ class SegmentBuilder:
         }  # fmt: skip
         raw = cbor2.dumps(document)
         packed = compress(raw)
-        trailer = TRAILER.pack(
-            self.size_bytes, len(packed), len(raw), crc32c(packed), END_MAGIC
-        )  # fmt: skip
+        place = _PLACE.pack(self.size_bytes, len(packed), len(raw))
+        trailer = place + _CHECKSUM.pack(crc32c(packed + place)) + END_MAGIC
         return b"".join((*self._parts, packed, trailer))
 
 
@@ -165,7 +168,8 @@ def footer_place(trailer: bytes) -> tuple[int, int]:
 def parse_footer(packed: bytes, trailer: bytes) -> Footer:
     """Return the footer. Raises DamagedError."""
     offset, size_bytes, raw_bytes, checksum, _ = TRAILER.unpack(trailer)
-    if len(packed) != size_bytes or crc32c(packed) != checksum or raw_bytes > RAW_BYTES_MAX:
+    found = crc32c(packed + trailer[: _PLACE.size])
+    if len(packed) != size_bytes or found != checksum or raw_bytes > RAW_BYTES_MAX:
         raise DamagedError("the footer's checksum is wrong")
     try:
         document: Any = cbor2.loads(decompress(packed, raw_bytes))

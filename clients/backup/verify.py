@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from clients.backup.archive import ARCHIVE_FILE, Archive
 from clients.backup.chunk import frames_of
+from clients.backup.errors import ArchiveFormatError
 from clients.backup.legs import end_of
 from clients.backup.manifest import RunRecord, SegmentRecord
 from clients.backup.point import chain_of
@@ -68,7 +69,7 @@ def _verify_segment(
             raise DamagedError("it is not the segment that its run wrote")
     except FileNotFoundError:
         return 0, 0, _all_of(segment, "the file is missing")
-    except DamagedError as error:
+    except (DamagedError, ArchiveFormatError) as error:
         return 0, 0, _all_of(segment, str(error))
     sections = [footer.section(index) for index in range(footer.section_count())]
     changes = 0
