@@ -1,0 +1,219 @@
+"""`dcpctl verify` on folders that a real server wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.errors import ConnectError, ConnectionLostError, ServerError
+from clients.kv_sync import SyncKv
+from clients.testing import ServerStartError
+from dcp.server import verify as shell
+from dcp.server.folder import FolderInUseError, open_folder
+from support.server import DcpdProcess
+from vbucket.device_files import segment_path, segments_in
+from vbucket.finding import Finding, Kind
+from vbucket.ids import vbucket_of
+
+KEYS = 400
+VALUE = b"x" * 4000
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clients.cli", "verify", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with merged keys and more in the log, of a server that was killed."""
+    folder = tmp_path_factory.mktemp("verify") / "data"
+    with DcpdProcess(folder, "--memtable-bytes", "1MiB") as server, server.connect() as kv:
+        for number in range(KEYS):
+            kv.set(f"key:{number}", VALUE)
+        while not server.status()["merges"]:
+            kv.set("more", b"1")
+        kv.delete("key:1")
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", str(written), str(copy)], check=True)
+    return copy
+
+
+def files(folder: Path) -> Iterator[tuple[str, bytes, int]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield str(path), path.read_bytes(), path.stat().st_mtime_ns
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def flip_value(folder: Path) -> None:
+    """Change a bit within a value in the store."""
+    path = folder / "store" / "data.mdb"
+    flip(path, path.read_bytes().rindex(VALUE[:500]) + 100)
+
+
+def test_a_whole_folder_is_clean_and_is_not_touched(folder: Path) -> None:
+    before = list(files(folder))
+    plain, as_json = run(folder), run(folder, "-o", "json")
+    assert (plain.returncode, as_json.returncode) == (0, 0), plain.stdout + plain.stderr
+    assert "nothing is wrong" in plain.stdout
+    summary = json.loads(as_json.stdout.splitlines()[-1])["summary"]
+    assert (summary["findings"], summary["partitions"]) == (0, 1024)
+    assert 0 < summary["keys"] <= KEYS + 1
+    assert list(files(folder)) == before
+
+
+def test_a_running_server_is_named(folder: Path) -> None:
+    with DcpdProcess(folder) as server:
+        refused = run(folder)
+        assert refused.returncode == 2
+        assert f"in use by process {server.pid}" in refused.stderr
+
+
+def test_no_server_starts_during_a_check(folder: Path) -> None:
+    lock = shell.lock_folder_to_read(folder)
+    with pytest.raises(FolderInUseError):
+        open_folder(folder, orphan_wait_s=0)
+    lock.close()
+    open_folder(folder).close()
+
+
+@pytest.mark.parametrize(
+    "marker", [None, "something else\n", "dcpd data folder, format version 9\n"]
+)
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, marker: str | None) -> None:
+    if marker is not None:
+        (tmp_path / "dcpd-folder").write_text(marker)
+    refused = run(tmp_path)
+    assert refused.returncode == 2
+    assert str(tmp_path) in refused.stderr
+    assert run(tmp_path / "missing").returncode == 2
+
+
+def test_damage_is_told_line_by_line(folder: Path) -> None:
+    flip_value(folder)
+    newest = segments_in(folder / "log")[-1]
+    data = segment_path(folder / "log", newest).read_bytes()
+    segment_path(folder / "log", newest).write_bytes(data + b"torn")
+    found = run(folder, "-o", "json")
+    assert found.returncode == 1
+    *findings, summary = map(json.loads, found.stdout.splitlines())
+    assert {finding["kind"] for finding in findings} == {"block", "torn-tail"}
+    (block,) = (finding for finding in findings if finding["kind"] == "block")
+    assert block["where"].startswith("vb ")
+    assert "does not match its checksum" in block["what"]
+    assert "restore" in block["try"]
+    assert (summary["summary"]["findings"], summary["summary"]["harmless"]) == (1, 1)
+    plain = run(folder).stdout.splitlines()
+    assert len(plain) == len(findings) + 1
+    assert plain[-1].startswith(f"{folder}: 1 findings, 1 harmless")
+
+
+def test_a_file_cut_short_is_told_and_its_crash_too(folder: Path) -> None:
+    path = folder / "store" / "data.mdb"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    found = run(folder)
+    assert found.returncode == 1
+    assert "pages: store/data.mdb" in found.stdout
+
+
+def test_a_crash_of_lmdb_ends_no_check(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that reads the tables dies of a signal after its first finding."""
+    child = folder / "child.py"
+    child.write_text(
+        "import os\n"
+        """print('["finding", "block", "vb 1", "damaged"]', flush=True)\n"""
+        """print('["progress", 5, 6, 7, 8]', flush=True)\n"""
+        "os.kill(os.getpid(), 11)\n"
+    )
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        shell.subprocess, "Popen", lambda _, **more: start([sys.executable, str(child)], **more)
+    )
+    assert shell.verify(folder, as_json=False) == shell.ExitCode.FINDINGS
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("block: vb 1: damaged")
+    assert "LMDB crashed (SIGSEGV) after 5 partitions" in lines[1]
+
+
+def test_a_table_whose_name_is_damaged_is_not_made_anew(folder: Path) -> None:
+    """LMDB would make an empty by_key, and every document would be gone."""
+    path = folder / "store" / "data.mdb"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"by_key", b"by_kex"))
+    found = run(folder)
+    assert found.returncode == 1
+    assert "by_kex" in found.stdout
+    with pytest.raises(ServerStartError, match="by_kex"), DcpdProcess(folder):
+        pass
+    assert path.read_bytes() == data.replace(b"by_key", b"by_kex")
+
+
+def test_a_server_on_a_damaged_block_refuses_what_it_cannot_read_and_serves_the_rest(
+    folder: Path,
+) -> None:
+    (finding,) = damaged_block(folder)
+    vb_id = int(finding.where.removeprefix("vb "))
+    with DcpdProcess(folder) as server, server.connect() as kv:
+        refused = {}
+        for number in range(2, KEYS):
+            key = f"key:{number}"
+            try:
+                right = kv.get(key).value == VALUE
+            except ServerError as error:
+                refused[key] = str(error)
+            else:
+                assert right
+        assert {vbucket_of(key.encode()) for key in refused} == {vb_id}
+        assert all("damaged" in text for text in refused.values())
+        kv.set("still", b"here")
+        assert server.stop() == 0
+
+
+def damaged_block(folder: Path) -> list[Finding]:
+    flip_value(folder)
+    found = json.loads(run(folder, "-o", "json").stdout.splitlines()[0])
+    return [Finding(Kind(found["kind"]), found["where"], found["what"])]
+
+
+def test_a_merge_that_needs_damaged_data_stops_the_server_by_name(folder: Path) -> None:
+    """Not a loop, not a crash without words; and what is answered stays in the log."""
+    (finding,) = damaged_block(folder)
+    vb_id = int(finding.where.removeprefix("vb "))
+    key = next(k for n in range(10**6) if vbucket_of(k := b"new:%d" % n) == vb_id).decode()
+    server = DcpdProcess(folder, "--memtable-bytes", "1MiB")
+    server.start()
+    try:
+        with server.connect() as kv, pytest.raises((ConnectionLostError, ConnectError)):
+            write_for_ever(kv, key)
+        process = server._process
+        assert process is not None
+        assert process.wait(20) == 1
+    finally:
+        server.kill()
+    said = server.log_path.read_text()
+    assert f"vb {vb_id}: the block of seqnos" in said
+    assert "start again once the cause is gone" in said
+
+
+def write_for_ever(kv: SyncKv, key: str) -> None:
+    while True:
+        kv.set(key, VALUE)
