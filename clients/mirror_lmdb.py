@@ -33,8 +33,8 @@ _STATE: Final = Struct(">QQQ")
 class LmdbStore:
     """See the module and `clients.mirror_state.MirrorStore`."""
 
-    def __init__(self, path: str | Path) -> None:
-        self._file = LmdbFile(path, FORMAT)
+    def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
+        self._file = LmdbFile(path, FORMAT, is_durable=is_durable)
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:
