@@ -259,64 +259,6 @@ def _disordered(table: str) -> StoreDamagedError:
     )
 
 
-class LmdbFile(_Reader):
-    """`KvReader` over an environment that nobody uses: nothing is changed, no lock file is made.
-
-    Raises StoreFailedError, StoreDamagedError.
-    """
-
-    def __init__(self, folder: Path, tables: Sequence[str]) -> None:
-        try:
-            size_bytes = (folder / "data.mdb").stat().st_size
-            # LMDB takes a larger map where the file's last page wants it.
-            self._env = lmdb.open(
-                str(folder), map_size=max(size_bytes, 1 << 20), max_dbs=len(tables),
-                readonly=True, create=False, lock=False,
-            )  # fmt: skip
-            with self._env.begin() as transaction:
-                names = _check_names(folder, transaction, tables)
-            found = {
-                name: self._env.open_db(name.encode(), create=False)
-                for name in tables
-                if name.encode() in names
-            }
-        except (lmdb.Error, OSError) as error:
-            raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
-        self.missing = [name for name in tables if name not in found]
-        """Tables that the store does not have."""
-        super().__init__(self._env.begin(buffers=True), found)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._cursors.clear()
-        self._transaction.abort()
-        self._env.close()
-
-
-def _check_names(folder: Path, transaction: Any, tables: Sequence[str]) -> set[bytes]:
-    """Return which tables are there. Raises StoreDamagedError for one that cannot be.
-
-    Without this, a table whose name is damaged would be made anew, empty.
-    """
-    with transaction.cursor() as cursor:
-        names = {bytes(name) for name in cursor.iternext(values=False)}
-    unknown = sorted(names - {name.encode() for name in tables})
-    if unknown or len(names) != transaction.stat()["entries"]:
-        what = f"a table {unknown[0]!r} that this program does not know" if unknown else "no table"
-        raise StoreDamagedError(
-            f"{folder}: the store has {what} where one of {', '.join(tables)} should be; check the "
-            "disk and restore a backup (or use the version of dcpd that wrote it)"
-        )
-    return names
-
-
-def _disordered(table: str) -> StoreDamagedError:
-    return StoreDamagedError(
-        f"table {table} of the store is out of order: its tree is damaged; check the disk and "
-        "restore a backup"
-    )
-
-
 def _damaged(table: str, error: Exception) -> StoreDamagedError:
     return StoreDamagedError(
         f"table {table} of the store cannot be read: {error}; check the disk and restore a backup"

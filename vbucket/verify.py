@@ -99,8 +99,6 @@ class StoreCheck:
             is_synced_per_group=node is None or node.durability == "commit",
         )
         yield from self.log.findings()
-        if self.log.is_whole and node is not None:
-            yield from self._versions_begin_in_history()
         yield from self._tables(node, manifest)
 
     # -- records -------------------------------------------------------------------------------
@@ -128,18 +126,6 @@ class StoreCheck:
             by_scan = next(self._reader.range(table, key, key + b"\x00"), None)
             if by_scan is None:
                 yield Finding(Kind.PAGES, where, f"table {table} leads to its record one way only")
-
-    def _versions_begin_in_history(self) -> Iterator[Finding]:
-        """The failover log in the store may be newer than the data beside it, not than the log."""
-        assert self.log is not None
-        for vb_id, record in self._records.items():
-            high_seqno = self.log.high_seqnos[vb_id]
-            began = self.log.failovers.get(vb_id, record.failover)[0][1]
-            if began > high_seqno:
-                what = (
-                    f"its newest version began at seqno {began}, its history ends at {high_seqno}"
-                )
-                yield Finding(Kind.COUNT, f"vb {vb_id}", what)
 
     # -- tables --------------------------------------------------------------------------------
 

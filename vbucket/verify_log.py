@@ -7,7 +7,7 @@ Who calls it: `vbucket.verify`. The rules of what is torn and what is damaged ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from vbucket.device import SEGMENT_HEADER_BYTES, UnknownFormatError
 from vbucket.entry import LOG_CONTROL, control_document, head_of, seqno_of
@@ -48,10 +48,6 @@ class LogCheck:
         self._misfits = 0
         self._is_comparable = high_seqnos is not None
         self.high_seqnos = high_seqnos or {}
-        self.failovers: dict[int, Any] = {}
-        """The failover logs that the log ends with, where it has newer ones than the store may."""
-        self.is_whole = True
-        """Whether all that is not merged could be read."""
         self.groups = 0
         self.size_bytes = 0
 
@@ -86,12 +82,10 @@ class LogCheck:
             yield Finding(Kind.LOG, "log", f"{more} more entries do not continue the store")
 
     def _missing(self, first: int, last: int) -> Finding:
-        self.is_whole = False
         which = f"log segment {first}" if first == last else f"log segments {first} to {last}"
         return Finding(Kind.LOG, which, "missing: the store has not merged it")
 
     def _unreadable(self, segment: int, error: Exception) -> Finding:
-        self.is_whole = False
         return Finding(Kind.LOG, f"log segment {segment}", str(error))
 
     def _segment(
@@ -132,8 +126,6 @@ class LogCheck:
             head = head_of(entry)
             if head.opcode == LOG_CONTROL:
                 document = control_document(entry)
-                if document["kind"] == "failover":
-                    self.failovers[head.vb_id] = document["log"]
                 rollback_to = document.get("rollback_to")
                 if isinstance(rollback_to, int):
                     known = high_seqnos.get(head.vb_id, 0)

@@ -28,7 +28,7 @@ from vbucket.due import due_item
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
 from vbucket.finding import Finding, Kind
 from vbucket.kvenv import KvReader, StoreDamagedError
-from vbucket.manifest import DEFAULT_COLLECTION, Manifest, collection_of
+from vbucket.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
 from vbucket.store import (
     BY_KEY_RECORD,
     BY_KEY_TABLE,
@@ -193,7 +193,7 @@ class PartitionCheck:
                 yield self._found(Kind.BLOCK, str(error))
             self._unknown.append((block.first_seqno, block.last_seqno))
             return
-        unkept = self._unkept_seqno
+        floor = self._record.history_floor
         start = 0
         if number == 0 and block.epoch > self._record.epoch:
             yield self._found(
@@ -212,11 +212,23 @@ class PartitionCheck:
             before = newest.get(key)
             newest[key] = frame[:_HEAD_BYTES]
             last = _SEQNO(before)[0] if before else 0
-            if prev_seqno != last and max(prev_seqno, last) > unkept:
-                if frame[1] == _SYSTEM_EVENT or self._is_unknown(max(prev_seqno, last)):
+            # At or below the floor, older versions may be gone by right.
+            if prev_seqno != last and seqno > floor:
+                if self._may_be_gone(frame, key, prev_seqno, last):
                     continue
                 what = f"key {key!r}: seqno {seqno} follows {prev_seqno}, and {last} is the one"
                 yield self._found(Kind.HISTORY, f"{what} before it")
+
+    def _may_be_gone(self, frame: bytes, key: bytes, prev_seqno: int, last: int) -> bool:
+        """Whether the version before that of `frame` may be missing."""
+        if frame[1] == _SYSTEM_EVENT or self._is_unknown(max(prev_seqno, last)):
+            return True
+        is_purged = prev_seqno <= self._record.purge_seqno or self._is_unreachable(key)
+        return last == 0 and is_purged
+
+    def _is_unreachable(self, key: bytes) -> bool:
+        """Whether the collection of a key is gone; compaction may take all of it away."""
+        return key[0] != SYSTEM_COLLECTION and collection_of(key) not in self._manifest.collections
 
     def _problem_of(self, seqno: int, frame: bytes, key: bytes, crc: int) -> str:
         """Count one version, and say what is wrong with it by itself; "" if nothing is."""
@@ -285,7 +297,7 @@ class PartitionCheck:
                 what = f"key {key!r}: by_key has seqno {meta.seqno}, CAS {meta.cas}; {newest_is}"
                 yield self._found(Kind.KEY_STALE, what)
         for key, head in newest.items():
-            if self._is_purged(head):
+            if self._is_purged(head) or self._is_unreachable(key):
                 continue
             what = f"key {key!r} is not in by_key, its newest version is seqno {_SEQNO(head)[0]}"
             yield self._found(Kind.KEY_LOST, what)
@@ -313,6 +325,10 @@ class PartitionCheck:
         live = {cid: count for cid, count in self._live.items() if cid in known}
         if item_count != sum(live.values()):
             yield self._differs("item_count", item_count, sum(live.values()))
+        for name, found in (("keys", self.keys), ("versions", self.versions)):
+            # A store of an older format began to count when it was upgraded.
+            if getattr(record, name) > found:
+                yield self._differs(name, getattr(record, name), found)
         if record.high_seqno < record.last_seqno:
             yield self._differs("high_seqno", record.high_seqno, record.last_seqno)
         if record.max_cas < self._max_cas:

@@ -136,7 +136,6 @@ def lose_a_segment(case: Case) -> None:
         (lambda case: case.record(purge_seqno=1000), Kind.COUNT),
         (lambda case: case.record(tally=[9, 0, {8: [9, 1]}]), Kind.COUNT),
         (lambda case: case.record(epoch=4), Kind.COUNT),
-        (lambda case: case.record(failover=[[5, 1000, 0], [1, 0, 0]]), Kind.COUNT),
         (lambda case: case.record(failover=[[5, 10, 0], [1, 20, 0]]), Kind.RECORD),
         (lambda case: case.record(state=9), Kind.RECORD),
     ],
