@@ -8,7 +8,8 @@ chunks and not a thousand.
     section  consecutive changes of one partition and leg
 
 Invariants
-- the sections of a leg are in seqno order, in the order in which chunks are made;
+- the sections of a leg are in seqno order, in the order in which chunks are made: what a partition
+  has in the shared chunk that is open goes before a chunk of its own;
 - with each chunk go the legs of its partitions as of the last change in it: what a run that was
   killed has of them once the chunk is on disk.
 """
@@ -100,6 +101,8 @@ class Chunker:
         gathered.legs = feed.legs()
         self._gathered_bytes += len(piece.data)
         if gathered.size_bytes >= self._chunk_bytes:
+            if any(waiting == vb_id for waiting, _ in self._shared):
+                yield self._take_shared()
             del self._gathered[vb_id]
             self._gathered_bytes -= gathered.size_bytes
             yield _chunk([(vb_id, gathered)])

@@ -13,14 +13,18 @@ snapshot), it is the newest whole state before it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
 
 from clients.backup.errors import PointError
 from clients.backup.legs import Placed
 from clients.backup.manifest import RunRecord
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+
+_SECONDS: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,9})?")
 
 
 class Point(NamedTuple):
@@ -66,14 +70,9 @@ def chain_of(runs: Sequence[RunRecord], vb_id: int) -> list[Placed]:
 
 
 def parse_time(text: str) -> int:
-    """Return a time as Unix ns: ISO 8601 (UTC unless it says) or Unix seconds. Raises PointError.
-
-    A second is meant as a whole: 12:00:00 includes what happened in that second up to its begin.
-    """
-    try:
-        return int(float(text) * 1_000_000_000)
-    except ValueError:
-        pass
+    """Return a time as Unix ns: ISO 8601 (UTC unless it says), Unix seconds. Raises PointError."""
+    if _SECONDS.fullmatch(text):
+        return int(Decimal(text) * 1_000_000_000)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

@@ -154,7 +154,7 @@ class Story:
                         assert view.seqno == seqno, "every version is kept: every place is exact"
 
 
-@settings(max_examples=70)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**16), story=st.lists(steps, min_size=3, max_size=14))
 def test_every_run_and_seqno_gives_back_what_was_there(seed, story):
     told = Story(seed)

@@ -47,6 +47,7 @@ def back_up(  # noqa: C901  the whole of a run, in one place
     segment_bytes: int = 600,
 ) -> RunRecord:
     """Run a backup to its end and return the run; its time is the node's."""
+    node.commit()
     runs = archive.runs()
     run = runs[-1].run + 1 if runs else 1
     found = archive.unfinished(run)

@@ -1,0 +1,238 @@
+"""Places in the history, selections, and what a table of legs says; without any archive."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clients.backup.chunk import Chunker, frames_of
+from clients.backup.errors import BackupError, PointError
+from clients.backup.export import Export, Row, json_line
+from clients.backup.feed import Feed, Piece
+from clients.backup.fold import run_to_keep
+from clients.backup.legs import (
+    Leg,
+    Placed,
+    cuts_of,
+    intervals,
+    newest_whole,
+    position_of,
+    whole_states,
+)
+from clients.backup.manifest import RunRecord
+from clients.backup.point import Point, parse_seqnos, parse_time, time_text
+from clients.backup.selection import Selection, parse_mapping
+from clients.cli.backup import size_text
+from clients.cli.main import run as dcpctl
+from dcp.wire.feature import Feature
+from support.backup_pair import back_up, memory_archive
+from support.memory_node import MemoryNode
+
+SECOND = 10**9
+
+
+def leg(number, low, high, ranges, versions=((1, 0),)):
+    return Leg(number, low, high, high, high, versions, ranges)
+
+
+CHAIN = [
+    Placed(1, leg(0, 0, 100, ((0, 0), (100, 100)))),
+    Placed(2, leg(0, 100, 120, ((100, 120),), ((2, 90), (1, 0)))),
+    Placed(3, leg(0, 110, 130, ((110, 110), (130, 130)), ((3, 110), (2, 90), (1, 0)))),
+]
+
+
+def test_what_is_visible():
+    assert intervals(CHAIN) == [(1, 0, 0, 100), (2, 0, 100, 110), (3, 0, 110, 130)]
+    assert intervals(CHAIN, 105) == [(1, 0, 0, 100), (2, 0, 100, 105)]
+    assert intervals(CHAIN[:2]) == [(1, 0, 0, 100), (2, 0, 100, 120)]
+    assert whole_states(CHAIN) == ((0, 0), (100, 110), (130, 130))
+    assert [newest_whole(whole_states(CHAIN), at) for at in (0, 99, 100, 105, 129, 500)] == [
+        0, 0, 100, 105, 110, 130
+    ]  # fmt: skip
+    assert cuts_of(CHAIN[:1], CHAIN[1:]) == []
+    assert cuts_of(CHAIN[:2], CHAIN[2:]) == [110]
+    assert position_of(CHAIN).versions == ((3, 110), (2, 90), (1, 0))
+    assert position_of(CHAIN, 1).versions == ((3, 110),)
+    assert position_of([]).seqno == 0
+
+
+def record(run, ended_s):
+    return RunRecord(
+        run, "id", "server", 0, ended_s * SECOND, True, False, 0, [], {}, {},
+        {0: ("_default._default", 0)}, 0, 0, 0,
+    )  # fmt: skip
+
+
+RUNS = [record(2, 100), record(3, 200), record(4, 300)]
+
+
+@pytest.mark.parametrize(
+    ("point", "last"),
+    [(Point(), 4), (Point(run=2), 2), (Point(time_ns=100 * SECOND), 2),
+     (Point(time_ns=100 * SECOND + 1), 3), (Point(time_ns=0), 2), (Point(seqnos={1: 1}), 4)],
+)  # fmt: skip
+def test_the_run_that_a_point_stands_on(point, last):
+    assert [item.run for item in point.runs_of(RUNS)] == list(range(2, last + 1))
+
+
+@pytest.mark.parametrize(
+    ("point", "runs", "text"),
+    [(Point(), [], "no finished run"), (Point(run=1), RUNS, "no run 1; its runs are 2 to 4"),
+     (Point(run=5), RUNS, "no run 5"), (Point(time_ns=301 * SECOND), RUNS, "knows nothing of")],
+)  # fmt: skip
+def test_points_that_are_not_there(point, runs, text):
+    with pytest.raises(PointError, match=text):
+        point.runs_of(runs)
+
+
+@given(st.integers(0, 4_000_000_000 * SECOND))
+def test_times_are_read_exactly(time_ns):
+    assert parse_time(f"{time_ns // SECOND}.{time_ns % SECOND:09}") == time_ns
+    milliseconds_ns = time_ns // 1_000_000 * 1_000_000
+    assert parse_time(time_text(time_ns)) == milliseconds_ns
+
+
+def test_times_and_vectors_that_are_none():
+    assert parse_time("1970-01-01T01:00:00+01:00") == 0
+    assert parse_time("1970-01-02") == 86_400 * SECOND
+    for text in ("", "yesterday", "-5", "1e9", "nan", "2026-13-01"):
+        with pytest.raises(PointError):
+            parse_time(text)
+    assert parse_seqnos({"0": 5, "1023": 0}) == {0: 5, 1023: 0}
+    for document in ([], {"1024": 1}, {"x": 1}, {"1": "2"}, {"1": -1}, {"1": True}, {"1": 2**64}):
+        with pytest.raises(PointError):
+            parse_seqnos(document)
+
+
+def test_mappings():
+    assert parse_mapping(["a.b=c.d", "e.f=g.h"]) == {"a.b": "c.d", "e.f": "g.h"}
+    for item in ("", "a.b", "=a.b", "a.b=", "a.b=c", "a.b=c.d.e"):
+        with pytest.raises(BackupError, match="no mapping"):
+            parse_mapping([item])
+
+
+def test_what_is_pruned():
+    assert run_to_keep(RUNS, 3, None) is None
+    assert run_to_keep(RUNS, 9, None) is None
+    assert run_to_keep(RUNS, 2, None) == 3
+    assert run_to_keep(RUNS, None, 150 * SECOND) == 3
+    assert run_to_keep(RUNS, None, 999 * SECOND) == 4, "the newest always stays"
+    assert run_to_keep([], 1, None) is None
+
+
+def frame(vb_id, seqno, size):
+    body = bytes(size)
+    head = (0x80, 0x57, 1, 31, 0, vb_id, 32 + size, 0, 1, seqno, 1, 0, 0, 0, 0, 0)
+    import struct
+
+    return struct.pack(">BBHBBHIIQQQIIIHB", *head) + b"\0" + body
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 300)),
+                    max_size=40),
+    chunk_bytes=st.integers(1, 2000), gathered_max=st.integers(1, 3000),
+)  # fmt: skip
+def test_chunks_hold_every_frame_once_and_in_order(pieces, chunk_bytes, gathered_max):
+    chunker = Chunker(chunk_bytes, gathered_max)
+    feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in range(4)}
+    written = {vb_id: [] for vb_id in range(4)}
+    chunks = []
+    for vb_id, count, size in pieces:
+        first = len(written[vb_id]) + 1
+        frames = [frame(vb_id, first + at, size) for at in range(count)]
+        written[vb_id] += frames
+        piece = Piece(vb_id, 0, first, first + count - 1, count, b"".join(frames))
+        chunks += chunker.add(piece, feeds[vb_id])
+    chunks += chunker.finish(2)
+    chunks += chunker.flush()
+    found = {vb_id: [] for vb_id in range(4)}
+    for chunk in chunks:
+        for section in chunk.sections:
+            found[section.vb_id] += [
+                chunk.data[start:stop] for _, start, stop in frames_of(chunk.data, section)
+            ]
+    assert found == written
+
+
+def test_sizes_in_words():
+    assert [size_text(n) for n in (0, 1023, 1024, 5 << 20, 3 << 40)] == [
+        "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 TiB"
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def exported():
+    node = MemoryNode(2)
+    writer = node.connect()
+    writer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS)
+    for number in range(30):
+        writer.set(number % 3, b"\0k%d" % number, b"\xff" * (number % 2) + b"%d" % number)
+    writer.delete(0, b"\0k0")
+    archive = memory_archive()
+    back_up(node, archive, range(3))
+    return archive
+
+
+def test_parquet_and_json_lines_say_the_same(exported):
+    from pyarrow import parquet
+
+    lines, table = io.BytesIO(), io.BytesIO()
+    report = Export(exported, Point(), Selection()).to_json_lines(lines)
+    assert report.documents == 29
+    assert Export(exported, Point(), Selection()).to_parquet(table) == report
+    rows = [Row(**row) for row in parquet.read_table(table).to_pylist()]
+    assert b"".join(json_line(row) for row in rows) == lines.getvalue()
+    documents = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert {document["v"] for document in documents} == {1}
+    odd = next(document for document in documents if document["key"] == "k7")
+    assert odd["value_encoding"] == "base64"
+    work = Export(exported, Point(), Selection(prefix=b"k1"))
+    assert {row.key[:2] for row in work.rows()} == {b"k1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["backup", "run"], "--archive"),
+        (["backup", "prune", "--archive", "a"], "one of --keep and --older-than"),
+        (["backup", "prune", "--archive", "a", "--keep", "1", "--older-than", "1d"], "one of"),
+        (["backup", "prune", "--archive", "a", "--keep", "0"], "--keep"),
+        (["backup", "restore", "--archive", "a", "--time", "1", "--run", "1"], "neither"),
+        (["backup", "export", "--archive", "a", "--to", "x.txt"], "--format is needed"),
+        (["backup", "merge", "--archive", "a"], "--into"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense(arguments, text, capfd):
+    assert dcpctl(arguments) == 2
+    assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["backup", "restore", "--archive", "a", "--seqnos", "{"], "no JSON"),
+        (["backup", "restore", "--archive", "a", "--seqnos", "nofile"], "No such file"),
+        (["backup", "restore", "--archive", "a", "--time", "soon"], "is no time"),
+        (["backup", "restore", "--archive", "a", "--map", "x"], "is no mapping"),
+        (["backup", "info", "--archive", "/nonexistent/a"], "there is no archive"),
+    ],
+)
+def test_values_that_make_no_sense(arguments, text, capfd):
+    assert dcpctl(arguments) == 1
+    assert text in capfd.readouterr().err
+
+
+def test_an_age_that_is_none(tmp_path, capfd):
+    from clients.backup.archive import create_archive
+
+    create_archive(str(tmp_path / "a"), 1)
+    for age in ("", "5", "d", "-1d", "5y"):
+        url = str(tmp_path / "a")
+        assert dcpctl(["backup", "prune", "--archive", url, "--older-than", age]) == 1
+        assert "is no age" in capfd.readouterr().err
