@@ -87,8 +87,8 @@ class LogDevice(Protocol):
     def reserve(self) -> None:
         """Write AHEAD_BYTES more zeros ahead of the newest segment's end, durably.
 
-        A full disk is no error: then appends find less room ahead, and this segment gets no more
-        of it. Raises SyncFailedError.
+        A full disk is no error: then there is no more room ahead than before. Raises
+        SyncFailedError.
         """
 
     def sync(self) -> None:

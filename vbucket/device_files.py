@@ -48,12 +48,6 @@ def segments_in(folder: Path) -> list[int]:
     return sorted(int(name[1]) for name in found if name)
 
 
-def segments_in(folder: Path) -> list[int]:
-    """Return the ids of the segments in a folder, ascending."""
-    found = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
-    return sorted(int(name[1]) for name in found if name)
-
-
 def read_segment(folder: Path, segment: int) -> bytes:
     """Return all bytes of a segment. Raises KeyError when there is no such segment."""
     try:
@@ -87,7 +81,6 @@ class FileLogDevice:
         self._refusal: Exception | None = None
         self._fd = -1
         self._end = self._ahead_end = 0
-        self._takes_no_reserve = False
         self._growing = threading.RLock()
         names = self._disk.names()
         if _NEW_NAME in names:
@@ -144,7 +137,7 @@ class FileLogDevice:
     def reserve(self) -> None:
         """See LogDevice."""
         with self._growing:
-            if self._refusal is not None or self._fd < 0 or self._takes_no_reserve:
+            if self._refusal is not None or self._fd < 0:
                 return
             segment, at = self._segments[-1], self._ahead_end
             # A descriptor of its own: each gets to know of an error of the disk once. A sync of the
@@ -153,7 +146,6 @@ class FileLogDevice:
             try:
                 self._write_all(fd, bytes(AHEAD_BYTES), at)
             except OSError:
-                self._takes_no_reserve = True
                 with contextlib.suppress(OSError):
                     self._disk.cut(fd, at)  # what stays is zeros: no harm, but the room is scarce
             else:
@@ -178,7 +170,6 @@ class FileLogDevice:
             self._open_newest()
             self._end = len(pack_segment_header(segment, 0))
             self._ahead_end = self._end + room_bytes
-            self._takes_no_reserve = not room_bytes
         return segment
 
     def truncate(self, segment: int, size_bytes: int) -> None:

@@ -14,7 +14,8 @@ Invariants
   ends the process.
 
 `commit`: one append and one sync per group, then the answers. `interval`: one append per group, a
-sync every `sync_interval_s`. `none`: one append per group; the operating system decides.
+sync every `sync_interval_s`. `none`: one append per group; the operating system decides. A group
+that branches a partition's history is synced whatever the durability.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class Committer:
 
     def _commit(self, group: Group) -> None:
         self.group_count += 1
-        self._engine.group_committed(group, is_synced=self._syncs_groups)
+        self._engine.group_committed(group, is_synced=self._is_synced_with(group))
         self._on_commit(group)
 
     def _fail(self, error: Exception) -> None:
@@ -248,10 +249,15 @@ class Committer:
 
     def _write(self, group: Group) -> None:
         self._device.append(group.record)
-        if self._syncs_groups:
+        if self._is_synced_with(group):
             self._sync()
         else:
             self.is_synced = False
+
+    def _is_synced_with(self, group: Group) -> bool:
+        # A branch always: its failover log goes into the store next, which must not know of
+        # versions that the log has lost.
+        return self._syncs_groups or bool(group.branched)
 
     def _sync(self) -> None:
         began_ns = time.monotonic_ns()

@@ -45,19 +45,19 @@ from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
 from dcp.wire.status import Status
-from vbucket.device_files import FileLogDevice
+from vbucket.device_files import FileLogDevice, sync_folder
 from vbucket.engine import Engine
 from vbucket.expiry import Pager
 from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.keyspace import Group
 from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log import LogDamagedError, TornTail, recover
+from vbucket.log import TornTail
 from vbucket.merge import MergeReport
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
-from vbucket.recovery import new_partitions, replay_log
-from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store, put_failover
+from vbucket.recovery import start
+from vbucket.store import STORE_FORMAT_VERSION, TABLES, Store
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
@@ -208,40 +208,25 @@ class Node:
 
     def _recover(self) -> None:
         self._device = FileLogDevice(self._folder.log_path)
-        if not self._device.segments():
-            self._device.rotate()
         self._env = LmdbEnv(
             self._folder.store_path, TABLES, map_size_bytes=self._settings.map_size_bytes
         )
-        self._store = Store(self._env)
-        node = self._store.node()
-        if node is None:
-            if self._device.segments() != [1] or any(recover(self._device, 0).groups()):
-                raise LogDamagedError(
-                    f"{self._folder.store_path} holds no store, but the log beside it holds "
-                    "changes; put the store's files back, or restore a copy of the whole folder"
-                )
-            node = self._create()
-        needs_new_versions = not node.clean_shutdown and node.durability != "commit"
-        self.engine = Engine(self._store, _draw_uuid, self._settings.memtable_bytes)
-        self.pager = Pager(self.engine, self._store)
-        self.torn = replay_log(
-            self.engine,
-            recover(
-                self._device,
-                node.merged_segment,
-                is_synced_per_group=node.durability == "commit",
-            ),
+        for path in (self._folder.store_path, self._folder.path):
+            sync_folder(path)  # LMDB syncs its file, nobody the names above it
+        self._store, self.engine, self.torn, self.new_versions = start(
+            self._env,
+            self._device,
+            durability=self.durability,
+            draw_uuid=_draw_uuid,
+            draw_node_id=lambda: secrets.token_hex(16),
+            memtable_bytes_max=self._settings.memtable_bytes,
         )
-        self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
         if self.torn is not None:
             self._log.warning("torn tail cut from the log", **self.torn._asdict())
-        self._device.rotate()
-        if needs_new_versions:
-            self._make_new_versions()
-        # Durable before the first answer: which promise the next start has to assume. Not before
-        # the new versions are: a start that dies in between must find the old promise again.
-        self._store.set_node(node._replace(clean_shutdown=False, durability=self.durability))
+        if self.new_versions:
+            self._log.warning("new versions after an unclean stop", vbuckets=self.new_versions)
+        self.pager = Pager(self.engine, self._store)
+        self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
         self.committer = Committer(
             self.engine,
             self._device,
@@ -253,34 +238,6 @@ class Node:
             sync_seconds=self.meter.sync_seconds,
         )
         self.committer.start()
-
-    def _create(self) -> NodeRecord:
-        """Write the first records of a new folder."""
-        node = NodeRecord(
-            format_version=STORE_FORMAT_VERSION,
-            engine_version=self._env.engine,
-            node_id=secrets.token_hex(16),
-            clean_shutdown=True,
-            durability=self.durability,
-            merged_segment=0,
-        )
-        self._store.close()
-        self._store = Store.create(self._env, node, new_partitions(_draw_uuid))
-        return node
-
-    def _make_new_versions(self) -> None:
-        """An unclean stop with less than `commit` may have lost what somebody had seen."""
-        changed = self.engine.begin_new_versions()
-        group = self.engine.take_group()
-        assert group is not None
-        self._device.append(group.record)
-        self._device.sync()
-        self.engine.group_committed(group)
-        with self._env.write() as write:
-            for vb_id in changed:
-                put_failover(write, vb_id, self.engine.partitions[vb_id].failover.to_document())
-        self.new_versions = len(changed)
-        self._log.warning("new versions after an unclean stop", vbuckets=len(changed))
 
     async def _start_store_process(self) -> StoreProcess:
         return await StoreProcess.start(

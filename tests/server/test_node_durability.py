@@ -21,6 +21,7 @@ from dcp.server.logging_setup import EventLog
 from dcp.server.node import Node
 from dcp.server.users import USERS_FILE, Users
 from support.server import DcpdProcess
+from vbucket import recovery
 from vbucket.device_files import FileLogDevice
 from vbucket.log import written_bytes
 
@@ -277,13 +278,13 @@ async def test_a_start_that_dies_before_its_new_versions_leaves_them_to_the_next
     with DcpdProcess(tmp_path / "data", "--durability", "none") as server:
         before = await failover_logs(server)
 
-    def die(_node: Node) -> None:
+    def die(*_: object) -> None:
         raise RuntimeError("killed here")
 
     settings = Settings(data=tmp_path / "data", port=0, admin_port=0, durability="commit")
     users = Users(tmp_path / "data" / USERS_FILE)
     with monkeypatch.context() as patch:
-        patch.setattr(Node, "_make_new_versions", die)
+        patch.setattr(recovery, "make_new_versions", die)
         node = Node(settings, users, EventLog(logging.getLogger("test")))
         with pytest.raises(RuntimeError, match="killed here"):
             await node.start()

@@ -1,0 +1,218 @@
+"""The committer over a real engine and the log in memory: order, full disks, failing syncs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from dcp.server import committer as module
+from dcp.server.committer import INLINE_BYTES_MAX, Committer
+from dcp.server.meter import Histogram
+from support.memory_node import MemoryNode
+from vbucket.device import LogWriteError, SyncFailedError
+from vbucket.device_memory import MEMORY_AHEAD_BYTES
+from vbucket.engine import SET
+from vbucket.keyspace import Group
+from vbucket.log import recover
+
+VB = 7
+
+
+class Server:
+    """A committer and what it told."""
+
+    def __init__(self, *, syncs_groups: bool = True, memtable_bytes: int = 64 << 20) -> None:
+        self.node = MemoryNode()
+        self.engine, self.device = self.node.engine, self.node.device
+        self.engine._memtable_bytes_max = memtable_bytes
+        self.committed: list[int] = []
+        self.rotated: list[int] = []
+        self.full: list[str] = []
+        self.failures: list[Exception] = []
+        self.committer = Committer(
+            self.engine,
+            self.device,
+            syncs_groups=syncs_groups,
+            on_commit=self._commit,
+            on_rotated=self.rotated.append,
+            on_full=self.full.append,
+            on_failure=self.failures.append,
+            sync_seconds=Histogram(),
+        )
+        self.committer.start()
+        self.is_stopped = False
+
+    def _commit(self, group: Group) -> None:
+        assert group.number == self.engine.committed_group
+        self.committed.append(group.number)
+
+    def set(self, key: bytes, size: int = 3) -> None:
+        key = b"\0" + key
+        assert self.engine.store(SET, VB, key, key + bytes(size), 0, 0, 0, 0)[0] == 0
+        self.committer.kick()
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not is_so():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.001)
+
+    def groups(self) -> list[int]:
+        """Return the numbers of the groups that a crash now would leave."""
+        self.committer.stop()
+        self.is_stopped = True
+        return [group.group for group in recover(self.device.crash(), 0).groups()]
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.001)
+    monkeypatch.setattr(module, "RETRY_MAX_S", 0.004)
+    monkeypatch.setattr(module, "ROOM_BYTES_MIN", MEMORY_AHEAD_BYTES // 2)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    yield server
+    if not server.is_stopped:
+        server.committer.stop()
+
+
+SMALL, LARGE = 3, 2 * INLINE_BYTES_MAX
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_group_waits_for_room_and_goes_before_what_came_later(
+    server: Server, size: int
+) -> None:
+    for _ in range(3):
+        server.device.fail_append(1)
+        is_first = not server.full
+        server.set(b"first", size)
+        await server.until(lambda: server.committer.full_why or len(server.full) > 1)
+        if is_first:
+            assert server.full == [server.committer.full_why]
+            assert "armed append fault" in server.full[0]
+            assert server.committed == []
+        server.set(b"second", size)
+        await server.committer.drain()
+        await server.until(lambda: not server.engine.has_pending)
+        await server.until(lambda: not server.committer.full_why)
+        server.full = ["", ""]
+    assert server.committed == list(range(1, len(server.committed) + 1))
+    assert server.groups() == server.committed
+    assert server.failures == []
+
+
+async def test_a_full_disk_is_told_once_and_so_is_its_end(server: Server) -> None:
+    append, attempts = server.device.append, []
+
+    def full(data: bytes) -> None:
+        attempts.append(data)
+        server.device.fail_append(1)
+        append(data)
+
+    server.device.append = full  # type: ignore[method-assign]
+    server.set(b"waits")
+    await server.until(lambda: len(attempts) > 5)
+    assert len(set(attempts)) == 1, "the same bytes again and again"
+    assert len(server.full) == 1
+    assert server.full[0]
+    await server.committer.drain()  # gives up: a stop need not wait for somebody to make room
+    assert server.committed == []
+    server.device.append = append  # type: ignore[method-assign]
+    await server.until(lambda: server.committed)
+    assert server.full[1:] == [""]
+    assert server.groups() == [1]
+
+
+async def test_a_segment_that_cannot_be_begun_holds_back_what_comes_after() -> None:
+    """The group before it is answered. What follows must not go into the old segment: the frozen
+    and the sealed would not be the same.
+    """
+    server = Server(memtable_bytes=1)
+    rotate, attempts, is_full = server.device.rotate, [], True
+
+    def full() -> int:
+        attempts.append(server.device.current_bytes)
+        if is_full:
+            raise module.LogFullError("no room for a segment")
+        return rotate()
+
+    server.device.rotate = full  # type: ignore[method-assign]
+    server.set(b"first")
+    await server.until(lambda: server.committed)
+    server.set(b"second")
+    await server.until(lambda: len(attempts) > 3)
+    assert (server.committed, server.rotated, len(set(attempts))) == ([1], [], 1)
+    is_full = False
+    await server.until(lambda: server.committed == [1, 2])
+    assert server.rotated == [3]
+    assert server.full[-1] == ""
+    server.committer.stop()
+    after = server.device.crash()
+    found = [(group.segment, group.group) for group in recover(after, 0).groups()]
+    assert found == [(2, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_failed_sync_is_final(server: Server, size: int) -> None:
+    server.device.fail_sync(1)
+    server.set(b"k", size)
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], SyncFailedError)
+    server.set(b"another")
+    await server.committer.drain()
+    assert server.committed == []
+    assert server.full == []
+
+
+async def test_a_write_that_cannot_be_cut_back_is_final(server: Server) -> None:
+    server.device.fail_append(1, after_bytes=5, is_cut=False)
+    server.set(b"k")
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], LogWriteError)
+    assert server.committed == []
+
+
+async def test_small_groups_find_room_ahead(server: Server) -> None:
+    rooms = []
+    for number in range(60):
+        server.set(b"k%d" % number, 20)
+        await server.committer.drain()
+        await server.until(lambda: not server.committer._is_reserving)
+        rooms.append(server.device.room_bytes)
+    assert min(rooms) >= MEMORY_AHEAD_BYTES // 2
+    assert server.device.current_bytes > 3 * MEMORY_AHEAD_BYTES
+
+
+async def test_a_disk_without_room_ahead_is_asked_once_per_segment(server: Server) -> None:
+    asked = []
+    server.device.reserve = lambda: asked.append(1)  # type: ignore[method-assign]
+    for number in range(30):
+        server.set(b"k%d" % number, 40)
+        await server.committer.drain()
+        await server.until(lambda: not server.committer._is_reserving)
+    assert (asked, server.device.room_bytes) == ([1], 0)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+async def test_a_branch_is_synced_whatever_the_durability(branches: bool) -> None:
+    """Its failover log goes into the store next, which must not be ahead of the log."""
+    server = Server(syncs_groups=False)
+    server.set(b"k")
+    await server.committer.drain()
+    assert server.device.unsynced_bytes
+    if branches:
+        server.engine.branch(VB, 1)
+    else:
+        server.set(b"k")
+    server.committer.kick()
+    await server.committer.drain()
+    assert bool(server.device.unsynced_bytes) == (not branches)
+    assert server.engine.partitions[VB].persisted_seqno == int(branches)
+    server.committer.stop()
+    assert server.device.unsynced_bytes == 0

@@ -1,0 +1,48 @@
+"""Power cuts at random points of random lives of a node in memory, over all durabilities.
+
+Each round is a life of its own, made from the round's number alone (`support.power_node`): it does
+whatever a node does, and the power goes between steps, in the middle of them, and in the start
+after a cut. In every life, a stretch of it tries a cut at every single point beside.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from support.power_node import SHARES, Story, few_partitions, live
+
+DURABILITIES = ("commit", "interval", "none")
+STEPS = 60
+STEPS_WITH_EVERY_POINT = 8
+
+
+def run_round(seed: int) -> int:
+    """Play one life; return how many points it had."""
+    with few_partitions():
+        story = Story(seed, DURABILITIES[seed % len(DURABILITIES)])
+        live(story, STEPS)
+        story.shares = SHARES
+        live(story, STEPS_WITH_EVERY_POINT)
+    return story.power.points
+
+
+def soak(rounds_wanted: int, state_path: Path) -> int:
+    """Play rounds until there were so many, over all runs with this state file."""
+    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    seed, points = state.get("rounds", 0), state.get("points", 0)
+    began, began_seed = time.monotonic(), seed
+    while seed < rounds_wanted:
+        try:
+            points += run_round(seed)
+        except BaseException:
+            print(f"round {seed} failed; replay it with: scripts/soak power --round {seed}")
+            raise
+        seed += 1
+        if seed % 20 == 0 or seed == rounds_wanted:
+            rate = (seed - began_seed) / (time.monotonic() - began)
+            state_path.write_text(json.dumps({"rounds": seed, "points": points}))
+            print(f"\r{seed:,} of {rounds_wanted:,} lives, {rate:,.1f}/s", end="", flush=True)
+    print(f"\n{seed:,} lives with {points:,} points: what was answered was there after each cut")
+    return 0

@@ -1,0 +1,216 @@
+"""A disk and a database whose power can be cut: what was not synced survives in part, or not.
+
+Every call that changes or syncs something is a point: `Power` counts them and calls whoever
+listens, before the call has any effect. There `after` tells what the next start may find.
+
+What un-synced work leaves behind, at the worst that POSIX and disks allow:
+- of writes, any sectors of 512 bytes, later ones without earlier ones; one of them may be torn at
+  any byte; a file that grew may have its new length, a part of it, or the old one, and zeros where
+  nothing arrived;
+- a cut that was not synced with `sync` may not have happened;
+- creations, renames and removals without `sync_folder` may each have happened or not;
+- LMDB's commit is atomic; under way, it may have happened or not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from vbucket.kvenv_memory import MemoryEnv, MemoryWrite
+
+SECTOR_BYTES = 512
+
+
+class Power:
+    """Counts the points. `on_point` is called at each, and may raise to cut the power."""
+
+    def __init__(self) -> None:
+        self.points = 0
+        self.on_point: Callable[[str], None] = lambda _: None
+
+    def point(self, name: str) -> None:
+        self.points += 1
+        self.on_point(name)
+
+
+class _File:
+    """`current` is what reads show; `durable` and then `pending`, in part, what a cut leaves."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.current = bytearray(data)
+        self.durable = bytes(data)
+        self.pending: list[tuple[int, bytes | None]] = []
+        """(position, data), or (length, None) for a cut."""
+
+    def write(self, data: bytes, at: int) -> None:
+        self.pending.append((at, data))
+        _write(self.current, data, at)
+
+    def cut(self, size_bytes: int) -> None:
+        self.pending.append((size_bytes, None))
+        _cut(self.current, size_bytes)
+
+    def sync(self) -> None:
+        self.durable = bytes(self.current)
+        self.pending.clear()
+
+    def sync_data(self) -> None:
+        """All data, and a greater length; that the file was cut stays pending."""
+        kept = bytearray(self.durable)
+        for at, data in self.pending:
+            if data is not None:
+                _write(kept, data, at)
+        is_shorter = len(self.current) < len(kept)
+        kept[: len(self.current)] = self.current
+        self.durable = bytes(kept)
+        self.pending = [(len(self.current), None)] if is_shorter else []
+
+    def after(self, draw: random.Random, share: float) -> _File:
+        left = bytearray(self.durable)
+        for at, data in self.pending:
+            if data is None:
+                if draw.random() < share:
+                    _cut(left, at)
+                continue
+            for start, piece in _sectors(data, at):
+                if draw.random() < share:
+                    _write(left, piece, start)
+                elif draw.random() < share / 4:
+                    _write(left, piece[: draw.randrange(len(piece) + 1)], start)
+                elif draw.random() < share:
+                    _write(left, b"", start + len(piece))
+        return _File(bytes(left))
+
+
+class ForgetfulDisk:
+    """`vbucket.device_disk.Disk` in memory."""
+
+    def __init__(self, power: Power) -> None:
+        self._power = power
+        self._names: dict[str, _File] = {}
+        self._durable_names: dict[str, _File] = {}
+        self._pending_names: list[tuple[str, str, _File | None]] = []
+        """(name that goes or "", name that comes or "", file that comes)."""
+        self._open: dict[int, _File] = {}
+        self._last_fd = 2
+
+    def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulDisk:
+        """Return what a cut leaves now; about `share` of what is not synced survives."""
+        names = dict(self._durable_names)
+        for gone, come, file in self._pending_names:
+            if draw.random() < share:
+                names.pop(gone, None)
+                if file is not None:
+                    names[come] = file
+        disk = type(self)(power)
+        disk._names = {name: file.after(draw, share) for name, file in names.items()}
+        disk._durable_names = dict(disk._names)
+        return disk
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def read(self, name: str) -> bytes:
+        if name not in self._names:
+            raise FileNotFoundError(name)
+        return bytes(self._names[name].current)
+
+    def create(self, name: str) -> int:
+        self._power.point("create")
+        file = self._names[name] = _File()
+        self._pending_names.append(("", name, file))
+        return self._descriptor(file)
+
+    def open(self, name: str) -> int:
+        return self._descriptor(self._names[name])
+
+    def size(self, fd: int) -> int:
+        return len(self._open[fd].current)
+
+    def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
+        self._power.point("write")
+        self._open[fd].write(bytes(data), at)
+        return len(data)
+
+    def cut(self, fd: int, size_bytes: int) -> None:
+        self._power.point("cut")
+        self._open[fd].cut(size_bytes)
+
+    def sync(self, fd: int) -> None:
+        self._power.point("sync")
+        self._open[fd].sync()
+
+    def sync_data(self, fd: int) -> None:
+        self._power.point("sync_data")
+        self._open[fd].sync_data()
+
+    def close(self, fd: int) -> None:
+        del self._open[fd]
+
+    def rename(self, old: str, new: str) -> None:
+        self._power.point("rename")
+        file = self._names[new] = self._names.pop(old)
+        self._pending_names.append((old, new, file))
+
+    def remove(self, name: str) -> None:
+        self._power.point("remove")
+        if name not in self._names:
+            raise FileNotFoundError(name)
+        del self._names[name]
+        self._pending_names.append((name, "", None))
+
+    def sync_folder(self) -> None:
+        self._power.point("sync_folder")
+        self._durable_names = dict(self._names)
+        self._pending_names.clear()
+
+    def _descriptor(self, file: _File) -> int:
+        self._last_fd += 1
+        self._open[self._last_fd] = file
+        return self._last_fd
+
+
+class ForgetfulEnv(MemoryEnv):
+    """`MemoryEnv` whose commits are points."""
+
+    def __init__(self, power: Power, tables: Sequence[str]) -> None:
+        super().__init__(tables)
+        self._power = power
+        self._in_flight = self.tables
+
+    def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulEnv:
+        """Return what a cut leaves now."""
+        env = ForgetfulEnv(power, list(self.tables))
+        tables = self._in_flight if draw.random() < share else self.tables
+        env.tables = env._in_flight = dict(tables)
+        return env
+
+    @contextmanager
+    def write(self) -> Iterator[MemoryWrite]:
+        write = MemoryWrite(self)
+        yield write
+        self._in_flight = dict(write.tables)
+        self._power.point("store commit")
+        self.tables = self._in_flight
+
+
+def _write(data: bytearray, piece: bytes, at: int) -> None:
+    if len(data) < at:
+        data.extend(bytes(at - len(data)))
+    data[at : at + len(piece)] = piece
+
+
+def _cut(data: bytearray, size_bytes: int) -> None:
+    del data[size_bytes:]
+    data.extend(bytes(size_bytes - len(data)))
+
+
+def _sectors(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the pieces of a write that lie in one sector each."""
+    start = 0
+    while start < len(data):
+        stop = min(len(data), start + SECTOR_BYTES - (at + start) % SECTOR_BYTES)
+        yield at + start, data[start:stop]
+        start = stop

@@ -1,0 +1,346 @@
+"""A node on a disk that forgets: it works, is killed, loses power at any point, and is checked.
+
+The device, the store, the start and the merge are the server's own; what the shell does between
+them is repeated here step by step, in its order.
+
+`Story` keeps what the node had after every group. After a cut at any point, the next start must
+have exactly what one group left: the last one that was answered, or a later one that was on its
+way. With durability `interval` and `none` it may be an earlier one too, not before the last sync,
+and every partition gets a new version.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from dcp.wire.frame import FrameDecoder
+from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
+from vbucket import keyspace, recovery
+from vbucket.device_files import FileLogDevice
+from vbucket.engine import SET, Document
+from vbucket.ids import vb_uuid_from_random
+from vbucket.merge import merge
+from vbucket.recovery import start
+from vbucket.store import TABLES, put_failover
+
+VBUCKETS = (0, 2, 3)
+COUNT = 4
+"""Partitions of the node: a start costs as much as there are, and there is one after each cut."""
+KEYS = [b"\0a", b"\0b", b"\0longer-key"]
+START_NS = 1_800_000_000_000_000_000
+MEMTABLE_BYTES = 1 << 20
+
+
+class PowerCutError(Exception):
+    """The power is gone."""
+
+
+@contextmanager
+def few_partitions() -> Iterator[None]:
+    """Nodes that begin meanwhile have COUNT partitions."""
+    with ExitStack() as stack:
+        for module in (keyspace, recovery):
+            stack.enter_context(patch.object(module, "NUM_VBUCKETS", COUNT))
+        yield
+
+
+class Picture(NamedTuple):
+    """All that can be seen of the partitions that are written to."""
+
+    frames: bytes
+    documents: list[Document | int]
+    high_seqnos: list[int]
+    item_counts: list[int]
+    failovers: list[list[tuple[int, int]]]
+
+
+class PowerNode:
+    """See the module. Begins with what is on the disk."""
+
+    def __init__(
+        self, disk: ForgetfulDisk, env: ForgetfulEnv, durability: str, draw: random.Random
+    ) -> None:
+        self.env = env
+        self.durability = durability
+        self._draw = draw
+        self.device = FileLogDevice(Path("simulated"), disk)
+        self.store, self.engine, self.torn, self.new_versions = start(
+            env,
+            self.device,
+            durability=durability,
+            draw_uuid=self._draw_uuid,
+            draw_node_id=lambda: "00",
+            memtable_bytes_max=MEMTABLE_BYTES,
+        )
+        self.engine.begin_batch(START_NS)
+
+    def _draw_uuid(self) -> int:
+        return vb_uuid_from_random(self._draw.getrandbits(64))
+
+    def picture(self) -> Picture:
+        """Return what is applied; equal to what is committed where nothing is pending."""
+        engine = self.engine
+        parts = [engine.partitions[vb_id] for vb_id in VBUCKETS]
+        frames = b""
+        for part in parts:
+            committed, part.committed_seqno = part.committed_seqno, part.high_seqno
+            seqno = 1
+            while seqno <= part.high_seqno:
+                batch = engine.frames(part.vb_id, seqno, part.high_seqno, bytes(4), (), 1 << 30)
+                frames += b"".join(batch.frames)
+                seqno = batch.next_seqno
+            part.committed_seqno = committed
+        return Picture(
+            frames,
+            [engine.get(vb_id, key) for vb_id in VBUCKETS for key in KEYS],
+            [part.high_seqno for part in parts],
+            [part.item_count for part in parts],
+            [part.failover.pairs() for part in parts],
+        )
+
+
+class Story:
+    """A node's life with its history, and the checks of what a cut leaves at each point."""
+
+    def __init__(
+        self,
+        seed: int,
+        durability: str = "commit",
+        disk_type: type[ForgetfulDisk] = ForgetfulDisk,
+    ) -> None:
+        self.draw = random.Random(seed)
+        self.durability = durability
+        self.power = Power()
+        self.power.on_point = self._at_point
+        self.checked = 0
+        self.points_by_name: dict[str, int] = {}
+        self.point_name = ""
+        self.shares: tuple[float, ...] = ()
+        """How much of what is not synced survives: the cuts that are tried at each point."""
+        self.cut_at = 0
+        """The point at which the power really goes; 0: none."""
+        self.pictures: list[Picture] = []
+        self.certain = 0
+        """Index of the picture that no cut may fall behind."""
+        self.disk = disk_type(self.power)
+        self.env = ForgetfulEnv(self.power, TABLES)
+        self.node: PowerNode
+
+    def begin(self) -> None:
+        """Start for the first time. After a cut in the middle, `lose_power` starts again."""
+        self.node = PowerNode(self.disk, self.env, self.durability, self.draw)
+        self.pictures = [self.node.picture()]
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def change(self, count: int) -> None:
+        """Set and delete documents, beside each other in one group."""
+        engine, draw = self.node.engine, self.draw
+        for _ in range(count):
+            vb_id, key = draw.choice(VBUCKETS), draw.choice(KEYS)
+            if draw.random() < 0.2:
+                engine.delete(vb_id, key, 0)
+            else:
+                value = draw.randbytes(draw.choice((0, 3, 40, 700, 3000)))
+                engine.store(SET, vb_id, key, key + value, 0, 0, 0, 0)
+
+    def branch(self) -> None:
+        vb_id = self.draw.choice(VBUCKETS)
+        part = self.node.engine.partitions[vb_id]
+        self.node.engine.branch(vb_id, self.draw.randint(0, part.high_seqno))
+
+    def commit(self) -> None:
+        """Write the open group, and what a branch writes into the store beside it."""
+        node = self.node
+        group = node.engine.take_group()
+        if group is None:
+            return
+        self.pictures.append(node.picture())
+        node.device.append(group.record)
+        is_synced = self.durability == "commit" or bool(group.branched)
+        if is_synced:
+            node.device.sync()
+            self.certain = len(self.pictures) - 1
+        node.engine.group_committed(group, is_synced=is_synced)
+        for vb_id in group.branched:
+            document = node.engine.partitions[vb_id].failover.to_document()
+            with node.env.write() as write:
+                put_failover(write, vb_id, document)
+
+    def sync(self) -> None:
+        """What `interval` does from time to time."""
+        self.node.device.sync()
+        self.node.engine.synced()
+        self.certain = len(self.pictures) - 1
+
+    def reserve(self) -> None:
+        self.node.device.reserve()
+
+    def begin_merge(self) -> None:
+        self.commit()
+        if not self.node.engine.is_merging:
+            self.node.engine.freeze()
+            self.node.device.rotate()
+            self.certain = len(self.pictures) - 1
+
+    def end_merge(self) -> None:
+        node = self.node
+        if not node.engine.is_merging:
+            return
+        device = node.device
+        segments = device.segments()[:-1]
+        report = merge(node.env, [(segment, device.read(segment)) for segment in segments])
+        node.engine.merged(report)
+        node.engine.drop_frozen(0, COUNT)
+        for segment in segments:
+            device.delete(segment)
+
+    def stop(self) -> None:
+        """End cleanly, and start again."""
+        self.commit()
+        node = self.node
+        node.device.sync()
+        self.certain = len(self.pictures) - 1
+        node.store.refresh()
+        record = node.store.node()
+        assert record is not None
+        node.store.set_node(record._replace(clean_shutdown=True))
+        node.device.close()
+        self._restart()
+
+    def kill(self) -> None:
+        """End the process at once: all that was written is there, synced or not."""
+        self._restart()
+
+    def lose_power(self, share: float) -> None:
+        """Cut the power now, and start again on what is left."""
+        env = self.env.after(self.power, self.draw, share)
+        self.disk = self.disk.after(self.power, self.draw, share)
+        self.env = env
+        self._restart()
+
+    def _restart(self) -> None:
+        node = PowerNode(self.disk, self.env, self.durability, self.draw)
+        if self.pictures:
+            self._check(node, self.pictures[self.certain :])
+        self.node = node
+        self.pictures = [node.picture()]
+        self.certain = 0
+
+    # -- what a cut leaves -------------------------------------------------------------------------
+
+    def _at_point(self, name: str) -> None:
+        self.point_name = name
+        self.points_by_name[name] = self.points_by_name.get(name, 0) + 1
+        if self.cut_at and self.power.points >= self.cut_at:
+            raise PowerCutError(name)
+        for share in self.shares:
+            self.try_cut(share)
+
+    def try_cut(self, share: float) -> None:
+        """Start a second node on what a cut would leave now, check it, and let it work."""
+        quiet = Power()
+        draw = random.Random(self.draw.getrandbits(32))
+        disk = self.disk.after(quiet, draw, share)
+        env = self.env.after(quiet, draw, share)
+        node = PowerNode(disk, env, self.durability, draw)
+        if self.pictures:
+            self._check(node, self.pictures[self.certain :])
+        self.checked += 1
+        vb_id = draw.choice(VBUCKETS)
+        part = node.engine.partitions[vb_id]
+        high_seqno = part.high_seqno
+        status, _, seqno = node.engine.store(SET, vb_id, KEYS[0], KEYS[0] + b"on", 0, 0, 0, 0)
+        assert (status, seqno) == (0, high_seqno + 1)
+        group = node.engine.take_group()
+        assert group is not None
+        node.device.append(group.record)
+        node.device.sync()
+        node.engine.group_committed(group)
+        expected = node.picture()
+        again = PowerNode(disk.after(quiet, draw, 0), env.after(quiet, draw, 0), "commit", draw)
+        if self.durability == "commit":
+            assert again.picture() == expected
+        else:
+            assert again.picture()[:4] == expected[:4]
+
+    def _check(self, node: PowerNode, possible: list[Picture]) -> None:
+        found = node.picture()
+        if not node.new_versions:
+            assert found in possible, self._difference(found, possible)
+            return
+        assert self.durability != "commit", "a cut takes nothing that anybody saw"
+        assert node.new_versions == COUNT
+        # One version more than one of the pictures has; a start that died may have added some too.
+        for picture in possible:
+            if found[:4] == picture[:4] and all(
+                new[-len(old) :] == old and len(new) > len(old)
+                for new, old in zip(found.failovers, picture.failovers, strict=True)
+            ):
+                return
+        raise AssertionError(self._difference(found, possible))
+
+    def _difference(self, found: Picture, possible: list[Picture]) -> str:
+        lines = [f"after a cut at point {self.power.points} ({self.point_name}):"]
+        for index, picture in enumerate(possible):
+            fields = [
+                name for name, a, b in zip(Picture._fields, found, picture, strict=True) if a != b
+            ]
+            lines.append(f"picture {index} differs in {fields}")
+        lines.append(f"frames {summary(found.frames)}\n{summary(picture.frames)}")
+        lines += [str(picture.failovers) for picture in possible]
+        lines.append(f"found {found.high_seqnos} {found.item_counts} {found.failovers}")
+        lines.append(f"last  {picture.high_seqnos} {picture.item_counts} {picture.failovers}")
+        return "\n".join(lines)
+
+
+def summary(frames: bytes) -> list[tuple[int, int, int, int]]:
+    """Return (partition, seqno, opcode, bytes) of each."""
+    return [
+        (f.vb_id, int.from_bytes(f.extras[:8], "big"), f.opcode, len(f.value))
+        for f in FrameDecoder().feed(frames)
+    ]
+
+
+STEPS: dict[str, float] = {
+    "commit": 6, "branch": 1, "reserve": 1, "begin_merge": 1.5, "end_merge": 2, "stop": 0.3,
+    "kill": 0.5, "sync": 1, "lose_power": 0.7,
+}  # fmt: skip
+"""What happens in a random life, and how often."""
+SHARES = (0, 0.3, 0.7, 1)
+
+
+def live(story: Story, steps: int) -> None:
+    """Let a node live; the power goes between steps and in the middle of them."""
+    draw = story.draw
+    if not story.pictures:
+        survive(story, story.begin)
+    for _ in range(steps):
+        story.change(draw.choice((0, 1, 1, 2, 5)))
+        name = draw.choices(list(STEPS), list(STEPS.values()))[0]
+        if name == "lose_power":
+            share = draw.choice(SHARES)
+            survive(story, lambda share=share: story.lose_power(share))  # type: ignore[misc]
+        else:
+            survive(story, getattr(story, name))
+
+
+def survive(story: Story, step: Callable[[], None]) -> None:
+    """Do a step, in the middle of which the power may go, and again in the start after it."""
+    while True:
+        if story.draw.random() < 0.15:
+            story.cut_at = story.power.points + story.draw.randint(1, 8)
+        try:
+            step()
+        except PowerCutError:
+            share = story.draw.choice(SHARES)
+            step = lambda share=share: story.lose_power(share)  # type: ignore[misc]  # noqa: E731
+        else:
+            return
+        finally:
+            story.cut_at = 0

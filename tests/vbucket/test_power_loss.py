@@ -1,0 +1,122 @@
+"""The power may go at any point: what was answered is there afterwards, and nothing is half there.
+
+The life of a node, told in `support.power_node`: every write, cut, sync, creation, renaming and
+removal of the log, and every commit of the store, is a point at which a cut is tried.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.forgetful_disk import ForgetfulDisk, Power
+from support.power_node import SHARES, PowerCutError, Story, few_partitions, live
+
+FIXED_LIFE = (
+    "commit", "commit", "branch", "commit", "reserve", "commit", "begin_merge", "commit", "branch",
+    "commit", "end_merge", "commit", "kill", "commit", "begin_merge", "end_merge", "stop", "commit",
+    "sync", "commit", "kill", "begin_merge", "kill", "begin_merge", "end_merge", "branch", "commit",
+    "stop", "sync",
+)  # fmt: skip
+DURABILITIES = ("commit", "interval", "none")
+POINTS = {
+    "create", "write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
+    "store commit",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_nodes() -> Iterator[None]:
+    with few_partitions():
+        yield
+
+
+def live_fixed(story: Story) -> None:
+    story.begin()
+    for name in FIXED_LIFE:
+        story.change(2)
+        getattr(story, name)()
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_a_cut_at_every_point_of_a_fixed_life(durability: str) -> None:
+    story = Story(1, durability)
+    story.shares = SHARES
+    live_fixed(story)
+    assert story.points_by_name.keys() == POINTS
+    assert story.checked == story.power.points * len(SHARES)
+    assert story.power.points > 150
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+@pytest.mark.parametrize("share", SHARES)
+def test_a_cut_at_every_point_of_the_first_start(durability: str, share: float) -> None:
+    whole = Story(0, durability)
+    whole.begin()
+    for point in range(1, whole.power.points + 1):
+        story = Story(0, durability)
+        story.cut_at = point
+        with pytest.raises(PowerCutError):
+            story.begin()
+        story.cut_at = 0
+        story.lose_power(share)
+        story.change(3)
+        story.commit()
+        story.kill()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), durability=st.sampled_from(DURABILITIES))
+def test_cuts_at_random_points_of_random_lives(seed: int, durability: str) -> None:
+    live(Story(seed, durability), 40)
+
+
+# -- the simulation notices --------------------------------------------------------------------
+
+
+class NoSync(ForgetfulDisk):
+    """Confirms syncs of data and does nothing."""
+
+    def sync_data(self, fd: int) -> None:
+        self._power.point("sync_data")
+
+
+class NoFolderSync(ForgetfulDisk):
+    def sync_folder(self) -> None:
+        self._power.point("sync_folder")
+
+
+class NoFileSync(ForgetfulDisk):
+    """Syncs data, and never that a file was cut."""
+
+    def sync(self, fd: int) -> None:
+        self._power.point("sync")
+
+
+@pytest.mark.parametrize("disk_type", [NoSync, NoFolderSync, NoFileSync])
+def test_a_disk_that_lies_is_noticed(disk_type: type[ForgetfulDisk]) -> None:
+    story = Story(1, disk_type=disk_type)
+    story.shares = SHARES
+    with pytest.raises(Exception) as caught:  # a refused start, or lost changes
+        live_fixed(story)
+    assert not isinstance(caught.value, PowerCutError)
+
+
+def test_a_synced_cut_and_an_unsynced_one() -> None:
+    power = Power()
+    disk = ForgetfulDisk(power)
+    fd = disk.create("a")
+    disk.write(fd, b"x" * 1000, 0)
+    disk.sync(fd)
+    disk.sync_folder()
+    disk.cut(fd, 10)
+    disk.sync_data(fd)
+    draw = random.Random(0)
+    assert len(disk.after(power, draw, 0).read("a")) == 1000
+    assert len(disk.after(power, draw, 1).read("a")) == 10
+    disk.sync(fd)
+    assert len(disk.after(power, draw, 0).read("a")) == 10
