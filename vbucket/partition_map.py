@@ -21,7 +21,7 @@ from vbucket.ids import NUM_VBUCKETS
 NO_NODE: Final = -1
 """Index of a place in a chain that no node holds."""
 
-BUCKET_CAPABILITIES: Final = ("collections", "dcp", "cbhello", "cccp", "nodesExt")
+BUCKET_CAPABILITIES: Final = ("collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan")
 """What is true of this server, in the field's words. Clients use collections only if listed."""
 
 HOST_OF_CLIENT: Final = "$HOST"

@@ -47,6 +47,8 @@ AGE_MAX_S: Final = 600
 """A view that is open for longer is closed: it keeps compaction from freeing anything newer."""
 STEP_WORK: Final = 200
 """Keys and versions that a step looks at: 1 to 2 ms."""
+STEP_BYTES: Final = 1 << 20
+"""Keys and values that a step returns, and one document more."""
 _KEYS_AT_ONCE: Final = 128
 _FLAGS_AND_EXPIRY: Final = Struct(">52xII")
 
@@ -239,14 +241,20 @@ class Scan:
         self.view = view
         self._steps = steps
         self.is_done = False
+        self.last_work = 0
+        """What the last step looked at, at least 1."""
 
-    def step(self, documents_max: int, work_max: int = STEP_WORK) -> list[Shown]:
+    def step(
+        self, documents_max: int, work_max: int = STEP_WORK, bytes_max: int = STEP_BYTES
+    ) -> list[Shown]:
         """Return up to `documents_max` more documents; perhaps none, and `is_done` says whether
-        more may come. Raises ViewInvalidError, StoreDamagedError.
+        more may come. Stops after about `bytes_max`. Raises ViewInvalidError, StoreDamagedError.
         """
         self.view.check()
         found: list[Shown] = []
-        while len(found) < documents_max and work_max > 0:
+        self.last_work = 0
+        while len(found) < documents_max and self.last_work < work_max and bytes_max > 0:
+            self.last_work += 1
             try:
                 shown = next(self._steps)
             except StopIteration:
@@ -257,7 +265,7 @@ class Scan:
                 raise
             if shown is not None:
                 found.append(shown)
-            work_max -= 1
+                bytes_max -= len(shown.key) + len(shown.value)
         return found
 
 
@@ -267,6 +275,7 @@ class Views:
     def __init__(self, engine: Engine, store: Store, views_max: int = VIEWS_MAX) -> None:
         self._engine = engine
         self._store = store
+        self._versions = Versions(store)
         self._views_max = views_max
         self._open: dict[ReadView, None] = {}
         self._now_ns = 0
@@ -298,6 +307,10 @@ class Views:
         part.pins.add(seqno)
         self._open[view] = None
         return view
+
+    def has_version(self, vb_id: int, seqno: int) -> bool:
+        """Whether the version with exactly this seqno is still there."""
+        return self._versions.entry_at(self._engine.partitions[vb_id], seqno) is not None
 
     def close(self, view: ReadView) -> None:
         """Let go of a view; closing it again does nothing."""

@@ -77,6 +77,7 @@ class ClientConnection(asyncio.Protocol):
             if self._node.engine.has_pending:
                 self._node.committer.kick()  # a takeover that was given up gave its partition back
         self._held.clear()
+        self._node.scans.leave(self.session.state)
         self.logins.leave()
         self._node.connection_closed(self)
 

@@ -41,6 +41,7 @@ from dcp.server.stats import stats
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.users import Users
 from dcp.session.faults import FaultTable
+from dcp.session.range_scans import RangeScans
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
@@ -58,6 +59,7 @@ from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.recovery import start
 from vbucket.store import STORE_FORMAT_VERSION, TABLES, Store
+from vbucket.view import Views
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
@@ -119,6 +121,8 @@ class Node:
         self.engine: Engine
         self.committer: Committer
         self.pager: Pager
+        self.views: Views
+        self.scans: RangeScans
         self._folder: DataFolder
         self._device: FileLogDevice
         self._env: LmdbEnv
@@ -226,6 +230,8 @@ class Node:
         if self.new_versions:
             self._log.warning("new versions after an unclean stop", vbuckets=self.new_versions)
         self.pager = Pager(self.engine, self._store)
+        self.views = Views(self.engine, self._store)
+        self.scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
         self.committer = Committer(
             self.engine,
@@ -415,6 +421,7 @@ class Node:
             limits=self.access.limits,
             takes_anonymous=self.access.takes_anonymous,
             faults=self.faults,
+            scans=self.scans,
         )
 
     def connection_opened(self, connection: ClientConnection) -> None:
@@ -439,6 +446,7 @@ class Node:
         for connection in tuple(self.connections):
             connection.tick(now_ns)
         self.access.tick(self.connections)
+        self.views.tick(now_ns)
         for event, peer, lines in self._limiter.drain(now_ns / 1e9):
             self._log.info("log lines left out", about=event, peer=peer, lines=lines)
         self._next_tick = self.loop.call_later(TICK_S, self._tick)

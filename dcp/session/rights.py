@@ -201,7 +201,13 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META), _READ_NEED
     ),
-    Opcode.STAT: Need(((Role.READ,),)),
+    **dict.fromkeys(
+        (
+            Opcode.STAT, Opcode.RANGE_SCAN_CREATE, Opcode.RANGE_SCAN_CONTINUE,
+            Opcode.RANGE_SCAN_CANCEL,
+        ),
+        Need(((Role.READ,),)),
+    ),
     **dict.fromkeys(
         (
             Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ,

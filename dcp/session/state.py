@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, Protocol
 
 from dcp.session.auth import Authenticator
 from dcp.session.faults import FaultTable
+from dcp.session.range_scans import RangeScans
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
@@ -97,6 +98,7 @@ class SessionState:
         "peer_is_loopback",
         "producer",
         "rights",
+        "scans",
         "schedule",
         "stale_user",
         "unread_bytes",
@@ -115,6 +117,7 @@ class SessionState:
         limits: Limits,
         takes_anonymous: bool = True,
         faults: FaultTable | None = None,
+        scans: RangeScans | None = None,
     ) -> None:
         self.engine = engine
         self.hub = hub
@@ -123,6 +126,8 @@ class SessionState:
         self.peer_is_loopback = peer_is_loopback
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
+        self.scans = scans
+        """The node's range scans; None: this session has no such commands."""
         self.buffer = b""
         """What was received and not yet consumed."""
         self.answers: list[bytes] = []

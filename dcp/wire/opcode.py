@@ -95,6 +95,9 @@ class Opcode(IntEnum):
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
     GET_SCOPE_ID = 0xBC
+    RANGE_SCAN_CREATE = 0xDA
+    RANGE_SCAN_CONTINUE = 0xDB
+    RANGE_SCAN_CANCEL = 0xDC
     GET_ERROR_MAP = 0xFE
 
 
@@ -206,6 +209,15 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DELQ_WITH_META: OpSpec(_D, _WITH_META, "key", "DEL_WITH_META, silent on success"),
     Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
+    Opcode.RANGE_SCAN_CREATE: OpSpec(
+        _D, "-", "value JSON",
+        "make a scan of a partition as it is now: a range of keys, or a sample; answers its id",
+    ),
+    Opcode.RANGE_SCAN_CONTINUE: OpSpec(
+        _D, "16 bytes id, u32 documents, u32 ms, u32 bytes", "-",
+        "the next documents of a scan, in one packet: MORE (perhaps with none) or COMPLETE",
+    ),
+    Opcode.RANGE_SCAN_CANCEL: OpSpec(_D, "16 bytes id", "-", "give a scan up"),
     Opcode.GET_ALL_VB_SEQNOS: OpSpec(
         _P, "-, u32 state, or u32 state, u32 collection", "-", "u16 vbucket, u64 seqno of each"
     ),

@@ -36,6 +36,10 @@ class Status(IntEnum):
     CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x89
     UNKNOWN_SCOPE = 0x8C
     DCP_STREAMID_INVALID = 0x8D
+    RANGE_SCAN_CANCELLED = 0xA5
+    RANGE_SCAN_MORE = 0xA6
+    RANGE_SCAN_COMPLETE = 0xA7
+    RANGE_SCAN_VB_UUID_NOT_EQUAL = 0xA8
 
 
 ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
@@ -81,6 +85,22 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("internal",),
     ),
     Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
+    Status.RANGE_SCAN_CANCELLED: (
+        "RANGE_SCAN_CANCELLED",
+        "the scan cannot go on: its state was rolled back, or it was open for too long",
+        ("fetch-config",),
+    ),
+    Status.RANGE_SCAN_MORE: ("RANGE_SCAN_MORE", "the scan has more documents", ("success",)),
+    Status.RANGE_SCAN_COMPLETE: (
+        "RANGE_SCAN_COMPLETE",
+        "the scan has no more documents",
+        ("success",),
+    ),
+    Status.RANGE_SCAN_VB_UUID_NOT_EQUAL: (
+        "RANGE_SCAN_VB_UUID_NOT_EQUAL",
+        "the partition has another version",
+        ("item-only",),
+    ),
 }
 """Status -> (name, description, attributes of the error map)."""
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from dcp.session.auth import AuthStep
+from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
@@ -28,6 +29,7 @@ from vbucket.log import recover
 from vbucket.merge import merge
 from vbucket.recovery import new_partitions, replay_log
 from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
+from vbucket.view import Views
 
 START_NS = 1_800_000_000_000_000_000
 
@@ -83,6 +85,8 @@ class MemoryNode:
         self.torn = replay_log(self.engine, recover(self.device, node.merged_segment))
         self.device.rotate()
         self.hub = StreamHub()
+        self.views = Views(self.engine, self.store)
+        self.scans = RangeScans(self.views, lambda: self._random.randbytes(16))
         self.engine.begin_batch(self.now_ns)
 
     def draw_uuid(self) -> int:
@@ -163,6 +167,7 @@ class Peer:
             authenticator=OpenDoor(),
             peer_is_loopback=is_loopback,
             limits=limits,
+            scans=node.scans,
         )
         self.session = Session(self.state)
         self.decoder = FrameDecoder()

@@ -1,0 +1,353 @@
+"""Commands of range scans: make one, take its next documents, give it up.
+
+Rules: kv_engine's (docs/range_scans there). What is asked for is JSON with keys in base64; the
+answer to CONTINUE says whether there is more (RANGE_SCAN_MORE) or not (RANGE_SCAN_COMPLETE).
+Ours: one CONTINUE is answered with one packet, after a bounded amount of work, perhaps with no
+document and MORE; its time limit is longer than that work takes. A scan is of the newest state, and
+the answer to CREATE waits until that is committed; a seqno above it is not waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from dcp.session.documents import DATATYPE_JSON, DocumentCommands
+from dcp.session.range_scans import BATCH_DOCUMENTS, RangeScan, Sample
+from dcp.session.state import SessionState
+from dcp.wire.frame import MAX_KEY_BYTES, Frame
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.kvenv import StoreDamagedError
+from vbucket.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
+from vbucket.partition import Partition, VbState
+from vbucket.view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
+
+Handler = Callable[[Frame], None]
+
+CONTINUE_EXTRAS: Final = Struct(">16sIII")
+"""Id of the scan; at most so many documents, milliseconds, bytes; 0 is no limit."""
+SCAN_ID_BYTES: Final = 16
+BOUND_BYTES_MAX: Final = MAX_KEY_BYTES + 8
+"""Bounds of a range need not be keys: SDKs end the range of a prefix with four bytes more."""
+DOCUMENT_META: Final = Struct(">IIQQB")
+"""Flags, expiry, seqno, CAS, datatype."""
+KEYS_FLAG: Final = bytes(4)
+DOCUMENTS_FLAG: Final = bytes((0, 0, 0, 1))
+
+
+class _Range(msgspec.Struct):
+    start: bytes | msgspec.UnsetType = msgspec.UNSET
+    excl_start: bytes | msgspec.UnsetType = msgspec.UNSET
+    end: bytes | msgspec.UnsetType = msgspec.UNSET
+    excl_end: bytes | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Sampling(msgspec.Struct):
+    samples: int
+    seed: int = 0
+
+
+class _Requirements(msgspec.Struct):
+    vb_uuid: str
+    seqno: int
+    seqno_exists: bool = False
+    timeout_ms: int = 0
+
+
+class _Create(msgspec.Struct):
+    collection: str = "0"
+    key_only: bool = False
+    range: _Range | msgspec.UnsetType = msgspec.UNSET
+    sampling: _Sampling | msgspec.UnsetType = msgspec.UNSET
+    snapshot_requirements: _Requirements | msgspec.UnsetType = msgspec.UNSET
+
+
+class _RefusedError(Exception):
+    """The scan is not made; the text says why."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+_decode: Final = msgspec.json.Decoder(_Create).decode
+
+
+class ScanCommands:
+    """Handlers of these commands for one session; none where the session has no scans."""
+
+    def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
+        self._state = state
+        self._documents = documents
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        if self._state.scans is None:
+            return {}
+        return {
+            Opcode.RANGE_SCAN_CREATE: self.create,
+            Opcode.RANGE_SCAN_CONTINUE: self.go_on,
+            Opcode.RANGE_SCAN_CANCEL: self.cancel,
+        }
+
+    # -- create ----------------------------------------------------------------------------------
+
+    def create(self, request: Frame) -> None:
+        """Make a scan and answer its id, 16 bytes."""
+        state = self._state
+        part = self._active_partition(request)
+        if part is None:
+            return
+        try:
+            asked = self._asked(request)
+            collection_id = self._collection_of(asked.collection)
+            if collection_id is None:
+                self._refuse_collection(request)
+                return
+            self._check_requirements(part, asked.snapshot_requirements)
+            scan_id = self._made(part, asked, collection_id)
+        except _RefusedError as error:
+            state.refuse(request, error.status, str(error))
+            return
+        state.observes(part.vb_id)
+        state.answer(request, value=scan_id)
+
+    def _asked(self, request: Frame) -> _Create:
+        if request.extras or request.key:
+            raise _RefusedError(Status.EINVAL, "a range scan is asked for with a JSON object alone")
+        if not request.datatype & self._state.has_json & DATATYPE_JSON:
+            why = "negotiate JSON (HELLO 0x0b), and send the request with datatype 0x01"
+            raise _RefusedError(Status.EINVAL, why)
+        try:
+            asked = _decode(request.value)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _RefusedError(Status.EINVAL, f"this is no range scan: {error}") from error
+        if (asked.range is msgspec.UNSET) == (asked.sampling is msgspec.UNSET):
+            raise _RefusedError(Status.EINVAL, 'a range scan has either "range" or "sampling"')
+        return asked
+
+    def _collection_of(self, text: str) -> int | None:
+        """Return a collection's id; None: there is none."""
+        try:
+            collection_id = int(text, 16)
+        except ValueError as error:
+            why = f'"collection" is an id as hexadecimal, not {text[:20]!r}'
+            raise _RefusedError(Status.EINVAL, why) from error
+        return collection_id if collection_id in self._state.engine.manifest.collections else None
+
+    def _check_requirements(
+        self, part: Partition, required: _Requirements | msgspec.UnsetType
+    ) -> None:
+        if isinstance(required, msgspec.UnsetType):
+            return
+        if required.vb_uuid != str(part.vb_uuid):
+            raise _RefusedError(
+                Status.RANGE_SCAN_VB_UUID_NOT_EQUAL,
+                f"vb {part.vb_id} has the version {part.vb_uuid} now",
+            )
+        if required.seqno > part.high_seqno:
+            raise _RefusedError(
+                Status.ETMPFAIL,
+                f"vb {part.vb_id} ends at seqno {part.high_seqno}, below {required.seqno}",
+            )
+        assert self._state.scans is not None
+        if required.seqno_exists and not self._state.scans.views.has_version(
+            part.vb_id, required.seqno
+        ):
+            raise _RefusedError(Status.NOT_STORED, f"no version has the seqno {required.seqno}")
+
+    def _made(self, part: Partition, asked: _Create, collection_id: int) -> bytes:
+        """Return the id of a new scan."""
+        state = self._state
+        scans = state.scans
+        assert scans is not None
+        prefix = encode_leb128(collection_id)
+        sample = None
+        if isinstance(asked.range, msgspec.UnsetType):
+            assert not isinstance(asked.sampling, msgspec.UnsetType)
+            start, end, excluded = prefix, prefix + b"\xff" * MAX_KEY_BYTES, b""
+            sample = _sample_of(part, asked.sampling, collection_id)
+        else:
+            start, end, excluded = _bounds_of(prefix, asked.range)
+        self._check_rights(collection_id, start[len(prefix) :], end[len(prefix) :])
+        try:
+            view = scans.views.open(part.vb_id)
+        except TooManyViewsError as error:
+            raise _RefusedError(Status.ETMPFAIL, str(error)) from error
+        made = RangeScan(
+            view.scan(start, end, with_values=not asked.key_only),
+            state,
+            state.user,
+            collection_id,
+            is_key_only=asked.key_only,
+            now_s=self._documents.now_s,
+            excluded=excluded,
+            sample=sample,
+        )
+        scan_id = scans.add(made)
+        has_any = False
+        try:
+            has_any = made.look_ahead()
+        finally:
+            if not has_any:
+                scans.end(scan_id)
+        if not has_any:
+            state.observes(part.vb_id)
+            raise _RefusedError(Status.KEY_ENOENT, "there is no document in that range")
+        return scan_id
+
+    def _check_rights(self, collection_id: int, start: bytes, end: bytes) -> None:
+        """A user who may read some keys only scans within them."""
+        state = self._state
+        assert state.rights is not None, "asked before the login"
+        if state.rights.is_full:
+            return
+        shared = 0
+        while shared < min(len(start), len(end)) and start[shared] == end[shared]:
+            shared += 1
+        path = state.engine.manifest.path_of(collection_id)
+        denial = state.rights.denial(Opcode.GET, path, start[:shared])
+        if denial is not None:
+            raise _RefusedError(
+                Status.EACCESS, f"user {state.user!r} may not scan this: {denial.why}"
+            )
+
+    # -- continue and cancel -----------------------------------------------------------------------
+
+    def go_on(self, request: Frame) -> None:
+        """Answer the next documents of a scan."""
+        state = self._state
+        if len(request.extras) != CONTINUE_EXTRAS.size or request.key or request.value:
+            state.refuse(request, Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
+            return
+        scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
+        found = self._find(request, scan_id)
+        if found is None:
+            return
+        scans, scan = state.scans, found
+        assert scans is not None
+        scan.owner = state
+        if self._active_partition(request) is None:
+            scans.end(scan_id)
+            return
+        if scan.collection_id not in state.engine.manifest.collections:
+            scans.end(scan_id)
+            self._refuse_collection(request)
+            return
+        try:
+            documents = scan.batch(
+                min(documents_max or BATCH_DOCUMENTS, BATCH_DOCUMENTS),
+                min(bytes_max or STEP_BYTES, STEP_BYTES),
+            )
+        except ViewInvalidError as error:
+            scans.end(scan_id)
+            state.refuse(request, Status.RANGE_SCAN_CANCELLED, str(error))
+            return
+        except StoreDamagedError:
+            scans.end(scan_id)
+            raise
+        is_done = scan.is_done
+        if is_done:
+            scans.end(scan_id)
+        pack = _packed_key if scan.is_key_only else _packed_document
+        state.answer(
+            request,
+            Status.RANGE_SCAN_COMPLETE if is_done else Status.RANGE_SCAN_MORE,
+            extras=KEYS_FLAG if scan.is_key_only else DOCUMENTS_FLAG,
+            value=b"".join(map(pack, documents)),
+        )
+
+    def cancel(self, request: Frame) -> None:
+        """Give a scan up."""
+        state = self._state
+        if len(request.extras) != SCAN_ID_BYTES or request.key or request.value:
+            state.refuse(request, Status.EINVAL, "RANGE_SCAN_CANCEL has 16 bytes of extras")
+            return
+        if self._find(request, request.extras) is not None:
+            assert state.scans is not None
+            state.scans.end(request.extras)
+            state.answer(request)
+
+    def _find(self, request: Frame, scan_id: bytes) -> RangeScan | None:
+        state = self._state
+        assert state.scans is not None
+        scan = state.scans.find(scan_id, request.vb_id, state.user)
+        if scan is None:
+            why = "there is no such scan: it is done, given up, or its connection closed"
+            state.refuse(request, Status.KEY_ENOENT, why)
+        return scan
+
+    def _refuse_collection(self, request: Frame) -> None:
+        state = self._state
+        state.observes_manifest()
+        body = state.manifest_uid_body()
+        state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
+
+    def _active_partition(self, request: Frame) -> Partition | None:
+        """Return the partition of a request; refuse where it is not active here."""
+        partitions = self._state.engine.partitions
+        if request.vb_id < NUM_VBUCKETS:
+            part = partitions[request.vb_id]
+            if part.state == VbState.ACTIVE:
+                return part
+        self._documents.refuse_outcome(
+            request.opcode, request.opaque, Status.NOT_MY_VBUCKET, request.vb_id
+        )
+        return None
+
+
+def _bounds_of(prefix: bytes, asked: _Range) -> tuple[bytes, bytes, bytes]:
+    """Return first and last stored key, both included, and a key that is not (b"": none)."""
+    start = _one_of(asked.start, asked.excl_start, "start")
+    end = _one_of(asked.end, asked.excl_end, "end")
+    if start > end:
+        raise _RefusedError(Status.EINVAL, "the range ends before it starts")
+    excluded = b"" if asked.excl_end is msgspec.UNSET else prefix + end
+    start = prefix + start
+    # The first key after another is that key and a zero byte.
+    return start if asked.excl_start is msgspec.UNSET else start + b"\0", prefix + end, excluded
+
+
+def _one_of(
+    included: bytes | msgspec.UnsetType, excluded: bytes | msgspec.UnsetType, name: str
+) -> bytes:
+    given = [bound for bound in (included, excluded) if not isinstance(bound, msgspec.UnsetType)]
+    if len(given) != 1:
+        raise _RefusedError(Status.EINVAL, f'a range has one of "{name}" and "excl_{name}"')
+    if len(given[0]) > BOUND_BYTES_MAX:
+        why = f'"{name}" has {len(given[0])} bytes; at most {BOUND_BYTES_MAX} make sense'
+        raise _RefusedError(Status.EINVAL, why)
+    return given[0]
+
+
+def _sample_of(part: Partition, asked: _Sampling, collection_id: int) -> Sample:
+    if asked.samples < 1:
+        raise _RefusedError(Status.EINVAL, '"samples" is 1 or more')
+    if collection_id == DEFAULT_COLLECTION:
+        documents = part.item_count - part.tally.documents
+    else:
+        documents = part.tally.collections.get(collection_id, (0, 0))[1]
+    return Sample(asked.samples, documents, asked.seed)
+
+
+def _packed_key(shown: Shown) -> bytes:
+    key = _logical(shown.key)
+    return encode_leb128(len(key)) + key
+
+
+def _packed_document(shown: Shown) -> bytes:
+    meta, key, value = shown.meta, _logical(shown.key), shown.value
+    head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, meta.datatype)
+    return head + encode_leb128(len(key)) + key + encode_leb128(len(value)) + value
+
+
+def _logical(key: bytes) -> bytes:
+    """Return a stored key without its collection's id."""
+    decoded = decode_leb128(key)
+    assert decoded is not None, "stored keys begin with one"
+    return key[decoded[1] :]
