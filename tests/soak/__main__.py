@@ -1,4 +1,4 @@
-"""python -m soak fuzz|kill|flip|proxy: long runs; all but flip go on where they were."""
+"""python -m soak fuzz|kill|flip|power|proxy: long runs; all but flip go on where they were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from soak import flip, kill, proxy
+from soak import flip, kill, power, proxy
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -56,6 +56,10 @@ def main() -> int:
     flipping = commands.add_parser("flip", help="flipped bits in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
+    powering = commands.add_parser("power", help="power cuts at any point of a node in memory")
+    powering.add_argument("--rounds", type=int, default=100_000)
+    powering.add_argument("--round", type=int, help="replay one round")
+    powering.add_argument("--state", type=Path, default=Path(".soak-power.json"))
     proxying = commands.add_parser("proxy", help="a consumer behind a bad network")
     proxying.add_argument("--events", type=int, default=10_000_000)
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
@@ -71,6 +75,11 @@ def main() -> int:
     if arguments.command == "flip":
         with TemporaryDirectory() as folder:
             return flip.soak(Path(folder), arguments.seed, arguments.flips)
+    if arguments.command == "power":
+        if arguments.round is None:
+            return power.soak(arguments.rounds, arguments.state)
+        print(power.run_round(arguments.round))
+        return 0
     if arguments.command == "kill":
         return kill.run(arguments.kills, arguments.folder)
     if arguments.round is not None:
