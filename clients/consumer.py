@@ -297,7 +297,7 @@ class Consumer:
                     await self._pace.wait(stop - self._piece_start)
                     self._current_count = stop
                     events = batch.events[self._piece_start : stop]
-                    self._count(events)
+                    self._look_at(events)
                     yield events
                     self._piece_start = stop
                 if self._asks and stop < len(batch.events):
@@ -469,7 +469,10 @@ class Consumer:
             ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
         return sorted(ends)
 
-    def _count(self, events: list[Event]) -> None:
+    def _look_at(self, events: list[Event]) -> None:
+        if self.validator is not None:
+            for event in events:
+                self.validator.observe(event)
         self.metrics.events += len(events)
         self.metrics.changes += sum(
             type(event) is Mutation or type(event) is Deletion for event in events
@@ -502,11 +505,7 @@ class Consumer:
             except TimeoutError:
                 continue  # time to save
         await self._saver.save_when_due(self._delivered)
-        session, batch = self._queue.popleft()
-        if self.validator is not None:
-            for event in batch.events:
-                self.validator.observe(event)
-        return session, batch
+        return self._queue.popleft()
 
     def _is_finished(self) -> bool:
         placement = self._placement

@@ -1,0 +1,255 @@
+"""Mirrors: what they hold after any changes and branches, against plain dictionaries; and live."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_consumer_steering import until
+
+from clients import (
+    CheckpointFile,
+    DcpdError,
+    KvClient,
+    Mirror,
+    Mutation,
+    SyncConsumer,
+    SyncMirror,
+)
+from clients.event import Deletion, Rollback, SystemEvent
+from clients.mirror_lmdb import LmdbStore
+from clients.mirror_state import MemoryStore, take
+from clients.position import Position
+from clients.testing import DcpServer
+from vbucket.ids import vbucket_of
+from vbucket.manifest import SystemEventKind
+
+VB = 5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with DcpServer(tmp_path_factory.mktemp("mirror") / "data") as process:
+        with process.connect() as kv:
+            for n in range(100):
+                kv.set(b"k%d" % n, b"1")
+        yield process
+
+
+def mutation(seqno, key, value):
+    return Mutation(VB, key, value, seqno, 1, seqno, 0, 0)
+
+
+def deletion(seqno, key):
+    return Deletion(VB, key, seqno, 1, seqno)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), st.sampled_from([b"a", b"b", b"c"]), st.binary(max_size=3)),
+        st.tuples(st.just("delete"), st.sampled_from([b"a", b"b", b"c"])),
+        st.tuples(st.just("back"), st.integers(0, 12)),
+        st.tuples(st.just("drop")),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, batch=st.integers(1, 5), journal_max=st.sampled_from([3, 1000]))
+@pytest.mark.parametrize("kind", ["dicts", "lmdb"])
+def test_undoing_gives_exactly_what_was_held(tmp_path_factory, kind, steps, batch, journal_max):
+    store = MemoryStore()
+    if kind == "lmdb":
+        folder = tmp_path_factory.mktemp("undo")
+        store = LmdbStore(folder / "mirror", is_durable=False)
+    states, seqno, events = {0: {}}, 0, []
+
+    def flush():
+        nonlocal events
+        take(store, events, {VB: Position(((1, 0),), seqno, seqno, seqno)}, journal_max=journal_max)
+        events = []
+
+    for step in steps:
+        held = dict(states[seqno])
+        match step:
+            case ("set", key, value):
+                seqno += 1
+                events.append(mutation(seqno, key, value))
+                held[key] = value
+            case ("delete", key):
+                seqno += 1
+                events.append(deletion(seqno, key))
+                held.pop(key, None)
+            case ("drop",):
+                seqno += 1
+                drop = SystemEvent(VB, seqno, SystemEventKind.DROP_COLLECTION, 2, 0, 0, "")
+                events.append(drop)
+                held = {}
+            case ("back", count):
+                flush()
+                goal = max(0, seqno - count)
+                # As a mirror decides: what the journal does not reach begins anew.
+                goal = goal if goal >= store.floor(VB) else 0
+                if goal < seqno:
+                    events.append(Rollback(VB, goal, goal, seqno, "test"))
+                    seqno = goal
+                    held = states[goal]
+                    states = {at: state for at, state in states.items() if at <= goal}
+        states[seqno] = held
+        if len(events) >= batch:
+            flush()
+    flush()
+    assert dict(store.items()) == states[seqno]
+    assert store.count() == len(states[seqno])
+    assert store.positions()[VB].seqno == seqno
+    for key in (b"a", b"b", b"c"):
+        assert store.get(VB, key) == states[seqno].get(key)
+    store.close()
+
+
+def test_an_lmdb_mirror_takes_a_batch_whole_or_not_at_all(tmp_path):
+    store = LmdbStore(tmp_path / "mirror", is_durable=False)
+    take(store, [mutation(1, b"a", b"1")], {VB: Position(((1, 0),), 1, 1, 1)})
+
+    def dying():
+        yield mutation(2, b"a", b"2")
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        take(store, dying(), {VB: Position(((1, 0),), 2, 2, 2)})
+    assert (store.get(VB, b"a"), store.positions()[VB].seqno, store.count()) == (b"1", 1, 1)
+    store.close()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_one_line_gives_the_documents_and_keeps_them_up_to_date(server, tmp_path, is_kept):
+    path = tmp_path / "view" if is_kept else None
+    async with KvClient.connect(server.address) as kv, Mirror(server.address, path) as view:
+        assert view["k1"] == view[b"k1"] == b"1"
+        assert "k99" in view
+        assert view.get("none") is None
+        with pytest.raises(KeyError):
+            view["none"]
+        await kv.set("k1", b"2")
+        await kv.delete("k2")
+        await view.caught_up()
+        assert view["k1"] == b"2"
+        assert "k2" not in view
+        await kv.set("k2", b"1")
+        await kv.set("k1", b"1")
+        await view.caught_up()
+        assert len(view) == len(list(view)) == len(dict(view.items()))
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("journal_max", [1000, 1])
+async def test_a_branch_is_undone_exactly(server, tmp_path, is_kept, journal_max):
+    path = tmp_path / "view" if is_kept else None
+    key = f"branched-{is_kept}-{journal_max}"
+    vb_id = vbucket_of(key.encode())
+    async with (
+        KvClient.connect(server.address) as kv,
+        Mirror(server.address, path, journal_max=journal_max) as view,
+    ):
+        seqnos = [(await kv.set(key, b"%d" % n)).seqno for n in range(5)]
+        await view.caught_up()
+        assert view[key] == b"4"
+        await asyncio.to_thread(server.branch, vb_id, seqnos[1])
+        await until(lambda: view.get(key) == b"1")
+        assert view.consumer.metrics.rollbacks == 1
+        documents = await kv.get_many(list(view))
+        await view.caught_up()
+        assert dict(view.items()) == {name: item.value for name, item in documents.items()}
+
+
+async def test_a_kept_mirror_goes_on_where_it_was_and_undoes_what_happened_meanwhile(
+    server, tmp_path
+):
+    key, path = "meanwhile", tmp_path / "view"
+    async with KvClient.connect(server.address) as kv:
+        seqnos = [(await kv.set(key, b"%d" % n)).seqno for n in range(2)]
+        async with Mirror(server.address, path) as view:
+            assert view[key] == b"1"
+            await kv.set(key, b"2")
+            await view.caught_up()
+        await asyncio.to_thread(server.branch, vbucket_of(key.encode()), seqnos[1])
+        async with Mirror(server.address, path) as view:
+            assert view[key] == b"1"
+            assert view.consumer.metrics.changes <= 2
+            assert view.consumer.metrics.rollbacks == 1
+
+
+async def test_a_mirror_that_cannot_follow_says_so(server):
+    async with Mirror(server.address) as view:
+        assert view["k1"] == b"1"
+        view.consumer._fail(DcpdError("the disk is on fire"))
+        await until(lambda: view._failure is not None)
+        with pytest.raises(DcpdError, match="on fire"):
+            view["k1"]
+
+
+async def test_mirror_of_a_prefix_and_of_a_collection(server):
+    async with Mirror(server.address, key_prefixes="k1") as view:
+        assert len(view) == 11
+        assert "k2" not in view
+
+
+# -- without asyncio -----------------------------------------------------------------------------
+
+
+def test_a_mirror_without_asyncio(server):
+    with SyncMirror(server.address) as view, server.connect() as kv:
+        assert view["k1"] == b"1"
+        kv.set(b"sync", b"1")
+        view.caught_up(10)
+        assert view["sync"] == b"1"
+        assert "sync" in view
+        assert len(view) == len(list(view)) == len(dict(view.items()))
+
+
+def test_a_consumer_without_asyncio(server, tmp_path):
+    store = CheckpointFile(tmp_path / "state")
+    with SyncConsumer(server.address, until_now=True, store=store) as consumer:
+        keys = [event.key for event in consumer if isinstance(event, Mutation)]
+        consumer.save()
+    assert {b"k%d" % n for n in range(100)} <= set(keys)
+    with SyncConsumer(server.address, until_now=True, store=store) as consumer:
+        assert [event for event in consumer if isinstance(event, Mutation)] == []
+    with SyncConsumer(server.address, until_now=True) as consumer:
+        told = [
+            event.key
+            for events, _ in consumer.deliveries()
+            for event in events
+            if isinstance(event, Mutation)
+        ]
+        assert sorted(told) == sorted(keys)
+
+
+def test_leaving_the_block_ends_an_endless_iteration_and_its_thread(server):
+    before = threading.active_count()
+    with SyncConsumer(server.address) as consumer:
+        for event in consumer:
+            if isinstance(event, Mutation):
+                break
+        consumer.pause()
+        consumer.resume()
+        assert consumer.lag()
+    assert threading.active_count() == before
+
+
+def test_who_waits_in_another_thread_comes_to_the_end(server):
+    with SyncConsumer(server.address, start="now") as consumer:
+        seen = []
+        thread = threading.Thread(target=lambda: seen.extend(consumer))
+        thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_errors_come_out_where_the_caller_waits(unused_tcp_port):
+    with pytest.raises(DcpdError, match="connect"), SyncConsumer(f"127.0.0.1:{unused_tcp_port}"):
+        pass
