@@ -71,16 +71,6 @@ class Document(NamedTuple):
     datatype: int
 
 
-class ForeignMeta(NamedTuple):
-    """Metadata that a change brings along instead of being given it here."""
-
-    flags: int
-    expiry: int
-    """Absolute seconds, 0 never; of a removal: when it was."""
-    rev_seqno: int
-    cas: int
-
-
 class Engine(Keyspace):
     """All partitions of a node, and the commands on their documents."""
 
@@ -176,15 +166,19 @@ class Engine(Keyspace):
         vb_id: int,
         key: bytes,
         body: bytes,
-        meta: ForeignMeta,
+        flags: int,
+        expiry: int,
+        datatype: int,
+        rev_seqno: int,
+        new_cas: int,
+        cas: int,
         *,
-        datatype: int = 0,
-        cas: int = 0,
         resolves_conflict: bool = True,
         keeps_cas: bool = True,
     ) -> Outcome:
-        """Store or remove a document with metadata from elsewhere. `body` is key and value; of a
-        removal (`opcode` DELETION or EXPIRATION) the key alone, and `meta.expiry` is its time.
+        """Store or remove a document with a revision and a CAS (`new_cas`) from elsewhere. `body`
+        is key and value; of a removal (`opcode` DELETION or EXPIRATION) the key alone, and `expiry`
+        is its time. A `cas` other than 0 must be the document's own.
 
         KEY_EEXISTS: what is there, a deletion too, has a higher revision, or the same and a CAS
         that is not lower (kv_engine's rule, conflict_resolution_mode seqno).
@@ -192,7 +186,6 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
-        flags, expiry, rev_seqno, new_cas = meta
         entry = part.newest.get(key)
         known = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
         old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
@@ -206,9 +199,8 @@ class Engine(Keyspace):
         if not keeps_cas:
             new_cas = max(self._cas_floor, part.max_cas + 1)
         part.max_cas = max(part.max_cas, new_cas)
-        change = (opcode == MUTATION) - (old_opcode == MUTATION)
-        if change:
-            self._count(part, key, change)
+        if (opcode == MUTATION) != (old_opcode == MUTATION):
+            self._count(part, key, 1 if opcode == MUTATION else -1)
         part.high_seqno = seqno = part.high_seqno + 1
         if opcode == MUTATION:
             head = _PACK_MUTATION(

@@ -22,11 +22,11 @@ from typing import Final
 
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
 from dcp.session.state import SessionState
-from dcp.wire.frame import pack_response
+from dcp.wire.frame import MAX_KEY_BYTES, pack_response
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from vbucket.engine import ForeignMeta
+from vbucket.ids import NUM_VBUCKETS
 from vbucket.keyspace import DELETION, EXPIRATION, MUTATION
 
 META_EXTRAS: Final = Struct(">IIQQ")
@@ -83,41 +83,45 @@ class WithMetaCommands:
                 opcode, opaque, Status.EINVAL, "with-meta has 24, 26, 28 or 30 bytes of extras"
             )
             return
+        flags, expiry, rev_seqno, meta_cas = _unpack_meta(buffer, start)
         options = 0
         if extras_len in _OPTIONS_LENGTHS:
             options = U32.unpack_from(buffer, start + META_EXTRAS.size)[0]
         if extras_len in _SECTION_LENGTHS:
             end -= int.from_bytes(buffer[key_at - 2 : key_at], "big")
-        wire_key = buffer[key_at : key_at + key_len]
-        flags, expiry, rev_seqno, meta_cas = _unpack_meta(buffer, start)
-        problem = _problem_of(
-            options, rev_seqno, meta_cas, end - key_at - key_len, is_removal=is_removal
-        )
-        if problem or datatype > DATATYPE_JSON:
-            problem = problem or f"datatype 0x{datatype:02x} was not negotiated"
-            documents.refuse(opcode, opaque, Status.EINVAL, problem)
-            return
-        if end - key_at - key_len > state.limits.value_bytes_max:
-            limit = f"a value has at most {state.limits.value_bytes_max} bytes"
-            documents.refuse(opcode, opaque, Status.E2BIG, f"{limit} (setting value_bytes_max)")
-            return
+        value_bytes = end - key_at - key_len
+        if (
+            options or datatype or is_removal or value_bytes < 0
+            or not 0 < rev_seqno <= REV_SEQNO_MAX or not 0 < meta_cas <= CAS_MAX
+        ):  # fmt: skip
+            problem = _problem_of(
+                options, rev_seqno, meta_cas, value_bytes, datatype, is_removal=is_removal
+            )
+            if problem:
+                documents.refuse(opcode, opaque, Status.EINVAL, problem)
+                return
+        key = buffer[key_at : key_at + key_len]
         assert state.rights is not None
-        why = "" if state.rights.is_full else state.denial(opcode, wire_key)
-        if why:
-            documents.refuse(opcode, opaque, Status.EACCESS, why)
+        is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
+        if not is_plain and self._has_refused(opcode, opaque, key, value_bytes):
             return
-        located = documents.locate(opcode, opaque, vb_id, wire_key)
-        if located is None:
+        if state.has_collections and not key[0] and 1 < key_len <= MAX_KEY_BYTES:
+            body = buffer[key_at:end]
+        else:
+            located = documents.locate(opcode, opaque, vb_id, key)
+            if located is None:
+                return
+            vb_id, key = located
+            body = key + buffer[key_at + key_len : end]
+        if vb_id >= NUM_VBUCKETS:
+            documents.refuse_outcome(opcode, opaque, Status.NOT_MY_VBUCKET, vb_id)
             return
-        vb_id, key = located
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
         status, new_cas, seqno = state.engine.put_with_meta(
-            stored, vb_id, key, key + buffer[key_at + key_len : end],
-            ForeignMeta(flags, expiry, rev_seqno, meta_cas),
-            datatype=datatype & state.has_json, cas=cas,
-            resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
+            stored, vb_id, key, body, flags, expiry, datatype & state.has_json, rev_seqno,
+            meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS,
         )  # fmt: skip
         if status:
@@ -130,9 +134,22 @@ class WithMetaCommands:
                 token = MUTATION_TOKEN.pack(state.engine.partitions[vb_id].vb_uuid, seqno)
             state.answers.append(pack_response(opcode, opaque=opaque, cas=new_cas, extras=token))
 
+    def _has_refused(self, opcode: int, opaque: int, key: bytes, value_bytes: int) -> bool:
+        """Refuse what is too large, and who may not do this."""
+        state, documents = self._state, self._documents
+        value_bytes_max = state.limits.value_bytes_max
+        if value_bytes > value_bytes_max:
+            limit = f"a value has at most {value_bytes_max} bytes (setting value_bytes_max)"
+            documents.refuse(opcode, opaque, Status.E2BIG, limit)
+            return True
+        why = state.denial(opcode, key)
+        if why:
+            documents.refuse(opcode, opaque, Status.EACCESS, why)
+        return bool(why)
+
 
 def _problem_of(
-    options: int, rev_seqno: int, cas: int, value_bytes: int, *, is_removal: bool
+    options: int, rev_seqno: int, cas: int, value_bytes: int, datatype: int, *, is_removal: bool
 ) -> str:
     """Return what is wrong with a request in words, "" if nothing is."""
     if options & ~_OPTIONS:
@@ -147,4 +164,6 @@ def _problem_of(
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
     if not 0 < cas <= CAS_MAX:
         return f"a CAS to keep is 1 to {CAS_MAX}, not {cas}"
+    if datatype > DATATYPE_JSON:
+        return f"datatype 0x{datatype:02x} was not negotiated"
     return ""

@@ -4,7 +4,7 @@ run and every seqno, what the node held then."""
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clients.backup.fold import fold
@@ -154,7 +154,24 @@ class Story:
                         assert view.seqno == seqno, "every version is kept: every place is exact"
 
 
+DROPPED = [
+    ("create",), ("write", [(3, b"\x08a", 5), (3, b"\0a", 5)]), ("run", True, 300, []), ("drop",),
+    ("run", False, 300, []), ("fold", 0),
+]  # fmt: skip
+"""A collection that older runs hold documents of is gone in later ones."""
+
+CUT = [
+    ("write", [(3, b"\0a", size) for size in range(6)]), ("run", True, 300, []),
+    ("branch", 3, 2), ("write", [(3, b"\0b", 1)]), ("run", True, 300, []),
+    ("branch", 3, 4), ("write", [(3, b"\0c", 1)]), ("run", True, 300, []), ("fold", 1),
+]  # fmt: skip
+"""Later runs stand on states in the middle of what is folded."""
+
+
 @settings(max_examples=40)
+@example(seed=0, story=CUT)
+@example(seed=0, story=DROPPED)
+@example(seed=0, story=DROPPED[:-1])
 @given(seed=st.integers(0, 2**16), story=st.lists(steps, min_size=3, max_size=14))
 def test_every_run_and_seqno_gives_back_what_was_there(seed, story):
     told = Story(seed)
