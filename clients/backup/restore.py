@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -59,7 +59,8 @@ IS_EXPIRATION: Final = 0x10
 
 _STORED: Final = Struct(">BBHBBHIIQQQ")
 """A header, seqno and revision of a stored frame."""
-_FLAGS_AND_EXPIRY: Final = Struct(">II")
+_MUTATION_HEAD: Final = Struct(">BBHBBHIIQQQII")
+"""The same, flags and expiry."""
 _TIME: Final = Struct(">I")
 _REQUEST: Final = Struct(">BBHBBHIIQIIQQ")
 """A header; flags, expiry, revision, CAS."""
@@ -105,8 +106,9 @@ class _Counts:
     """What is counted on the way."""
 
     def __init__(self) -> None:
-        self.documents = self.deletions = self.value_bytes = self.partitions = 0
-        self.by_collection: Counter[str] = Counter()
+        self.deletions = self.value_bytes = self.partitions = 0
+        self.by_source: Counter[bytes] = Counter()
+        """Documents by the collection id that they have in the archive."""
         self.earlier: dict[int, tuple[int, int]] = {}
         self.damages: list[Damage] = []
 
@@ -117,11 +119,14 @@ class _Counts:
             self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
         self.damages += view.damages
 
-    def plan(self, runs: Sequence[RunRecord]) -> RestorePlan:
-        """Return what was counted."""
+    def plan(self, runs: Sequence[RunRecord], names: Mapping[bytes, str]) -> RestorePlan:
+        """Return what was counted. `names`: where each collection id's documents go."""
+        by_collection: Counter[str] = Counter()
+        for source, documents in self.by_source.items():
+            by_collection[names[source]] += documents
         return RestorePlan(
-            tuple(record.run for record in runs), self.partitions, self.documents, self.deletions,
-            self.value_bytes, dict(self.by_collection), self.earlier, self.damages,
+            tuple(record.run for record in runs), self.partitions, self.by_source.total(),
+            self.deletions, self.value_bytes, dict(by_collection), self.earlier, self.damages,
         )  # fmt: skip
 
 
@@ -147,7 +152,8 @@ class Restore:
         self._selection = selection
         self._routes = Routes(selection, self.runs)
         self._reader = Reader(archive, self.runs, salvage=salvage)
-        self._force = force
+        self._options = SKIP_CONFLICT_RESOLUTION if force else 0
+        self._prefix = selection.prefix
         self._create = create
         self._on_progress = on_progress or (lambda _done, _total: None)
         self._vb_ids = sorted({vb_id for record in self.runs for vb_id in record.legs})
@@ -162,7 +168,7 @@ class Restore:
         for view in self._views():
             for data, start, stop in self._reader.frames(view):
                 self._packet(data, start, stop)
-        return self._counts.plan(self.runs)
+        return self._counts.plan(self.runs, self._names)
 
     async def run(self, address: ServerAddress) -> RestoreReport:
         """Restore into a server. Raises DcpdErrors; a restore that failed can be run again."""
@@ -187,7 +193,7 @@ class Restore:
         refused = {
             status: (count, writer.examples[status]) for status, count in writer.refused.items()
         }
-        plan = self._counts.plan(self.runs)
+        plan = self._counts.plan(self.runs, self._names)
         lost = writer.kept_newer + sum(writer.refused.values())
         return RestoreReport(
             plan, plan.documents + plan.deletions - lost, writer.kept_newer, refused, created,
@@ -253,50 +259,74 @@ class Restore:
 
     def _packet(self, data: bytes, start: int, stop: int, opaque: int = 0) -> bytes | None:
         """Return the request that brings a stored frame back; None for what is not wanted."""
-        _, opcode, key_len, extras_len, datatype, vb_id, body, _, cas, _, rev_seqno = (
-            _STORED.unpack_from(data, start)
+        if data[start + 1] != _MUTATION:
+            return self._removal(data, start, stop, opaque)
+        _, _, key_len, extras_len, datatype, vb_id, _, _, cas, _, rev_seqno, flags, expiry = (
+            _MUTATION_HEAD.unpack_from(data, start)
         )
-        if opcode == _SYSTEM_EVENT:
-            return None
         key_at = start + HEADER_BYTES + extras_len
-        id_bytes = 1
-        while data[key_at + id_bytes - 1] & 0x80:
-            id_bytes += 1
-        source = data[key_at : key_at + id_bytes]
+        source = data[key_at : key_at + 1]
+        if source >= b"\x80":
+            source = _collection_id_of(data, key_at)
         target = self._prefixes.get(source)
-        if target is None or not data.startswith(self._routes.prefix, key_at + id_bytes):
+        if target is None or (self._prefix and not self._is_wanted(data, key_at + len(source))):
             return None
-        counts = self._counts
-        counts.by_collection[self._names[source]] += 1
-        rest = data[key_at + id_bytes : stop]
-        key_len += len(target) - id_bytes
-        flags = expiry = options = 0
-        if opcode == _MUTATION:
-            counts.documents += 1
-            counts.value_bytes += body - extras_len - key_len
-            flags, expiry = _FLAGS_AND_EXPIRY.unpack_from(data, start + 40)
-            request = 0xA3
+        if target == source:
+            rest = data[key_at:stop]
         else:
-            counts.deletions += 1
-            request = 0xA9
-            datatype = 0
-            if opcode == _EXPIRATION:
-                options = IS_EXPIRATION
-                expiry = _TIME.unpack_from(data, start + 40)[0]
-            rest = rest[: key_len - len(target)]
-        if self._force:
-            options |= SKIP_CONFLICT_RESOLUTION
-        if not options:
+            rest = target + data[key_at + len(source) : stop]
+            key_len += len(target) - len(source)
+        counts = self._counts
+        counts.by_source[source] += 1
+        counts.value_bytes += len(rest) - key_len
+        if not self._options:
             head = _REQUEST.pack(
-                0x80, request, key_len, 24, datatype, vb_id, 24 + len(target) + len(rest), opaque,
+                0x80, 0xA3, key_len, 24, datatype, vb_id, 24 + len(rest), opaque,
                 0, flags, expiry, rev_seqno, cas,
             )  # fmt: skip
         else:
             head = _REQUEST_WITH_OPTIONS.pack(
-                0x80, request, key_len, 28, datatype, vb_id, 28 + len(target) + len(rest), opaque,
-                0, flags, expiry, rev_seqno, cas, options,
+                0x80, 0xA3, key_len, 28, datatype, vb_id, 28 + len(rest), opaque,
+                0, flags, expiry, rev_seqno, cas, self._options,
             )  # fmt: skip
-        return head + target + rest
+        return head + rest
+
+    def _removal(self, data: bytes, start: int, stop: int, opaque: int) -> bytes | None:
+        """The same for a deletion or an expiry; nothing for a system event."""
+        _, opcode, key_len, extras_len, _, vb_id, _, _, cas, _, rev_seqno = _STORED.unpack_from(
+            data, start
+        )
+        if opcode == _SYSTEM_EVENT:
+            return None
+        key_at = start + HEADER_BYTES + extras_len
+        source = _collection_id_of(data, key_at)
+        target = self._prefixes.get(source)
+        if target is None or not self._is_wanted(data, key_at + len(source)):
+            return None
+        self._counts.deletions += 1
+        options, expiry = self._options, 0
+        if opcode == _EXPIRATION:
+            options |= IS_EXPIRATION
+            expiry = _TIME.unpack_from(data, start + 40)[0]
+        key = target + data[key_at + len(source) : min(stop, key_at + key_len)]
+        return (
+            _REQUEST_WITH_OPTIONS.pack(
+                0x80, 0xA9, len(key), 28, 0, vb_id, 28 + len(key), opaque,
+                0, 0, expiry, rev_seqno, cas, options,
+            )
+            + key
+        )  # fmt: skip
+
+    def _is_wanted(self, data: bytes, key_at: int) -> bool:
+        return data.startswith(self._prefix, key_at)
+
+
+def _collection_id_of(data: bytes, key_at: int) -> bytes:
+    """Return the collection id that a key begins with, as its bytes."""
+    end = key_at + 1
+    while data[end - 1] & 0x80:
+        end += 1
+    return data[key_at:end]
 
 
 class _Batch:
