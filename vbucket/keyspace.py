@@ -452,10 +452,17 @@ class Keyspace:
         return bool(is_due) and not self.is_merging
 
     def merge_soon(self) -> int:
-        """Ask for a merge of all that was applied by now; return the group that it has to reach.
+        """Ask for a merge of all that was applied by now; return the group that it has to reach, 0
+        where everything is merged.
 
-        It begins with the next group: where nothing is pending, something has to be put there.
+        It begins with the open group; where that is empty, it gets an entry that changes nothing.
         """
+        if not (self._pending or self._in_flight or self.active_bytes):
+            return self._frozen_group if self.is_merging else 0
+        if not self._pending:
+            part = self.partitions[0]
+            floor, purge = part.history_floor, part.purge_seqno
+            self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
         self._merge_wanted_for = self.group
         return self.group
 

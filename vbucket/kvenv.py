@@ -89,5 +89,8 @@ class KvEnv(Protocol):
         Raises StoreFullError, StoreFailedError; then nothing of it happened.
         """
 
+    def used_bytes(self) -> int:
+        """Return what the tables take, without what is free for use again."""
+
     def close(self) -> None:
         """Close the database and every snapshot of it."""

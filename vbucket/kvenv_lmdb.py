@@ -196,6 +196,13 @@ class LmdbEnv:
                 "Check the disk, then start again"
             ) from error
 
+    def used_bytes(self) -> int:
+        """See KvEnv."""
+        with self._env.begin() as transaction:
+            stats = [transaction.stat(table) for table in self._tables.values()]
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        return int(sum(stat[name] for stat in stats for name in pages) * stats[0]["psize"])  # type: ignore[literal-required]
+
     def close(self) -> None:
         """See KvEnv."""
         self._env.close()

@@ -123,6 +123,11 @@ class MemoryEnv:
                 raise StoreFullError("memory store: the armed commit fault")
         self.tables = dict(write.tables)
 
+    def used_bytes(self) -> int:
+        """See KvEnv."""
+        rows = (row for table in self.tables.values() for row in table.items())
+        return sum(len(key) + len(value) for key, value in rows)
+
     def close(self) -> None:
         """See KvEnv."""
 

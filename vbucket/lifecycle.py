@@ -62,6 +62,11 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
             f"purged; it cannot be purged up to {upto_seqno}"
         )
     if upto_seqno > part.purge_seqno:
+        if part.pins and upto_seqno >= part.pins[0]:
+            raise PurgeRefusedError(
+                f"vb {vb_id}: somebody reads it as of seqno {part.pins[0]}; it cannot be purged up "
+                f"to {upto_seqno} before that is done"
+            )
         engine.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
     return part.purge_seqno
 

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block
 from vbucket.entry import PREFIX_BYTES, seqno_of
+from vbucket.kvenv import StoreDamagedError
 from vbucket.store import PartitionRecord, StoreView
 
 WORTH_VERSIONS_MIN: Final = 128
@@ -66,6 +67,8 @@ class Planner:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
+        self._total = (0, 0)
+        """Time of a plan, and how many superseded versions all partitions have."""
 
     def plan(
         self,
@@ -75,23 +78,31 @@ class Planner:
         now_ns: int,
         *,
         is_forced: bool = False,
-    ) -> list[Step]:
-        """Return the steps that are worth doing; all that free anything, if forced."""
-        records = view.partitions()
-        spare_total = sum(map(_spare, records.values()))
+    ) -> tuple[list[Step], list[tuple[int, str]]]:
+        """Return the steps that are worth doing, or all that free anything, if forced; and
+        partition and text where what is stored cannot be read.
+
+        A plan may be made in pieces: it is one as long as `now_ns` is the same.
+        """
+        if self._total[0] != now_ns:
+            self._total = (now_ns, sum(map(_spare, view.partitions().values())))
         manifest_uid = view.manifest().uid
         steps: list[Step] = []
+        damages: list[tuple[int, str]] = []
         for vb_id in vb_ids:
-            record = records.get(vb_id)
-            if record is None or not record.last_seqno:
-                continue
-            look = _Look(view, vb_id, record, windows, now_ns, spare_total, manifest_uid)
-            if is_forced or look.is_unfinished or self._is_due(look):
-                self._seen[vb_id] = _Seen(now_ns, record.last_seqno)
-                step = look.step(is_forced=is_forced)
-                if step is not None:
-                    steps.append(step)
-        return steps
+            try:
+                record = view.partition(vb_id)
+                if record is None or not record.last_seqno:
+                    continue
+                look = _Look(view, vb_id, record, windows, now_ns, self._total[1], manifest_uid)
+                if is_forced or look.is_unfinished or self._is_due(look):
+                    self._seen[vb_id] = _Seen(now_ns, record.last_seqno)
+                    step = look.step(is_forced=is_forced)
+                    if step is not None:
+                        steps.append(step)
+            except StoreDamagedError as error:
+                damages.append((vb_id, str(error)))
+        return steps, damages
 
     def _is_due(self, look: _Look) -> bool:
         """Whether there may be something, and enough has happened since the last look."""

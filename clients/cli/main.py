@@ -65,6 +65,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "failover-log": ("partitions:failover_log", "Show the versions of a partition."),
     "status": ("partitions:status", "Show what the server is and holds."),
     "vb": ("vbuckets:vb", "Branch, fail over, purge or stop a partition."),
+    "compact": ("compaction:compact", "Free what old versions and deletions take."),
     "stream": ("streams:stream", "List, slow, stop and end streams of consumers."),
     "fault": ("faults:fault", "Make requests fail, wait or disconnect."),
     "explain": ("explain:explain_", "Explain a rollback."),

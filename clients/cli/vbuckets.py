@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from clients.cli.admin import admin_of
+from clients.cli.dump import dump
 from clients.cli.main import Target, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
@@ -22,6 +23,7 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
         "dcpctl vb failover 17 --lose 3",
         "dcpctl vb purge 17",
         "dcpctl vb state 17 dead",
+        "dcpctl vb dump 17 --at 1000",
     ),
 )
 def vb() -> None:
@@ -33,8 +35,10 @@ def vb() -> None:
     help=help_text(
         "Begin a new branch of a partition's history: changes after the seqno are undone, the"
         " partition gets a new version, and every consumer that saw more gets a ROLLBACK. For"
-        " trying out what a failover does to consumers.",
+        " trying out what a failover does to consumers. A partition goes back to any seqno at or"
+        " above its history floor (stat vbucket-seqno), and to 0.",
         "dcpctl vb branch 17 --at 5",
+        "dcpctl vb branch 17 --at 5 --or-zero",
         "dcpctl failover-log 17",
     ),
 )
@@ -43,10 +47,17 @@ def vb() -> None:
     "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
     help="The last change that stays.",
 )  # fmt: skip
+@click.option(
+    "--or-zero", is_flag=True,
+    help="Where history does not reach so far, begin at 0: undo everything, and say why.",
+)  # fmt: skip
 @with_target
-def branch(*, target: Target, vb_id: int, at_seqno: int) -> None:
+def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
     """Begin a new branch of a partition's history."""
-    answer = _done(target, vb_id, "branch", {"at": at_seqno})
+    body: dict[str, Any] = {"at": at_seqno} | ({"or_zero": True} if or_zero else {})
+    answer = _done(target, vb_id, "branch", body)
+    if answer.get("reason") and target.output_or("plain") != "json":
+        write_raw(f"back to 0: {answer['reason']}\n".encode())
     _show_version(target, answer, f"vbucket {vb_id} branched")
 
 
@@ -72,9 +83,9 @@ def failover(*, target: Target, vb_id: int, lose: int) -> None:
 @vb.command(
     "purge",
     help=help_text(
-        "Behave as if the deletions up to a seqno had been purged: consumers that stand below it"
-        " are rolled back to 0, because they may have missed some. The deletions stay readable."
-        " The change at the high seqno is never purged.",
+        "Purge the deletions up to a seqno: consumers that stand below it are rolled back to 0,"
+        " because they may have missed some. The partition cannot go back below it any more, and"
+        " the next compaction drops the deletions. The change at the high seqno is never purged.",
         "dcpctl vb purge 17",
         "dcpctl vb purge 17 --upto 5",
     ),
@@ -83,7 +94,7 @@ def failover(*, target: Target, vb_id: int, lose: int) -> None:
 @click.option("--upto", type=_SEQNO, metavar="SEQNO", help="As far as can be, if not given.")
 @with_target
 def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
-    """Behave as if deletions had been purged."""
+    """Purge deletions."""
     answer = _done(target, vb_id, "purge", {} if upto is None else {"upto": upto})
     _show(target, answer, f"vbucket {vb_id} purged up to seqno {answer['purge_seqno']}")
 
@@ -105,6 +116,9 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
     """Put a partition into a state."""
     answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
     _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
+
+
+vb.add_command(dump)
 
 
 def _done(

@@ -320,6 +320,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="none",
         ),
     ] = 1.0
+    history_window_s: Annotated[
+        float,
+        Option(
+            "How long a version can still be read after it was replaced: for rollbacks and history "
+            "streams. 0 keeps none.",
+            _read_duration,
+            "TIME",
+            0,
+            100 * 365 * 86400,
+        ),
+    ] = 3600.0
+    history_bytes: Annotated[
+        int,
+        Option(
+            "And how many bytes of versions at most, of all partitions together; the smaller of "
+            "the two counts. 0 keeps none.",
+            _read_size,
+            "SIZE",
+            0,
+            1 << 60,
+        ),
+    ] = 1 << 30
+    purge_age_s: Annotated[
+        float,
+        Option(
+            "Age at which a deletion is forgotten; a consumer that was away for longer starts "
+            "anew. 0 forgets it with the next compaction.",
+            _read_duration,
+            "TIME",
+            0,
+            100 * 365 * 86400,
+        ),
+    ] = 3 * 86400.0
+    compact_interval_s: Annotated[
+        float,
+        Option(
+            "Time between looks for partitions that are worth compacting; 0: only `dcpctl compact` "
+            "does it.",
+            _read_duration,
+            "TIME",
+            0.05,
+            86400,
+            zero_means="never",
+        ),
+    ] = 10.0
     map_size_bytes: Annotated[
         int,
         Option(

@@ -60,6 +60,13 @@ class Meter:
         self.merge_failures = 0
         """Attempts that the store had no room for, or that failed."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
+        self.compaction_seconds = Histogram()
+        """One slice; between two of them merges have their turn."""
+        self.dropped_versions = 0
+        """By compaction; tombstones among them."""
+        self.dropped_tombstones = 0
+        self.streams_too_slow = 0
+        """Streams that ended because compaction waited for them."""
         self.refusals: Counter[str] = Counter()
         """By name of the status."""
         self.rollbacks: Counter[str] = Counter()

@@ -218,6 +218,28 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "1 while a merge runs.", "1 all the time", _one(lambda node: node.engine.is_merging),
     ),
     MetricSpec(
+        "dcpd_compaction_seconds", "histogram", "seconds", (),
+        "One slice of a compaction; between two of them merges have their turn.",
+        "above 0.5: merges wait for it", lambda node: node.meter.compaction_seconds,
+    ),
+    MetricSpec(
+        "dcpd_compacted_versions_total", "counter", "", (),
+        "Versions that compaction dropped: superseded ones and deletions.",
+        "standing still while dcpd_disk_bytes grows: something holds it back, see the log",
+        _one(lambda node: node.meter.dropped_versions),
+    ),
+    MetricSpec(
+        "dcpd_compacted_tombstones_total", "counter", "", (),
+        "Deletions among them.", "standing still while many documents are deleted",
+        _one(lambda node: node.meter.dropped_tombstones),
+    ),
+    MetricSpec(
+        "dcpd_streams_too_slow_total", "counter", "", (),
+        "Streams that ended with reason 4: they stood still while compaction waited for them.",
+        "rising: a consumer hangs in the middle of a snapshot",
+        _one(lambda node: node.meter.streams_too_slow),
+    ),
+    MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
         "Blocks on disk, of the log and of the store.", "near what the disk has", _disk,
     ),
@@ -298,6 +320,11 @@ VBUCKET_METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_vbucket_purge_seqno", "gauge", "", ("vb",),
         "Deletions up to here are purged.", "above where consumers stand",
         _of_partitions("purge_seqno"),
+    ),
+    MetricSpec(
+        "dcpd_vbucket_history_floor", "gauge", "", ("vb",),
+        "It can go back to any seqno from here on, and to 0.", "0 for ever under overwrites",
+        _of_partitions("history_floor"),
     ),
     MetricSpec(
         "dcpd_vbucket_items", "gauge", "", ("vb",),

@@ -27,8 +27,10 @@ from dcp.server.access import Access
 from dcp.server.admin.view import CollectionsView
 from dcp.server.collections import Collections
 from dcp.server.committer import Committer
+from dcp.server.compaction import Compaction
 from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
+from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
 from dcp.server.folder import DataFolder, open_folder
 from dcp.server.listeners import Listeners
@@ -88,6 +90,7 @@ class Node:
         self.meter: Meter = Meter()
         self.faults: FaultTable = FaultTable()
         self.operations = Operations(self, self.faults)
+        self.dumps = Dumps(self)
         self.collections: CollectionsView
         self.end_reasons: dict[int, EndReason] = {}
         """Why streams end at the next branch of a partition, where it is not ROLLBACK."""
@@ -116,7 +119,11 @@ class Node:
         self._next_tick: asyncio.TimerHandle | None = None
         self._next_sync: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
+        self._compacting: asyncio.Task[None] | None = None
         self._store_process: StoreProcess | None = None
+        self._renewing = asyncio.Lock()
+        self._merge_ended = asyncio.Condition()
+        self.compaction = Compaction(self, settings)
         self.listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
@@ -154,6 +161,8 @@ class Node:
         if self._settings.expiry_interval_s:
             expiring = expire_when_due(self, self.pager, self._settings.expiry_interval_s)
             self._expiring = self._spawn(expiring)
+        if self._settings.compact_interval_s:
+            self._compacting = self._spawn(self.compaction.run())
 
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise what made it impossible to go on."""
@@ -167,8 +176,9 @@ class Node:
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
                 timer.cancel()
-        if self._expiring is not None:
-            self._expiring.cancel()
+        for task in (self._expiring, self._compacting):
+            if task is not None:
+                task.cancel()
         await self.listeners.stop()
         for connection in tuple(self.connections):
             connection.finish("the server stops")
@@ -315,6 +325,37 @@ class Node:
             # The next merge writes it; recovery reads it from the log.
             self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
+    @property
+    def store_process(self) -> StoreProcess:
+        """The store process that runs now."""
+        assert self._store_process is not None, "the node was started"
+        return self._store_process
+
+    async def renew_store_process(self, failed: StoreProcess) -> None:
+        """Replace a store process that died, or in which a commit failed: LMDB goes no further in
+        it. Whoever notices first does it.
+        """
+        async with self._renewing:
+            if self._store_process is failed:
+                await failed.stop()
+                self._store_process = await self._start_store_process()
+
+    def refresh_store(self) -> None:
+        """Read the store as it is now. What a merge under way may have put there already, and the
+        engine does not know of, is behind the frozen layer until it does.
+        """
+        self._store.refresh()
+
+    async def merge_now(self) -> None:
+        """Return when all that was applied by now is in the store."""
+        group = self.engine.merge_soon()
+        while self.engine.merged_group < group:
+            self.committer.kick()
+            async with self._merge_ended:
+                await self._merge_ended.wait()
+            if self.engine.merged_group < group:
+                self.engine.merge_soon()  # that merge had begun before
+
     def _rotated(self, segment: int) -> None:
         self._spawn(self._merge(segment))
 
@@ -332,6 +373,8 @@ class Node:
             device.delete(segment)
         self.merge_count += 1
         self.meter.merge_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+        async with self._merge_ended:
+            self._merge_ended.notify_all()
         for connection in tuple(self.connections):
             connection.reading_may_change()
 
@@ -351,7 +394,7 @@ class Node:
                 self._log.warning("merge failed", attempt=deaths, reason=str(error))
                 if deaths == MERGE_DEATHS_MAX:
                     raise RuntimeError(f"segments {segments} could not be merged") from error
-                self._store_process = await self._start_store_process()
+                await self.renew_store_process(process)
             except (StoreFullError, StoreFailedError) as error:
                 self.meter.merge_failures += 1
                 if not self.merge_trouble:
@@ -359,9 +402,7 @@ class Node:
                 self.merge_trouble = str(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MERGE_PAUSE_MAX_S)
-                # LMDB goes no further in a process in which a commit has failed.
-                await process.stop()
-                self._store_process = await self._start_store_process()
+                await self.renew_store_process(process)
             else:
                 if self.merge_trouble:
                     self._log.info("merging goes on")
@@ -481,6 +522,10 @@ class Node:
     def log_event(self, event: str, **fields: object) -> None:
         """Log one event with its fields."""
         self._log.info(event, **fields)
+
+    def log_warning(self, event: str, **fields: object) -> None:
+        """Log what an operator should look at."""
+        self._log.warning(event, **fields)
 
     def log_detail(self, event: str, **fields: object) -> None:
         """Log what happens all the time, for whoever looks closely."""

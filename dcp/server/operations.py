@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcp.session.faults import Fault, FaultTable
@@ -19,7 +19,7 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket import lifecycle
-from vbucket.keyspace import Branch, BranchRefusedError
+from vbucket.keyspace import Branch, BranchRefusedError, FloorError
 from vbucket.partition import VbState
 
 if TYPE_CHECKING:
@@ -59,6 +59,16 @@ class Operations:
         await self._durable("branch", branch)
         return _branch_document(branch)
 
+    async def branch_or_zero(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+        """Make a history branch; at 0 where history does not reach so far. "reason" says why then.
+
+        Raises BranchRefusedError.
+        """
+        try:
+            return await self.branch(vb_id, at_seqno) | {"reason": None}
+        except FloorError as error:
+            return await self.branch(vb_id, 0) | {"reason": str(error)}
+
     async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
         """Do what a promotion does: a new version; streams end because the state changed.
 
@@ -89,12 +99,29 @@ class Operations:
         }
 
     async def purge(self, vb_id: int, upto_seqno: int | None) -> dict[str, Any]:
-        """Move the purge seqno. Raises PurgeRefusedError."""
+        """Purge deletions; the next compaction drops them. Raises PurgeRefusedError."""
         purge_seqno = lifecycle.purge(self._node.engine, vb_id, upto_seqno)
         await self._node.until_committed(vb_id)
         self._node.log_event("purge", vb_id=vb_id, purge_seqno=purge_seqno)
         high_seqno = self._node.engine.partitions[vb_id].high_seqno
         return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
+
+    async def compact(
+        self, vb_ids: Sequence[int], history_s: float | None, purge_age_s: float | None
+    ) -> dict[str, Any]:
+        """Compact partitions now; the windows are those of the settings where they are None.
+
+        Raises CompactionError.
+        """
+        compaction = self._node.compaction
+        windows = compaction.windows
+        if history_s is not None:
+            windows = windows._replace(history_ns=int(history_s * 1e9))
+        if purge_age_s is not None:
+            windows = windows._replace(purge_age_ns=int(purge_age_s * 1e9))
+        report = await compaction.compact(vb_ids, windows)
+        self._node.log_event("compacted on command", **report)
+        return report
 
     async def explain(self, vb_id: int, question: Question) -> dict[str, Any]:
         """Say how a stream request would be answered, and why."""

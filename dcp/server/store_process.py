@@ -5,7 +5,7 @@ lock and the GIL that py-lmdb gives up on every put stay out of the event loop. 
 the server's end, `main` is the child's (`python -m dcp.server.store_process`).
 
     message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
-    request = {"id", "op": "merge" | "failover", ...}
+    request = {"id", "op": one of OPERATIONS, ...}
     reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
 
 Invariants
@@ -25,6 +25,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -33,19 +34,23 @@ import cbor2
 
 from dcp.server.folder import log_path, store_path
 from vbucket.block import BlockDamagedError
+from vbucket.compaction import Compactor, SliceReport
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_segment
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.log import LogDamagedError
 from vbucket.merge import MergeRefusedError, MergeReport, merge
-from vbucket.store import TABLES, RecordDamagedError, put_failover
+from vbucket.retention import Planner, Step, Windows
+from vbucket.store import TABLES, RecordDamagedError, StoreView, put_failover
 
 if TYPE_CHECKING:
     import asyncio
 
 DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
+SLICE_S: Final = 0.15
+"""How long one slice of a compaction takes: what a merge may have to wait for it."""
 _LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -113,6 +118,23 @@ class StoreProcess:
         """Write a partition's failover log; after the requests before it. Raises as `merge`."""
         await self._request({"op": "failover", "vb": vb_id, "log": log})
 
+    async def plan(
+        self, vb_ids: list[int], windows: Windows, now_ns: int, is_forced: bool
+    ) -> tuple[list[Step], list[tuple[int, str]]]:
+        """Find floors worth raising. Return steps, and (partition, text) where data is damaged."""
+        request = {"op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns}
+        steps, damages = await self._request(request | {"forced": is_forced})
+        return [Step(*step) for step in steps], damages
+
+    async def compact(self, vb_ids: list[int]) -> SliceReport:
+        """Do a slice of compacting these partitions; durable on return. Raises as `merge`."""
+        return SliceReport(*await self._request({"op": "compact", "vbs": vb_ids}))
+
+    async def used_bytes(self) -> int:
+        """Return what the store's tables take, without free pages."""
+        used_bytes: int = await self._request({"op": "used_bytes"})
+        return used_bytes
+
     async def stop(self) -> None:
         """End the child after the requests it has; return when it has gone. May be repeated."""
         async with self._turn:
@@ -161,24 +183,73 @@ class StoreProcess:
         return reply
 
 
-def handle(
-    env: KvEnv, log_folder: Path, request: dict[str, Any], before_commit: Callable[[], None]
-) -> dict[str, Any]:
-    """Do what a request says and return the reply; every error of `_ERRORS` becomes one."""
-    try:
-        if request["op"] == "merge":
-            segments = ((number, _sealed(log_folder, number)) for number in request["segments"])
-            return {
-                "id": request["id"],
-                "result": merge(env, segments, before_commit=before_commit),
-            }
-        assert request["op"] == "failover", request
-        with env.write() as write:
+class StoreWork:
+    """What the child does, and what it remembers between requests."""
+
+    def __init__(
+        self, env: KvEnv, log_folder: Path, before_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        self._env = env
+        self._log_folder = log_folder
+        self._before_commit = before_commit
+        self._compactor = Compactor()
+        self._planner = Planner()
+
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request says and return the reply; every error of `_ERRORS` becomes one."""
+        try:
+            result = OPERATIONS[request["op"]](self, request)
+        except tuple(_ERRORS.values()) as error:
+            return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
+        return {"id": request["id"], "result": result}
+
+    def merge(self, request: dict[str, Any]) -> MergeReport:
+        """Merge sealed segments."""
+        segments = ((number, _sealed(self._log_folder, number)) for number in request["segments"])
+        return merge(self._env, segments, before_commit=self._before_commit)
+
+    def set_failover(self, request: dict[str, Any]) -> None:
+        """Write a partition's failover log."""
+        with self._env.write() as write:
             put_failover(write, request["vb"], request["log"])
-            before_commit()
-    except tuple(_ERRORS.values()) as error:
-        return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
-    return {"id": request["id"], "result": None}
+            self._before_commit()
+
+    def plan(self, request: dict[str, Any]) -> tuple[list[Step], list[tuple[int, str]]]:
+        """Find floors worth raising."""
+        snapshot = self._env.snapshot()
+        try:
+            return self._planner.plan(
+                StoreView(snapshot),
+                request["vbs"],
+                Windows(*request["windows"]),
+                request["now_ns"],
+                is_forced=request["forced"],
+            )
+        finally:
+            snapshot.close()
+
+    def compact(self, request: dict[str, Any]) -> SliceReport:
+        """Do a slice of a compaction."""
+        end_s = time.monotonic() + SLICE_S
+        return self._compactor.run(
+            self._env,
+            request["vbs"],
+            lambda: time.monotonic() >= end_s,
+            before_commit=self._before_commit,
+        )
+
+    def used_bytes(self, _request: dict[str, Any]) -> int:
+        """Measure the tables."""
+        return self._env.used_bytes()
+
+
+OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
+    "merge": StoreWork.merge,
+    "failover": StoreWork.set_failover,
+    "plan": StoreWork.plan,
+    "compact": StoreWork.compact,
+    "used_bytes": StoreWork.used_bytes,
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -198,10 +269,10 @@ def main(arguments: list[str]) -> None:
     end_without_parent()  # it may have died before the line above
     os.nice(nice)
     env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
+    work = StoreWork(env, log_path(data_path), end_without_parent)
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     while (request := _read_message(stdin)) is not None:
-        reply = handle(env, log_path(data_path), request, end_without_parent)
-        stdout.write(_pack(reply))
+        stdout.write(_pack(work.handle(request)))
         stdout.flush()
     env.close()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
 
 
@@ -26,6 +27,12 @@ class Follower(Protocol):
 
     def supersede(self) -> None:
         """Another connection took this one's name: close."""
+
+    def reading(self, vb_id: int) -> Iterable[Stream]:
+        """Return the streams of this partition that are in the middle of a snapshot."""
+
+    def end(self, stream: Stream, reason: EndReason) -> None:
+        """End a stream and tell the client why."""
 
 
 class StreamHub:
@@ -68,6 +75,18 @@ class StreamHub:
     def unfollow(self, vb_id: int, follower: Follower) -> None:
         """Stop waking `follower` for this partition."""
         self._followers.get(vb_id, {}).pop(follower, None)
+
+    def reading(self, vb_id: int) -> Iterator[Stream]:
+        """Return the streams of a partition that are in the middle of a snapshot."""
+        for follower in self._followers.get(vb_id, ()):
+            yield from follower.reading(vb_id)
+
+    def end(self, stream: Stream, reason: EndReason) -> None:
+        """End a stream, whichever connection it is of."""
+        for follower in tuple(self._followers.get(stream.vb_id, ())):
+            if stream in follower.reading(stream.vb_id):
+                follower.end(stream, reason)
+                return
 
     def committed(self, vb_ids: Iterable[int]) -> None:
         """Wake whoever follows one of these partitions."""

@@ -253,6 +253,12 @@ class Producer:
         self._waiting.clear()
         self._limited.clear()
 
+    def reading(self, vb_id: int) -> Iterator[Stream]:
+        """Return the streams of a partition that are in the middle of a snapshot."""
+        for stream in self._by_vb.get(vb_id, ()):
+            if stream.snap_end_seqno is not None:
+                yield stream
+
     # -- what operators do ---------------------------------------------------------------------
 
     def streams(self) -> Iterator[Stream]:
@@ -339,7 +345,10 @@ class Producer:
         if part.branch_group > self._engine.committed_group:
             self._admit()
             return 0  # the hub ends or wakes the stream when the branch is committed
-        if stream.has_missed_a_purge(part):
+        if part.history_floor > part.committed_seqno:
+            self._admit()
+            return 0  # the hub wakes the stream when the new floor is committed
+        if stream.has_missed_a_purge(part) or stream.has_lost_its_snapshot(part):
             self.end(stream, EndReason.ROLLBACK)
             return 0
         sent = 0

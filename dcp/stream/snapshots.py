@@ -69,10 +69,11 @@ class SnapshotWriter:
             self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
         )
         flags = MarkerFlag.DISK if stream.is_backlog else MarkerFlag.MEMORY
-        is_history = self._terms.has_history and start_seqno > part.history_floor
-        if is_history:
+        stream.limit_seqno = self._limit_of(stream, part)
+        stream.is_history = self._terms.has_history and start_seqno > part.history_floor
+        if stream.is_history:
             flags |= MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
-        if not is_history and end_seqno > start_seqno:
+        if not stream.is_history and end_seqno > start_seqno:
             stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
         if stream.takeover is not None and not stream.is_backlog:
             flags |= MarkerFlag.ACK
@@ -135,10 +136,14 @@ class SnapshotWriter:
                 stream.filter.sent(frame)
 
     def _limit_of(self, stream: Stream, part: Partition) -> int:
-        """Return where the next snapshot has to end at the latest."""
-        limit = min(part.committed_seqno, stream.end_seqno)
-        if self._terms.has_history and stream.next_seqno <= part.history_floor:
-            limit = min(limit, part.history_floor)
+        """Return where the next snapshot has to end at the latest.
+
+        Not below the history floor: the state as of such a seqno need not be there any more, and no
+        change at it. Who asks for less than that gets the state as of the floor.
+        """
+        limit, floor = min(part.committed_seqno, stream.end_seqno), part.history_floor
+        if stream.next_seqno <= floor and (self._terms.has_history or limit < floor):
+            return floor
         return limit
 
     def _shown_end(self, stream: Stream, part: Partition) -> int:

@@ -29,7 +29,9 @@ class Stream:
         "ignores_purges",
         "is_active_only",
         "is_backlog",
+        "is_history",
         "is_queued",
+        "limit_seqno",
         "next_seqno",
         "opaque",
         "opaque_bytes",
@@ -68,6 +70,10 @@ class Stream:
         """Where the next marker starts."""
         self.snap_end_seqno: int | None = None
         """End of the snapshot under way; None between snapshots."""
+        self.limit_seqno = 0
+        """The snapshot under way is the state as of this seqno; what it shows may end before."""
+        self.is_history = False
+        """Whether the snapshot under way has every version."""
         self.skip: Collection[int] = ()
         self.filter = stream_filter
         self.accepts: Accepts | None = None
@@ -88,6 +94,24 @@ class Stream:
     def key(self) -> int:
         """What tells it from the other streams of its connection."""
         return self.stream_id << 16 | self.vb_id
+
+    @property
+    def floor_max(self) -> int:
+        """Up to where the history floor may rise without taking anything from the snapshot under
+        way.
+        """
+        return min(self.next_seqno, self.limit_seqno) if self.is_history else self.limit_seqno
+
+    @property
+    def purge_max(self) -> int:
+        """The same for the purge seqno. Who began with nothing has nothing to delete."""
+        if self.is_history or (self.held_seqno and not self.ignores_purges):
+            return min(self.next_seqno, self.limit_seqno) - 1
+        return self.limit_seqno - 1
+
+    def has_lost_its_snapshot(self, part: Partition) -> bool:
+        """Whether history was given up that the snapshot under way still needs."""
+        return self.snap_end_seqno is not None and part.history_floor > self.floor_max
 
     def has_missed_a_purge(self, part: Partition) -> bool:
         """Whether deletions that it still had to send were purged since it began.

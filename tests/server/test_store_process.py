@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from dcp.server.folder import DataFolder, FolderInUseError, open_folder
-from dcp.server.store_process import StoreProcess, StoreProcessDiedError, handle
+from dcp.server.store_process import StoreProcess, StoreProcessDiedError, StoreWork
 from vbucket.device_files import FileLogDevice, segment_path
 from vbucket.entry import pack_mutation
 from vbucket.kvenv import StoreFailedError
@@ -267,13 +267,13 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
         {"id": 2, "op": "failover", "vb": VB, "log": [[9, 0, 1]]},
     ):
         with pytest.raises(SystemExit):
-            handle(env, tmp_path, request, lost)
+            StoreWork(env, tmp_path, lost).handle(request)
     store.refresh()
     assert store.partition(VB) == empty
-    assert handle(env, tmp_path, request, lambda: None) == {"id": 2, "result": None}
+    assert StoreWork(env, tmp_path, lambda: None).handle(request) == {"id": 2, "result": None}
 
 
 def test_an_error_is_a_reply(tmp_path: Path) -> None:
     env = MemoryEnv(TABLES)
-    reply = handle(env, tmp_path, {"id": 3, "op": "merge", "segments": []}, lambda: None)
+    reply = StoreWork(env, tmp_path, lambda: None).handle({"id": 3, "op": "merge", "segments": []})
     assert (reply["id"], reply["error"]) == (3, "MergeRefusedError")

@@ -1,0 +1,227 @@
+"""When partitions are compacted, and how the three parties to it work together.
+
+    plan      the store process finds out which floors are worth raising      (vbucket.retention)
+    raise     the engine takes them on, as far as streams under way and read views allow, and the
+              log has them; no rollback goes below them from then on          (dcp.stream.pins)
+    merge     the store's records get them
+    compact   the store process drops what they allow, in slices              (vbucket.compaction)
+
+Invariants
+- one compaction at a time; merges and compaction's slices take turns in the store process;
+- only partitions whose floor has been merged are compacted;
+- a stream that keeps a floor down and makes no progress for PIN_LIMIT_S ends (reason 4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dcp.server.config import Settings
+from dcp.server.store_process import StoreProcess, StoreProcessDiedError
+from dcp.stream.pins import allowed
+from dcp.stream.stream import Stream
+from dcp.wire.message import EndReason
+from vbucket.ids import NUM_VBUCKETS
+from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.retention import Step, Windows
+
+if TYPE_CHECKING:
+    from dcp.server.node import Node
+
+PIN_LIMIT_S: Final = 300.0
+"""How long a stream may stand still in a snapshot while compaction waits for it."""
+MERGE_PATIENCE_S: Final = 60.0
+"""After this long a raised floor does not wait for the memtable to fill: a merge is asked for."""
+PLAN_CHANGES_MIN: Final = 10_000
+"""Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
+PLAN_REST_S at most, because windows move with time, too."""
+PLAN_REST_S: Final = 60.0
+PLAN_VBUCKETS: Final = 64
+"""Partitions planned in one request, some tens of milliseconds: merges come in between."""
+RAISED_AT_ONCE: Final = 128
+"""Floors raised in one turn of the loop: about a millisecond."""
+COMPACTED_AT_ONCE: Final = 256
+"""Partitions named in one request; a slice rarely gets through all."""
+_ALL: Final = range(NUM_VBUCKETS)
+_FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
+_T = TypeVar("_T")
+
+
+class CompactionError(Exception):
+    """The store could not be compacted; what was done of it stays done. The text says why."""
+
+
+class Compaction:
+    """See the module. `run` is the task that does it by itself."""
+
+    def __init__(self, node: Node, settings: Settings) -> None:
+        self._node = node
+        self._interval_s = settings.compact_interval_s
+        self.windows = windows_of(
+            settings.history_window_s, settings.history_bytes, settings.purge_age_s
+        )
+        self._turn = asyncio.Lock()
+        self._raised: dict[int, tuple[int, float]] = {}
+        """Partition -> group that holds its new floor, and since when it waits for the merge."""
+        self._held: dict[int, Step] = {}
+        """Steps that streams or views allowed in part only, to be tried again."""
+        self._standing: dict[Stream, tuple[int, float]] = {}
+        """Streams that held a step back -> where they stood, and since when."""
+        self._planned_changes = 0
+        self._planned_s = 0.0
+        self._damaged: set[int] = set()
+        """Partitions that could not be read; said once."""
+
+    async def run(self) -> None:
+        """Compact what is worth it, for ever, or until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                async with self._turn:
+                    await self._go_on()
+            except CompactionError as error:
+                self._node.log_warning("compaction put off", reason=str(error))
+
+    async def compact(self, vb_ids: Sequence[int], windows: Windows) -> dict[str, Any]:
+        """Compact partitions now, whether or not it is worth it; return what came of it.
+
+        Raises CompactionError.
+        """
+        if self._node.write_refusal:
+            raise CompactionError(self._node.write_refusal)
+        async with self._turn:
+            await self._node.merge_now()
+            before = await self._asked(StoreProcess.used_bytes)
+            steps = await self._plan(vb_ids, windows, is_forced=True)
+            await self._raise(steps)
+            await self._node.merge_now()
+            versions, tombstones = await self._compact([step.vb_id for step in steps])
+            return {
+                "vbuckets": len(steps),
+                "versions": versions,
+                "tombstones": tombstones,
+                "held_back": sum(step.vb_id in self._held for step in steps),
+                "bytes_before": before,
+                "bytes_after": await self._asked(StoreProcess.used_bytes),
+            }
+
+    async def _go_on(self) -> None:
+        if self._node.write_refusal:
+            return  # the log has no room for new floors
+        merged_group = self._node.engine.merged_group
+        await self._compact(
+            [vb for vb, (group, _) in self._raised.items() if group <= merged_group]
+        )
+        now_s = time.monotonic()
+        changes = self._node.meter.changes
+        is_due = changes - self._planned_changes >= PLAN_CHANGES_MIN
+        if is_due or now_s - self._planned_s >= PLAN_REST_S:
+            self._planned_changes, self._planned_s = changes, now_s
+            steps = await self._plan(_ALL, self.windows, is_forced=False)
+            await self._raise([*self._held.values(), *steps])
+        elif self._held:
+            await self._raise(list(self._held.values()))
+        if any(now_s - since_s >= MERGE_PATIENCE_S for _, since_s in self._raised.values()):
+            await self._node.merge_now()
+
+    async def _plan(
+        self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
+    ) -> list[Step]:
+        steps: list[Step] = []
+        now_ns = time.time_ns()
+        for first in range(0, len(vb_ids), PLAN_VBUCKETS):
+            some = list(vb_ids[first : first + PLAN_VBUCKETS])
+            plan = partial(
+                StoreProcess.plan, vb_ids=some, windows=windows, now_ns=now_ns, is_forced=is_forced
+            )
+            found, damages = await self._asked(plan)
+            steps += found
+            self._tell(damages)
+        return steps
+
+    async def _raise(self, steps: Sequence[Step]) -> None:
+        """Raise floors as far as may be; remember what is to be compacted, and what has to wait."""
+        engine, hub = self._node.engine, self._node.hub
+        now_s = time.monotonic()
+        standing: dict[Stream, tuple[int, float]] = {}
+        for first in range(0, len(steps), RAISED_AT_ONCE):
+            for step in steps[first : first + RAISED_AT_ONCE]:
+                self._held.pop(step.vb_id, None)
+                part = engine.partitions[step.vb_id]
+                if part.vb_uuid != step.vb_uuid:
+                    continue  # history branched since: what was planned may not be there
+                may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
+                engine.raise_floor(step.vb_id, may.floor, may.purge)
+                self._raised[step.vb_id] = (part.last_group, now_s)
+                if (may.floor, may.purge) < (step.floor, step.purge):
+                    self._held[step.vb_id] = step
+                for stream in may.blockers:
+                    seqno, since_s = self._standing.get(stream, (stream.next_seqno, now_s))
+                    since_s = since_s if seqno == stream.next_seqno else now_s
+                    standing[stream] = (stream.next_seqno, since_s)
+            if engine.has_pending:
+                self._node.committer.kick()
+            await asyncio.sleep(0)
+        self._standing = standing
+        self._end_what_stands_still(now_s)
+
+    def _end_what_stands_still(self, now_s: float) -> None:
+        for stream, (seqno, since_s) in self._standing.items():
+            if now_s - since_s >= PIN_LIMIT_S:
+                self._node.meter.streams_too_slow += 1
+                self._node.log_warning(
+                    "stream ended: it stood still while compaction waited for it",
+                    vb_id=stream.vb_id, seqno=seqno, waited_s=round(now_s - since_s),
+                )  # fmt: skip
+                self._node.hub.end(stream, EndReason.TOO_SLOW)
+
+    async def _compact(self, vb_ids: Sequence[int]) -> tuple[int, int]:
+        """Have partitions compacted, slice after slice; return versions and tombstones dropped."""
+        todo = dict.fromkeys(vb_ids)
+        versions = tombstones = 0
+        meter = self._node.meter
+        while todo:
+            began_s = time.monotonic()
+            some = list(todo)[:COMPACTED_AT_ONCE]
+            report = await self._asked(partial(StoreProcess.compact, vb_ids=some))
+            # So that the pages which the slice freed can be used again.
+            self._node.refresh_store()
+            meter.compaction_seconds.observe(time.monotonic() - began_s)
+            meter.dropped_versions += report.versions
+            meter.dropped_tombstones += report.tombstones
+            versions += report.versions
+            tombstones += report.tombstones
+            self._tell(report.damages)
+            for vb_id in report.finished:
+                del todo[vb_id]
+                self._raised.pop(vb_id, None)
+        if vb_ids:
+            self._node.log_detail(
+                "compacted", vbuckets=len(vb_ids), versions=versions, tombstones=tombstones
+            )
+        return versions, tombstones
+
+    async def _asked(self, ask: Callable[[StoreProcess], Awaitable[_T]]) -> _T:
+        """Ask the store process; start another one where it is needed. Raises CompactionError."""
+        process = self._node.store_process
+        try:
+            return await ask(process)
+        except _FAILURES as error:
+            if not isinstance(error, StoreDamagedError):
+                await self._node.renew_store_process(process)
+            raise CompactionError(str(error)) from error
+
+    def _tell(self, damages: Sequence[Sequence[Any]]) -> None:
+        for vb_id, text in damages:
+            if vb_id not in self._damaged:
+                self._damaged.add(vb_id)
+                self._node.log_warning("partition cannot be compacted", vb_id=vb_id, reason=text)
+
+
+def windows_of(history_window_s: float, history_bytes: int, purge_age_s: float) -> Windows:
+    """Return windows of settings."""
+    return Windows(int(history_window_s * 1e9), history_bytes, int(purge_age_s * 1e9))
