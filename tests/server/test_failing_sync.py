@@ -1,0 +1,59 @@
+"""A failed sync is final: nothing more is answered, the process ends, the next start recovers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.raw_client import RawClient
+from support.server import DcpdProcess
+
+FAILING = """\
+import errno, os
+good = {call: getattr(os, call) for call in ("fdatasync", "fsync")}
+def make(call):
+    def sync(fd):
+        if os.path.exists(FLAG):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        good[call](fd)
+    return sync
+for call in good:
+    setattr(os, call, make(call))
+"""
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("durability", ["commit", "interval"])
+def test_nothing_is_answered_after_a_failed_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """The server's own Python imports a module that lets its syncs fail once a file is there."""
+    flag = tmp_path / "fail"
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    (faults / "sitecustomize.py").write_text(FAILING.replace("FLAG", repr(str(flag))))
+    monkeypatch.setenv("PYTHONPATH", str(faults), prepend=":")
+    with DcpdProcess(tmp_path / "data", "--durability", durability) as server:
+        with RawClient(server.port) as client:
+            assert client.set(b"before").status == Status.OK
+            flag.touch()
+            if durability == "interval":
+                assert client.set(b"seen").status == Status.OK
+            else:
+                client.send(pack_request(Opcode.SET, key=b"never", extras=bytes(8), value=b"v"))
+            assert client.is_closed()
+        assert server._process is not None
+        assert server._process.wait(timeout=20) == 1
+        text = server.log_path.read_text()
+        assert "could not be synced" in text
+        assert "start again once the cause is gone" in text
+        assert "Traceback" not in text
+        flag.unlink()
+        server.kill()
+        server.start()
+        with RawClient(server.port) as client:
+            assert client.ask(Opcode.GET, key=b"before", vb_id=0).value == b"v"

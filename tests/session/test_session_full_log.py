@@ -1,0 +1,116 @@
+"""What sessions answer while the log has no room: changes are refused at once, reads go on."""
+
+from __future__ import annotations
+
+import json
+
+from dcp.session.state import FLUSH_PAUSE_NS
+from dcp.session.text import TextSession
+from dcp.wire.feature import Feature
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.memory_node import MemoryNode, Peer
+from vbucket import updates
+from vbucket.partition import Hold
+
+VB = 7
+WHY = "the disk is full"
+
+
+def new_peer() -> tuple[MemoryNode, Peer]:
+    node = MemoryNode()
+    peer = node.connect()
+    peer.hello(Feature.XERROR)
+    return node, peer
+
+
+def test_a_refusal_says_why_and_waits_for_nothing() -> None:
+    node, peer = new_peer()
+    peer.set(VB, b"k", b"committed")
+    node.commit()
+    writer = node.connect()
+    writer.hello(Feature.XERROR)
+    writer.set(VB, b"pending", b"v")
+    node.engine.refuse_writes(WHY)
+    answers = [peer.set(VB, b"k", b"new"), peer.delete(VB, b"k")]
+    touch = {"vb_id": VB, "key": b"k", "extras": (2**31).to_bytes(4, "big")}
+    answers += [peer.ask(Opcode.TOUCH, **touch), peer.ask(Opcode.GAT, **touch)]
+    for answer in answers:
+        assert answer.status == Status.ETMPFAIL
+        assert json.loads(answer.value)["error"]["context"] == WHY
+    assert not peer.must_wait
+    assert writer.must_wait
+    other = VB + 1
+    assert peer.ask(Opcode.GET, vb_id=other, key=b"k").status == Status.KEY_ENOENT
+    assert not peer.must_wait
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").value == b"committed"
+    assert peer.must_wait, "the partition has changes that nobody may see yet"
+    node.engine.refuse_writes("")
+    assert peer.set(VB, b"k", b"new").status == Status.OK
+
+
+def test_the_text_protocol_says_why() -> None:
+    node = MemoryNode()
+    peer = node.connect()
+    session = TextSession(peer.state)
+    node.engine.refuse_writes(WHY)
+    lines = (b"set a 0 0 1", b"x", b"delete a", b"incr a 1", b"flush_all", b"get a", b"")
+    session.receive(b"\r\n".join(lines), node.now_ns)
+    answers = b"".join(peer.state.answers).split(b"\r\n")
+    refusal = b"SERVER_ERROR " + WHY.encode()
+    assert answers == [refusal, refusal, b"NOT_FOUND", refusal, b"END", b""]
+
+
+def test_an_expired_document_is_gone_without_a_change() -> None:
+    node, peer = new_peer()
+    peer.ask(Opcode.SET, vb_id=VB, key=b"k", extras=bytes(4) + (10).to_bytes(4, "big"), value=b"v")
+    node.commit()
+    node.engine.refuse_writes(WHY)
+    node.now_ns += 20 * 10**9
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
+    assert peer.ask(Opcode.GET_META, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
+    assert not node.engine.has_pending
+    node.engine.refuse_writes("")
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
+    assert node.engine.has_pending, "it expires now"
+
+
+def test_a_flush_under_way_waits_and_goes_on(monkeypatch) -> None:
+    node, peer = new_peer()
+    for number in range(10):
+        peer.set(VB, b"k%d" % number, b"v")
+    node.commit()
+    step = updates.Flush.step
+    monkeypatch.setattr(updates.Flush, "step", lambda self: step(self, 3))
+    node.engine.refuse_writes(WHY)
+    assert peer.ask(Opcode.FLUSH).status == Status.ETMPFAIL
+    node.engine.refuse_writes("")
+    peer.session.receive(pack_request(Opcode.FLUSH), node.now_ns)
+    before = node.engine.partitions[VB].item_count
+    assert 0 < before < 10
+    node.engine.refuse_writes(WHY)
+    for _ in range(3):
+        peer.session.resume(node.now_ns)
+        assert peer.state.is_full
+        assert peer.state.held_until_ns == node.now_ns + FLUSH_PAUSE_NS
+        assert node.engine.partitions[VB].item_count == before
+        node.now_ns += FLUSH_PAUSE_NS
+    node.engine.refuse_writes("")
+    while peer.state.is_full:
+        peer.session.resume(node.now_ns)
+    assert node.engine.partitions[VB].item_count == 0
+    assert not peer.state.is_closing
+    assert len(peer.state.answers) == 1
+
+
+def test_each_reason_to_hold_writers_ends_by_itself() -> None:
+    node, peer = new_peer()
+    part = node.engine.partitions[VB]
+    part.hold_writes(Hold.TAKEOVER, is_held=True)
+    assert "takeover" in json.loads(peer.set(VB, b"k", b"v").value)["error"]["context"]
+    node.engine.refuse_writes(WHY)
+    part.hold_writes(Hold.TAKEOVER, is_held=False)
+    assert peer.set(VB, b"k", b"v").status == Status.ETMPFAIL
+    node.engine.refuse_writes("")
+    assert peer.set(VB, b"k", b"v").status == Status.OK
