@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
@@ -190,6 +190,7 @@ def test_a_tree_that_loses_keys_of_a_partition_does_not_take_all_memory() -> Non
     assert "by_key lacks more than" in lost.what
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     steps=st.lists(
         st.one_of(
