@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from clients.cli.main import (
@@ -22,6 +24,9 @@ from clients.cli.main import (
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
 from clients.kv_sync import SyncKv
 from clients.topology import Node
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection, HTTPResponse
 
 _EXIT_CODES: Final = {
     400: EXIT_USAGE,
@@ -49,6 +54,7 @@ class AdminClient:
                 hint="Start dcpd with --admin-port.",
             )
         self._node = node
+        self._place = f"{node.host}:{node.mgmt_port}"
         self._address = target.address
         self._timeout_s = target.timeout_s
         address = target.address
@@ -62,9 +68,32 @@ class AdminClient:
 
         Raises AdminError, ConnectError.
         """
+        payload = form if body is None else json.dumps(body)
+        kind = "application/x-www-form-urlencoded" if body is None else "application/json"
+        headers = self._headers | ({"Content-Type": kind} if payload is not None else {})
+        with self._connection() as connection:
+            connection.request(method, path, payload, headers)
+            response = connection.getresponse()
+            return _answer(response.status, response.read(), self._place)
+
+    @contextmanager
+    def lines(self, path: str) -> Iterator[HTTPResponse]:
+        """GET an answer whose lines come one by one; the timeout is for each piece of it.
+
+        Raises AdminError, ConnectError.
+        """
+        with self._connection() as connection:
+            connection.request("GET", path, None, self._headers)
+            response = connection.getresponse()
+            if response.status >= 400:
+                _answer(response.status, response.read(), self._place)
+            yield response
+
+    @contextmanager
+    def _connection(self) -> Iterator[HTTPConnection]:
+        """Connect, and say in our words what goes wrong meanwhile."""
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
-        place = f"{self._node.host}:{self._node.mgmt_port}"
         where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
         connection: HTTPConnection
         if self._address.is_tls:
@@ -75,21 +104,18 @@ class AdminClient:
         else:
             connection = HTTPConnection(where, port, timeout=timeout_s)
         try:
-            payload = form if body is None else json.dumps(body)
-            kind = "application/x-www-form-urlencoded" if body is None else "application/json"
-            headers = self._headers | ({"Content-Type": kind} if payload is not None else {})
-            connection.request(method, path, payload, headers)
-            response = connection.getresponse()
-            raw = response.read()
+            yield connection
+        except BrokenPipeError:
+            raise  # of our own output: whoever reads it has seen enough
         except TimeoutError:
             raise OperationTimeoutError(
-                f"the admin port gave no answer within {self._timeout_s:g} s", node=place
+                f"the admin port gave no answer within {timeout_s:g} s", node=self._place
             ) from None
         except (OSError, HTTPException) as error:
-            raise ConnectError(f"the admin port cannot be used: {error}", node=place) from error
+            what = f"the admin port cannot be used: {error}"
+            raise ConnectError(what, node=self._place) from error
         finally:
             connection.close()
-        return _answer(response.status, raw, place)
 
 
 def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:

@@ -252,6 +252,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ],
     ),
     MetricSpec(
+        "dcpd_read_views", "gauge", "", (),
+        "States of partitions that somebody reads: range scans and dumps.",
+        "near 256, the most there may be: scans that nobody finishes or gives up",
+        _one(lambda node: len(node.views)),
+    ),
+    MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
         "Open connections that stream changes.", "fewer than there are consumers",
         _one(lambda node: node.hub.connection_count),

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from dcp.server.access import Access
+from dcp.server.dump import Dumps
 from dcp.server.operations import Operations
 from dcp.server.users import Users
 
@@ -45,6 +46,7 @@ class NodeView(Protocol):
     users: Users
     access: Access
     operations: Operations
+    dumps: Dumps
     is_ready: bool
     write_refusal: str
     collections: CollectionsView
