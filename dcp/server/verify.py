@@ -41,7 +41,6 @@ from vbucket.kvenv import StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbFile
 from vbucket.log import LogDamagedError
 from vbucket.store import TABLES
-from vbucket.store import TABLES
 from vbucket.verify import Progress, StoreCheck
 from vbucket.verify_log import LogCheck
 
