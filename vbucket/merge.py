@@ -55,9 +55,7 @@ _LENGTHS: Final = Struct(">14xHB").unpack_from
 """Key length and extras length of an entry: `vbucket.entry.key_of`, without a call for each."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
-_CAS: Final = slice(28, 36)
-_PREV_SEQNO: Final = slice(0, 8)
-_EXPIRY: Final = slice(BY_KEY_RECORD.size - 8, BY_KEY_RECORD.size - 4)
+_EXPIRY_AT: Final = BY_KEY_RECORD.size - 8
 """Where a by_key record has its expiry."""
 _NEVER: Final = bytes(4)
 _NO_SEQNO: Final = bytes(8)
@@ -120,7 +118,7 @@ class _Stage:
 
     def final_max_cas(self) -> int:
         """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max((entry[_CAS] for entry in self.entries), default=b"")
+        staged = max((entry[28:36] for entry in self.entries), default=b"")
         return max(self.record.max_cas, int.from_bytes(staged, "big"))
 
 
@@ -294,15 +292,15 @@ def _merge_partition(
         entry = newest[key]
         documents, old = int(entry[OPCODE_AT] == _MUTATION), None
         # A key without a previous version was not there, so it need not be looked up.
-        if entry[_PREV_SEQNO] != _NO_SEQNO or key in undone:
+        if entry[:8] != _NO_SEQNO or key in undone:
             old = view.meta(vb_id, key)
             documents -= _is_live(old)
         keys += old is None
         default_documents += _count(tally, manifest, key, documents) if key[0] else documents
         item = by_key_item(vb_prefix, key, entry)
         items.append(item)
-        if item[1][_EXPIRY] != _NEVER or expiry_of(old):
-            rows.replace(item[0], old, int.from_bytes(item[1][_EXPIRY], "big"))
+        if item[1][_EXPIRY_AT : _EXPIRY_AT + 4] != _NEVER or expiry_of(old):
+            rows.replace(item[0], old, int.from_bytes(item[1][_EXPIRY_AT : _EXPIRY_AT + 4], "big"))
 
     for key in gone:
         write.delete(BY_KEY_TABLE, vb_prefix + key)

@@ -35,7 +35,7 @@ from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key, find_frame
 from vbucket.device import UnknownFormatError
 from vbucket.due import rows_end
-from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
+from vbucket.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import (
     Buffer,
@@ -71,10 +71,7 @@ _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CRC_BYTES: Final = 4
-_OPCODE: Final = slice(OPCODE_AT, OPCODE_AT + 1)
-_DATATYPE: Final = slice(PREFIX_BYTES + 5, PREFIX_BYTES + 6)
-_CAS_TO_EXPIRY: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 48)
-_CAS_TO_REV_SEQNO: Final = slice(PREFIX_BYTES + 16, PREFIX_BYTES + 40)
+_CAS_AT: Final = PREFIX_BYTES + 16
 _crc32c = google_crc32c.value
 
 
@@ -527,9 +524,9 @@ def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, byte
     """
     full_key = vb_prefix + key
     if entry[OPCODE_AT] == Opcode.DCP_MUTATION:
-        record = entry[_OPCODE] + entry[_DATATYPE] + entry[_CAS_TO_EXPIRY]
+        record = entry[OPCODE_AT : DATATYPE_AT + 1 : 4] + entry[_CAS_AT : _CAS_AT + 32]
     else:
-        record = entry[_OPCODE] + entry[_DATATYPE] + entry[_CAS_TO_REV_SEQNO] + bytes(8)
+        record = entry[OPCODE_AT : DATATYPE_AT + 1 : 4] + entry[_CAS_AT : _CAS_AT + 24] + bytes(8)
     crc: int = _crc32c(full_key + record)
     return full_key, record + crc.to_bytes(4, "big")
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import click
 
 from dcp import __version__
+from dcp.compiled import problem, version_text
 from dcp.server.config import (
     ENV_CONFIG,
     OPTIONS,
@@ -216,6 +217,8 @@ def run(resolved: Resolved) -> ExitCode:
 
     settings = resolved.settings
     try:
+        if stale := problem():
+            raise StartError(ExitCode.FAILED, stale)
         users_file = settings.data.absolute() / USERS_FILE
         users = Users(users_file, has_guest=settings.guest == "on")
         if refusal := exposure_refusal(settings, users.names(), users_file):
@@ -253,7 +256,7 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
     gc.freeze()
     text = ready_text(
         settings,
-        version=__version__,
+        version=version_text(__version__),
         data_dir=node.data_dir,
         kv_port=node.listeners.kv_port,
         admin_port=node.listeners.admin_port,
@@ -386,7 +389,7 @@ def _command() -> click.Command:
         epilog=EXIT_CODES_TEXT,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
-    return click.version_option(__version__, prog_name="dcpd")(command)
+    return click.version_option(version_text(__version__), prog_name="dcpd")(command)
 
 
 def _from_command_line(config: str | None, **flags: Any) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp import __version__
+from dcp.compiled import compiled_modules
 from dcp.server.access import Access
 from dcp.server.admin.view import CollectionsView
 from dcp.server.collections import Collections
@@ -577,6 +578,7 @@ class Node:
         parts = self.engine.partitions
         return {
             "version": self.version,
+            "compiled": bool(compiled_modules()),
             "uptime_s": self.uptime_s,
             "data": str(self.data_dir),
             "durability": self.durability,
