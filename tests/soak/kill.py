@@ -314,7 +314,7 @@ def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int
     state = json.loads(state_path.read_text()) if state_path.exists() else {"kills": 0, "life": 0}
     resumed, interrupted = state.pop("resumed", None), False
     began_s, began_kills = time.monotonic(), state["kills"]
-    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # a follower tells of every lost server
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # not every lost server
     while state["kills"] < kills_wanted and not interrupted:
         _save(state_path, state)
         data = folder / f"life-{state['life']}"
