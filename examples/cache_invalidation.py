@@ -1,0 +1,81 @@
+"""A cache in front of the server that never serves what was changed longer ago than a moment.
+
+Run it against a server (`dcpd &`), and change things with `dcpctl set` beside it:
+
+    python examples/cache_invalidation.py 127.0.0.1:11210 KEY
+
+It prints the value of KEY once a second, and whether it came from the cache. A consumer follows all
+changes from now on and takes what changed out of the cache, and where history branched, everything
+of the partition: what had been cached of it may be a value that never was.
+"""
+
+import asyncio
+import sys
+
+from clients import Consumer, Deletion, KvClient, Mutation, Rollback
+from vbucket.ids import vbucket_of
+
+
+class Cache:
+    """Values by key, of a server whose changes are followed."""
+
+    def __init__(self, server: str) -> None:
+        self.hits = self.misses = 0
+        self._consumer = Consumer(server, start="now")
+        self._server = server
+        self._values: dict[bytes, bytes] = {}
+        self._reading: set[bytes] = set()
+
+    async def __aenter__(self) -> "Cache":
+        self._kv = await KvClient.open(self._server)
+        await self._consumer.open()
+        # The server has answered, so all partitions have their "now": no later change is missed.
+        await self._consumer.high_seqnos()
+        self._task = asyncio.create_task(self._invalidate())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._consumer.close()
+        await self._kv.close()
+
+    async def get(self, key: bytes) -> bytes:
+        """Return a value. Raises NotFoundError."""
+        if key in self._values:
+            self.hits += 1
+            return self._values[key]
+        self.misses += 1
+        self._reading.add(key)
+        value = (await self._kv.get(key)).value
+        if key in self._reading:  # else it changed while we read
+            self._reading.discard(key)
+            self._values[key] = value
+        return value
+
+    def _forget(self, key: bytes) -> None:
+        self._values.pop(key, None)
+        self._reading.discard(key)
+
+    async def _invalidate(self) -> None:
+        async for event in self._consumer:
+            match event:
+                case Mutation() | Deletion():
+                    self._forget(event.key)
+                case Rollback():
+                    for key in self._values.keys() | self._reading:
+                        if vbucket_of(key) == event.vb_id:
+                            self._forget(key)
+
+
+async def main(server: str, key: str) -> None:
+    async with Cache(server) as cache:
+        while True:
+            hits = cache.hits
+            value = await cache.get(key.encode())
+            print(value.decode(), "(cached)" if cache.hits > hits else "(read)", flush=True)
+            await asyncio.sleep(1)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Full-text search over all documents: an index in SQLite (FTS5) that follows the server.
+
+    python examples/search_index.py 127.0.0.1:11210 index.db                 follow until Ctrl-C
+    python examples/search_index.py 127.0.0.1:11210 index.db --search "fox"  catch up, then search
+
+The index is built from the last value of each document, so after a rollback a partition is simply
+built anew (`on_rollback="restart"`); no journal is needed. Positions are committed with the index.
+"""
+
+import asyncio
+import contextlib
+import sqlite3
+import sys
+
+from clients import (
+    Consumer,
+    Deletion,
+    Delivery,
+    Mutation,
+    Rollback,
+    decode_position,
+    encode_position,
+)  # fmt: skip
+
+SCHEMA = """
+CREATE VIRTUAL TABLE IF NOT EXISTS texts USING fts5(text);
+CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, id INTEGER, vb INTEGER);
+CREATE INDEX IF NOT EXISTS keys_by_vb ON keys (vb);
+CREATE TABLE IF NOT EXISTS positions (vb INTEGER PRIMARY KEY, position BLOB);
+"""
+
+
+def forget(db: sqlite3.Connection, where: str, what: object) -> None:
+    db.execute(f"DELETE FROM texts WHERE rowid IN (SELECT id FROM keys WHERE {where} = ?)", (what,))
+    db.execute(f"DELETE FROM keys WHERE {where} = ?", (what,))
+
+
+def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
+    """Index a batch, in one transaction with where it ended."""
+    with db:
+        for event in delivery.events:
+            match event:
+                case Mutation():
+                    key = event.key.decode(errors="replace")
+                    forget(db, "key", key)
+                    text = event.value.decode(errors="replace")
+                    row = db.execute("INSERT INTO texts VALUES (?)", (text,)).lastrowid
+                    db.execute("INSERT INTO keys VALUES (?, ?, ?)", (key, row, event.vb_id))
+                case Deletion():
+                    forget(db, "key", event.key.decode(errors="replace"))
+                case Rollback():
+                    forget(db, "vb", event.vb_id)
+        db.executemany(
+            "INSERT OR REPLACE INTO positions VALUES (?, ?)",
+            [(vb_id, encode_position(place)) for vb_id, place in delivery.positions.items()],
+        )
+
+
+async def main(server: str, path: str, *search: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(SCHEMA)
+        rows = db.execute("SELECT vb, position FROM positions")
+        start = {vb_id: decode_position(raw) for vb_id, raw in rows}
+        consumer = Consumer(server, start=start, until_now=bool(search), on_rollback="restart")
+        async with consumer:
+            await consumer.run(lambda delivery: apply(db, delivery))
+        for key, text in db.execute(
+            "SELECT key, snippet(texts, 0, '[', ']', '...', 8)"
+            " FROM texts JOIN keys ON id = texts.rowid WHERE texts MATCH ? ORDER BY rank",
+            search[1:],
+        ):
+            print(f"{key}: {text}")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""All documents in a table of SQLite, exactly: positions are committed with what the events did.
+
+    python examples/sqlite_mirror.py 127.0.0.1:11210 mirror.db      follow until Ctrl-C
+    sqlite3 mirror.db "SELECT * FROM documents LIMIT 10"
+
+Kill it whenever you like: it goes on exactly where it was. When history branches it undoes what the
+server undid, by a journal of what each change replaced.
+"""
+
+import asyncio
+import contextlib
+import sqlite3
+import sys
+
+from clients import (
+    Consumer,
+    Deletion,
+    Delivery,
+    Mutation,
+    Rollback,
+    decode_position,
+    encode_position,
+)  # fmt: skip
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS documents (key BLOB PRIMARY KEY, vb INTEGER, value BLOB);
+CREATE TABLE IF NOT EXISTS journal (vb INTEGER, seqno INTEGER, key BLOB, before BLOB,
+                                    PRIMARY KEY (vb, seqno)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS positions (vb INTEGER PRIMARY KEY, position BLOB);
+"""
+
+
+def put(db: sqlite3.Connection, vb_id: int, key: bytes, value: bytes | None) -> None:
+    if value is None:
+        db.execute("DELETE FROM documents WHERE key = ?", (key,))
+    else:
+        db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?)", (key, vb_id, value))
+
+
+def change(db: sqlite3.Connection, event: Mutation | Deletion, value: bytes | None) -> None:
+    before = db.execute("SELECT value FROM documents WHERE key = ?", (event.key,)).fetchone()
+    db.execute(
+        "INSERT INTO journal VALUES (?, ?, ?, ?)",
+        (event.vb_id, event.seqno, event.key, before and before[0]),
+    )
+    put(db, event.vb_id, event.key, value)
+
+
+def undo(db: sqlite3.Connection, vb_id: int, to_seqno: int) -> None:
+    above = (vb_id, to_seqno)
+    undone = "FROM journal WHERE vb = ? AND seqno > ?"
+    for key, before in db.execute(f"SELECT key, before {undone} ORDER BY seqno DESC", above):
+        put(db, vb_id, key, before)
+    db.execute(f"DELETE {undone}", above)
+
+
+def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
+    """Do what a batch says, in one transaction with where it ended."""
+    with db:
+        for event in delivery.events:
+            match event:
+                case Mutation():
+                    change(db, event, event.value)
+                case Deletion():
+                    change(db, event, None)
+                case Rollback():
+                    undo(db, event.vb_id, event.to_seqno)
+        db.executemany(
+            "INSERT OR REPLACE INTO positions VALUES (?, ?)",
+            [(vb_id, encode_position(place)) for vb_id, place in delivery.positions.items()],
+        )
+
+
+async def main(server: str, path: str, *options: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(SCHEMA)
+        rows = db.execute("SELECT vb, position FROM positions")
+        start = {vb_id: decode_position(raw) for vb_id, raw in rows}
+        until_now = "--until-now" in options
+        async with Consumer(server, start=start, until_now=until_now) as consumer:
+            await consumer.run(lambda delivery: apply(db, delivery))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""What users import from `clients` is there, and nothing is imported before it is used."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clients
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_public_name_is_there_and_every_module_told_by_the_table():
+    for name in clients.__all__:
+        assert getattr(clients, name) is not None
+    assert sorted(clients.__all__) == sorted(clients._MODULE_OF)
+
+
+def test_type_checkers_see_the_same_names():
+    text = Path(clients.__file__).read_text()
+    block = text.partition("if TYPE_CHECKING:")[2].partition("_NAMES")[0]
+    imported = re.findall(r"^        (\w+),$|import (\w+(?:, \w+)*)$", block, re.MULTILINE)
+    names = {name for pair in imported for part in pair if part for name in part.split(", ")}
+    assert names == set(clients.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Producer'"):
+        clients.Producer  # noqa: B018
+
+
+def test_importing_clients_imports_none_of_its_modules():
+    program = (
+        "import sys, clients; print(sorted(n for n in sys.modules if n.startswith('clients.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_docs_name_what_there_is():
+    text = (ROOT / "docs" / "consumers.md").read_text()
+    named = set(re.findall(r"`(?:async with )?([A-Z]\w+)(?:\(|`)", text))
+    known = set(clients.__all__)
+    assert named - known <= {"HistoryBranchedError", "DCPD_GROUP_SIZE"}
+    options = set(re.findall(r"`(\w+)=", text))
+    accepted = set(inspect.signature(clients.Consumer).parameters)
+    assert options <= accepted, options - accepted
