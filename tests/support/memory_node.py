@@ -7,7 +7,10 @@ own, so that every interleaving can be told.
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from dcp.session.auth import AuthStep
@@ -15,15 +18,19 @@ from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
+from dcp.stream.pins import Allowed, allowed
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from vbucket.compaction import Compactor
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.engine import Engine
 from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
 from vbucket.keyspace import Group
+from vbucket.kvenv import KvEnv
+from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import recover
 from vbucket.merge import merge
@@ -71,11 +78,17 @@ class MemoryNode:
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
         self.device.rotate()
-        self.env = MemoryEnv(TABLES)
-        tables, random_state = _new_store(seed)
-        self.env.tables = {name: rows.copy() for name, rows in tables.items()}
-        self._random.setstate(random_state)
+        self.compactor = Compactor()
+        self.env: KvEnv = self._new_env(seed)
         self._open()
+
+    def _new_env(self, seed: int) -> KvEnv:
+        """Return the database of a store that begins."""
+        env = MemoryEnv(TABLES)
+        tables, random_state = _new_store(seed)
+        env.tables = {name: rows.copy() for name, rows in tables.items()}
+        self._random.setstate(random_state)
+        return env
 
     def _open(self) -> None:
         self.store = Store(self.env)
@@ -131,10 +144,28 @@ class MemoryNode:
         self.begin_merge()
         self.end_merge()
 
+    def raise_floor(self, vb_id: int, floor: int, purge: int) -> Allowed:
+        """Give up history as far as streams and views under way allow."""
+        part = self.engine.partitions[vb_id]
+        may = allowed(part, floor, purge, self.hub.reading(vb_id))
+        self.engine.raise_floor(vb_id, may.floor, may.purge)
+        return may
+
+    def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:
+        """Drop what the stored floors allow; `slices` steps of it, or all."""
+        todo = list(vb_ids)
+        while todo and slices != 0:
+            report = self.compactor.run(self.env, todo, lambda: True)
+            assert not report.damages
+            todo = [vb_id for vb_id in todo if vb_id not in report.finished]
+            slices = None if slices is None else slices - 1
+            self.store.refresh()
+
     def crash(self, keep_unsynced_bytes: int = 0) -> None:
         """Lose what was not synced and start again."""
         self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
         self.store.close()
+        self.compactor = Compactor()
         self._open()
 
     # -- what sessions ask -------------------------------------------------------------------------
@@ -153,6 +184,22 @@ class MemoryNode:
 
     def connect(self, *, is_loopback: bool = True, limits: Limits | None = None) -> Peer:
         return Peer(self, is_loopback=is_loopback, limits=limits or Limits())
+
+
+class LmdbNode(MemoryNode):
+    """The same with its store in LMDB, in a temporary folder; `close` it."""
+
+    def _new_env(self, seed: int) -> KvEnv:
+        self._folder = tempfile.TemporaryDirectory()
+        env = LmdbEnv(Path(self._folder.name) / "store", TABLES)
+        node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
+        Store.create(env, node, new_partitions(self.draw_uuid)).close()
+        return env
+
+    def close(self) -> None:
+        self.store.close()
+        self.env.close()
+        self._folder.cleanup()
 
 
 class Peer:

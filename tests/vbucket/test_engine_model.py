@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,9 +20,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
-from support.memory_node import MemoryNode
+from support.memory_node import LmdbNode, MemoryNode
+from vbucket import block, compaction
 from vbucket.engine import SET, Document
-from vbucket.keyspace import BranchRefusedError
+from vbucket.keyspace import BranchRefusedError, FloorError
 from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
 VBUCKETS = (3, 1000)
@@ -36,6 +39,8 @@ class History:
 
     versions: list[tuple[bytes, bytes | None]] = field(default_factory=list)
     branches: list[tuple[int, int]] = field(default_factory=list)
+    floor: int = 0
+    purge: int = 0
 
     def told(self) -> tuple[set[int], set[int]]:
         """Return the collections whose creations and whose drops are among the versions."""
@@ -59,6 +64,10 @@ class History:
         return state
 
 
+def of(collection_id: int, state: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    return {key: value for key, value in state.items() if key[0] == collection_id}
+
+
 def event_key(kind: int, collection_id: int, name: str = "") -> bytes:
     return SYSTEM_KEY.pack(SYSTEM_COLLECTION, kind, 0, collection_id) + name.encode()
 
@@ -66,7 +75,14 @@ def event_key(kind: int, collection_id: int, name: str = "") -> bytes:
 class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.node = MemoryNode()
+        self.node = self.new_node()
+        self.patches = [
+            mock.patch.object(block, "BODY_BYTES_TARGET", 300),
+            mock.patch.object(compaction, "BODY_BYTES_TARGET", 300),
+            mock.patch.object(compaction, "STEP_BYTES", 500),
+        ]
+        for patch in self.patches:
+            patch.start()
         self.live = {
             vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
             for vb_id in VBUCKETS
@@ -75,6 +91,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.durable = copy.deepcopy((self.live, self.collections))
         self.merging = False
         self.count = 0
+
+    def new_node(self) -> MemoryNode:
+        return MemoryNode()
+
+    def teardown(self) -> None:
+        for patch in self.patches:
+            patch.stop()
 
     @initialize()
     def begin_with_a_collection(self) -> None:
@@ -151,10 +174,48 @@ class EngineMachine(RuleBasedStateMachine):
         self.node.end_merge()
         self.merging = False
 
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), purge=st.floats(0, 1))
+    def raise_floor(self, vb_id: int, part: float, purge: float) -> None:
+        """Only what is merged may be given up."""
+        history = self.live[vb_id]
+        merged = self.node.engine.partitions[vb_id].merged_seqno
+        floor = max(history.floor, int(merged * part))
+        may = self.node.raise_floor(vb_id, floor, int(purge * floor))
+        assert may.floor == floor
+        assert may.purge == max(history.purge, min(int(purge * floor), floor - 1))
+        history.floor, history.purge = may.floor, may.purge
+
+    @rule(slices=st.integers(1, 3) | st.none())
+    def compact(self, slices: int | None) -> None:
+        self.node.compact(VBUCKETS, slices=slices)
+
+    @precondition(lambda self: not self.merging)
+    @rule(part=st.floats(0.5, 1))
+    def give_up_history(self, part: float) -> None:
+        """All of it together, because chance rarely brings it in this order."""
+        self.commit()
+        self.node.merge()
+        for vb_id in VBUCKETS:
+            self.raise_floor(vb_id, part, 1.0)
+        self.commit()
+        self.node.merge()
+        self.node.compact(VBUCKETS)
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
+    def branch_below_the_floor(self, vb_id: int, part: float) -> None:
+        seqno = int(self.live[vb_id].floor * part)
+        if seqno:
+            with pytest.raises(FloorError, match="or to 0"):
+                self.node.engine.branch(vb_id, seqno)
+
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
     def branch(self, vb_id: int, part: float) -> None:
         history = self.live[vb_id]
         seqno = int(len(history.versions) * part)
+        if seqno < history.floor:
+            seqno = 0
+        if not seqno:
+            history.floor = history.purge = 0
         branch = self.node.engine.branch(vb_id, seqno)
         assert branch.undone_seqnos == len(history.versions) - seqno
         undone = {key for key, _ in history.versions[seqno:]}
@@ -192,8 +253,8 @@ class EngineMachine(RuleBasedStateMachine):
         committed = engine.partitions[vb_id].committed_seqno
         history = self.live[vb_id]
         start = int(committed * part)
-        if start == committed:
-            return
+        if start == committed or 0 < start < history.purge or committed < history.floor:
+            return  # it would be told to begin anew, or to wait
         state = history.state(start)
         skip = engine.superseded(vb_id, start + 1, committed)
         frames: list[bytes] = []
@@ -219,7 +280,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert seqnos == sorted(set(seqnos))
         assert seqnos[-1] == committed
         assert len(keys) == len(set(keys)), "a snapshot shows a key once"
-        assert state == history.state(committed)
+        known = self.reachable()
+        expected = history.state(committed)
+        for collection_id in known:
+            assert of(collection_id, state) == of(collection_id, expected)
 
     @rule(
         vb_id=st.sampled_from(VBUCKETS),
@@ -245,15 +309,24 @@ class EngineMachine(RuleBasedStateMachine):
             seqno = batch.next_seqno
         newest = {key: n for n, (key, _) in enumerate(history.versions[:committed], 1)}
         expected = sorted(n for key, n in newest.items() if n > start and key[0] in wanted)
-        assert [int.from_bytes(frame[24:32], "big") for frame in frames] == expected
+        found = [int.from_bytes(frame[24:32], "big") for frame in frames]
+        assert found == sorted(set(found) & set(expected))
+        for seqno in set(expected) - set(found):
+            key, value = history.versions[seqno - 1]
+            is_purged = value is None and seqno <= history.purge and key[0] != SYSTEM_COLLECTION
+            is_dropped = key[0] not in self.reachable() and seqno <= history.floor
+            assert is_purged or is_dropped
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
     def last_change_of_the_default_collection(self, vb_id: int, part: float) -> None:
         history = self.live[vb_id]
-        seqno = int(len(history.versions) * part)
+        seqno = max(history.floor, int(len(history.versions) * part))
         versions = enumerate(history.versions[:seqno], 1)
         expected = max((n for n, (key, _) in versions if key[0] == 0), default=0)
         assert self.node.engine.default_seqno_at(vb_id, seqno) == expected
+
+    def reachable(self) -> set[int]:
+        return {0, *self.collections}
 
     @invariant()
     def everything_equals_the_model(self) -> None:
@@ -263,6 +336,7 @@ class EngineMachine(RuleBasedStateMachine):
             state = {k: value for k, value in history.state().items() if k[0] in known}
             part = engine.partitions[vb_id]
             assert part.high_seqno == len(history.versions)
+            assert (part.history_floor, part.purge_seqno) == (history.floor, history.purge)
             for collection_id in self.collections:
                 high_seqno, documents = part.tally.collections.get(collection_id, (0, 0))
                 assert high_seqno == history.high_seqno(collection_id)
@@ -281,3 +355,21 @@ EngineMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestEngine = EngineMachine.TestCase
+
+
+class LmdbEngineMachine(EngineMachine):
+    """The same over LMDB."""
+
+    def new_node(self) -> MemoryNode:
+        return LmdbNode()
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert isinstance(self.node, LmdbNode)
+        self.node.close()
+
+
+LmdbEngineMachine.TestCase.settings = settings(
+    max_examples=8, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestEngineOverLmdb = LmdbEngineMachine.TestCase
