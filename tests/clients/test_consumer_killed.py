@@ -221,6 +221,7 @@ class KilledConsumer(ConsumerPair):
             data = self.exchange()
             self.receive(data, 0)
             self.core.tick(10**15)
+            self.decide()
             quiet = 0 if data else quiet + 1
             if quiet == 3:
                 break

@@ -34,14 +34,16 @@ class ConsumerPair(RuleBasedStateMachine):
         to_beginning=st.booleans(),
         wishes=st.fixed_dictionaries({"history": st.booleans(), "previous_values": st.booleans()}),
         grants=st.booleans(),
+        asks=st.booleans(),
     )
-    def begin(self, seed, has_collections, window, to_beginning, wishes, grants):
+    def begin(self, seed, has_collections, window, to_beginning, wishes, grants, asks):
         self.node = MemoryNode(seed)
         self.has_collections = has_collections
         self.window = window
         self.to_beginning = to_beginning
         self.wishes = wishes
         self.grants = grants
+        self.asks = asks
         self.validator = StreamValidator()
         self.positions = {vb_id: Position() for vb_id in VB_IDS}
         self.value = 0
@@ -66,6 +68,7 @@ class ConsumerPair(RuleBasedStateMachine):
             has_collections=self.has_collections,
             buffer_bytes=self.window,
             rollback_to_beginning=self.to_beginning,
+            asks_on_rollback=self.asks,
             **self.wishes,
         )
         if not self.grants:
@@ -111,12 +114,32 @@ class ConsumerPair(RuleBasedStateMachine):
             data = data[piece:]
         self.receive(data, handed_out)
 
+    @rule()
+    def decide(self):
+        """The user says what becomes of partitions that were rolled back."""
+        for vb_id in self.core.held():
+            self.core.go_on(vb_id, None)
+
+    @rule(vb_id=st.sampled_from(VB_IDS))
+    def take_off_and_on(self, vb_id):
+        """The user pauses a partition and resumes it, with anything under way."""
+        wanted = self.core.remove(vb_id)
+        assert wanted is not None
+        self.core.add(vb_id, wanted)
+
+    @rule()
+    def restart_what_is_behind(self):
+        """As after a stall that was none."""
+        high = dict.fromkeys(VB_IDS, 10**9)
+        for _ in range(2):
+            self.core.restart_stalled(high)
+
     @rule(kept=st.integers(0, 400))
     def cut(self, kept):
         """The connection breaks with bytes under way."""
         self.receive(self.exchange()[:kept], 0)
         self.peer.session.state.producer and self.peer.session.state.producer.close()
-        self.connect_consumer(self.core.unfinished())
+        self.connect_consumer(self.core.unfinished() | self.core.held())
 
     @rule(kept=st.integers(0, 400))
     def crash(self, kept):
@@ -124,7 +147,7 @@ class ConsumerPair(RuleBasedStateMachine):
         self.receive(self.exchange()[:kept], 0)
         self.node.crash()
         self.connect_writer()
-        self.connect_consumer(self.core.unfinished())
+        self.connect_consumer(self.core.unfinished() | self.core.held())
 
     # -- delivery ------------------------------------------------------------------------------
 
@@ -174,6 +197,7 @@ class ConsumerPair(RuleBasedStateMachine):
             data = self.exchange()
             self.receive(data, 0)
             self.core.tick(10**15)
+            self.decide()
             quiet = 0 if data else quiet + 1
             if quiet == 3:
                 break

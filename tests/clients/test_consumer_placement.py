@@ -1,0 +1,45 @@
+"""A new cluster configuration: taken over when it is newer, told and counted, and followed."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_peer import config_of
+
+from clients.address import parse_address
+from clients.consumer_metrics import ConsumerMetrics
+from clients.consumer_placement import Placement
+
+
+@pytest.fixture
+async def placement():
+    return Placement(
+        parse_address("127.0.0.1:1"), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
+        connect_timeout_s=1.0, give_up_after_s=None,
+    )  # fmt: skip
+
+
+async def test_a_newer_configuration_is_told_and_counted(placement, caplog):
+    placement.adopt(config_of([1], rev=1), "127.0.0.1")
+    assert placement._metrics.topology_changes == 0
+    placement.adopt(config_of([1, 2], [1] * 1024, rev=2), "127.0.0.1")
+    assert placement.topology.node_of(5).kv_port == 2
+    assert placement._metrics.topology_changes == 1
+    assert "new cluster configuration (1, 2) (was (1, 1)): 2 nodes" in caplog.text
+
+
+async def test_an_older_or_the_same_configuration_changes_nothing(placement):
+    placement.adopt(config_of([1], rev=5), "127.0.0.1")
+    for rev in (4, 5):
+        placement.adopt(config_of([1, 2], [1] * 1024, rev=rev), "127.0.0.1")
+    assert placement.topology.node_of(5).kv_port == 1
+    # After a lost connection the same one may come again: that is no change.
+    placement.topology = None
+    placement.adopt(config_of([1], rev=5), "127.0.0.1")
+    assert placement.topology is not None
+    assert placement._metrics.topology_changes == 0
+
+
+async def test_no_configuration_means_to_ask(placement):
+    placement.adopt(config_of([1]), "127.0.0.1")
+    placement.adopt(b"", "127.0.0.1")
+    assert placement.topology is None
