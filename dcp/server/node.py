@@ -38,6 +38,7 @@ from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
 from dcp.server.logins import PeerLogins
+from dcp.server.merging import merge_patiently
 from dcp.server.meter import Meter
 from dcp.server.operations import Operations
 from dcp.server.stats import stats
@@ -57,7 +58,6 @@ from vbucket.keyspace import Group
 from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.log import TornTail
-from vbucket.merge import MergeReport
 from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.recovery import start
@@ -68,11 +68,6 @@ TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
 DROP_SLICE_VBUCKETS: Final = 32
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
-MERGE_DEATHS_MAX: Final = 3
-"""Store processes that may die of one merge."""
-MERGE_PAUSE_S: Final = 1.0
-MERGE_PAUSE_MAX_S: Final = 60.0
-"""Pauses between attempts while the store has no room, each twice the one before."""
 DRAIN_S: Final = 5.0
 
 
@@ -365,7 +360,7 @@ class Node:
         device = self._device
         segments = [segment for segment in device.segments() if segment < newest_segment]
         began_ns = time.monotonic_ns()
-        report = await self._merge_patiently(segments)
+        report = await merge_patiently(self, segments, self._log)
         self.engine.merged(report)
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
             self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
@@ -378,37 +373,6 @@ class Node:
             self._merge_ended.notify_all()
         for connection in tuple(self.connections):
             connection.reading_may_change()
-
-    async def _merge_patiently(self, segments: list[int]) -> MergeReport:
-        """Have segments merged; where the store has no room, or fails, try again later.
-
-        The log keeps what is not merged, and writers wait once that is too much.
-        """
-        deaths, pause_s = 0, MERGE_PAUSE_S
-        while True:
-            process = self._store_process
-            assert process is not None
-            try:
-                report = await process.merge(segments)
-            except StoreProcessDiedError as error:
-                deaths += 1
-                self._log.warning("merge failed", attempt=deaths, reason=str(error))
-                if deaths == MERGE_DEATHS_MAX:
-                    raise RuntimeError(f"segments {segments} could not be merged") from error
-                await self.renew_store_process(process)
-            except (StoreFullError, StoreFailedError) as error:
-                self.meter.merge_failures += 1
-                if not self.merge_trouble:
-                    self._log.error("merge put off", reason=str(error), retry_s=pause_s)
-                self.merge_trouble = str(error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MERGE_PAUSE_MAX_S)
-                await self.renew_store_process(process)
-            else:
-                if self.merge_trouble:
-                    self._log.info("merging goes on")
-                self.merge_trouble = ""
-                return report
 
     def _log_full(self, why: str) -> None:
         """The log has no room for a group, or has room again ("")."""

@@ -48,8 +48,11 @@ class NodeView(Protocol):
     operations: Operations
     dumps: Dumps
     is_ready: bool
-    write_refusal: str
     collections: CollectionsView
+
+    @property
+    def write_refusal(self) -> str:
+        """Why no writes are taken now; "" where that is not so."""
 
     def status(self) -> dict[str, Any]:
         """Return what the node is and holds, as JSON."""
