@@ -157,6 +157,8 @@ class Archive:
                 found[int(match[1])] = parse_run(self.read(name))
             except DamagedError as error:
                 damaged[int(match[1])] = str(error)
+            except FileNotFoundError:  # folded away since it was listed
+                damaged[int(match[1])] = "it is missing"
         base_through = max((record.base_through for record in found.values()), default=0)
         records: list[RunRecord] = []
         damages: dict[str, str] = {}

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from struct import Struct
 from typing import Final, NamedTuple
 
-from clients.backup.feed import Feed, Piece
+from clients.backup.feed import Piece
 from clients.backup.legs import Leg
 from dcp.wire.frame import HEADER_BYTES
 
@@ -84,7 +84,7 @@ class Chunker:
         self._shared: list[tuple[int, _Gathered]] = []
         self._shared_bytes = 0
 
-    def add(self, piece: Piece, feed: Feed) -> Iterator[RawChunk]:
+    def add(self, piece: Piece) -> Iterator[RawChunk]:
         """Take a run of frames; yield the chunks that are full now."""
         vb_id = piece.vb_id
         gathered = self._gathered.get(vb_id)
@@ -98,7 +98,7 @@ class Chunker:
         gathered.count += piece.changes
         gathered.size_bytes += len(piece.data)
         gathered.last_seqno = piece.last_seqno
-        gathered.legs = feed.legs()
+        gathered.legs = piece.legs
         self._gathered_bytes += len(piece.data)
         if gathered.size_bytes >= self._chunk_bytes:
             if any(waiting == vb_id for waiting, _ in self._shared):

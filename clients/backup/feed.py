@@ -46,6 +46,8 @@ class Piece(NamedTuple):
     last_seqno: int
     changes: int
     data: bytes
+    legs: list[Leg]
+    """The run's legs of the partition as of the last change: what is saved once this is."""
 
 
 class Feed:

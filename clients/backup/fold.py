@@ -22,7 +22,7 @@ from typing import NamedTuple
 from clients.backup.archive import Archive, run_file
 from clients.backup.chunk import CHUNK_BYTES, Chunker
 from clients.backup.errors import ArchiveDamagedError, BackupError
-from clients.backup.feed import Feed, Piece
+from clients.backup.feed import Piece
 from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
@@ -92,9 +92,8 @@ def fold(
             cuts = cuts_of(chain, chain_of(kept, vb_id))
             base = _base_of(chain, cuts)
             bases[vb_id] = base
-            feed = Feed(vb_id, into_run, [], [base])
-            for piece in _pieces(reader, vb_id, (*cuts, end_of(chain))):
-                for chunk in chunker.add(piece, feed):
+            for piece in _pieces(reader, vb_id, (*cuts, end_of(chain)), base):
+                for chunk in chunker.add(piece):
                     writer.add(chunk)
             for chunk in chunker.finish(vb_id):
                 writer.add(chunk)
@@ -140,7 +139,7 @@ def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:
     return Leg(BASE_LEG, 0, seqno, end.snap_start, end.snap_end, chain[-1].leg.versions, ranges)
 
 
-def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int]) -> Iterator[Piece]:
+def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int], base: Leg) -> Iterator[Piece]:
     """Yield the frames that the states at these seqnos (rising) are made of, in order."""
     views = [reader.view(vb_id, Point(seqnos={vb_id: seqno})) for seqno in seqnos]
     damages = [damage for view in views for damage in view.damages]
@@ -158,7 +157,7 @@ def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int]) -> Iterator[Piece
         frames.append(data[start:stop])
         size += stop - start
         if size >= CHUNK_BYTES:
-            yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames))
+            yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames), [base])
             frames, size, first = [], 0, 0
     if frames:
-        yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames))
+        yield Piece(vb_id, BASE_LEG, first, last, len(frames), b"".join(frames), [base])

@@ -352,7 +352,7 @@ class Intake:
     def _take_run(self, feed: Feed, data: bytes, first: int, last: int, count: int) -> None:
         self._count(len(data))
         feed.advance(first, last, count)
-        self._pieces.append(Piece(feed.vb_id, feed.number, first, last, count, data))
+        self._pieces.append(Piece(feed.vb_id, feed.number, first, last, count, data, feed.legs()))
 
     def _count(self, wire_bytes: int) -> None:
         self.wire_bytes += wire_bytes

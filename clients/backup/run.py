@@ -288,7 +288,7 @@ class Backup:
         intake = session.intake
         for piece in pieces:
             self._changes += piece.changes
-            for chunk in self._chunker.add(piece, intake.feeds[piece.vb_id]):
+            for chunk in self._chunker.add(piece):
                 self._submit(chunk)
         if intake.finished:
             for feed in intake.finished:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from clients.backup.chunk import Chunker, frames_of
 from clients.backup.errors import BackupError, PointError
 from clients.backup.export import Export, Row, json_line
-from clients.backup.feed import Feed, Piece
+from clients.backup.feed import Piece
 from clients.backup.fold import run_to_keep
 from clients.backup.legs import (
     Leg,
@@ -140,19 +140,22 @@ def frame(vb_id, seqno, size):
 )  # fmt: skip
 def test_chunks_hold_every_frame_once_and_in_order(pieces, chunk_bytes, gathered_max):
     chunker = Chunker(chunk_bytes, gathered_max)
-    feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in range(4)}
     written = {vb_id: [] for vb_id in range(4)}
     chunks = []
     for vb_id, count, size in pieces:
         first = len(written[vb_id]) + 1
         frames = [frame(vb_id, first + at, size) for at in range(count)]
         written[vb_id] += frames
-        piece = Piece(vb_id, 0, first, first + count - 1, count, b"".join(frames))
-        chunks += chunker.add(piece, feeds[vb_id])
+        last = first + count - 1
+        piece = Piece(vb_id, 0, first, last, count, b"".join(frames), [leg(0, 0, last, ())])
+        chunks += chunker.add(piece)
     chunks += chunker.finish(2)
     chunks += chunker.flush()
     found = {vb_id: [] for vb_id in range(4)}
     for chunk in chunks:
+        # Were it killed after this chunk, the next run would go on where its legs end.
+        saved = {section.vb_id: section.last_seqno for section in chunk.sections}
+        assert {vb_id: legs[-1].to_seqno for vb_id, legs in chunk.legs.items()} == saved
         for section in chunk.sections:
             found[section.vb_id] += [
                 chunk.data[start:stop] for _, start, stop in frames_of(chunk.data, section)

@@ -78,7 +78,7 @@ def back_up(  # noqa: C901  the whole of a run, in one place
 
     def take(part: bytes) -> None:
         for piece in intake.receive(part, node.now_ns):
-            write(chunker.add(piece, feeds[piece.vb_id]))
+            write(chunker.add(piece))
         for feed in intake.finished:
             write(chunker.finish(feed.vb_id))
         intake.finished.clear()

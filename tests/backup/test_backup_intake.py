@@ -1,0 +1,234 @@
+"""The intake alone: what it cuts out of reads, and what it does about servers that err."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clients.backup.errors import BackupError
+from clients.backup.feed import Feed, FeedState
+from clients.backup.intake import Intake
+from clients.backup.legs import Placed
+from clients.errors import StreamViolationError
+from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
+from dcp.wire.message import (
+    FAILOVER_ENTRY,
+    U32,
+    U64,
+    VB_SEQNO,
+    EndReason,
+    SnapshotMarker,
+    pack_marker,
+    pack_stream_end,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+UUID = 77
+ONE_VERSION = FAILOVER_ENTRY.pack(UUID, 0)
+
+
+def mutation(vb_id, opaque, seqno, size=10):
+    extras = struct.pack(">QQIIIHB", seqno, 1, 0, 0, 0, 0, 0)
+    return pack_request(
+        Opcode.DCP_MUTATION, vb_id=vb_id, opaque=opaque, extras=extras, key=b"\0k",
+        value=bytes(size),
+    )  # fmt: skip
+
+
+class Server:
+    """Answers what the intake asks, as a test says."""
+
+    def __init__(self, highs, history=False, version_lists=True):
+        self.intake = Intake(b"test", history=history)
+        self.feeds = {vb_id: Feed(vb_id, 1, [], []) for vb_id in highs}
+        for feed in self.feeds.values():
+            self.intake.add(feed)
+        self.highs = highs
+        self.version_lists = version_lists
+        self.opaques = {}
+        self.requests = []
+        self.decoder = FrameDecoder()
+        self.answer(self.intake.begin())
+
+    def answer(self, output):
+        reply = b""
+        for frame in self.decoder.feed(output):
+            if not frame.is_request:  # the answer to our NOOP
+                continue
+            if frame.opcode == Opcode.GET_ALL_VB_SEQNOS:
+                value = b"".join(VB_SEQNO.pack(*item) for item in self.highs.items())
+                reply += pack_response(frame.opcode, opaque=frame.opaque, value=value)
+            elif frame.opcode == Opcode.DCP_STREAM_REQ:
+                self.opaques[frame.vb_id] = frame.opaque
+                self.requests.append(frame)
+            elif frame.opcode != Opcode.DCP_BUFFER_ACK:
+                refused = frame.key == b"x_version_log" and not self.version_lists
+                status = Status.EINVAL if refused else Status.OK
+                reply += pack_response(frame.opcode, status, opaque=frame.opaque)
+        if reply:
+            self.intake.receive(reply, 0)
+            self.answer(self.intake.take_output())
+
+    def reply(self, vb_id, status=Status.OK, value=ONE_VERSION):
+        frame = pack_response(
+            Opcode.DCP_STREAM_REQ, status, opaque=self.opaques[vb_id], value=value
+        )
+        return self.send(frame)
+
+    def send(self, data):
+        pieces = self.intake.receive(data, 0)
+        self.answer(self.intake.take_output())
+        return pieces
+
+    def marker(self, vb_id, start, end, flags=2):
+        return pack_marker(vb_id, self.opaques[vb_id], SnapshotMarker(start, end, flags))
+
+    def mutations(self, vb_id, *seqnos):
+        return b"".join(mutation(vb_id, self.opaques[vb_id], seqno) for seqno in seqnos)
+
+    def end(self, vb_id, reason=EndReason.OK):
+        return pack_stream_end(vb_id, self.opaques[vb_id], reason)
+
+
+@given(cuts=st.lists(st.integers(1, 700), max_size=20))
+def test_frames_come_out_as_they_came_however_they_are_cut(cuts):
+    server = Server({3: 4, 4: 2})
+    server.reply(3)
+    server.reply(4)
+    frames = {3: server.mutations(3, 1, 2, 4), 4: server.mutations(4, 1, 2)}
+    noop = pack_request(Opcode.DCP_NOOP, opaque=5)
+    data = (
+        server.marker(3, 0, 4) + server.mutations(3, 1) + noop + server.marker(4, 0, 2)
+        + server.mutations(4, 1) + server.mutations(3, 2) + server.mutations(4, 2)
+        + server.mutations(3, 4) + server.end(4) + server.end(3)
+    )  # fmt: skip
+    pieces = []
+    for cut in [*cuts, len(data)]:
+        pieces += server.send(data[:cut])
+        data = data[cut:]
+    for vb_id in (3, 4):
+        assert b"".join(piece.data for piece in pieces if piece.vb_id == vb_id) == frames[vb_id]
+        assert server.feeds[vb_id].state is FeedState.DONE
+    for piece in pieces:
+        assert piece.legs[-1].to_seqno == piece.last_seqno, "as of the piece, not of the read"
+    assert server.feeds[3].legs()[0].ranges == ((0, 2), (4, 4)), "3 was left out: a gap"
+    assert server.intake.wire_bytes > 0
+
+
+def test_a_partition_that_moves_in_the_read_that_brought_changes():
+    server = Server({3: 4})
+    server.reply(3)
+    data = server.marker(3, 0, 4) + server.mutations(3, 1, 2)
+    (piece,) = server.send(data + server.end(3, EndReason.STATE_CHANGED))
+    assert (piece.first_seqno, piece.last_seqno) == (1, 2)
+    (feed,) = server.intake.gone
+    assert feed.legs()[-1].to_seqno == 2
+    assert server.intake.feeds == {}
+
+
+def test_history_snapshots_are_whole_at_every_seqno():
+    server = Server({3: 9}, history=True)
+    server.reply(3)
+    server.send(server.marker(3, 0, 9, flags=0x32) + server.mutations(3, 1, 2, 5))
+    assert server.feeds[3].legs()[0].ranges == ((0, 5),), "3 and 4 are of a dropped collection"
+    (feed,) = server.intake.abandon()
+    assert feed.request_position()[1:4] == (5, 5, 5), "it need not be told of as a part"
+
+
+def test_a_connection_lost_inside_a_de_duplicated_snapshot():
+    server = Server({3: 9})
+    server.reply(3)
+    server.send(server.marker(3, 0, 9) + server.mutations(3, 1, 5))
+    (feed,) = server.intake.abandon()
+    position = feed.request_position()
+    assert position[1:5] == (5, 0, 9, ((0, 0),))
+    again = Server({3: 9})
+    again.intake.add(feed)
+    again.feeds[3] = feed
+    again.intake.ask()
+    again.answer(again.intake.take_output())
+    assert struct.unpack(">IIQQQQQ", again.requests[-1].extras)[2:] == (5, 9, UUID, 0, 9)
+
+
+def test_a_rollback_without_version_lists_tries_older_versions():
+    log = FAILOVER_ENTRY.pack(8, 5) + FAILOVER_ENTRY.pack(UUID, 0)
+    first = Server({3: 9}, history=True)
+    first.reply(3, value=log)
+    first.send(first.marker(3, 0, 9, flags=0x32) + first.mutations(3, *range(1, 10)))
+    first.send(first.end(3))
+    server = Server({}, version_lists=False)
+    feed = Feed(3, 2, [Placed(1, leg) for leg in first.feeds[3].legs()], [])
+    server.highs = {3: 9}
+    server.intake.add(feed)
+    server.intake.ask()
+    server.answer(server.intake.take_output())
+    server.reply(3, Status.ROLLBACK, U64.pack(0))
+    assert (feed.seqno, feed.position.vb_uuid) == (5, UUID), "of the next older version"
+    assert feed.rollbacks == [(9, 5)]
+    server.reply(3, Status.ROLLBACK, U64.pack(2))
+    assert feed.seqno == 2
+    server.reply(3)
+    assert feed.legs()[0].from_seqno == 2
+
+
+@pytest.mark.parametrize(
+    "reason", [EndReason.CLOSED, EndReason.FILTER_EMPTY, EndReason.LOST_PRIVILEGES, 99]
+)
+def test_ends_that_a_run_cannot_bear(reason):
+    server = Server({3: 9})
+    server.reply(3)
+    end = pack_request(
+        Opcode.DCP_STREAM_END, vb_id=3, opaque=server.opaques[3], extras=U32.pack(reason)
+    )
+    with pytest.raises(BackupError, match=f"reason {int(reason)}"):
+        server.send(end)
+
+
+def test_a_damaged_store_is_asked_again_and_then_told_of():
+    server = Server({3: 9})
+    for number in range(3):
+        server.reply(3)
+        server.send(server.end(3, EndReason.BACKFILL_FAILED))
+        assert server.feeds[3].state is FeedState.WAITING
+        server.intake.tick(10**12 * (number + 1))
+        server.answer(server.intake.take_output())
+    server.reply(3)
+    with pytest.raises(BackupError, match="backfill_failed"):
+        server.send(server.end(3, EndReason.BACKFILL_FAILED))
+
+
+def test_servers_that_break_the_rules():
+    server = Server({3: 9})
+    server.reply(3)
+    server.send(server.marker(3, 0, 4))
+    with pytest.raises(StreamViolationError, match="a change with seqno 5 after seqno 2"):
+        server.send(server.mutations(3, 2, 5))
+    server = Server({3: 9})
+    server.reply(3)
+    with pytest.raises(StreamViolationError, match="in no snapshot"):
+        server.send(server.mutations(3, 1))
+    server = Server({3: 9})
+    server.reply(3)
+    server.send(server.marker(3, 0, 4) + server.mutations(3, 1))
+    with pytest.raises(StreamViolationError, match="a marker 2 to 9 at seqno 1"):
+        server.send(server.marker(3, 2, 9))
+    server = Server({3: 9})
+    with pytest.raises(BackupError, match="rolls back from seqno 0"):
+        server.reply(3, Status.ROLLBACK, U64.pack(0))
+    with pytest.raises(RemoteProtocolError):
+        server.send(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(30))
+
+
+def test_what_a_server_cannot_give_now_is_asked_for_later():
+    server = Server({3: 9})
+    server.reply(3, Status.ETMPFAIL, b"")
+    assert server.feeds[3].state is FeedState.WAITING
+    server.intake.tick(1)
+    assert len(server.requests) == 1
+    server.intake.tick(10**12)
+    server.answer(server.intake.take_output())
+    assert len(server.requests) == 2
