@@ -26,7 +26,7 @@ from vbucket.store import BY_KEY_TABLE, EXPIRY_TABLE, TABLES, Store, checked_met
 from vbucket.updates import touch
 
 VBUCKETS = (3, 1000)
-KEYS = [b"\0a", b"\0b", b"\0c", b"\x08a"]
+KEYS = [b"\0a", b"\0b", b"\0c"]
 MUTATION = 0x57
 
 WRITES = st.lists(
@@ -44,21 +44,14 @@ class ExpiryMachine(RuleBasedStateMachine):
         super().__init__()
         self.node = MemoryNode()
         self.prepare()
-        manifest = self.node.engine.manifest.create_collection("_default", "c8")
-        self.node.engine.set_manifest(manifest)
-        self.node.commit()
         self.pager = Pager(self.node.engine, self.node.store)
-        self.states: dict[int, list[Documents]] = {vb_id: [{}, {}] for vb_id in VBUCKETS}
-        """The documents after each seqno; the first change is the collection's event."""
-        self.has_collection = True
-        self.kept = self.everything()
+        self.states: dict[int, list[Documents]] = {vb_id: [{}] for vb_id in VBUCKETS}
+        """The documents after each seqno."""
+        self.kept = copy.deepcopy(self.states)
         self.merging = False
 
     def prepare(self) -> None:
         """What another database needs."""
-
-    def everything(self) -> tuple[Any, ...]:
-        return copy.deepcopy((self.states, self.has_collection))
 
     @property
     def now_s(self) -> int:
@@ -89,7 +82,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     @rule(writes=WRITES, is_committed=st.booleans())
     def store(self, writes: list[tuple[int, bytes, int]], *, is_committed: bool) -> None:
         for vb_id, key, ttl_s in writes:
-            if not self.is_active(vb_id) or (key[0] and not self.has_collection):
+            if not self.is_active(vb_id):
                 continue
             expiry = self.now_s + ttl_s if ttl_s else 0
             assert self.node.engine.store(SET, vb_id, key, key + b"v", 0, expiry, 0, 0)[0] == 0
@@ -99,7 +92,7 @@ class ExpiryMachine(RuleBasedStateMachine):
 
     @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS), ttl_s=st.integers(0, 9))
     def touch(self, vb_id: int, key: bytes, ttl_s: int) -> None:
-        if not self.is_active(vb_id) or (key[0] and not self.has_collection):
+        if not self.is_active(vb_id):
             return
         self.access(vb_id, key)
         expiry = self.now_s + ttl_s if ttl_s else 0
@@ -110,21 +103,12 @@ class ExpiryMachine(RuleBasedStateMachine):
 
     @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
     def delete(self, vb_id: int, key: bytes) -> None:
-        if not self.is_active(vb_id) or (key[0] and not self.has_collection):
+        if not self.is_active(vb_id):
             return
         self.access(vb_id, key)
         self.node.engine.delete(vb_id, key, 0)
         if key in self.documents(vb_id):
             self.changed(vb_id, key, None)
-
-    @precondition(lambda self: self.has_collection and all(map(self.is_active, VBUCKETS)))
-    @rule()
-    def drop_collection(self) -> None:
-        engine = self.node.engine
-        engine.set_manifest(engine.manifest.drop_collection("_default", "c8"))
-        self.has_collection = False
-        for states in self.states.values():
-            states.append(states[-1])
 
     def time_passes(self, seconds: int) -> None:
         self.node.now_ns += seconds * 1_000_000_000
@@ -151,11 +135,7 @@ class ExpiryMachine(RuleBasedStateMachine):
             raise AssertionError("the pager looks at the same entries for ever")
         self.adopt(before, 500)
         for vb_id in VBUCKETS:
-            due = [
-                key
-                for key, expiry in self.documents(vb_id).items()
-                if 0 < expiry <= self.now_s and (self.has_collection or not key[0])
-            ]
+            due = [key for key, expiry in self.documents(vb_id).items() if 0 < expiry <= self.now_s]
             assert not due or not self.is_active(vb_id)
 
     def parts(self) -> dict[int, Any]:
@@ -172,20 +152,16 @@ class ExpiryMachine(RuleBasedStateMachine):
             for _, key in found:
                 assert 0 < self.documents(vb_id)[key] <= self.now_s
                 assert self.is_active(vb_id)
-                assert self.has_collection or not key[0]
                 self.changed(vb_id, key, None)
         assert changes <= changes_max
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
     def branch(self, vb_id: int, part: float) -> None:
         states = self.states[vb_id]
-        seqno = 1 + int((len(states) - 2) * part)  # the collection's event stays
+        seqno = int((len(states) - 1) * part)
         self.node.engine.branch(vb_id, seqno)
         del states[seqno + 1 :]
-        while len(states) <= self.node.engine.partitions[vb_id].high_seqno:
-            states.append(states[-1])  # the drop of the collection, told again
 
-    @precondition(lambda self: self.has_collection)  # one that is not active hears of it later
     @rule(vb_id=st.sampled_from(VBUCKETS))
     def pause(self, vb_id: int) -> None:
         """A partition stops to be active; the pager passes it over."""
@@ -201,7 +177,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.node.commit()
-        self.kept = self.everything()
+        self.kept = copy.deepcopy(self.states)
 
     @precondition(lambda self: not self.merging)
     @rule()
@@ -228,7 +204,7 @@ class ExpiryMachine(RuleBasedStateMachine):
             self.commit()
         self.node.crash()
         self.pager = Pager(self.node.engine, self.node.store)
-        self.states, self.has_collection = copy.deepcopy(self.kept)
+        self.states = copy.deepcopy(self.kept)
         self.merging = False
 
     @invariant()
@@ -236,8 +212,7 @@ class ExpiryMachine(RuleBasedStateMachine):
         for vb_id in VBUCKETS:
             part = self.node.engine.partitions[vb_id]
             assert part.high_seqno == len(self.states[vb_id]) - 1
-            if self.has_collection:
-                assert part.item_count == len(self.documents(vb_id))
+            assert part.item_count == len(self.documents(vb_id))
 
     @invariant()
     def the_table_is_what_the_records_say(self) -> None:
@@ -274,6 +249,6 @@ class LmdbExpiryMachine(ExpiryMachine):
 
 
 TestExpiry = ExpiryMachine.TestCase
-TestExpiry.settings = settings(max_examples=30, stateful_step_count=50, deadline=None)
+TestExpiry.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
 TestExpiryInLmdb = LmdbExpiryMachine.TestCase
-TestExpiryInLmdb.settings = settings(max_examples=6, stateful_step_count=40, deadline=None)
+TestExpiryInLmdb.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)

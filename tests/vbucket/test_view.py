@@ -154,7 +154,7 @@ class ViewMachine(RuleBasedStateMachine):
 
 
 TestViews = ViewMachine.TestCase
-TestViews.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestViews.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 # -- single rules ----------------------------------------------------------------------------------
