@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from keyspace_model import Version
 from test_merge import ALL_KEYS, VB_IDS, MergeMachine
 
+from support.memory_node import LmdbNode, MemoryNode
+from vbucket import block as block_module
 from vbucket import compaction
+from vbucket.block import BODY_BYTES_TARGET
 from vbucket.compaction import Compactor
+from vbucket.engine import SET, Document
 from vbucket.entry import pack_control
-from vbucket.kvenv import KvEnv
+from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.store import TABLES
+from vbucket.kvenv_memory import MemoryEnv
+from vbucket.store import BY_SEQNO_TABLE, STATE_TABLE, TABLES, StoreView, _put_document
+from vbucket.verify_partition import PartitionCheck
 
+A, B, C, D = b"\0a", b"\0b", b"\0c", b"\0d"
 VB = 1
 
 
@@ -170,3 +179,270 @@ TestCompactionInMemory = CompactionMachine.TestCase
 TestCompactionInMemory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestCompactionInLmdb = LmdbCompactionMachine.TestCase
 TestCompactionInLmdb.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+# -- single rules ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[MemoryNode, LmdbNode])
+def node(request: pytest.FixtureRequest) -> Iterator[MemoryNode]:
+    node = request.param()
+    yield node
+    if isinstance(node, LmdbNode):
+        node.close()
+
+
+def write(node: MemoryNode, *keys: bytes, value: bytes = b"v") -> None:
+    for key in keys:
+        assert node.engine.store(SET, VB, key, key + value, 0, 0, 0, 0)[0] == 0
+
+
+def delete(node: MemoryNode, *keys: bytes) -> None:
+    for key in keys:
+        assert node.engine.delete(VB, key, 0)[0] == 0
+
+
+def give_up(node: MemoryNode, floor: int, purge: int) -> None:
+    """Merge, raise the floor and merge that, too."""
+    node.merge()
+    assert node.raise_floor(VB, floor, purge)[:2] == (floor, purge)
+    node.merge()
+
+
+def seqnos(node: MemoryNode) -> list[int]:
+    """What the store has of the partition."""
+    high = node.engine.partitions[VB].high_seqno
+    return [n for n in range(1, high + 1) if node.store.entry(VB, n) is not None]
+
+
+def value_of(node: MemoryNode, key: bytes) -> bytes | None:
+    found = node.engine.get(VB, key)
+    return found.value if isinstance(found, Document) else None
+
+
+def test_superseded_versions_and_tombstones_go_and_the_last_version_stays(node: MemoryNode) -> None:
+    write(node, A, B, A, C)
+    delete(node, A, B, C)
+    give_up(node, 7, 6)
+    node.compact([VB])
+    assert seqnos(node) == [7], "the last change stays, deletion or not"
+    record = node.store.partition(VB)
+    assert record is not None
+    assert (record.versions, record.keys, record.compacted) == (1, 1, [7, 6, 0])
+    write(node, D)
+    give_up(node, 8, 7)
+    node.compact([VB])
+    assert seqnos(node) == [8]
+
+
+@pytest.mark.parametrize("how", ["in memory", "replayed", "merged"])
+def test_a_rollback_to_before_the_successor_of_a_purged_tombstone(
+    node: MemoryNode, how: str
+) -> None:
+    """The successor was only in memory when the tombstone went."""
+    write(node, A, B)
+    delete(node, A)
+    write(node, B)
+    give_up(node, 4, 3)
+    write(node, C)
+    write(node, A, value=b"again")
+    node.compact([VB])
+    assert seqnos(node) == [4]
+    assert node.engine.previous_value(VB, 6) is None
+    if how == "merged":
+        node.merge()
+    node.engine.branch(VB, 5)
+    node.commit()
+    if how == "replayed":
+        node.crash()
+    assert [value_of(node, key) for key in (A, B, C)] == [None, b"v", b"v"]
+    node.merge()
+    node.crash()
+    assert [value_of(node, key) for key in (A, B, C)] == [None, b"v", b"v"]
+    assert node.engine.partitions[VB].item_count == 2
+
+
+def test_a_version_that_is_missing_above_the_purge_seqno_is_damage(node: MemoryNode) -> None:
+    write(node, A, B)
+    delete(node, A)
+    write(node, B)
+    give_up(node, 4, 3)
+    write(node, A)
+    node.compact([VB])
+    node.engine.partitions[VB].purge_seqno = 2
+    with pytest.raises(StoreDamagedError, match="needs seqno 3"):
+        node.engine.branch(VB, 4)
+    assert value_of(node, A) == b"v", "nothing was undone"
+
+
+def test_versions_of_a_dropped_collection_go(node: MemoryNode) -> None:
+    engine = node.engine
+    engine.set_manifest(engine.manifest.create_collection("_default", "one"))  # 1
+    engine.set_manifest(engine.manifest.create_collection("_default", "two"))  # 2
+    write(node, b"\x08a", b"\x08b", b"\x09a", A)  # 3 to 6
+    give_up(node, 6, 5)
+    node.compact([VB])
+    engine.set_manifest(engine.manifest.drop_collection("_default", "one"))  # 7
+    write(node, A)  # 8
+    node.merge()
+    node.compact([VB])
+    assert seqnos(node) == [1, 2, 3, 4, 5, 6, 7, 8], "the drop is not below the floor"
+    give_up(node, 8, 5)
+    node.compact([VB])
+    assert seqnos(node) == [1, 2, 5, 7, 8]
+    assert engine.partitions[VB].item_count == 2
+    assert node.store.keys(VB, b"", 10) == [A, *(key for key in node.store.keys(VB, A, 9))]
+    assert not [key for key in node.store.keys(VB, b"", 99) if key[0] == 8]
+    node.engine.branch(VB, 8)
+    node.commit()
+    node.merge()
+    assert engine.partitions[VB].tally.collections == {9: [5, 1]}
+
+
+def test_the_last_change_of_every_collection_stays(node: MemoryNode) -> None:
+    engine = node.engine
+    engine.set_manifest(engine.manifest.create_collection("_default", "one"))  # 1
+    write(node, b"\x08a", A, b"\x08b", B)  # 2 to 5
+    delete(node, A, b"\x08a", B, b"\x08b")  # 6 to 9
+    engine.set_manifest(engine.manifest.create_collection("_default", "two"))  # 10
+    give_up(node, 10, 9)
+    node.compact([VB])
+    assert seqnos(node) == [1, 8, 9, 10]
+    assert engine.default_seqno_at(VB, 10) == 8
+    assert engine.collection_seqno(VB, 8) == 9
+
+
+def test_blocks_stay_chained_and_near_their_size(node: MemoryNode) -> None:
+    value = bytes(300)
+    keys = [b"\0%03d" % number for number in range(400)]
+    for _ in range(3):
+        write(node, *keys, value=value)
+        node.merge()
+    write(node, *keys[:100], value=value)
+    give_up(node, 1_250, 0)
+    node.compact([VB])
+    assert seqnos(node) == [*range(851, 1_301)]
+    blocks = []
+    at = 1
+    while (block := node.store.block_at(VB, at)) is not None or at < 1_300:
+        if block is not None and (not blocks or blocks[-1].first_seqno != block.first_seqno):
+            blocks.append(block)
+        at += 1
+        if at > 1_300:
+            break
+    assert [block.seqno_before for block in blocks] == [
+        0,
+        *(block.last_seqno for block in blocks[:-1]),
+    ]
+    assert len(blocks) <= 2 + 450 * 400 // BODY_BYTES_TARGET
+    findings = PartitionCheck(
+        node.env.snapshot(), VB, node.store.partition(VB), node.store.manifest()
+    ).findings()
+    assert list(findings) == []
+
+
+def test_damage_is_named_and_left_as_it_is() -> None:
+    node = MemoryNode()
+    write(node, A, B, A, B)
+    give_up(node, 4, 0)
+    assert isinstance(node.env, MemoryEnv)
+    node.env.flip(BY_SEQNO_TABLE, next(iter(node.env.tables[BY_SEQNO_TABLE])), -1)
+    blocks = dict(node.env.tables[BY_SEQNO_TABLE])
+    report = node.compactor.run(node.env, [VB, VB + 1], lambda: False)
+    assert (report.finished, report.versions) == ([VB, VB + 1], 0)
+    ((vb_id, text),) = report.damages
+    assert (vb_id, "does not match its checksum" in text) == (VB, True)
+    assert dict(node.env.tables[BY_SEQNO_TABLE]) == blocks
+
+
+def test_a_block_that_vanished_is_not_covered_up() -> None:
+    node = MemoryNode()
+    with mock.patch.object(block_module, "BODY_BYTES_TARGET", 200):
+        for _ in range(4):
+            write(node, A, B, C)
+        give_up(node, 12, 0)
+    assert isinstance(node.env, MemoryEnv)
+    rows = node.env.tables[BY_SEQNO_TABLE]
+    del rows[list(rows)[1]]
+    report = node.compactor.run(node.env, [VB], lambda: False)
+    assert "are missing in the store" in report.damages[0][1]
+    assert report.versions == 0
+
+
+def test_a_slice_that_is_not_stored_did_not_happen() -> None:
+    node = MemoryNode()
+    write(node, A, A, A)
+    give_up(node, 3, 0)
+    assert isinstance(node.env, MemoryEnv)
+    node.env.fail_commit(1)
+    with pytest.raises(StoreFullError):
+        node.compactor.run(node.env, [VB], lambda: False)
+    node.store.refresh()
+    assert seqnos(node) == [1, 2, 3]
+    node.compact([VB])
+    assert seqnos(node) == [3]
+
+
+@pytest.mark.parametrize("is_merging", [False, True])
+def test_a_branch_at_0_empties_a_partition(node: MemoryNode, is_merging: bool) -> None:
+    write(node, A, B, value=b"old")
+    give_up(node, 2, 1)
+    write(node, C)
+    if is_merging:
+        node.begin_merge()
+    write(node, A)
+    branch = node.engine.branch(VB, 0)
+    assert (branch.undone_seqnos, branch.undone_keys) == (4, 3)
+    part = node.engine.partitions[VB]
+    assert (part.high_seqno, part.history_floor, part.purge_seqno, part.item_count) == (0, 0, 0, 0)
+    if is_merging:
+        node.commit()
+        node.end_merge()
+    write(node, B)
+    assert [value_of(node, key) for key in (A, B, C)] == [None, b"v", None]
+    node.merge()
+    node.compact([VB])
+    node.crash()
+    assert [value_of(node, key) for key in (A, B, C)] == [None, b"v", None]
+    assert (seqnos(node), node.store.keys(VB, b"", 9)) == ([1], [B])
+    record = node.store.partition(VB)
+    assert record is not None
+    assert (record.versions, record.keys, record.item_count) == (1, 1, 1)
+
+
+def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
+    """Under the same seqnos there may be other versions."""
+    node = MemoryNode()
+    with (
+        mock.patch.object(compaction, "STEP_BYTES", 1),
+        mock.patch.object(block_module, "BODY_BYTES_TARGET", 200),
+    ):
+        write(node, *([A, B] * 6))
+        give_up(node, 12, 0)
+        node.compact([VB], slices=4)
+        node.engine.branch(VB, 0)
+        write(node, *[b"\0%d" % number for number in range(12)])
+        give_up(node, 12, 0)
+        node.compact([VB])
+    assert seqnos(node) == list(range(1, 13))
+
+
+def test_a_store_of_before_has_its_counts(node: MemoryNode) -> None:
+    """Its records have no counts, and a purge that raised no floor."""
+    write(node, A, B, A)
+    node.merge()
+    with node.env.write() as env_write:
+        view = StoreView(env_write)
+        record = view.partition(VB)
+        assert record is not None
+        document = record._replace(purge_seqno=2)._asdict()
+        for name in ("failover", "versions", "keys", "compacted"):
+            del document[name]
+        _put_document(env_write, STATE_TABLE, VB.to_bytes(2, "big"), document)
+    node.crash()
+    record = node.store.partition(VB)
+    assert record is not None
+    assert (record.versions, record.keys) == (3, 2)
+    assert (record.history_floor, record.purge_seqno) == (3, 2)
+    node.compact([VB])
+    assert seqnos(node) == [2, 3]

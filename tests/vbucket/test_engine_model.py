@@ -190,15 +190,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.node.compact(VBUCKETS, slices=slices)
 
     @precondition(lambda self: not self.merging)
-    @rule(part=st.floats(0.5, 1))
-    def give_up_history(self, part: float) -> None:
-        """All of it together, because chance rarely brings it in this order."""
+    @rule(part=st.floats(0.5, 1), meanwhile=st.lists(st.sampled_from(KEYS)))
+    def give_up_history(self, part: float, meanwhile: list[bytes]) -> None:
+        """All of it together, because chance rarely brings it in this order. What is set meanwhile
+        has previous versions that go.
+        """
         self.commit()
         self.node.merge()
         for vb_id in VBUCKETS:
             self.raise_floor(vb_id, part, 1.0)
         self.commit()
         self.node.merge()
+        for key in meanwhile:
+            self.set(VBUCKETS[0], key)
         self.node.compact(VBUCKETS)
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
