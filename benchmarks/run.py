@@ -12,7 +12,13 @@ Parts
 - set        durable SETs a second and latency, at 1 x 1, 1 x 128 and 8 x 64 in flight
 - catchup    a Python consumer follows all changes from the beginning
 - memory     of the server with all that it started, after all keys were written
+- get        GETs a second and latency, 8 x 64 in flight, of keys that are all there
+- serve      all changes from the beginning into a socket that counts, 128-byte and 1 KiB values
+- tail       from sending a SET to its answer and to its event, at 10,000 a second (dcpd alone)
+- idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
+
+What the server's core costs without sockets, in processor time: python -m benchmarks.cpu
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +41,10 @@ from benchmarks import responder, workload
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
 
-PARTS: Final = ("generator", "set", "catchup", "memory", "restart")
+LOADED_PARTS: Final = ("memory", "get", "catchup", "serve", "tail", "idle", "restart")
+"""What is measured on a server that holds all keys, in this order."""
+PARTS: Final = ("generator", "set", *LOADED_PARTS)
+LARGE_VALUE_BYTES: Final = 1024
 SHAPES: Final = ((1, 1), (1, 128), (8, 64))
 """Connections x operations in flight on each."""
 LOAD_SHAPE: Final = (8, 64)
@@ -142,17 +152,75 @@ def measure_loaded(report: Report, options: argparse.Namespace, folder: Path) ->
                 say(f"  {name:6} wrote {result['operations']:,} keys, {rate:,.0f} op/s")
                 report.add(name, f"{options.keys:,} new keys", rate, unit="op/s",
                            more_is_better=True)  # fmt: skip
-                if "memory" in options.only:
-                    measure_memory(report, peer)
-                if "catchup" in options.only and name != "etcd":  # no consumer of etcd's beside it
-                    measure_catchup(report, peer, options.keys)
-                if "restart" in options.only:
-                    measure_restart(report, peer, options.keys)
+                for part in LOADED_PARTS:
+                    if part in options.only and is_measured(part, name):
+                        MEASURE[part](report, peer, options)
             finally:
                 peer.discard()
 
 
-def measure_catchup(report: Report, peer: Peer, changes: int) -> None:
+def measure_large_values(report: Report, options: argparse.Namespace, folder: Path) -> None:
+    """The server's side of a catch-up once more, with values of 1 KiB."""
+    keys = max(1, options.keys // 4)
+    for run in range(options.runs):
+        for name in options.peers:
+            if not is_measured("serve", name):
+                continue
+            peer = PEERS[name](folder / f"{name}-large-{run}")
+            try:
+                peer.start()
+                generate(peer.protocol, peer.port, LOAD_SHAPE, "--load", "--keys", keys,
+                         "--value-bytes", LARGE_VALUE_BYTES)  # fmt: skip
+                record_serving(report, peer, keys, "served, 1 KiB values")
+            finally:
+                peer.discard()
+
+
+def record_serving(report: Report, peer: Peer, changes: int, what: str) -> None:
+    document = tool("following", f"drain-{peer.name}", "--port", peer.port, "--changes", changes)
+    rate = changes / document["seconds"]
+    report.add(peer.name, what, rate, unit="changes/s", more_is_better=True)
+    mb_per_second = document["bytes"] / document["seconds"] / 1e6
+    report.add(peer.name, f"{what}, bytes", mb_per_second, unit="MB/s", more_is_better=True)
+    say(f"  {peer.name:6} {what}: {rate:,.0f} changes/s, {mb_per_second:,.0f} MB/s")
+
+
+def measure_serve(report: Report, peer: Peer, options: argparse.Namespace) -> None:
+    record_serving(report, peer, options.keys, "served")
+
+
+def measure_get(report: Report, peer: Peer, options: argparse.Namespace) -> None:
+    connections, in_flight = LOAD_SHAPE
+    result = tool("reading", peer.protocol, "--port", peer.port, "--keys", options.keys,
+                  "--seconds", options.seconds, "--connections", connections,
+                  "--in-flight", in_flight)  # fmt: skip
+    record_sets(report, peer.name, result, f"GET {connections} x {in_flight}")
+
+
+def measure_tail(report: Report, peer: Peer, options: argparse.Namespace) -> None:
+    document = tool("following", "tail", "--port", peer.port, "--keys", options.keys,
+                    "--seconds", options.seconds)  # fmt: skip
+    for what in ("set_p50", "set_p99", "event_p50", "event_p99"):
+        name = what.replace("set", "answer").replace("_", ", ")
+        report.add(peer.name, f"at 10,000 SETs/s: {name}", document[f"{what}_us"] / 1000,
+                   unit="ms", more_is_better=False)  # fmt: skip
+    say(f"  {peer.name:6} tail: {document}")
+
+
+def measure_idle(report: Report, peer: Peer, _options: argparse.Namespace) -> None:
+    document = tool("following", "idle", "--port", peer.port, "--pid", peer.pid)
+    report.add(peer.name, "102,400 idle streams", document["anonymous_bytes_added"] / MIB,
+               unit="MiB", more_is_better=False)  # fmt: skip
+    report.add(peer.name, "102,400 idle streams, core", 100 * document["idle_share_of_a_core"],
+               unit="%", more_is_better=False)  # fmt: skip
+    report.add(peer.name, "a change, for each of 100 followers",
+               document["us_per_change_and_follower"], unit="us",
+               more_is_better=False)  # fmt: skip
+    say(f"  {peer.name:6} idle: {document}")
+
+
+def measure_catchup(report: Report, peer: Peer, options: argparse.Namespace) -> None:
+    changes = options.keys
     document = tool("catchup", peer.name, "--port", peer.port, "--changes", changes)
     assert document["changes"] == document["keys"] == changes, document
     rate = changes / document["seconds"]
@@ -160,7 +228,7 @@ def measure_catchup(report: Report, peer: Peer, changes: int) -> None:
     report.add(peer.name, "consumer's catch-up", rate, unit="changes/s", more_is_better=True)
 
 
-def measure_memory(report: Report, peer: Peer) -> None:
+def measure_memory(report: Report, peer: Peer, _options: argparse.Namespace) -> None:
     """Memory once it no longer changes: rewriting and merging go on after the last write."""
     deadline = time.monotonic() + SETTLE_SECONDS_MAX
     now = memory_bytes(peer.pid)
@@ -177,8 +245,9 @@ def measure_memory(report: Report, peer: Peer) -> None:
     say(f"  {peer.name:6} memory: {now['Rss'] / MIB:,.0f} MiB, disk {on_disk / MIB:,.0f} MiB")
 
 
-def measure_restart(report: Report, peer: Peer, keys: int) -> None:
+def measure_restart(report: Report, peer: Peer, options: argparse.Namespace) -> None:
     """SIGKILL, start, first GET answered; then a look at some documents."""
+    keys = options.keys
     peer.kill()
     seconds = peer.start()
     pool = set(workload.values(1, 128))
@@ -188,6 +257,30 @@ def measure_restart(report: Report, peer: Peer, keys: int) -> None:
             raise SystemExit(f"{peer.name} lost {workload.key_of(index)!r}: {value!r}")
     say(f"  {peer.name:6} ready after SIGKILL: {seconds:.3f} s")
     report.add(peer.name, "ready after SIGKILL", seconds, unit="s", more_is_better=False)
+
+
+MEASURE: Final[dict[str, Callable[[Report, Peer, argparse.Namespace], None]]] = {
+    "memory": measure_memory,
+    "get": measure_get,
+    "catchup": measure_catchup,
+    "serve": measure_serve,
+    "tail": measure_tail,
+    "idle": measure_idle,
+    "restart": measure_restart,
+}
+PEERS_OF: Final = {
+    "get": {"dcpd", "redis"},
+    "serve": {"dcpd", "redis"},
+    "tail": {"dcpd"},
+    "idle": {"dcpd"},
+}
+"""Where only some can be measured the same way."""
+
+
+def is_measured(part: str, name: str) -> bool:
+    if part == "catchup":
+        return name != "etcd"  # no consumer of etcd's beside it
+    return name in PEERS_OF.get(part, PEERS)
 
 
 def about(options: argparse.Namespace) -> dict[str, str]:
@@ -240,8 +333,10 @@ def main() -> int:
             measure_generator(report, options)
         if "set" in options.only:
             measure_set(report, options, folder)
-        if {"catchup", "memory", "restart"}.intersection(options.only):
+        if set(LOADED_PARTS).intersection(options.only):
             measure_loaded(report, options, folder)
+        if "serve" in options.only:
+            measure_large_values(report, options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(report.to_markdown())

@@ -112,10 +112,58 @@ def test_a_short_run_fills_the_table(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
 
 
+@pytest.mark.crash
+def test_reading_and_streams_fill_the_table_too(tmp_path):
+    """Each part with few operations: what it counts has to be there, to the last change."""
+    written = tmp_path / "figures.json"
+    peers = "dcpd,redis" if shutil.which("redis-server") else "dcpd"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.run", "--peers", peers, "--only", "get,serve,tail",
+         "--keys", "2000", "--runs", "1", "--seconds", "0.5", "--folder", str(tmp_path), "--json",
+         str(written)],
+        capture_output=True, text=True, check=False, timeout=55,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row["what"]: row["samples"] for row in json.loads(written.read_text())["rows"]}
+    for what in ("GET 8 x 64", "served", "served, bytes", "served, 1 KiB values"):
+        assert set(rows[what]) == set(peers.split(","))
+    assert set(rows["at 10,000 SETs/s: event, p99"]) == {"dcpd"}
+
+
+@pytest.mark.crash
+def test_idle_streams_are_opened_and_followed(tmp_path):
+    peer = PEERS["dcpd"](tmp_path / "data")
+    peer.start()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.following", "idle", "--port", str(peer.port),
+             "--pid", str(peer.pid), "--connections", "3", "--seconds", "0.2", "--writes", "5"],
+            capture_output=True, text=True, check=False, timeout=50,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+    finally:
+        peer.discard()
+    assert found["streams"] == 3 * 1024
+    assert found["anonymous_bytes"] > 0
+
+
+@pytest.mark.crash
+def test_the_cost_of_the_core_is_measured():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu", "--keys", "2000", "--operations", "128"],
+        capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert {"set_new", "get_merged", "backfill_merged", "live", "merge"} < set(figures)
+    assert all(figure > 0 for figure in figures.values())
+
+
 def test_an_unknown_part_is_refused():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.run", "--only", "sets"],
         capture_output=True, text=True, check=False, timeout=30,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "'sets' is none of generator, set, catchup, memory, restart" in done.stderr
+    assert "'sets' is none of generator, set, memory, get, catchup, serve, tail" in done.stderr
