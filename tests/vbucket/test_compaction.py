@@ -446,3 +446,26 @@ def test_a_store_of_before_has_its_counts(node: MemoryNode) -> None:
     assert (record.history_floor, record.purge_seqno) == (3, 2)
     node.compact([VB])
     assert seqnos(node) == [2, 3]
+
+
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
+def test_a_block_learns_that_the_one_before_ends_earlier(node: MemoryNode, step_bytes: int) -> None:
+    with (
+        mock.patch.object(compaction, "STEP_BYTES", step_bytes),
+        mock.patch.object(compaction, "BODY_BYTES_TARGET", 1_000),
+        mock.patch.object(block_module, "BODY_BYTES_TARGET", 1_000),
+    ):
+        keys = [b"\0%03d" % number for number in range(40)]
+        write(node, *keys, value=bytes(80))
+        node.merge()
+        ends = {block.last_seqno for n in range(1, 41) if (block := node.store.block_at(VB, n))}
+        replaced = sorted(ends)[:-1:2]
+        assert len(replaced) >= 2
+        write(node, *(keys[seqno - 1] for seqno in replaced), value=bytes(80))
+        give_up(node, 40 + len(replaced), 0)
+        node.compact([VB])
+    assert set(range(1, 41)) - set(seqnos(node)) == set(replaced)
+    record = node.store.partition(VB)
+    assert record is not None
+    check = PartitionCheck(node.env.snapshot(), VB, record, node.store.manifest())
+    assert list(check.findings()) == []
