@@ -15,47 +15,38 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
+from dcp.server.setting_values import (
+    NONE,
+    Option,
+    duration_text,
+    read_choice,
+    read_count,
+    read_duration,
+    read_file,
+    read_host,
+    read_name_or_off,
+    read_path,
+    read_size,
+    size_text,
+)
 from dcp.wire.frame import MAX_VALUE_BYTES
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
 """Names the TOML file where --config does not."""
 
-NONE: Final = "none"
-"""A file that is not given, in words."""
-
-SIZE_UNITS: Final = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
-DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-_NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 
 class ConfigError(Exception):
     """A setting is unknown or not allowed; the text says where, what and what to write instead."""
-
-
-class Option(NamedTuple):
-    """What a setting means and what it may be."""
-
-    doc: str
-    parse: Callable[[object, Option], Any]
-    metavar: str
-    minimum: float = 0
-    maximum: float = 0
-    choices: tuple[str, ...] = ()
-    zero_means: str = ""
-    """What 0 says where it lies outside of minimum to maximum."""
 
 
 class ConfigFile(NamedTuple):
@@ -72,99 +63,6 @@ class Resolved(NamedTuple):
     origins: Mapping[str, str]
 
 
-# -- values: each reader takes what a source gave, raises ValueError with the reason ---------------
-
-
-def _read_host(value: object, _option: Option) -> str:
-    if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
-        raise ValueError("must be an address or a host name")
-    if value == "*":
-        raise ValueError("must be an address; all of this machine's are 0.0.0.0 (or :: for IPv6)")
-    return value
-
-
-def _read_path(value: object, _option: Option) -> Path:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError("must be the path of a folder")
-    return Path(value).expanduser()
-
-
-def _read_file(value: object, _option: Option) -> Path | None:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError("must be the path of a file, or none")
-    return None if value == NONE else Path(value).expanduser()
-
-
-def _read_name_or_off(value: object, _option: Option) -> str:
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ValueError("must be the path of a file, or off")
-    return value
-
-
-def _read_choice(value: object, option: Option) -> str:
-    if value in option.choices:
-        return str(value)
-    raise ValueError(f"must be one of {', '.join(option.choices)}{_suggestion(value, option)}")
-
-
-def _read_count(value: object, option: Option) -> int:
-    text = str(value).strip()
-    is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
-    if not is_number or not option.minimum <= int(text[:20]) <= option.maximum:
-        raise ValueError(
-            f"must be a whole number from {option.minimum:.0f} to {option.maximum:.0f}"
-        )
-    return int(text)
-
-
-def _read_size(value: object, option: Option) -> int:
-    number, unit = _number_and_unit(value)
-    if number is None or unit.lower() not in SIZE_UNITS:
-        raise ValueError('must be a size such as 1048576, "16MB" or "16MiB"')
-    return int(_in_range(number * SIZE_UNITS[unit.lower()], option, size_text))
-
-
-def _read_duration(value: object, option: Option) -> float:
-    number, unit = _number_and_unit(value)
-    if number == 0 and unit in {"", *DURATION_UNITS}:
-        return _in_range(0.0, option, duration_text)
-    if number is None or unit not in DURATION_UNITS:
-        raise ValueError('must be a duration with its unit, such as "250ms", "10s" or "5m"')
-    return _in_range(number * DURATION_UNITS[unit], option, duration_text)
-
-
-def _number_and_unit(value: object) -> tuple[float | None, str]:
-    if isinstance(value, bool):
-        return None, ""
-    found = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
-    return (float(found[1]), found[2]) if found else (None, "")
-
-
-def _in_range(number: float, option: Option, text_of: Callable[[float], str]) -> float:
-    if option.minimum <= number <= option.maximum or (number == 0 and option.zero_means):
-        return number
-    zero = f", or 0 for {option.zero_means}" if option.zero_means else ""
-    raise ValueError(f"must be from {text_of(option.minimum)} to {text_of(option.maximum)}{zero}")
-
-
-def size_text(size_bytes: float) -> str:
-    """Return a size as people write it: 67108864 is 64MiB."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        factor = SIZE_UNITS[unit.lower()]
-        if size_bytes >= factor and size_bytes % factor == 0:
-            return f"{size_bytes / factor:.0f}{unit}"
-    return f"{size_bytes:.0f}"
-
-
-def duration_text(duration_s: float) -> str:
-    """Return a duration as people write it: 0.25 is 250ms."""
-    for unit in ("d", "h", "m", "s", "ms"):
-        count = round(duration_s / DURATION_UNITS[unit], 6)
-        if count >= 1 and count == int(count):
-            return f"{count:.0f}{unit}"
-    return f"{duration_s / DURATION_UNITS['us']:.0f}us" if duration_s else "0"
-
-
 # -- the table -------------------------------------------------------------------------------------
 
 
@@ -175,19 +73,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Option(
             "Address to listen on. Other than loopback only once a user was added.",
-            _read_host,
+            read_host,
             "ADDRESS",
         ),
     ] = "127.0.0.1"
     port: Annotated[
-        int, Option("Key-value port; 0 picks a free one.", _read_count, "PORT", 0, 65535)
+        int, Option("Key-value port; 0 picks a free one.", read_count, "PORT", 0, 65535)
     ] = 11210
     admin_port: Annotated[
         int,
         Option(
             "Port of the admin interface (HTTP); 0 picks a free one, and so does the default where "
             "it is taken.",
-            _read_count,
+            read_count,
             "PORT",
             0,
             65535,
@@ -197,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option(
             "Key-value port with TLS, where --tls-cert is given; 0 picks a free one.",
-            _read_count,
+            read_count,
             "PORT",
             0,
             65535,
@@ -208,7 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Port of the admin interface with TLS (HTTPS), where --tls-cert is given; 0 picks a "
             "free one.",
-            _read_count,
+            read_count,
             "PORT",
             0,
             65535,
@@ -219,19 +117,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Certificate (PEM, then those up to its CA): opens the TLS ports. Read again when it "
             "changes, or at SIGHUP.",
-            _read_file,
+            read_file,
             "FILE",
         ),
     ] = None
     tls_key: Annotated[
         Path | None,
-        Option("Key of --tls-cert (PEM, unencrypted), unless it is in there.", _read_file, "FILE"),
+        Option("Key of --tls-cert (PEM, unencrypted), unless it is in there.", read_file, "FILE"),
     ] = None
     tls_client_ca: Annotated[
         Path | None,
         Option(
             "CA (PEM) that clients of the TLS ports need a certificate of; they still log in.",
-            _read_file,
+            read_file,
             "FILE",
         ),
     ] = None
@@ -239,7 +137,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["on", "off"],
         Option(
             "on: the ports without TLS listen on loopback only, whatever --host says.",
-            _read_choice,
+            read_choice,
             "on|off",
             choices=("on", "off"),
         ),
@@ -248,7 +146,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["on", "off"],
         Option(
             "Whether guest/guest may log in from this machine.",
-            _read_choice,
+            read_choice,
             "on|off",
             choices=("on", "off"),
         ),
@@ -257,7 +155,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["on", "off"],
         Option(
             "Whether key-value clients of this machine need no login at all.",
-            _read_choice,
+            read_choice,
             "on|off",
             choices=("on", "off"),
         ),
@@ -266,7 +164,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Option(
             "File of the audit log, in the data folder unless absolute; off writes none.",
-            _read_name_or_off,
+            read_name_or_off,
             "FILE",
         ),
     ] = "audit.log"
@@ -274,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option(
             "Size at which the audit log begins a new file; five full ones are kept.",
-            _read_size,
+            read_size,
             "SIZE",
             4 << 10,
             1 << 40,
@@ -282,27 +180,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 16 << 20
     data: Annotated[
         Path,
-        Option("Folder of the data; made when missing.", _read_path, "DIR"),
+        Option("Folder of the data; made when missing.", read_path, "DIR"),
     ] = Path("dcpd-data")
     durability: Annotated[
         Literal["commit", "interval", "none"],
         Option(
             "When an answer says 'stored': commit, after it is on disk; interval, at once, with a "
             "sync every --sync-interval; none, at once, the operating system writes when it likes.",
-            _read_choice,
+            read_choice,
             "WHEN",
             choices=("commit", "interval", "none"),
         ),
     ] = "commit"
     sync_interval_s: Annotated[
         float,
-        Option("Time between syncs (durability interval).", _read_duration, "TIME", 0.001, 3600),
+        Option("Time between syncs (durability interval).", read_duration, "TIME", 0.001, 3600),
     ] = 1.0
     memtable_bytes: Annotated[
         int,
         Option(
             "Changes held in memory before they are merged into the store.",
-            _read_size,
+            read_size,
             "SIZE",
             1 << 20,
             64 << 30,
@@ -313,7 +211,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Time between looks for documents whose time is over; 0: they expire when somebody "
             "asks for them.",
-            _read_duration,
+            read_duration,
             "TIME",
             0.01,
             3600,
@@ -325,7 +223,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "How long a version can still be read after it was replaced: for rollbacks and history "
             "streams. 0 keeps none.",
-            _read_duration,
+            read_duration,
             "TIME",
             0,
             100 * 365 * 86400,
@@ -336,7 +234,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "And how many bytes of versions at most, of all partitions together; the smaller of "
             "the two counts. 0 keeps none.",
-            _read_size,
+            read_size,
             "SIZE",
             0,
             1 << 60,
@@ -347,7 +245,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Age at which a deletion is forgotten; a consumer that was away for longer starts "
             "anew. 0 forgets it with the next compaction.",
-            _read_duration,
+            read_duration,
             "TIME",
             0,
             100 * 365 * 86400,
@@ -358,7 +256,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Time between looks for partitions that are worth compacting; 0: only `dcpctl compact` "
             "does it.",
-            _read_duration,
+            read_duration,
             "TIME",
             0.05,
             86400,
@@ -369,37 +267,37 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option(
             "Address space of the store: what it can grow to; it takes no disk or memory before.",
-            _read_size,
+            read_size,
             "SIZE",
             64 << 20,
             1 << 46,
         ),
     ] = 1 << 40
     value_bytes_max: Annotated[
-        int, Option("Longest value.", _read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
+        int, Option("Longest value.", read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
     ] = MAX_VALUE_BYTES
     connections_max: Annotated[
         int,
-        Option("Connections at a time; more are refused.", _read_count, "COUNT", 1, 1_000_000),
+        Option("Connections at a time; more are refused.", read_count, "COUNT", 1, 1_000_000),
     ] = 10_000
     connections_per_user_max: Annotated[
         int,
         Option(
             "Key-value connections that one user may have; 0 is no limit.",
-            _read_count,
+            read_count,
             "COUNT",
             0,
             1_000_000,
         ),
     ] = 0
     streams_max: Annotated[
-        int, Option("Streams of one DCP connection.", _read_count, "COUNT", 1, 1_000_000)
+        int, Option("Streams of one DCP connection.", read_count, "COUNT", 1, 1_000_000)
     ] = 1024
     login_body_bytes_max: Annotated[
         int,
         Option(
             "Largest packet body of a client that has not logged in.",
-            _read_size,
+            read_size,
             "SIZE",
             1 << 10,
             MAX_VALUE_BYTES,
@@ -408,7 +306,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     login_failures_max: Annotated[
         int,
         Option(
-            "Wrong logins after which a connection is closed.", _read_count, "COUNT", 1, 1_000_000
+            "Wrong logins after which a connection is closed.", read_count, "COUNT", 1, 1_000_000
         ),
     ] = 5
     login_failures_per_minute: Annotated[
@@ -416,7 +314,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             "Wrong logins of one user from one address within a minute; after them, and after ten "
             "times as many of one address, logins are refused until the minute is over.",
-            _read_count,
+            read_count,
             "COUNT",
             1,
             1_000_000,
@@ -426,7 +324,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Option(
             "A connection that has not logged in by then is closed.",
-            _read_duration,
+            read_duration,
             "TIME",
             0.1,
             3600,
@@ -436,7 +334,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Option(
             "A connection that sends nothing for so long is closed; 0 keeps it.",
-            _read_duration,
+            read_duration,
             "TIME",
             1,
             30 * 86400,
@@ -447,7 +345,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"],
         Option(
             "Least important events that are logged.",
-            _read_choice,
+            read_choice,
             "LEVEL",
             choices=("debug", "info", "warning", "error"),
         ),
@@ -456,7 +354,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "text", "json"],
         Option(
             "Form of the log on stderr; auto is text on a terminal and JSON otherwise.",
-            _read_choice,
+            read_choice,
             "FORM",
             choices=("auto", "text", "json"),
         ),
@@ -488,9 +386,9 @@ def default_text(key: str) -> str:
 
 
 def _shown(option: Option, value: Any) -> str:
-    if option.parse is _read_size:
+    if option.parse is read_size:
         return size_text(value)
-    if option.parse is _read_duration:
+    if option.parse is read_duration:
         return duration_text(value)
     return NONE if value is None else str(value)
 
@@ -611,11 +509,6 @@ def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object,
 def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
-
-
-def _suggestion(value: object, option: Option) -> str:
-    close = difflib.get_close_matches(str(value).lower(), option.choices, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _link_hint(text: object) -> str:

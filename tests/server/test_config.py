@@ -10,15 +10,14 @@ from dcp.server.config import (
     ConfigFile,
     Settings,
     default_text,
-    duration_text,
     flag_of,
     is_loopback,
     plain_host_of,
     read_config_file,
     resolve,
     shown,
-    size_text,
 )
+from dcp.server.setting_values import duration_text, size_text
 
 
 def refusal(flags=None, environ=None, document=None) -> str:
