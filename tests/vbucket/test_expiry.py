@@ -8,6 +8,7 @@ from support.memory_node import START_NS, MemoryNode
 from vbucket.due import DueDocuments, due_item, read_due
 from vbucket.engine import SET
 from vbucket.expiry import Pager
+from vbucket.keyspace import MUTATION
 from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import put_state
 from vbucket.merge import merge
@@ -116,6 +117,27 @@ def test_a_document_that_a_branch_brings_back_expires_again(node: MemoryNode, pa
     assert sorted(expired_by(Pager(node.engine, node.store), node, 2)) == [b"\0both", b"\0memory"]
 
 
+@pytest.mark.parametrize("seqno", [0, 1])
+def test_rows_of_documents_that_a_branch_undid_go_with_the_merge(
+    node: MemoryNode, seqno: int
+) -> None:
+    put(node, b"\0first", 0)
+    put(node, b"\0k", 1)
+    node.commit()
+    node.merge()
+    assert rows(node) == [(START_S + 1, VB, b"\0k")]
+    node.engine.branch(VB, seqno)
+    node.commit()
+    node.merge()
+    assert rows(node) == []
+
+
+def test_documents_that_come_with_their_metadata_expire_too(node: MemoryNode, pager: Pager) -> None:
+    outcome = node.engine.put_with_meta(MUTATION, VB, b"\0k", b"\0kv", 0, START_S + 1, 0, 7, 99, 0)
+    assert outcome[0] == 0
+    assert expired_by(pager, node, 1) == [b"\0k"]
+
+
 def test_rows_that_a_merge_brings_below_the_cursor_are_found(
     node: MemoryNode, pager: Pager
 ) -> None:
@@ -156,6 +178,23 @@ def test_what_belongs_to_a_dropped_collection_is_left_alone(node: MemoryNode, pa
     put(node, b"\x08memory", 1)
     engine.set_manifest(engine.manifest.drop_collection("_default", "gone"))
     assert expired_by(pager, node, 2) == []
+
+
+def test_compaction_takes_the_rows_of_a_dropped_collection_along(node: MemoryNode) -> None:
+    engine = node.engine
+    engine.set_manifest(engine.manifest.create_collection("_default", "gone"))
+    put(node, b"\x08k", 1)
+    put(node, b"\0k", 1)
+    engine.set_manifest(engine.manifest.drop_collection("_default", "gone"))
+    put(node, b"\0other", 0)
+    node.commit()
+    node.merge()
+    assert len(rows(node)) == 2
+    engine.raise_floor(VB, engine.partitions[VB].high_seqno, 0)
+    node.commit()
+    node.merge()
+    node.compact([VB])
+    assert rows(node) == [(START_S + 1, VB, b"\0k")]
 
 
 def test_slices_are_bounded_and_look_at_each_row_once(

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dcp.stream.pins import allowed
 from support.memory_node import MemoryNode
 from vbucket.engine import SET
 from vbucket.kvenv import StoreDamagedError
@@ -90,9 +91,25 @@ class ViewMachine(RuleBasedStateMachine):
         self.node.end_merge()
         self.merging = False
 
+    def seqno_of(self, part: float) -> int:
+        """Return a seqno that the history still reaches back to."""
+        return max(int((len(self.states) - 1) * part), self.part.history_floor)
+
+    @precondition(lambda self: not self.merging)
+    @rule(part=st.floats(0, 1))
+    def compact(self, part: float) -> None:
+        """Give up as much of the history as the views allow, and let it go."""
+        self.node.merge()
+        floor = int((len(self.states) - 1) * part)
+        can = allowed(self.part, floor, max(0, floor - 1), ())
+        self.node.engine.raise_floor(VB, can.floor, can.purge)
+        assert self.part.history_floor <= min(self.part.pins, default=floor + 99)
+        self.node.merge()
+        self.node.compact([VB])
+
     @rule(part=st.sampled_from((0.3, 0.8, 0.95, 1.0)))
     def branch(self, part: float) -> None:
-        seqno = int((len(self.states) - 1) * part)
+        seqno = self.seqno_of(part)
         self.node.engine.branch(VB, seqno)
         del self.states[seqno + 1 :]
         for reading in self.readings:
@@ -101,7 +118,7 @@ class ViewMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.readings) < 6)
     @rule(part=st.floats(0, 1), bounds=st.tuples(st.sampled_from(KEYS), st.sampled_from(KEYS)))
     def open(self, part: float, bounds: tuple[bytes, bytes]) -> None:
-        seqno = int((len(self.states) - 1) * part)
+        seqno = self.seqno_of(part)
         view = self.views.open(VB, seqno)
         start, end = sorted(bounds)
         if start == end:
