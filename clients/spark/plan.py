@@ -157,7 +157,7 @@ def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> 
     """Return how many changes each partition gives to a batch of at most `rows_max`.
 
     Indivisible parts come first, one at least, so that there is progress. The rest is shared
-    equally; what some do not need goes to the others, the odd ones to those that want most.
+    equally; what some do not need goes to the others, odd ones by turns.
     """
     granted = dict.fromkeys(wants, 0)
     left = rows_max
@@ -170,13 +170,27 @@ def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> 
             left = max(0, left - need)
         if granted[vb_id] == need and wants[vb_id] > need:
             divisible.append(vb_id)
-    divisible.sort(key=lambda vb_id: (wants[vb_id] - granted[vb_id], vb_id))
-    for index, vb_id in enumerate(divisible):
-        share = left // (len(divisible) - index)
-        more = min(share, wants[vb_id] - granted[vb_id])
-        granted[vb_id] += more
-        left -= more
+    wanted = {vb_id: wants[vb_id] - granted[vb_id] for vb_id in divisible}
+    level = _level(sorted(wanted.values()), left)
+    for vb_id, want in wanted.items():
+        granted[vb_id] += min(want, level)
+        left -= min(want, level)
+    # What is left is less than one each. Whose turn it is moves on with what was read so far.
+    eager = [vb_id for vb_id, want in wanted.items() if want > level]
+    turn = sum(start.position.seqno for start in starts) % len(eager) if eager else 0
+    for vb_id in (*eager[turn:], *eager[:turn])[:left]:
+        granted[vb_id] += 1
     return granted
+
+
+def _level(wants: Sequence[int], left: int) -> int:
+    """Return the most that everybody can have, or what they want if that is less; wants rise."""
+    for index, want in enumerate(wants):
+        others = len(wants) - index
+        if want * others > left:
+            return left // others
+        left -= want
+    return wants[-1] if wants else 0
 
 
 def steps_between(start: Offset, end: Offset) -> list[Step]:

@@ -15,7 +15,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -91,6 +90,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
     bucket: Bucket
     high: dict[int, int]
+    unused: tuple[str, ...] = ()
+    """Files that it wrote and merged into others at once."""
 
 
 def load_manifest(path: Path) -> Manifest | None:
@@ -181,7 +182,9 @@ def apply_to_bucket(batch: pa.Table, path: Path, number: int, manifest: Manifest
             untouched = held.filter(pc.invert(is_one_of(held, identities(final))))
             rows = pa.concat_tables([untouched, rows])
         current = folder.write("current", rows.sort_by("vb")) if rows.num_rows else ""
-    return Outcome(Bucket(_merged(folder, logs, changes.schema), current), _high(cuts))
+    bucket = Bucket(_merged(folder, logs, changes.schema), current)
+    kept_files = {current, *(file.name for file in bucket.changes)}
+    return Outcome(bucket, _high(cuts), tuple(sorted(folder.written - kept_files)))
 
 
 def _high(cuts: Cuts) -> dict[int, int]:
@@ -234,6 +237,8 @@ class _Folder:
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
         self._number = number
+        self.written: set[str] = set()
+        """Names of files written through this object."""
 
     def read(self, name: str, schema: pa.Schema) -> pa.Table:
         """Return a file's rows."""
@@ -243,6 +248,7 @@ class _Folder:
         """Write rows to a new file; return its name."""
         name = f"{folder}/{self._number:04}-{secrets.token_hex(8)}.parquet"
         pq.write_table(rows, self._path / name, compression="zstd")
+        self.written.add(name)
         return name
 
 
@@ -261,7 +267,8 @@ def commit(path: Path, before: Manifest, outcomes: Mapping[int, Outcome]) -> Non
     after = Manifest(
         before.buckets, FORMAT, before.generation + 1, files, dict(sorted(high.items()))
     )
-    replaced = tuple(sorted(before.named() - after.named()))
+    unused = {name for outcome in outcomes.values() for name in outcome.unused}
+    replaced = tuple(sorted((before.named() | unused) - after.named()))
     after = msgspec.structs.replace(after, replaced=replaced)
     temporary = path / f"{MANIFEST}.{secrets.token_hex(8)}"
     temporary.write_bytes(msgspec.json.encode(after))
@@ -294,9 +301,3 @@ def files_of(path: Path, table: str) -> list[str]:
         elif bucket.current:
             names.append(bucket.current)
     return [str(path / name) for name in names]
-
-
-def describe(path: Path) -> str:
-    """Return a manifest as JSON text, for people."""
-    manifest = load_manifest(path)
-    return json.dumps(msgspec.to_builtins(manifest), indent=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -47,10 +47,10 @@ from clients.spark.plan import (
 from clients.spark.survey import Survey
 from clients.spark.values import value_parser
 
+_T = TypeVar("_T")
+
 LOOK_AGAIN_S: Final = 1.0
 """How long seqnos that did not move may hide a branch: a full survey costs the server 20 ms."""
-BATCH_BYTES: Final = 8 * 1024 * 1024
-"""Changes are handed to Spark in batches of about this size."""
 
 
 class ReadTask(InputPartition):
@@ -196,9 +196,9 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen_at_s = 0.0
         self._latest: Offset | None = None
 
-    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+    def initialOffset(self) -> dict[str, str]:  # noqa: N802
         """Return where a new query begins."""
-        return _in_words(lambda: dict(offset_of(self._planner.first_entries())))
+        return _in_words(lambda: offset_of(self._planner.first_entries()))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit that the options ask for."""
@@ -329,7 +329,7 @@ def _branched(gone_back: list[GoneBack]) -> HistoryBranchedError:
     )
 
 
-def _in_words(ask: Callable[[], Any]) -> Any:
+def _in_words(ask: Callable[[], _T]) -> _T:
     """Return what `ask` returns; Spark shows only an error's text, so the hint goes into it."""
     try:
         return ask()
