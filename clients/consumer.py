@@ -48,6 +48,7 @@ from clients.consumer_session import LOG, ConsumerSession
 from clients.consumer_start import (
     Start,
     check_start,
+    chosen_collections,
     find_collections,
     find_starts,
     prefixes_of,
@@ -135,10 +136,7 @@ class Consumer:
         assert vbuckets is None or group is None, "partitions or a group, not both"
         assert save_every_s is None or store is not None, "saving needs a store"
         self.address = parse_address(server) if isinstance(server, str) else server
-        self.name = name or f"dcpd-python-{secrets.token_hex(6)}"
-        if group is not None:
-            group.checked()
-            self.name += f":{group.member}" if name else ""
+        self.name = _name_of(name, group)
         self.buffer_bytes = buffer_bytes
         self.noop_interval_s = noop_interval_s
         self.stall_s = stall_s
@@ -147,24 +145,19 @@ class Consumer:
         self.validator = StreamValidator() if validate else None
         self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
         self._group = group
-        self._start: Start = start
-        check_start(start)
+        self._start: Start = check_start(start)
         self._saver = Saver(store, save_every_s, self.metrics, self.name)
-        self._until_now = until_now
         by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
         self._on_rollback: OnRollback = on_rollback or by_name
         self._asks = self._on_rollback not in {"undo", "restart"}
-        self._collections: Literal["all"] | list[str | int] | None = (
-            collections if collections is None or collections == "all" else list(collections)
-        )
-        assert self._collections != [], 'no collections: None is the default one, "all" all'
+        self._collections = chosen_collections(collections)
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
-        self._key_prefixes = prefixes_of(key_prefixes)
         self._older_than: dict[int, int] = {}
-        """By partition: a CAS below which changes are left out here, where the server could not
-        tell a moment's seqno."""
-        self._history = history
-        self._previous_values = previous_values
+        """By partition: a CAS below which changes are left out on this side."""
+        self._core_options: dict[str, Any] = {
+            "until_now": until_now, "history": history, "previous_values": previous_values,
+            "key_prefixes": prefixes_of(key_prefixes),
+        }  # fmt: skip
         self._pace = Pace(events_per_s)
         self._placement = Placement(
             self.address, self.metrics, self._make_session,
@@ -178,12 +171,11 @@ class Consumer:
         self._current: tuple[ConsumerSession, Batch] | None = None
         self._piece_start = self._current_count = 0
         """Of the current batch: where the piece in hand begins, and how many were handed out."""
-        self._is_single = False
+        self._is_single = False  # whether a piece is handed out event by event
         self._paused: dict[int, Wanted] = {}
         self._held: dict[int, Wanted] = {}
         """Rolled back, undecided, and without a connection."""
-        self._is_paused = False
-        self._is_open = False
+        self._is_paused = self._is_open = False
 
     @property
     def topology(self) -> Topology | None:
@@ -582,14 +574,20 @@ class Consumer:
             collections=self._collection_ids,
             buffer_bytes=self.buffer_bytes,
             noop_interval_s=self.noop_interval_s,
-            until_now=self._until_now,
             rollback_to_beginning=self._on_rollback == "restart",
             asks_on_rollback=self._asks,
-            history=self._history,
-            previous_values=self._previous_values,
-            key_prefixes=self._key_prefixes,
             hidden=self._saver.hidden_keys,
             older_than=self._older_than,
             node=link.node,
+            **self._core_options,
         )
         return ConsumerSession(self, link, core)
+
+
+def _name_of(name: str | None, group: Group | None) -> str:
+    """Return the name of the connections: two of one name would end each other."""
+    if group is not None:
+        group.checked()
+    if name is None:
+        return f"dcpd-python-{secrets.token_hex(6)}"
+    return name if group is None else f"{name}:{group.member}"

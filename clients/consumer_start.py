@@ -47,10 +47,11 @@ def time_ns_of(moment: datetime) -> int:
     return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
 
 
-def check_start(start: Start) -> None:
-    """Refuse at once what could not be found later. Raises ValueError."""
+def check_start(start: Start) -> Start:
+    """Return it; what could not be found later is refused at once. Raises ValueError."""
     if isinstance(start, datetime):
         time_ns_of(start)
+    return start
 
 
 class Starts(NamedTuple):
@@ -86,9 +87,20 @@ async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> 
     return Starts(positions, older_than)
 
 
-async def find_collections(
-    link: Link, wanted: Literal["all"] | list[str | int] | None
-) -> tuple[int, ...]:
+Chosen = Literal["all"] | list[str | int] | None
+"""Collections by name or id; None: the default one alone."""
+
+
+def chosen_collections(given: Iterable[str | int] | Literal["all"] | None) -> Chosen:
+    """Return what was given, kept for as long as the consumer lives."""
+    if given is None or given == "all":
+        return "all" if given else None
+    chosen = list(given)
+    assert chosen, 'no collections: None is the default one, "all" all'
+    return chosen
+
+
+async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
     """Return the ids of the collections that are wanted. Raises UnknownCollectionError."""
     if wanted is None:
         return DEFAULT_ONLY

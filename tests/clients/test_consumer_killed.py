@@ -162,23 +162,45 @@ class InAMirror:
 class KilledConsumer(ConsumerPair):
     """The pair of `test_consumer_pair`, with an application that dies."""
 
-    @initialize(user=st.sampled_from(["transaction", "later", "dicts", "lmdb"]))
-    def begin_user(self, user):
+    kind = ""
+
+    @initialize()
+    def begin_user(self):
         self.folder = None
-        if user == "lmdb":
+        if self.kind == "lmdb":
             self.folder = tempfile.mkdtemp(prefix="dcpd-killed-")
         self.user = {
             "transaction": InOneTransaction,
             "later": PositionsLater,
             "dicts": lambda: InAMirror(None),
             "lmdb": lambda: InAMirror(Path(self.folder or "", "mirror")),
-        }[user]()
+        }[self.kind]()
         self.next_death = None
 
     @rule(point=st.sampled_from(POINTS), count=st.integers(0, 6))
     def die_soon(self, point, count):
         """The next batch kills the application there."""
         self.next_death = (point, count)
+
+    @rule(
+        changes=st.lists(
+            st.tuples(st.sampled_from(VB_IDS), st.sampled_from(KEYS), st.booleans()),
+            min_size=1, max_size=5,
+        ),
+        point=st.sampled_from([None, *POINTS]),
+        count=st.integers(0, 6),
+    )  # fmt: skip
+    def change_deliver_and_die(self, changes, point, count):
+        for vb_id, key, is_deletion in changes:
+            if is_deletion:
+                self.delete(vb_id, key)
+            else:
+                self.store(vb_id, key, 1)
+        self.commit()
+        # One batch for what was asked before, one for the changes.
+        self.deliver([], 0)
+        self.next_death = None if point is None else (point, count)
+        self.deliver([], 0)
 
     @rule(back=st.integers(1, 6), vb_id=st.sampled_from(VB_IDS))
     def branch_while_it_is_dead(self, back, vb_id):
@@ -235,5 +257,27 @@ class KilledConsumer(ConsumerPair):
             shutil.rmtree(self.folder)
 
 
-TestKilledConsumer = KilledConsumer.TestCase
-TestKilledConsumer.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+class WithOneTransaction(KilledConsumer):
+    kind = "transaction"
+
+
+class WithPositionsLater(KilledConsumer):
+    kind = "later"
+
+
+class WithDicts(KilledConsumer):
+    kind = "dicts"
+
+
+class WithLmdb(KilledConsumer):
+    kind = "lmdb"
+
+
+SETTINGS = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestWithOneTransaction = WithOneTransaction.TestCase
+TestWithPositionsLater = WithPositionsLater.TestCase
+TestWithDicts = WithDicts.TestCase
+TestWithLmdb = WithLmdb.TestCase
+for _case in (TestWithOneTransaction, TestWithPositionsLater, TestWithDicts, TestWithLmdb):
+    _case.settings = SETTINGS
+del _case
