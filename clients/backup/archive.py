@@ -24,6 +24,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -322,6 +323,12 @@ def run_file(run: int) -> str:
 def segment_file(run: int, number: int, *, is_base: bool = False) -> str:
     """Return the place of a segment."""
     return f"{RUNS_FOLDER}/{run:06}/{'base-' if is_base else ''}{number:04}.seg"
+
+
+def needed_files(runs: Sequence[RunRecord]) -> set[str]:
+    """Return the files that these runs consist of."""
+    files = {segment.path for record in runs for segment in record.segments}
+    return files | {run_file(record.run) for record in runs}
 
 
 def open_archive(url: str) -> Archive:

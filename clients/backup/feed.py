@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from clients.backup.errors import BackupError
-from clients.backup.legs import LEGS_MAX, Leg, Placed, position_of
+from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
 from clients.position import Position, rolled_back
 from dcp.wire.message import MarkerFlag
@@ -94,6 +94,21 @@ class Feed:
     def legs(self) -> list[Leg]:
         """Return the legs of this run, the growing one included."""
         return [*self._closed, self._leg()] if self.number >= 0 else list(self._closed)
+
+    def news(self) -> list[Leg]:
+        """Return the legs of this run without those that say nothing new: no change, and the
+        versions that were known. An archive of many runs is mostly such partitions.
+        """
+        chain = list(self._chain)
+        news: list[Leg] = []
+        for leg in self.legs():
+            before = chain[-1].leg if chain else None
+            versions = before.versions if before is not None else leg.versions
+            is_same = leg.from_seqno == leg.to_seqno == end_of(chain) and versions == leg.versions
+            if not is_same:
+                news.append(leg)
+                chain.append(Placed(self.run, leg))
+        return news
 
     def open(self, versions: tuple[tuple[int, int], ...]) -> None:
         """A request was accepted: a leg begins."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from clients.backup.archive import Archive, run_file
+from clients.backup.archive import Archive, needed_files
 from clients.backup.chunk import CHUNK_BYTES, Chunker
 from clients.backup.errors import ArchiveDamagedError, BackupError
 from clients.backup.feed import Piece
@@ -121,12 +121,6 @@ def fold(
             into_run, tuple(record.run for record in old), sum(item.changes for item in old),
             writer.changes, bytes_before, sum(record.stored_bytes for record in after),
         )  # fmt: skip
-
-
-def needed_files(runs: Sequence[RunRecord]) -> set[str]:
-    """Return the files that these runs consist of."""
-    files = {segment.path for record in runs for segment in record.segments}
-    return files | {run_file(record.run) for record in runs}
 
 
 def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:

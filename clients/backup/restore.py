@@ -243,19 +243,11 @@ class Restore:
             self._on_progress(index + 1, len(self._vb_ids))
 
     async def _send(self, view: View, writer: _Writer) -> None:
-        batch: list[bytes] = []
-        size = 0
+        channel = await writer.channel(view.vb_id)
         for data, start, stop in self._reader.frames(view):
-            packet = self._packet(data, start, stop, len(batch))
-            if packet is None:
-                continue
-            batch.append(packet)
-            size += len(packet)
-            if size >= BATCH_BYTES or len(batch) >= BATCH_ITEMS:
-                await writer.send(view.vb_id, batch)
-                batch, size = [], 0
-        if batch:
-            await writer.send(view.vb_id, batch)
+            packet = self._packet(data, start, stop, len(channel.packets))
+            if packet is not None and channel.add(packet):
+                await writer.send(channel)
 
     def _packet(self, data: bytes, start: int, stop: int, opaque: int = 0) -> bytes | None:
         """Return the request that brings a stored frame back; None for what is not wanted."""
@@ -330,12 +322,11 @@ def _collection_id_of(data: bytes, key_at: int) -> bytes:
 
 
 class _Batch:
-    """Packets of one partition that are under way; an item's opaque is its place."""
+    """Packets that are under way; an item's opaque is its place."""
 
-    __slots__ = ("packets", "retried", "vb_id")
+    __slots__ = ("packets", "retried")
 
-    def __init__(self, vb_id: int, packets: list[bytes]) -> None:
-        self.vb_id = vb_id
+    def __init__(self, packets: list[bytes]) -> None:
         self.packets = packets
         self.retried: list[int] = []
 
@@ -350,24 +341,23 @@ class _Writer:
         self._address = address
         self._topology = topology
         self._channels: dict[tuple[str, int], _Channel] = {}
-        self._again: list[tuple[int, list[bytes]]] = []
+        self._again: list[bytes] = []
         self._failure: DcpdError | None = None
 
-    async def send(self, vb_id: int, packets: list[bytes]) -> None:
-        """Send a batch; wait while too many are under way."""
-        channel = await self._channel(vb_id)
+    async def send(self, channel: _Channel) -> None:
+        """Send what a channel has gathered; wait while too much is under way."""
         while len(channel.batches) >= BATCHES_MAX and self._failure is None:
             await channel.wait()
         self._check()
-        batch = _Batch(vb_id, packets)
-        channel.batches.append(batch)
-        channel.link.write(b"".join((*packets, _NOOP)))
-        await channel.link.drain()
+        if channel.packets:
+            channel.send()
+            await channel.link.drain()
 
     async def finish(self) -> None:
         """Wait until all is answered; send again what was refused for now."""
         for _ in range(RETRIES_MAX):
             for channel in self._channels.values():
+                await self.send(channel)
                 while channel.batches and self._failure is None:
                     await channel.wait()
             self._check()
@@ -382,11 +372,13 @@ class _Writer:
                     link.handshake.config, self._address.host, is_tls=self._address.is_tls
                 )
             link.close()
-            for vb_id, packets in again:
-                await self.send(vb_id, packets)
+            for packet in again:
+                channel = await self.channel(_vb_id_of(packet))
+                opaque = len(channel.packets).to_bytes(4, "big")
+                if channel.add(packet[:12] + opaque + packet[16:]):
+                    await self.send(channel)
         raise TemporaryError(
-            f"the server did not take {sum(len(items) for _, items in self._again)} documents"
-            f" within {RETRIES_MAX} attempts",
+            f"the server did not take {len(self._again)} documents in {RETRIES_MAX} attempts",
             node=self._address.node, hint="Run it again when the server is well.",
         )  # fmt: skip
 
@@ -405,20 +397,16 @@ class _Writer:
         else:
             self.refused[status] += 1
             error = error_from_status(
-                status, "restore of a document", body=body, vb_id=batch.vb_id, node=node
-            )
+                status, "restore of a document", body=body,
+                vb_id=_vb_id_of(batch.packets[opaque]), node=node,
+            )  # fmt: skip
             self.examples.setdefault(status, str(error))
             if status in _FATAL and self._failure is None:
                 self._failure = error
 
     def done(self, batch: _Batch) -> None:
         """All of a batch is answered."""
-        if batch.retried:
-            packets = [
-                batch.packets[at][:12] + index.to_bytes(4, "big") + batch.packets[at][16:]
-                for index, at in enumerate(batch.retried)
-            ]
-            self._again.append((batch.vb_id, packets))
+        self._again += (batch.packets[at] for at in batch.retried)
 
     def fail(self, error: DcpdError) -> None:
         """A connection is gone."""
@@ -431,7 +419,8 @@ class _Writer:
                 self._failure.hint = "Run it again: what is there already is kept as it is."
             raise self._failure
 
-    async def _channel(self, vb_id: int) -> _Channel:
+    async def channel(self, vb_id: int) -> _Channel:
+        """Return the connection to a partition's node."""
         node = self._topology.node_of(vb_id)
         place = (node.host, node.kv_port)
         channel = self._channels.get(place)
@@ -439,6 +428,10 @@ class _Writer:
             link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
             channel = self._channels[place] = _Channel(self, link)
         return channel
+
+
+def _vb_id_of(packet: bytes) -> int:
+    return packet[6] << 8 | packet[7]
 
 
 _NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
@@ -450,10 +443,25 @@ class _Channel:
     def __init__(self, writer: _Writer, link: Link) -> None:
         self.link = link
         self.batches: deque[_Batch] = deque()
+        self.packets: list[bytes] = []
+        """What is gathered for the next batch."""
+        self._packet_bytes = 0
         self._writer = writer
         self._rest = b""
         self._wake = asyncio.Event()
         link.hand_over(self._on_bytes, self._on_lost)
+
+    def add(self, packet: bytes) -> bool:
+        """Gather a packet; True when there is enough for a batch."""
+        self.packets.append(packet)
+        self._packet_bytes += len(packet)
+        return self._packet_bytes >= BATCH_BYTES or len(self.packets) >= BATCH_ITEMS
+
+    def send(self) -> None:
+        """Send what is gathered, and a NOOP whose answer says that it is done."""
+        self.link.write(b"".join((*self.packets, _NOOP)))
+        self.batches.append(_Batch(self.packets))
+        self.packets, self._packet_bytes = [], 0
 
     async def wait(self) -> None:
         """Wait until something is answered, or the connection is gone."""

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive, ArchiveLock, segment_file
+from clients.backup.archive import Archive, ArchiveLock, needed_files, segment_file
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.errors import ArchiveDamagedError, ArchiveError
 from clients.backup.feed import Feed, Piece
@@ -261,10 +261,7 @@ class Backup:
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
                 self._history = found[0][2].is_history
-            keep = {record.path for item in runs for record in item.segments}
-            keep |= {path for path, _, _ in found}
-            keep |= {f"runs/{item.run:06}.run" for item in runs}
-            self._archive.sweep(keep)
+            self._archive.sweep(needed_files(runs) | {path for path, _, _ in found})
             self._writer = SegmentWriter(
                 self._archive, run, started_ns, is_history=self._history, level=self._level
             )
@@ -478,7 +475,7 @@ class Backup:
             is_resumed=is_resumed,
             base_through=0,
             segments=writer.records,
-            legs={vb_id: legs for vb_id, feed in self._feeds.items() if (legs := feed.legs())},
+            legs={vb_id: legs for vb_id, feed in self._feeds.items() if (legs := feed.news())},
             rollbacks={
                 vb_id: feed.rollbacks for vb_id, feed in self._feeds.items() if feed.rollbacks
             },

@@ -286,7 +286,7 @@ def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
         ("whole", "whole states"),
     ]  # fmt: skip
     rows = []
-    for vb_id in sorted(upto[-1].legs):
+    for vb_id in sorted({vb_id for record in upto for vb_id in record.legs}):
         chain = chain_of(upto, vb_id)
         leg = chain[-1].leg
         ranges = whole_states(chain)

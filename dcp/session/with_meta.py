@@ -74,8 +74,7 @@ class WithMetaCommands:
         end: int,
     ) -> None:
         """SET_WITH_META, DEL_WITH_META and their quiet forms."""
-        state, documents = self._state, self._documents
-        buffer = state.buffer
+        state, documents, buffer = self._state, self._documents, self._state.buffer
         key_at = start + extras_len
         is_removal = opcode in _REMOVALS
         if extras_len not in _EXTRAS_LENGTHS or not key_len or key_at + key_len > end:

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 
 from clients.backup.archive import Archive, create_archive
-from clients.backup.chunk import Chunker
-from clients.backup.feed import Feed
+from clients.backup.chunk import Chunker, RawChunk
+from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
@@ -34,7 +34,7 @@ def memory_archive() -> Archive:
     return create_archive(f"memory://{uuid.uuid4().hex}", 1)
 
 
-def back_up(  # noqa: C901  the whole of a run, in one place
+def back_up(
     node: MemoryNode,
     archive: Archive,
     vb_ids: Iterable[int],
@@ -48,80 +48,100 @@ def back_up(  # noqa: C901  the whole of a run, in one place
 ) -> RunRecord:
     """Run a backup to its end and return the run; its time is the node's."""
     node.commit()
-    runs = archive.runs()
-    run = runs[-1].run + 1 if runs else 1
-    found = archive.unfinished(run)
-    if found:
-        history = found[0][2].is_history
-    writer = SegmentWriter(archive, run, node.now_ns, is_history=history)
-    writer.adopt(found)
-    legs = {}
-    for _, _, footer in found:
-        legs.update(footer.legs)
-    intake = Intake(b"backup", history=history)
-    feeds = {}
-    for vb_id in vb_ids:
-        feed = Feed(vb_id, run, chain_of(runs, vb_id), legs.get(vb_id, []), versions_max)
-        feeds[vb_id] = feed
-        intake.add(feed)
-    peer = node.connect()
-    peer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS, Feature.JSON)
-    chunker = Chunker(chunk_bytes=chunk_bytes)
+    pair = _Pair(node, archive, list(vb_ids), history=history, versions_max=versions_max,
+                 chunk_bytes=chunk_bytes, segment_bytes=segment_bytes)  # fmt: skip
     received = 0
-    output = intake.begin()
-
-    def write(chunks) -> None:
-        for chunk in chunks:
-            writer.add(chunk)
-            if writer.open_bytes >= segment_bytes:
-                writer.close()
-
-    def take(part: bytes) -> None:
-        for piece in intake.receive(part, node.now_ns):
-            write(chunker.add(piece))
-        for feed in intake.finished:
-            write(chunker.finish(feed.vb_id))
-        intake.finished.clear()
-
     for _ in range(ROUNDS_MAX):
-        if output:
-            peer.session.receive(output, node.now_ns)
-        node.commit()
-        state = peer.state
-        data = b"".join(state.answers)
-        state.answers.clear()
-        if state.producer is not None:
-            data += b"".join(state.producer.pump(piece_bytes))
+        data = pair.exchange(piece_bytes)
         for at in range(0, len(data), piece_bytes):
             part = data[at : at + piece_bytes]
             received += len(part)
-            take(part)
+            pair.take(part)
             if kill_after_bytes is not None and received >= kill_after_bytes:
                 raise KilledError
-        output = intake.take_output()
-        intake.tick(node.now_ns + 10**12)
-        output += intake.take_output()
-        if all(feed.state.name == "DONE" for feed in feeds.values()):
-            break
-    else:
-        raise AssertionError("the backup does not end")
-    write(chunker.flush())
-    writer.close()
-    assert peer.state.producer is not None
-    peer.state.producer.close()
-    record = RunRecord(
-        run=run, archive_id=archive.record.archive_id, server="memory", started_ns=node.now_ns,
-        ended_ns=node.now_ns, is_history=history, is_resumed=bool(found), base_through=0,
-        segments=writer.records,
-        legs={vb_id: feed.legs() for vb_id, feed in feeds.items()},
-        rollbacks={vb_id: feed.rollbacks for vb_id, feed in feeds.items() if feed.rollbacks},
-        collections={
-            key: (node.engine.manifest.path_of(key), 0) for key in node.engine.manifest.collections
-        },
-        changes=writer.changes, raw_bytes=writer.raw_bytes, wire_bytes=intake.wire_bytes,
-    )  # fmt: skip
-    archive.write_run(record)
-    return record
+        if all(feed.state is FeedState.DONE for feed in pair.feeds.values()):
+            return pair.finish()
+    raise AssertionError("the backup does not end")
+
+
+class _Pair:
+    """A node's session and an intake, what one says handed to the other."""
+
+    def __init__(
+        self, node: MemoryNode, archive: Archive, vb_ids: list[int], *, history: bool,
+        versions_max: int | None, chunk_bytes: int, segment_bytes: int,
+    ) -> None:  # fmt: skip
+        self.node, self.archive, self.segment_bytes = node, archive, segment_bytes
+        runs = archive.runs()
+        self.run = runs[-1].run + 1 if runs else 1
+        self.found = archive.unfinished(self.run)
+        self.history = self.found[0][2].is_history if self.found else history
+        self.writer = SegmentWriter(archive, self.run, node.now_ns, is_history=self.history)
+        self.writer.adopt(self.found)
+        legs = {}
+        for _, _, footer in self.found:
+            legs.update(footer.legs)
+        self.intake = Intake(b"backup", history=self.history)
+        self.feeds = {}
+        for vb_id in vb_ids:
+            chain = chain_of(runs, vb_id)
+            feed = Feed(vb_id, self.run, chain, legs.get(vb_id, []), versions_max)
+            self.feeds[vb_id] = feed
+            self.intake.add(feed)
+        self.peer = node.connect()
+        self.peer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS, Feature.JSON)
+        self.chunker = Chunker(chunk_bytes=chunk_bytes)
+        self.output = self.intake.begin()
+
+    def exchange(self, bytes_max: int) -> bytes:
+        """Return what the node says after it saw what the intake said."""
+        self.intake.tick(self.node.now_ns + 10**12)
+        self.output += self.intake.take_output()
+        if self.output:
+            self.peer.session.receive(self.output, self.node.now_ns)
+            self.output = b""
+        self.node.commit()
+        state = self.peer.state
+        data = b"".join(state.answers)
+        state.answers.clear()
+        if state.producer is not None:
+            data += b"".join(state.producer.pump(bytes_max))
+        return data
+
+    def take(self, part: bytes) -> None:
+        """Give the intake what a read brought."""
+        for piece in self.intake.receive(part, self.node.now_ns):
+            self._write(self.chunker.add(piece))
+        for feed in self.intake.finished:
+            self._write(self.chunker.finish(feed.vb_id))
+        self.intake.finished.clear()
+        self.output += self.intake.take_output()
+
+    def _write(self, chunks: Iterable[RawChunk]) -> None:
+        for chunk in chunks:
+            self.writer.add(chunk)
+            if self.writer.open_bytes >= self.segment_bytes:
+                self.writer.close()
+
+    def finish(self) -> RunRecord:
+        """Write what is left, and the manifest."""
+        node, writer = self.node, self.writer
+        self._write(self.chunker.flush())
+        writer.close()
+        assert self.peer.state.producer is not None
+        self.peer.state.producer.close()
+        manifest = node.engine.manifest
+        record = RunRecord(
+            run=self.run, archive_id=self.archive.record.archive_id, server="memory",
+            started_ns=node.now_ns, ended_ns=node.now_ns, is_history=self.history,
+            is_resumed=bool(self.found), base_through=0, segments=writer.records,
+            legs={vb_id: legs for vb_id, feed in self.feeds.items() if (legs := feed.news())},
+            rollbacks={vb_id: f.rollbacks for vb_id, f in self.feeds.items() if f.rollbacks},
+            collections={key: (manifest.path_of(key), 0) for key in manifest.collections},
+            changes=writer.changes, raw_bytes=writer.raw_bytes, wire_bytes=self.intake.wire_bytes,
+        )  # fmt: skip
+        self.archive.write_run(record)
+        return record
 
 
 def documents_of(reader: Reader, view: View) -> Documents:
