@@ -57,17 +57,17 @@ def documents_of(history: dict[tuple[int, int], Row]) -> dict[bytes, Row]:
 def rows_of(frame) -> list[Row]:
     """Return a DataFrame's rows; `current` has no op, there all are sets."""
     return [
-        Row(row["vb"], row["seqno"], bytes(row["key"]), row["op"] if "op" in row else "set",
+        Row(row["vb"], row["seqno"], bytes(row["key"]), row.get("op", "set"),
             None if row["value"] is None else bytes(row["value"]), row["cas"], row["revision"])
         for row in frame.collect()
     ]  # fmt: skip
 
 
-def table_differences(spark, server, path: str, *, format: str, history: bool = True) -> list[str]:
+def table_differences(spark, server, path: str, *, kind: str, history: bool = True) -> list[str]:
     """Return in words where a table differs from the server; [] if it is equal."""
     theirs = server_history(server)
     found = []
-    current = rows_of(read_table(spark, path, format=format))
+    current = rows_of(read_table(spark, path, format=kind))
     ours = {row.key: row for row in current}
     if len(ours) != len(current):
         found.append(f"current has {len(current)} rows for {len(ours)} keys")
@@ -78,7 +78,7 @@ def table_differences(spark, server, path: str, *, format: str, history: bool = 
         if ours.get(key) != wanted.get(key)
     ]
     if history:
-        logged = rows_of(read_table(spark, path, "changes", format=format))
+        logged = rows_of(read_table(spark, path, "changes", format=kind))
         log = {(row.vb, row.seqno): row for row in logged}
         if len(log) != len(logged):
             found.append(f"the log has {len(logged)} rows for {len(log)} changes")

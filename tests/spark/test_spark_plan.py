@@ -50,9 +50,7 @@ def test_a_branch_below_begins_the_next_batch_with_a_rollback():
     end, gone_back = plan(entries_of(before), survey)
     assert end == {"0": "8 b2@6,a1@0 rollback=6", "1": "4 a1@0"}
     assert [(back.vb_id, back.from_seqno, back.to_seqno) for back in gone_back] == [(0, 10, 6)]
-    assert steps_between(before, end) == [
-        Step(0, 6, ((V2, 6), (V1, 0)), 8, ((V2, 6), (V1, 0)), 6)
-    ]
+    assert steps_between(before, end) == [Step(0, 6, ((V2, 6), (V1, 0)), 8, ((V2, 6), (V1, 0)), 6)]
     # The mark is of that batch alone: another batch without news for the partition keeps its text.
     assert plan(entries_of(end), survey)[0] == end
     assert plan(entries_of(end), [facts(0, 9, versions=((V2, 6), (V1, 0)))])[0]["0"] == (

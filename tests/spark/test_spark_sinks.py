@@ -144,7 +144,7 @@ def play(sink, seed: int, rounds: int) -> None:
     """
     model = Model(seed)
     choose = model.random
-    at = {vb: 0 for vb in model.logs}
+    at = dict.fromkeys(model.logs, 0)
     """Up to where the query has planned."""
     back: dict[int, int] = {}
     applied = False

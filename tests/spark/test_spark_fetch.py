@@ -1,0 +1,288 @@
+"""Reading steps from a real server: branches between plan and read, cut streams, purges, moves."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pyarrow as pa
+import pytest
+
+from clients.address import parse_address
+from clients.consumer import Consumer
+from clients.errors import DcpdError
+from clients.event import Deletion, Mutation
+from clients.spark import fetch as fetch_module
+from clients.spark.columns import OPS
+from clients.spark.fetch import fetch
+from clients.spark.offset import entry_at, offset_of
+from clients.spark.plan import next_entries, steps_between
+from clients.spark.survey import Survey
+from clients.spark.values import fitted, value_parser
+
+KEY = b"key1"
+VB = 92
+"""The partition of KEY."""
+
+
+class Reader:
+    """Plans and reads as Spark makes the source do it, one batch after the other."""
+
+    def __init__(self, server, *, history: bool = True) -> None:
+        self.servers = (parse_address(server.address),)
+        self.survey = Survey(self.servers, range(1024))
+        self.history = history
+        self.offset: dict[str, str] = {}
+
+    def plan(self, **more) -> list:
+        from clients.spark.offset import entries_of
+
+        ends, _ = next_entries(
+            entries_of(self.offset), self.survey.facts(), history=self.history, **more
+        )
+        start, self.offset = self.offset, offset_of(ends)
+        return steps_between(start, self.offset)
+
+    def read(self, steps) -> list[tuple]:
+        """Return ("rollback", vb, seqno) and (op, vb, seqno, value)."""
+        rows: list[tuple] = []
+        for arrived in fetch(self.servers, steps, history=self.history):
+            rows += [("rollback", vb, seqno) for vb, seqno, _ in arrived.rollbacks]
+            changes = arrived.changes
+            if changes is not None:
+                rows += [
+                    (OPS[op], int(vb), int(seqno), value)
+                    for op, vb, seqno, value in zip(
+                        changes.ops, changes.heads.vb_ids, changes.heads.seqnos,
+                        changes.values.to_pylist(), strict=True,
+                    )
+                ]  # fmt: skip
+        return rows
+
+    def batch(self) -> list[tuple]:
+        return self.read(self.plan())
+
+
+@pytest.fixture
+def reader(dcpd):
+    made = Reader(dcpd)
+    yield made
+    made.survey.close()
+
+
+def write(server, *values: bytes) -> None:
+    with server.connect() as kv:
+        for value in values:
+            kv.set(KEY, value)
+
+
+async def test_columns_are_what_the_consumer_tells(dcpd):
+    """Keys, values, numbers and times of all kinds of changes, against the plain consumer."""
+    from clients.kv import KvClient
+
+    async with KvClient.connect(dcpd.address) as kv:
+        await kv.set_many([(f"k{number}", b"v" * (number % 97)) for number in range(3000)])
+        await kv.set("ü" * 60, b"\x00\xff", flags=0xFFFF_FFFF, expiry_s=2_000_000_000)
+        for number in range(0, 3000, 7):
+            await kv.delete(f"k{number}")
+    wanted = {}
+    async with Consumer(dcpd.address, until_now=True, history=True) as consumer:
+        async for event in consumer:
+            if isinstance(event, Mutation):
+                wanted[event.vb_id, event.seqno] = (
+                    "set", event.key, event.value, event.cas, event.rev_seqno, event.flags,
+                    event.expiry_s,
+                )  # fmt: skip
+            elif isinstance(event, Deletion):
+                wanted[event.vb_id, event.seqno] = (
+                    "delete", event.key, None, event.cas, event.rev_seqno, 0, 0,
+                )  # fmt: skip
+    reader, found = Reader(dcpd), {}
+    for arrived in fetch(reader.servers, reader.plan()):
+        changes = arrived.changes
+        assert changes is not None
+        heads = changes.heads
+        for row in zip(
+            heads.vb_ids.tolist(), heads.seqnos.tolist(), changes.ops.tolist(),
+            changes.keys.to_pylist(), changes.values.to_pylist(), heads.cas.tolist(),
+            heads.revisions.tolist(), changes.flags.tolist(), changes.expiry_s.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            found[row[0], row[1]] = (OPS[row[2]], *row[3:])
+    reader.survey.close()
+    assert found == wanted
+
+
+def test_a_repeated_batch_gives_the_same_rows(dcpd, reader):
+    write(dcpd, b"1", b"2", b"3")
+    steps = reader.plan()
+    first = reader.read(steps)
+    assert first == [("set", VB, seqno, b"%d" % seqno) for seqno in (1, 2, 3)]
+    write(dcpd, b"4")
+    assert reader.read(steps) == first
+
+
+def test_only_the_common_part_is_read_and_the_next_batch_goes_back(dcpd, reader):
+    write(dcpd, b"1", b"2", b"3", b"4")
+    steps = reader.plan()
+    dcpd.branch(VB, at=2)
+    write(dcpd, b"new 3", b"new 4", b"new 5")
+    assert reader.read(steps) == [("set", VB, 1, b"1"), ("set", VB, 2, b"2")]
+    assert reader.batch() == [
+        ("rollback", VB, 2), *(("set", VB, seqno, b"new %d" % seqno) for seqno in (3, 4, 5)),
+    ]  # fmt: skip
+    assert reader.plan() == []
+
+
+def test_without_history_the_common_part_is_a_whole_state(dcpd):
+    """The planned end's snapshot leaves out what it supersedes: the smaller one is asked for."""
+    reader = Reader(dcpd, history=False)
+    write(dcpd, b"1", b"2", b"3", b"4")
+    steps = reader.plan()
+    dcpd.branch(VB, at=2)
+    write(dcpd, b"new 3", b"new 4")
+    assert reader.read(steps) == [("set", VB, 2, b"2")]
+    assert reader.batch() == [("rollback", VB, 0), ("set", VB, 4, b"new 4")]
+    reader.survey.close()
+
+
+def test_a_branch_below_the_start_leaves_nothing_of_a_planned_batch(dcpd, reader):
+    write(dcpd, b"1", b"2", b"3")
+    reader.batch()
+    write(dcpd, b"4")
+    steps = reader.plan()
+    dcpd.branch(VB, at=1)
+    assert reader.read(steps) == []
+    assert reader.batch() == [("rollback", VB, 1)]
+
+
+def test_several_branches_between_two_batches(dcpd, reader):
+    write(dcpd, b"1", b"2", b"3", b"4", b"5")
+    reader.batch()
+    for at in (4, 3, 3):
+        dcpd.branch(VB, at=at)
+        write(dcpd, b"again")
+    assert reader.batch() == [("rollback", VB, 3), ("set", VB, 4, b"again")]
+
+
+def test_a_planned_rollback_is_told_again_when_the_batch_is_repeated(dcpd, reader):
+    write(dcpd, b"1", b"2", b"3")
+    reader.batch()
+    dcpd.branch(VB, at=2)
+    write(dcpd, b"new")
+    steps = reader.plan()
+    wanted = [("rollback", VB, 2), ("set", VB, 3, b"new")]
+    assert reader.read(steps) == wanted
+    dcpd.branch(VB, at=1)
+    assert reader.read(steps) == wanted[:1], "nothing above it is left; going back stays right"
+    assert reader.batch() == [("rollback", VB, 1)]
+
+
+def test_a_purge_between_plan_and_read_begins_the_partition_anew(dcpd, reader):
+    write(dcpd, b"1", b"2")
+    reader.batch()
+    with dcpd.connect() as kv:
+        kv.delete(KEY)
+        kv.set(KEY, b"4")
+    steps = reader.plan()
+    dcpd.purge(VB)
+    rows = reader.read(steps)
+    assert rows[0] == ("rollback", VB, 0)
+    assert rows[-1] == ("set", VB, 4, b"4")
+    assert reader.plan() == []
+
+
+def test_streams_that_break_go_on_where_they_were(dcpd, reader):
+    values = [b"%d" % number * 200 for number in range(400)]
+    write(dcpd, *values)
+    steps = reader.plan()
+    dcpd.fault(opcode="DCP_STREAM_REQ", status="ETMPFAIL", count=1)
+    seen: list[bytes] = []
+    cut = False
+    for arrived in fetch(reader.servers, steps):
+        seen += arrived.changes.values.to_pylist()
+        if not cut:
+            cut = True
+            dcpd.restart()
+    assert seen == values
+
+
+def test_a_server_that_comes_back_is_waited_for(dcpd, reader):
+    write(dcpd, b"1")
+    steps = reader.plan()
+    dcpd.kill()
+    back = threading.Timer(0.5, dcpd.start)
+    back.start()
+    assert reader.read(steps) == [("set", VB, 1, b"1")]
+    back.join()
+
+
+def test_a_partition_that_stays_away_is_an_error_that_names_it(dcpd, reader, monkeypatch):
+    write(dcpd, b"1")
+    steps = reader.plan()
+    dcpd.set_state(VB, "dead")
+    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
+    with pytest.raises(DcpdError, match="vbucket 92"):
+        reader.read(steps)
+
+
+def test_rows_belong_to_the_version_that_wrote_them(dcpd, reader):
+    write(dcpd, b"1", b"2")
+    dcpd.failover(VB)
+    write(dcpd, b"3")
+    with dcpd.connect() as kv:
+        (newer, began), (older, _) = kv.failover_log(VB)
+    assert began == 2
+    told = [
+        (int(seqno), int(vb_uuid))
+        for arrived in fetch(reader.servers, reader.plan())
+        for seqno, vb_uuid in zip(
+            arrived.changes.heads.seqnos, arrived.changes.vb_uuids, strict=True
+        )
+    ]
+    assert told == [(1, older), (2, older), (3, newer)]
+
+
+def test_moments_and_sizes(dcpd, reader):
+    write(dcpd, b"x" * 1000, b"y" * 1000)
+    facts = reader.survey.facts()
+    steps = reader.plan()
+    size = reader.survey.row_bytes(steps, history=True, collection_ids=(0,))
+    assert 1000 < size < 1200
+    assert reader.survey.seqnos_at(0)[VB] == 0
+    assert reader.survey.seqnos_at(2**62)[VB] == 2
+    assert {fact.vb_id for fact in facts} == set(range(1024))
+    assert entry_at(2, facts[VB].versions).seqno == 2
+
+
+@pytest.mark.parametrize(
+    ("documents", "wanted"),
+    [
+        ([{"a": 1, "b": "x"}, {"a": 2, "c": 3}], [{"a": 1, "b": "x"}, {"a": 2, "b": None}]),
+        ([{"a": "no number", "b": "x"}], [{"a": None, "b": "x"}]),
+        ([[1]], [None]),
+        (["text"], [None]),
+    ],
+)
+def test_json_values(documents, wanted):
+    shape = pa.struct([("a", pa.int32()), ("b", pa.string())])
+    values = [json.dumps(document).encode() for document in documents]
+    parsed = value_parser("json", shape)(pa.array([*values, b"{broken", None], pa.binary()))
+    assert parsed.type == shape
+    assert parsed.to_pylist() == [*wanted, None, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "result"),
+    [
+        ("2013-01-05", pa.date32(), "2013-01-05"),
+        ("2013-01-05T10:00:00Z", pa.timestamp("us", tz="UTC"), "2013-01-05 10:00:00+00:00"),
+        ("1.50", pa.decimal128(10, 2), "1.50"),
+        (2**40, pa.int32(), "None"),
+        (True, pa.int32(), "None"),
+        ([1, "x"], pa.list_(pa.int64()), "[1, None]"),
+        ({"k": 1}, pa.map_(pa.string(), pa.int64()), "[('k', 1)]"),
+    ],
+)
+def test_members_of_other_types(value, wanted, result):
+    assert str(fitted(value, wanted)) == result
