@@ -48,10 +48,11 @@ class Pager:
     def step(self, now_ns: int, looks_max: int = SLICE_LOOKS) -> bool:
         """Look at up to `looks_max` due entries; False: more are due. `now_ns` is Unix time.
 
-        Nothing is done, and True returned, while merging is behind: writers come first.
+        Nothing is done, and True returned, while merging is behind or writes are refused: writers
+        come first.
         """
         engine = self._engine
-        if not engine.has_room:
+        if not engine.has_room or engine.write_refusal:
             return True
         engine.begin_batch(now_ns)
         now_s = now_ns // 1_000_000_000

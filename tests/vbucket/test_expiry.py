@@ -226,6 +226,9 @@ def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pag
     node.engine.active_bytes = 128 << 20
     assert expired_by(pager, node, 2) == []
     node.engine.active_bytes = 0
+    node.engine.refuse_writes("the disk is full")
+    assert expired_by(pager, node, 2) == []
+    node.engine.refuse_writes("")
     assert expired_by(pager, node, 2) == [b"\0k"]
 
 
