@@ -171,6 +171,7 @@ class Consumer:
         self._current: tuple[ConsumerSession, Batch] | None = None
         self._piece_start = self._current_count = 0
         """Of the current batch: where the piece in hand begins, and how many were handed out."""
+        self._looked_at = 0
         self._is_single = False  # whether a piece is handed out event by event
         self._paused: dict[int, Wanted] = {}
         self._held: dict[int, Wanted] = {}
@@ -277,22 +278,23 @@ class Consumer:
         await self.open()
         self._is_single = False
         while True:
-            self._finish_current()
-            item = await self._next_batch()
-            if item is None:
-                return
-            self._current = item
-            self._piece_start = self._current_count = 0
-            batch = item[1]
+            # Who left an iteration in the middle of a batch gets the rest of it from the next one.
+            self._piece_start = self._current_count
+            if self._current is None or self._current_count >= len(self._current[1].events):
+                self._finish_current()
+                self._current = await self._next_batch()
+                if self._current is None:
+                    return
+            batch = self._current[1]
             for stop in self._piece_ends(batch.events):
                 if stop > self._piece_start:
                     await self._pace.wait(stop - self._piece_start)
                     self._current_count = stop
-                    events = batch.events[self._piece_start : stop]
-                    self._look_at(events)
-                    yield events
+                    self._look_at(batch.events, stop)
+                    yield batch.events[self._piece_start : stop]
                     self._piece_start = stop
-                if self._asks and stop < len(batch.events):
+                is_next = stop == self._piece_start and stop < len(batch.events)
+                if self._asks and is_next and isinstance(batch.events[stop], Rollback):
                     # All before it is processed; the stream waits for what is decided.
                     await self._decide(batch, stop)
 
@@ -461,7 +463,10 @@ class Consumer:
             ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
         return sorted(ends)
 
-    def _look_at(self, events: list[Event]) -> None:
+    def _look_at(self, batch_events: list[Event], stop: int) -> None:
+        """Check and count events that are handed out for the first time."""
+        events = batch_events[self._looked_at : stop]
+        self._looked_at = max(stop, self._looked_at)
         if self.validator is not None:
             for event in events:
                 self.validator.observe(event)
@@ -476,7 +481,7 @@ class Consumer:
             return
         session, batch = self._current
         self._current = None
-        self._piece_start = self._current_count = 0
+        self._piece_start = self._current_count = self._looked_at = 0
         self._saver.moved(batch.events, self._delivered)
         self._delivered.update(batch.positions)
         session.done_with(batch)

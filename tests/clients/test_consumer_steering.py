@@ -262,6 +262,20 @@ async def test_a_rate_limit_hands_out_in_small_pieces(server):
     assert consumer._pace._next_s > 0
 
 
+async def test_who_leaves_an_iteration_goes_on_with_the_next_event(server):
+    everything = await changes(server)
+    seen = []
+    async with Consumer(server.address, until_now=True, validate=True) as consumer:
+        for count in (1, 2, 3, 5, 8, 10**9):
+            wanted = len(seen) + count
+            async for event in consumer:
+                if isinstance(event, Mutation | Deletion):
+                    seen.append((event.key, getattr(event, "value", None)))
+                    if len(seen) == wanted:
+                        break
+    assert sorted(seen) == sorted(everything)
+
+
 async def test_saving_by_itself_leaves_out_what_is_in_hand(server, tmp_path):
     store = CheckpointFile(tmp_path / "state")
     key = b"in-hand"

@@ -164,7 +164,8 @@ async def test_the_user_is_asked_when_all_before_is_processed(server, choice, to
         await asyncio.sleep(0)
         return event.to_seqno - 1 if choice == "lower" else choice
 
-    following = Following(server, on_rollback=decide)
+    # With a rate limit batches are cut at other places, too.
+    following = Following(server, on_rollback=decide, events_per_s=2000)
     async with following:
         seqnos = await branched(server, following)
         await until(lambda: following.has_come_back)
