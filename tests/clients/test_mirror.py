@@ -192,7 +192,7 @@ async def test_a_mirror_that_cannot_follow_says_so(server):
             view["k1"]
 
 
-async def test_mirror_of_a_prefix_and_of_a_collection(server):
+async def test_a_mirror_of_a_prefix_holds_nothing_else(server):
     async with Mirror(server.address, key_prefixes="k1") as view:
         assert len(view) == 11
         assert "k2" not in view
