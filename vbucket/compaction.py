@@ -78,6 +78,15 @@ class SliceReport(NamedTuple):
     tombstones: int
     damages: list[tuple[int, str]]
 
+    def plus(self, other: SliceReport) -> SliceReport:
+        """Return what both did."""
+        return SliceReport(
+            self.finished + other.finished,
+            self.versions + other.versions,
+            self.tombstones + other.tombstones,
+            self.damages + other.damages,
+        )
+
 
 class PartitionCompaction:
     """One partition's way through its versions: down from the floor, and up to it again."""

@@ -18,7 +18,7 @@ Who calls it: the store process; the node applies the steps, within what streams
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -55,6 +55,15 @@ class Step(NamedTuple):
     purge: int
 
 
+class PlanReport(NamedTuple):
+    """What a plan found. `damages`: partition and text where what is stored cannot be read."""
+
+    steps: list[Step]
+    damages: list[tuple[int, str]]
+    planned: int
+    """How many partitions were looked at; the rest is for another call."""
+
+
 class _Seen(NamedTuple):
     """When a partition was looked at, and how far it was then."""
 
@@ -78,12 +87,14 @@ class Planner:
         now_ns: int,
         *,
         is_forced: bool = False,
-    ) -> tuple[list[Step], list[tuple[int, str]]]:
-        """Return the steps that are worth doing, or all that free anything, if forced; and
-        partition and text where what is stored cannot be read.
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> PlanReport:
+        """Return the steps that are worth doing, or all that free anything, if forced.
 
-        A plan may be made in pieces: it is one as long as `now_ns` is the same.
+        Ends early when `is_over` says so. A plan may be made in pieces: it is one as long as
+        `now_ns` is the same.
         """
+        planned = 0
         if self._total[0] != now_ns:
             self._total = (now_ns, sum(map(_spare, view.partitions().values())))
         manifest_uid = view.manifest().uid
@@ -92,17 +103,22 @@ class Planner:
         for vb_id in vb_ids:
             try:
                 record = view.partition(vb_id)
-                if record is None or not record.last_seqno:
-                    continue
-                look = _Look(view, vb_id, record, windows, now_ns, self._total[1], manifest_uid)
-                if is_forced or look.is_unfinished or self._is_due(look):
-                    self._seen[vb_id] = _Seen(now_ns, record.last_seqno)
-                    step = look.step(is_forced=is_forced)
-                    if step is not None:
-                        steps.append(step)
+                if record is not None and record.last_seqno:
+                    look = _Look(view, vb_id, record, windows, now_ns, self._total[1], manifest_uid)
+                    steps += self._steps(look, is_forced=is_forced)
             except StoreDamagedError as error:
                 damages.append((vb_id, str(error)))
-        return steps, damages
+            planned += 1
+            if is_over():
+                break
+        return PlanReport(steps, damages, planned)
+
+    def _steps(self, look: _Look, *, is_forced: bool) -> list[Step]:
+        if not (is_forced or look.is_unfinished or self._is_due(look)):
+            return []
+        self._seen[look.vb_id] = _Seen(look.now_ns, look.record.last_seqno)
+        step = look.step(is_forced=is_forced)
+        return [] if step is None else [step]
 
     def _is_due(self, look: _Look) -> bool:
         """Whether there may be something, and enough has happened since the last look."""

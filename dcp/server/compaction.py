@@ -40,12 +40,15 @@ PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
 PLAN_REST_S at most, because windows move with time, too."""
 PLAN_REST_S: Final = 60.0
-PLAN_VBUCKETS: Final = 64
-"""Partitions planned in one request, some tens of milliseconds: merges come in between."""
+MERGE_SHARE: Final = 0.5
+"""What compaction gets of the store process at a time, of what the last merge took: under a load
+that keeps it merging without a pause it would fall behind for ever otherwise."""
+SECONDS_MIN, SECONDS_MAX = 0.2, 4.0
+"""Bounds of that; the memtable takes what is written meanwhile."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
 COMPACTED_AT_ONCE: Final = 256
-"""Partitions named in one request; a slice rarely gets through all."""
+"""Partitions named in one request; it rarely gets through all."""
 _ALL: Final = range(NUM_VBUCKETS)
 _FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
@@ -77,9 +80,11 @@ class Compaction:
         """Partitions that could not be read; said once."""
 
     async def run(self) -> None:
-        """Compact what is worth it, for ever, or until cancelled."""
+        """Compact what is worth it, for ever, or until cancelled: after every merge, because then
+        the store has more to drop, and every `compact_interval`, because time goes by.
+        """
         while True:
-            await asyncio.sleep(self._interval_s)
+            await self._node.wait_for_merge(self._interval_s)
             try:
                 async with self._turn:
                     await self._go_on()
@@ -133,14 +138,15 @@ class Compaction:
     ) -> list[Step]:
         steps: list[Step] = []
         now_ns = time.time_ns()
-        for first in range(0, len(vb_ids), PLAN_VBUCKETS):
-            some = list(vb_ids[first : first + PLAN_VBUCKETS])
+        todo = list(vb_ids)
+        while todo:
             plan = partial(
-                StoreProcess.plan, vb_ids=some, windows=windows, now_ns=now_ns, is_forced=is_forced
+                StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns, is_forced=is_forced
             )
-            found, damages = await self._asked(plan)
-            steps += found
-            self._tell(damages)
+            report = await self._asked(plan)
+            steps += report.steps
+            self._tell(report.damages)
+            del todo[: report.planned]
         return steps
 
     async def _raise(self, steps: Sequence[Step]) -> None:
@@ -187,7 +193,8 @@ class Compaction:
         while todo:
             began_s = time.monotonic()
             some = list(todo)[:COMPACTED_AT_ONCE]
-            report = await self._asked(partial(StoreProcess.compact, vb_ids=some))
+            seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
+            report = await self._asked(partial(StoreProcess.compact, vb_ids=some, seconds=seconds))
             # So that the pages which the slice freed can be used again.
             self._node.refresh_store()
             meter.compaction_seconds.observe(time.monotonic() - began_s)

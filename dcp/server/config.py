@@ -254,8 +254,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     compact_interval_s: Annotated[
         float,
         Option(
-            "Time between looks for partitions that are worth compacting; 0: only `dcpctl compact` "
-            "does it.",
+            "Time between looks for partitions that are worth compacting, besides those after each "
+            "merge; 0: only `dcpctl compact` does it.",
             read_duration,
             "TIME",
             0.05,

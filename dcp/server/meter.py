@@ -60,8 +60,9 @@ class Meter:
         self.merge_failures = 0
         """Attempts that the store had no room for, or that failed."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
+        self.last_merge_s = 0.0
         self.compaction_seconds = Histogram()
-        """One slice; between two of them merges have their turn."""
+        """One turn; between two of them merges have theirs."""
         self.dropped_versions = 0
         """By compaction; tombstones among them."""
         self.dropped_tombstones = 0

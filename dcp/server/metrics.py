@@ -219,8 +219,9 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
-        "One slice of a compaction; between two of them merges have their turn.",
-        "above 0.5: merges wait for it", lambda node: node.meter.compaction_seconds,
+        "One turn of compaction in the store process; between two turns merges have theirs.",
+        "as long as dcpd_merge_seconds: merges wait for it",
+        lambda node: node.meter.compaction_seconds,
     ),
     MetricSpec(
         "dcpd_compacted_versions_total", "counter", "", (),

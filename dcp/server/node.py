@@ -342,6 +342,12 @@ class Node:
         """
         self._store.refresh()
 
+    async def wait_for_merge(self, timeout_s: float) -> None:
+        """Return at the end of the next merge, or after a while."""
+        async with self._merge_ended:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._merge_ended.wait(), timeout_s)
+
     async def merge_now(self) -> None:
         """Return when all that was applied by now is in the store."""
         group = self.engine.merge_soon()
@@ -368,7 +374,8 @@ class Node:
         for segment in segments:
             device.delete(segment)
         self.merge_count += 1
-        self.meter.merge_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+        self.meter.last_merge_s = (time.monotonic_ns() - began_ns) / 1e9
+        self.meter.merge_seconds.observe(self.meter.last_merge_s)
         async with self._merge_ended:
             self._merge_ended.notify_all()
         for connection in tuple(self.connections):

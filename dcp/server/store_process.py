@@ -41,7 +41,7 @@ from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullE
 from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.log import LogDamagedError
 from vbucket.merge import MergeRefusedError, MergeReport, merge
-from vbucket.retention import Planner, Step, Windows
+from vbucket.retention import Planner, PlanReport, Step, Windows
 from vbucket.store import TABLES, RecordDamagedError, StoreView, put_failover
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
 SLICE_S: Final = 0.15
-"""How long one slice of a compaction takes: what a merge may have to wait for it."""
+"""One transaction of a compaction: some megabytes are rewritten in it."""
+PLAN_S: Final = 0.5
+"""After this long a plan is continued with another request."""
 _LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -120,15 +122,21 @@ class StoreProcess:
 
     async def plan(
         self, vb_ids: list[int], windows: Windows, now_ns: int, is_forced: bool
-    ) -> tuple[list[Step], list[tuple[int, str]]]:
-        """Find floors worth raising. Return steps, and (partition, text) where data is damaged."""
+    ) -> PlanReport:
+        """Find floors worth raising, for some time; `planned` tells how many partitions it got
+        through.
+        """
         request = {"op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns}
-        steps, damages = await self._request(request | {"forced": is_forced})
-        return [Step(*step) for step in steps], damages
+        report = PlanReport(*await self._request(request | {"forced": is_forced}))
+        return report._replace(steps=[Step(*step) for step in report.steps])
 
-    async def compact(self, vb_ids: list[int]) -> SliceReport:
-        """Do a slice of compacting these partitions; durable on return. Raises as `merge`."""
-        return SliceReport(*await self._request({"op": "compact", "vbs": vb_ids}))
+    async def compact(self, vb_ids: list[int], seconds: float) -> SliceReport:
+        """Compact these partitions for so long, or until all are done; what is reported is durable.
+
+        Raises as `merge`.
+        """
+        request = {"op": "compact", "vbs": vb_ids, "seconds": seconds}
+        return SliceReport(*await self._request(request))
 
     async def used_bytes(self) -> int:
         """Return what the store's tables take, without free pages."""
@@ -214,8 +222,9 @@ class StoreWork:
             put_failover(write, request["vb"], request["log"])
             self._before_commit()
 
-    def plan(self, request: dict[str, Any]) -> tuple[list[Step], list[tuple[int, str]]]:
+    def plan(self, request: dict[str, Any]) -> PlanReport:
         """Find floors worth raising."""
+        end_s = time.monotonic() + PLAN_S
         snapshot = self._env.snapshot()
         try:
             return self._planner.plan(
@@ -224,16 +233,29 @@ class StoreWork:
                 Windows(*request["windows"]),
                 request["now_ns"],
                 is_forced=request["forced"],
+                is_over=lambda: time.monotonic() >= end_s,
             )
         finally:
             snapshot.close()
 
     def compact(self, request: dict[str, Any]) -> SliceReport:
-        """Do a slice of a compaction."""
+        """Compact, a transaction for each slice."""
+        end_s = time.monotonic() + request["seconds"]
+        todo = list(request["vbs"])
+        total = SliceReport([], 0, 0, [])
+        while todo:
+            report = self._compact_slice(todo)
+            total = total.plus(report)
+            del todo[: len(report.finished)]
+            if time.monotonic() >= end_s:
+                break
+        return total
+
+    def _compact_slice(self, vb_ids: list[int]) -> SliceReport:
         end_s = time.monotonic() + SLICE_S
         return self._compactor.run(
             self._env,
-            request["vbs"],
+            vb_ids,
             lambda: time.monotonic() >= end_s,
             before_commit=self._before_commit,
         )

@@ -1,4 +1,4 @@
-"""python -m soak fuzz|kill|flip|power|proxy: long runs; all but flip go on where they were."""
+"""python -m soak COMMAND: long runs; all but flip go on where they were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from soak import flip, kill, power, proxy
+from soak import churn, flip, kill, power, proxy
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -56,6 +56,13 @@ def main() -> int:
     flipping = commands.add_parser("flip", help="flipped bits in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
+    churning = commands.add_parser("churn", help="the same keys written again and again")
+    churning.add_argument("--writes", type=int, default=100_000_000)
+    churning.add_argument("--keys", type=int, default=1_000_000)
+    churning.add_argument("--value-bytes", type=int, default=128)
+    churning.add_argument("--history-window", default="1h")
+    churning.add_argument("--history-bytes", default="1GiB")
+    churning.add_argument("--folder", type=Path, default=Path(".soak-churn"))
     powering = commands.add_parser("power", help="power cuts at any point of a node in memory")
     powering.add_argument("--rounds", type=int, default=100_000)
     powering.add_argument("--round", type=int, help="replay one round")
@@ -72,6 +79,11 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
         return 0
+    if arguments.command == "churn":
+        plan = churn.Plan(
+            arguments.keys, arguments.value_bytes, arguments.history_window, arguments.history_bytes
+        )
+        return churn.run(arguments.folder, plan, arguments.writes)
     if arguments.command == "flip":
         with TemporaryDirectory() as folder:
             return flip.soak(Path(folder), arguments.seed, arguments.flips)

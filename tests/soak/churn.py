@@ -1,0 +1,176 @@
+"""The same keys written again and again: does the store stay small, and memory flat?
+
+    scripts/soak churn                    100 million writes over a million keys
+    scripts/soak churn --writes 5000000 --keys 100000 --history-bytes 32MiB
+
+A real server in a folder that stays. Every ten seconds a line: writes, rate, disk in use against
+what the live documents take, memory of both processes. A run fails where the disk takes more than
+three times the live data and the history window, or memory grows after it has settled. Stopped, it
+goes on with the next write; what was written last is read back first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dcp.server.config import OPTIONS
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.raw_client import RawClient
+from support.server import DcpdProcess
+from vbucket.ids import vbucket_of
+
+BATCH = 2_000
+"""Writes in flight."""
+REPORT_S = 10.0
+LIVE_OVERHEAD_BYTES = 55 + 40 + 12
+"""Of a document beside key and value: its frame's head, its record by key, its columns."""
+SPARE_BYTES = 512 << 20
+"""Four memtables at most in the log, as much in the store that waits for its compaction."""
+SETTLED_SHARE = 0.2
+"""Memory is compared with what it was after this part of the writes of a run."""
+GROWTH_BYTES_MAX = 64 << 20
+CHECKED = 5_000
+_MIX = 0x9E3779B97F4A7C15
+
+
+class Plan(NamedTuple):
+    """What a folder was begun with; it is gone on with the same."""
+
+    keys: int
+    value_bytes: int
+    history_window: str
+    history_bytes: str
+
+    def key_of(self, write: int) -> bytes:
+        """Return the key of a write: as if drawn by chance, and the same every time."""
+        mixed = (write * _MIX) & 0xFFFF_FFFF_FFFF_FFFF
+        mixed = ((mixed ^ mixed >> 29) * _MIX) & 0xFFFF_FFFF_FFFF_FFFF
+        return b"key%09d" % ((mixed >> 32) % self.keys)
+
+    def value_of(self, write: int) -> bytes:
+        return (b"%016d" % write).ljust(self.value_bytes, b".")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return ("--history-window", self.history_window, "--history-bytes", self.history_bytes)
+
+    @property
+    def live_bytes(self) -> int:
+        return self.keys * (len(self.key_of(0)) + self.value_bytes + LIVE_OVERHEAD_BYTES)
+
+    @property
+    def disk_bytes_max(self) -> int:
+        option = OPTIONS["history_bytes"][1]
+        return 3 * self.live_bytes + int(option.parse(self.history_bytes, option)) + SPARE_BYTES
+
+
+class Memory(NamedTuple):
+    """Anonymous memory of the server and of its store process."""
+
+    server_bytes: int
+    store_bytes: int
+
+
+def anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def memory_of(pid: int) -> Memory:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return Memory(anonymous_bytes(pid), sum(map(anonymous_bytes, map(int, children))))
+
+
+def disk_bytes(folder: Path) -> int:
+    sizes = 0
+    for path in folder.rglob("*"):
+        try:
+            sizes += path.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue  # a merge has just deleted a segment
+    return sizes
+
+
+def batches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (next write, packets) up to a write."""
+    while first < last:
+        end = min(last, first + BATCH)
+        packets = []
+        for write in range(first, end):
+            key = plan.key_of(write)
+            packets.append(
+                pack_request(
+                    Opcode.SETQ, key=key, extras=bytes(8), value=plan.value_of(write),
+                    vb_id=vbucket_of(key),
+                )
+            )  # fmt: skip
+        first = end
+        yield end, b"".join(packets)
+
+
+def check(client: RawClient, plan: Plan, written: int) -> None:
+    """Read back what was written last."""
+    newest = {plan.key_of(write): write for write in range(max(0, written - CHECKED), written)}
+    for key, write in newest.items():
+        frame = client.ask(Opcode.GET, key=key, vb_id=vbucket_of(key))
+        assert frame.status == Status.OK, f"{key!r}, written last by {write}: {frame}"
+        # A batch that was under way when the run was stopped is written again.
+        assert int(frame.value[:16]) >= write, f"{key!r} is {frame.value[:16]!r}, not {write}"
+
+
+def run(folder: Path, plan: Plan, writes: int) -> int:
+    """Write until so many writes were made, over all runs in this folder; return the exit code."""
+    folder.mkdir(exist_ok=True)
+    state_path = folder / "churn.json"
+    written = 0
+    if state_path.exists():
+        state = json.loads(state_path.read_text())
+        plan, written = Plan(*state["plan"]), state["written"]
+    with DcpdProcess(folder / "data", *plan.arguments) as server:
+        client = RawClient(server.port)
+        check(client, plan, written)
+        first, began_s = written, time.monotonic()
+        said_s, said, settled, worst_disk = began_s, written, None, 0
+        for written, packets in batches(plan, written, writes):  # noqa: B020 - it is where we are
+            client.send(packets)
+            assert client.ask(Opcode.NOOP).status == Status.OK, "a SETQ failed"
+            now_s = time.monotonic()
+            if now_s - said_s < REPORT_S and written < writes:
+                continue
+            state_path.write_text(json.dumps({"plan": plan, "written": written}))
+            memory, disk = memory_of(server.pid), disk_bytes(folder)
+            worst_disk = max(worst_disk, disk)
+            metrics = server.metrics()
+            print(
+                f"{written:>12,} writes  {(written - said) / (now_s - said_s):>8,.0f}/s"
+                f"  disk {disk >> 20:>5} MiB, {disk / plan.live_bytes:.2f} x live"
+                f"  store {disk_bytes(folder / 'data' / 'store') >> 20:>5} MiB"
+                f"  memory {memory.server_bytes >> 20} + {memory.store_bytes >> 20} MiB"
+                f"  dropped {metrics['dcpd_compacted_versions_total']:,.0f}",
+                flush=True,
+            )
+            said_s, said = now_s, written
+            if settled is None and written - first >= SETTLED_SHARE * (writes - first):
+                settled = memory
+            if settled is not None and sum(memory) - sum(settled) > GROWTH_BYTES_MAX:
+                print(f"memory grew from {settled} to {memory}")
+                return 1
+            if disk > plan.disk_bytes_max:
+                print(f"the disk holds {disk} bytes, more than {plan.disk_bytes_max}")
+                return 1
+        check(client, plan, written)
+        client.__exit__(None, None, None)
+        server.stop()
+    print(
+        f"{written:,} writes over {plan.keys:,} keys: at most {worst_disk / plan.live_bytes:.2f} "
+        f"times the live data on disk, {folder.name} stays"
+    )
+    return 0
