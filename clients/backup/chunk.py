@@ -31,8 +31,6 @@ GATHERED_BYTES_MAX: Final = 48 * 1024 * 1024
 
 FRAME_HEAD: Final = Struct(">BBHBBHIIQQ")
 """A header and the seqno that follows it in every stored frame."""
-KEY_AT: Final = HEADER_BYTES
-"""A frame's key comes after its header and its extras."""
 
 
 class Section(NamedTuple):

@@ -70,6 +70,7 @@ class Export:
         self._runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
         self._point = point
         self._routes = Routes(selection, self._runs)
+        self._prefix = selection.prefix
         self._reader = Reader(archive, self._runs, salvage=salvage)
         self._on_progress = on_progress or (lambda _done, _total: None)
         self._earlier: dict[int, tuple[int, int]] = {}
@@ -148,7 +149,7 @@ class Export:
         key_at = start + HEADER_BYTES + extras_len
         collection_id, key = split_key(data[key_at : key_at + key_len])
         path = self._routes.source(collection_id)
-        if path is None or not key.startswith(self._routes.prefix):
+        if path is None or not key.startswith(self._prefix):
             return None
         value = data[key_at + key_len : stop]
         return Row(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)

@@ -47,8 +47,9 @@ from dcp.wire.status import Status
 
 BATCH_BYTES: Final = 256 * 1024
 BATCH_ITEMS: Final = 2_000
-BATCHES_MAX: Final = 8
-"""Batches under way to a node: enough that it always has one, 2 MiB of values mostly."""
+BATCHES_MAX: Final = 64
+"""Batches under way to a node, 16 MiB: the server syncs its log in groups, and with less in flight
+it would wait for us after each."""
 RETRY_PAUSE_S: Final = 0.2
 RETRIES_MAX: Final = 50
 """How often items are sent again that the server could not take for now: 10 s."""

@@ -7,13 +7,11 @@ names are those of the newest run in which an id was there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from clients.backup.errors import BackupError
 from clients.backup.manifest import RunRecord
 from vbucket.manifest import decode_leb128, encode_leb128
-
-DEFAULT_PATH: Final = "_default._default"
 
 
 class Selection(NamedTuple):
@@ -47,7 +45,6 @@ class Routes:
                     hint=f"Its collections are: {', '.join(sorted(known))}",
                 )
         self._selection = selection
-        self.prefix = selection.prefix
 
     def source(self, collection_id: int) -> str | None:
         """Return the name of a collection if its documents are wanted."""

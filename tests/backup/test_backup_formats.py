@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fsspec.registry import known_implementations
 
 from clients.backup.archive import create_archive, open_archive, run_file
 from clients.backup.errors import (
@@ -120,11 +121,13 @@ def test_legs_that_are_none_are_refused(document):
         Leg.of(document)
 
 
-def test_urls_that_cannot_be_used(tmp_path):
+def test_urls_that_cannot_be_used(tmp_path, monkeypatch):
+    missing = {"class": "no_such_module.FileSystem", "err": "Install no_such_module"}
+    monkeypatch.setitem(known_implementations, "nodriver", missing)
     with pytest.raises(ArchiveError, match="Protocol not known: nonsense"):
         open_archive("nonsense://x")
-    with pytest.raises(MissingExtraError, match="no driver for this URL"):
-        open_archive("s3://bucket/folder")
+    with pytest.raises(MissingExtraError, match="no driver for this URL: Install no_such_module"):
+        open_archive("nodriver://bucket/folder")
     with pytest.raises(ArchiveMissingError, match="there is no archive"):
         open_archive(str(tmp_path / "nothing"))
     with pytest.raises(ArchiveError, match="no archive is named"):
