@@ -35,6 +35,7 @@ COMPILED: Final = (
     "vbucket/engine.py",
     "vbucket/entry.py",
     "vbucket/keyspace.py",
+    "vbucket/kvenv_lmdb.py",
     "vbucket/log.py",
     "vbucket/merge.py",
     "vbucket/partition.py",

@@ -80,7 +80,15 @@ class Layer:
 
     def between(self, start_seqno: int, end_seqno: int) -> list[bytes]:
         """Return the entries with start <= seqno <= end."""
-        return self.entries[self.position_of(start_seqno) : self.position_of(end_seqno + 1)]
+        entries = self.entries
+        if not entries:
+            return []
+        # What a live stream asks for: nothing is missing there, and it goes up to the end.
+        if seqno_of(entries[-1]) <= end_seqno:
+            low = start_seqno - seqno_of(entries[0])
+            if 0 <= low < len(entries) and seqno_of(entries[low]) == start_seqno:
+                return entries[low:]
+        return entries[self.position_of(start_seqno) : self.position_of(end_seqno + 1)]
 
     def cut_above(self, seqno: int) -> None:
         """Forget the entries above `seqno`; the caller puts `newest` right."""

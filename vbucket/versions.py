@@ -163,7 +163,10 @@ class Versions:
                 entries = [entry for entry in entries if seqno_of(entry) not in skip]
             if not entries:
                 continue
-            entries, run_bytes = entries_within(entries, bytes_max - size)
+            if len(entries) == 1:
+                run_bytes = len(entries[0]) - PREFIX_BYTES
+            else:
+                entries, run_bytes = entries_within(entries, bytes_max - size)
             if not are_plain(entries, plain):
                 next_seqno = seqno_of(entries[0])
                 return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None

@@ -66,7 +66,7 @@ from vbucket.view import Views
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
-DROP_SLICE_VBUCKETS: Final = 32
+DROP_SLICE_VBUCKETS: Final = 8
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
 DRAIN_S: Final = 5.0
 

@@ -179,9 +179,7 @@ def parse_stream_request(extras: bytes) -> StreamRequest:
 
 def pack_marker(vb_id: int, opaque: int, marker: SnapshotMarker) -> bytes:
     """Return a SNAPSHOT_MARKER of version 1 (20 bytes of extras)."""
-    return pack_request(
-        Opcode.DCP_SNAPSHOT_MARKER, vb_id=vb_id, opaque=opaque, extras=MARKER_EXTRAS.pack(*marker)
-    )
+    return _pack_marker(0x80, _MARKER, 0, 20, 0, vb_id, 20, opaque, 0, *marker)
 
 
 def pack_marker_v2_0(vb_id: int, opaque: int, marker: SnapshotMarker) -> bytes:
@@ -211,14 +209,17 @@ def parse_marker(frame: Frame) -> SnapshotMarker:
     return SnapshotMarker(*MARKER_EXTRAS.unpack(frame.extras))
 
 
+_pack_marker: Final = Struct(">BBHBBHIIQQQI").pack
+_pack_snapshot_end: Final = Struct(">BBHBBHIIQQ").pack
+"""A header and extras at once: live streams send both with nearly every change."""
+_MARKER: Final = int(Opcode.DCP_SNAPSHOT_MARKER)
+_SNAPSHOT_END: Final = int(Opcode.DCP_SNAPSHOT_END)
 _MARKER_VALUES: Final = {b"\0": MARKER_V2_0_VALUE, b"\2": MARKER_V2_2_VALUE}
 
 
 def pack_snapshot_end(vb_id: int, opaque: int, end_seqno: int) -> bytes:
     """Return SNAPSHOT_END (control x_snapshot_end)."""
-    return pack_request(
-        Opcode.DCP_SNAPSHOT_END, vb_id=vb_id, opaque=opaque, extras=U64.pack(end_seqno)
-    )
+    return _pack_snapshot_end(0x80, _SNAPSHOT_END, 0, 8, 0, vb_id, 8, opaque, 0, end_seqno)
 
 
 def parse_snapshot_end(frame: Frame) -> int:
