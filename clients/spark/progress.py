@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from clients.spark.offset import NOTHING, entries_of
+from clients.spark.offset import NOTHING, Entry, entries_of
 
 
 class Behind(NamedTuple):
@@ -21,16 +21,17 @@ class Behind(NamedTuple):
 def rows_behind(progress: Any) -> Behind:
     """Return how far behind a query is by a StreamingQueryProgress, or its JSON as a dict.
 
-    Counts all its sources `dcp`.
+    Counts all its sources `dcp`, which are known by their offsets.
     """
     document = json.loads(progress.json) if hasattr(progress, "json") else progress
     rows = partitions = rollbacks = 0
     for source in document["sources"]:
-        if "dcp" not in source["description"].lower() or not source.get("endOffset"):
-            continue
-        end = entries_of(_offset(source["endOffset"]))
-        start = entries_of(_offset(source.get("startOffset") or {}))
-        latest = entries_of(_offset(source.get("latestOffset") or source["endOffset"]))
+        try:
+            end = _entries(source.get("endOffset"))
+            start = _entries(source.get("startOffset"))
+            latest = _entries(source.get("latestOffset")) or end
+        except ValueError:
+            continue  # another kind of source
         missing = [latest[vb].seqno - end.get(vb, NOTHING).seqno for vb in latest]
         rows += sum(number for number in missing if number > 0)
         partitions += sum(number > 0 for number in missing)
@@ -40,7 +41,9 @@ def rows_behind(progress: Any) -> Behind:
     return Behind(rows, partitions, rollbacks)
 
 
-def _offset(value: Any) -> dict[str, str]:
-    """Return an offset that Spark gives as JSON text or as an object."""
-    offset: dict[str, str] = json.loads(value) if isinstance(value, str) else value
-    return offset
+def _entries(offset: Any) -> dict[int, Entry]:
+    """Return an offset's entries; Spark gives it as JSON text, as an object or not at all."""
+    document = json.loads(offset) if isinstance(offset, str) else offset or {}
+    if not isinstance(document, dict):
+        raise ValueError("no offset of ours")
+    return entries_of(document)

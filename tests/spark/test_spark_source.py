@@ -1,0 +1,297 @@
+"""The source in a real Spark: columns, options, limits, triggers, progress, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pyspark.errors import PySparkException, StreamingQueryException
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+from pyspark.sql.types import StructType
+
+from clients.errors import DcpdError
+from clients.kv import KvClient
+from clients.spark import check_java, rows_behind
+from clients.spark.java import JavaMissingError
+from clients.spark.options import parse_options
+from clients.spark.source import DcpStreamReader, ReadTask
+
+DOCUMENTS = {
+    b"k%d" % number: b'{"n": %d, "text": "t%d"}' % (number, number) for number in range(40)
+}
+
+
+async def store(server, documents, *, deletes=()) -> None:
+    async with KvClient.connect(server.address) as kv:
+        await kv.set_many(documents)
+        for key in deletes:
+            await kv.delete(key)
+
+
+def read(spark, server, **options):
+    return spark.read.format("dcp").option("servers", server.address).options(**options).load()
+
+
+def stream(spark, server, folder, collect, **options):
+    """Run a query over what is there now; `collect` gets each batch's rows."""
+
+    def take(batch_df, batch_id):
+        collect.append((batch_id, batch_df.collect()))
+
+    query = (
+        spark.readStream.format("dcp").option("servers", server.address).options(**options).load()
+        .writeStream.foreachBatch(take).option("checkpointLocation", str(folder))
+        .trigger(availableNow=True).start()
+    )  # fmt: skip
+    query.awaitTermination()
+    return query
+
+
+@pytest.mark.timeout(120)
+def test_a_batch_read_has_every_change_in_columns_and_json(spark, dcpd):
+    before = datetime.now(UTC)
+    asyncio.run(store(dcpd, DOCUMENTS, deletes=[b"k1"]))
+    asyncio.run(store(dcpd, {b"k2": b"no json"}))
+    rows = read(
+        spark, dcpd, keyFormat="string", valueFormat="json", valueSchema="n INT, text STRING"
+    ).collect()
+    assert len(rows) == 42
+    assert {row["key"] for row in rows} == {key.decode() for key in DOCUMENTS}
+    by_op = {op: [row for row in rows if row["op"] == op] for op in ("set", "delete")}
+    assert [row["key"] for row in by_op["delete"]] == ["k1"]
+    assert by_op["delete"][0]["value"] is None
+    for row in by_op["set"]:
+        if row["value"] is not None:
+            assert (row["value"]["n"], row["value"]["text"]) == (
+                int(row["key"][1:]), "t" + row["key"][1:],
+            )  # fmt: skip
+        assert row["flags"] == 0
+        assert row["expiry"] is None
+        assert timedelta(0) <= row["time"].astimezone(UTC) - before < timedelta(minutes=2)
+    assert [row["key"] for row in by_op["set"] if row["value"] is None] == ["k2"]
+    newest = read(spark, dcpd, history="false").collect()
+    assert len(newest) == 40
+    some = read(spark, dcpd, partitions="0-300,302").collect()
+    assert {row["vb"] for row in some} <= {*range(301), 302}
+    assert sorted(row["cas"] for row in some) == sorted(
+        row["cas"] for row in rows if row["vb"] <= 300 or row["vb"] == 302
+    )
+
+
+@pytest.mark.timeout(120)
+def test_collections_are_a_column(spark, dcpd):
+    async def fill() -> None:
+        async with KvClient.connect(dcpd.address) as kv:
+            await kv.set("k", b"default")
+            await kv.collection("shop.orders").set("k", b"an order")
+            await kv.collection("shop.items").set("k", b"an item")
+
+    dcpd.ask("GET", "/api/v1/status")
+    subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", dcpd.address, "collection", "create",
+         "shop.orders"], check=True, capture_output=True,
+    )  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "clients.cli", "--server", dcpd.address, "collection", "create",
+         "shop.items"], check=True, capture_output=True,
+    )  # fmt: skip
+    asyncio.run(fill())
+    rows = read(spark, dcpd, collections="shop.orders,shop.items", valueFormat="string").collect()
+    assert sorted((row["collection"], bytes(row["key"]), row["value"]) for row in rows) == [
+        ("shop.items", b"k", "an item"), ("shop.orders", b"k", "an order"),
+    ]  # fmt: skip
+    assert [row["value"] for row in read(spark, dcpd, valueFormat="string").collect()] == [
+        "default"
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_a_stream_in_limited_batches_gives_everything_once_and_tells_how_far_it_is(
+    spark, dcpd, tmp_path
+):
+    asyncio.run(store(dcpd, DOCUMENTS))
+    batches: list = []
+    query = stream(spark, dcpd, tmp_path / "checkpoint", batches, maxRowsPerTrigger="15")
+    sizes = [len(rows) for _, rows in batches]
+    assert sizes == [15, 15, 10]
+    assert sorted(bytes(row["key"]) for _, rows in batches for row in rows) == sorted(DOCUMENTS)
+    behind = [rows_behind(progress).rows for progress in query.recentProgress]
+    assert behind[:3] == [25, 10, 0]
+    assert rows_behind(json.loads(query.recentProgress[0].json)).partitions > 0
+    # Another run from the checkpoint has nothing to do; then only what is new.
+    assert stream(spark, dcpd, tmp_path / "checkpoint", batches).lastProgress is not None
+    assert len(batches) == 3
+    asyncio.run(store(dcpd, {b"new": b"1"}))
+    stream(spark, dcpd, tmp_path / "checkpoint", batches)
+    assert [bytes(row["key"]) for row in batches[3][1]] == [b"new"]
+
+
+@pytest.mark.timeout(120)
+def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
+    with dcpd.connect() as kv:
+        for number in range(4):
+            stored = kv.set(b"key", b"%d" % number)
+    vb = stored.vb_id
+    batches: list = []
+    for name in ("emits", "fails"):
+        stream(spark, dcpd, tmp_path / name, batches)
+    dcpd.branch(vb, at=2)
+    with dcpd.connect() as kv:
+        kv.set(b"key", b"new")
+        (newer, _), (older, _) = kv.failover_log(vb)
+    stream(spark, dcpd, tmp_path / "emits", batches, onRollback="emit")
+    rows = batches[-1][1]
+    assert sorted((row["op"], row["seqno"], row["vb_uuid"]) for row in rows) == [
+        ("rollback", 2, newer), ("set", 3, newer),
+    ]  # fmt: skip
+    with pytest.raises(StreamingQueryException) as caught:
+        stream(spark, dcpd, tmp_path / "fails", batches, onRollback="fail")
+    text = str(caught.value)
+    assert f"vbucket {vb}" in text
+    assert f"{older:x} from seqno 0" in text
+    assert f"{newer:x} from seqno 2" in text
+    assert "onRollback=emit" in text
+
+
+@pytest.mark.timeout(120)
+def test_wrong_options_are_named_through_spark(spark, dcpd):
+    with pytest.raises(PySparkException, match="option history takes true or false, not 'maybe'"):
+        read(spark, dcpd, history="maybe").schema  # noqa: B018
+    with pytest.raises(PySparkException, match="did you mean numPartitions"):
+        spark.readStream.format("dcp").option("servers", "x").option("numPartition", "3").load()
+
+
+# -- the driver's half, called as Spark calls it ---------------------------------------------------
+
+
+@pytest.fixture
+def driver(dcpd):
+    """Make stream readers as Spark's driver has them; they are stopped at the end."""
+    made: list[DcpStreamReader] = []
+
+    def make(**options) -> DcpStreamReader:
+        settings = parse_options({"servers": dcpd.address, **options})
+        made.append(DcpStreamReader(settings, StructType([])))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.stop()
+
+
+def test_an_offset_is_the_same_object_while_nothing_changes(dcpd, driver):
+    asyncio.run(store(dcpd, DOCUMENTS))
+    reader = driver()
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    again = json.loads(json.dumps(end))
+    for _ in range(3):
+        assert reader.latestOffset(again, ReadAllAvailable()) is again
+    assert reader.partitions(again, again) == []
+    assert reader.reportLatestOffset() == end
+    assert driver().latestOffset(again, ReadAllAvailable()) is again
+
+
+def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
+    with dcpd.connect() as kv:
+        vb = [kv.set(b"key", b"%d" % number) for number in range(3)][0].vb_id
+    reader = driver()
+    end = reader.latestOffset({}, ReadAllAvailable())
+    dcpd.branch(vb, at=2)
+    with dcpd.connect() as kv:
+        kv.set(b"key", b"new")
+    monkeypatch.setattr("clients.spark.source.LOOK_AGAIN_S", 0.0)
+    assert reader.latestOffset(end, ReadAllAvailable())[str(vb)].endswith("rollback=2")
+
+
+def test_limits_of_rows_and_bytes(dcpd, driver):
+    asyncio.run(store(dcpd, {key: b"x" * 1000 for key in DOCUMENTS}))
+
+    def rows(offset) -> int:
+        return sum(int(text.split(" ")[0]) for text in offset.values())
+
+    both = driver(maxRowsPerTrigger="30", maxBytesPerTrigger="11000")
+    assert both.getDefaultReadLimit() == ReadMaxRows(30)
+    assert 8 <= rows(both.latestOffset({}, both.getDefaultReadLimit())) <= 10
+    assert rows(both.latestOffset({}, ReadAllAvailable())) == 40, "Spark may ask for everything"
+    assert driver(maxBytesPerTrigger="9").getDefaultReadLimit() == ReadMaxBytes(9)
+    assert rows(driver(maxBytesPerTrigger="9").latestOffset({}, ReadMaxBytes(9))) == 1
+    assert driver().getDefaultReadLimit() == ReadAllAvailable()
+
+
+def test_where_a_query_begins(dcpd, driver):
+    with dcpd.connect() as kv:
+        vb = kv.set(b"key", b"old").vb_id
+        second = kv.set(b"key", b"newer")
+    start = driver(startingOffsets="latest").initialOffset()
+    assert start[str(vb)].startswith("2 ")
+    assert start[str(vb)].endswith("base=2")
+    assert driver(startingOffsets="earliest").initialOffset() == {}
+    assert driver(startingOffsets=f'{{"{vb}": 1}}').initialOffset()[str(vb)].endswith("base=1")
+    moment = datetime.fromtimestamp(second.cas / 1e9 - 0.000_5, UTC).isoformat()
+    assert driver(startingOffsets=moment).initialOffset().get(str(vb), "1 ").startswith("1 ")
+    assert driver(startingOffsets="0").initialOffset() == {}
+    again = driver(startingOffsets=json.dumps(start))
+    assert again.initialOffset() == start
+    with pytest.raises(ValueError, match=f"startingOffsets: partition {vb} has seqno 2 now, not 9"):
+        driver(startingOffsets=f'{{"{vb}": 9}}').initialOffset()
+
+
+def test_available_now_reads_nothing_newer(dcpd, driver):
+    with dcpd.connect() as kv:
+        vb = kv.set(b"key", b"1").vb_id
+        reader = driver()
+        reader.prepareForTriggerAvailableNow()
+        kv.set(b"key", b"2")
+    end = reader.latestOffset({}, ReadAllAvailable())
+    assert end[str(vb)].startswith("1 ")
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+
+
+def test_tasks_are_at_most_as_many_as_wanted(dcpd, driver):
+    end = {str(vb): "100000 a@0" for vb in range(1024)}
+    for count in (1, 3, 8):
+        tasks = driver(numPartitions=str(count)).partitions({}, end)
+        assert len(tasks) == count
+        assert all(isinstance(task, ReadTask) for task in tasks)
+        vb_ids = [step.vb_id for task in tasks for step in task.steps]
+        assert vb_ids == list(range(1024)), "ranges of partitions"
+
+
+def test_a_server_that_is_not_there_is_named_with_what_to_try(monkeypatch):
+    monkeypatch.setattr("clients.spark.survey.PATIENCE_S", 0.2)
+    settings = parse_options({"servers": "127.0.0.1:1"})
+    with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Is the server running"):
+        DcpStreamReader(settings, StructType([])).latestOffset({}, ReadAllAvailable())
+
+
+# -- what is missing -------------------------------------------------------------------------------
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    code = (
+        "import sys; sys.modules['pyspark'] = None\n"
+        "try:\n    from clients.spark import DcpDataSource\n"
+        "except ModuleNotFoundError as error:\n    print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pyspark" in told.stdout
+    assert "pip install 'dcpd[spark]'" in told.stdout
+    assert "Java 17" in told.stdout
+
+
+def test_a_missing_or_old_java_is_named_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(JavaMissingError, match="openjdk-17-jre-headless"):
+        check_java()
+    (tmp_path / "bin").mkdir()
+    java = tmp_path / "bin" / "java"
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    java.chmod(0o755)
+    with pytest.raises(JavaMissingError, match=r"Java 17 or newer: .*bin/java is 11"):
+        check_java()
+    java.write_text("#!/bin/sh\necho 'openjdk version \"21.0.2\"' >&2\n")
+    assert check_java() == 21
