@@ -39,6 +39,7 @@ class Option(NamedTuple):
 
 
 def read_host(value: object, _option: Option) -> str:
+    """Return an address or host name."""
     if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
         raise ValueError("must be an address or a host name")
     if value == "*":
@@ -47,30 +48,35 @@ def read_host(value: object, _option: Option) -> str:
 
 
 def read_path(value: object, _option: Option) -> Path:
+    """Return the path of a folder."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be the path of a folder")
     return Path(value).expanduser()
 
 
 def read_file(value: object, _option: Option) -> Path | None:
+    """Return the path of a file, None for "none"."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be the path of a file, or none")
     return None if value == NONE else Path(value).expanduser()
 
 
 def read_name_or_off(value: object, _option: Option) -> str:
+    """Return the path of a file as text, or "off"."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("must be the path of a file, or off")
     return value
 
 
 def read_choice(value: object, option: Option) -> str:
+    """Return one of the option's choices."""
     if value in option.choices:
         return str(value)
     raise ValueError(f"must be one of {', '.join(option.choices)}{_suggestion(value, option)}")
 
 
 def read_count(value: object, option: Option) -> int:
+    """Return a whole number in the range of the option."""
     text = str(value).strip()
     is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
     if not is_number or not option.minimum <= int(text[:20]) <= option.maximum:
@@ -81,6 +87,7 @@ def read_count(value: object, option: Option) -> int:
 
 
 def read_size(value: object, option: Option) -> int:
+    """Return bytes from "16MiB" and the like."""
     number, unit = _number_and_unit(value)
     if number is None or unit.lower() not in SIZE_UNITS:
         raise ValueError('must be a size such as 1048576, "16MB" or "16MiB"')
@@ -88,6 +95,7 @@ def read_size(value: object, option: Option) -> int:
 
 
 def read_duration(value: object, option: Option) -> float:
+    """Return seconds from "250ms" and the like."""
     number, unit = _number_and_unit(value)
     if number == 0 and unit in {"", *DURATION_UNITS}:
         return _in_range(0.0, option, duration_text)
