@@ -1,6 +1,8 @@
-"""Streams while everything else happens: writes, commits, merges, branches, crashes, slow readers.
+"""Streams while everything else happens: writes, commits, merges, branches, compactions, purges,
+crashes, slow readers.
 
-Several producers with windows of all sizes follow more partitions than backlogs may be under way.
+Several producers with windows of all sizes follow more partitions than backlogs may be under way;
+one of them wants every version.
 Whoever holds a complete snapshot holds exactly the partition as it was at that seqno.
 """
 
@@ -20,15 +22,20 @@ from hypothesis.stateful import (
 
 from dcp.stream import producer as producer_module
 from dcp.wire.message import EndReason, pack_buffer_ack
+from dcp.wire.status import Status
 from stream.follower import Follower
-from support.memory_node import MemoryNode, Peer
+from support.memory_node import LmdbNode, MemoryNode, Peer
+from vbucket import block, compaction
 from vbucket.engine import SET
 from vbucket.keyspace import Group
+from vbucket.lifecycle import purge
 
 BACKLOGS_MAX = 2
 """Instead of 16, so that few partitions are enough to make some wait."""
 VBUCKETS = 5
-WINDOWS = (0, 1, 300)
+WINDOWS = (0, 1, 300, 300)
+HISTORY_NUMBER = 3
+"""The consumer that wants every version."""
 KEYS = b"abc"
 
 vb_ids = st.integers(0, VBUCKETS - 1)
@@ -49,21 +56,27 @@ def state(versions: Versions, seqno: int) -> dict[bytes, bytes]:
 class StreamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.node = MemoryNode()
+        self.node = self.new_node()
         self.live: list[Versions] = [()] * VBUCKETS
         self.durable: list[Versions] = [()] * VBUCKETS
         self.taken: tuple[Group, list[Versions]] | None = None
         self.is_merging = False
         self.has_branched = False
+        self.has_purged = False
         self.has_crashed = False
         self.count = 0
         self.followers = [Follower(self.connect(n)) for n in range(len(WINDOWS))]
+
+    def new_node(self) -> MemoryNode:
+        return MemoryNode()
 
     def connect(self, number: int) -> Peer:
         peer = self.node.connect()
         peer.hello()
         peer.open(b"consumer%d" % number)
         peer.control(b"connection_buffer_size", str(WINDOWS[number]).encode())
+        if number == HISTORY_NUMBER:
+            assert peer.control(b"change_streams", b"true").status == Status.OK
         return peer
 
     @initialize(with_history=st.sets(vb_ids), order=st.permutations(range(VBUCKETS)))
@@ -132,9 +145,39 @@ class StreamMachine(RuleBasedStateMachine):
         self.node.end_merge()
         self.is_merging = False
 
+    @rule(vb_id=vb_ids, part=st.floats(0, 1), purge=st.floats(0, 1))
+    def raise_floor(self, vb_id: int, part: float, purge: float) -> None:
+        """As far as snapshots under way allow."""
+        floor = int(self.node.engine.partitions[vb_id].merged_seqno * part)
+        may = self.node.raise_floor(vb_id, floor, int(floor * purge))
+        self.has_purged |= may.purge > 0
+
+    @rule(slices=st.integers(1, 3) | st.none())
+    def compact(self, slices: int | None) -> None:
+        self.node.compact(range(VBUCKETS), slices=slices)
+
+    @precondition(lambda self: self.taken is None and not self.is_merging)
+    @rule(part=st.floats(0.5, 1), with_purge=st.booleans())
+    def give_up_history(self, part: float, with_purge: bool) -> None:
+        """All of it together, because chance rarely brings it in this order."""
+        for raised in (False, True):
+            if raised:
+                for vb_id in range(VBUCKETS):
+                    self.raise_floor(vb_id, part, 1.0 if with_purge else 0.0)
+            self.begin_merge()
+            self.end_merge()
+        self.compact(None)
+
+    @rule(vb_id=vb_ids)
+    def purge(self, vb_id: int) -> None:
+        """An operator does not ask who is under way."""
+        self.has_purged |= purge(self.node.engine, vb_id) > 0
+
     @rule(vb_id=vb_ids, part=st.floats(0, 1), reads=st.integers(0, 4))
     def branch(self, vb_id: int, part: float, reads: int) -> None:
         at = int(len(self.live[vb_id]) * part)
+        if at < self.node.engine.partitions[vb_id].history_floor:
+            at = 0
         self.node.engine.branch(vb_id, at)
         self.live[vb_id] = self.live[vb_id][:at]
         self.has_branched = True
@@ -165,7 +208,7 @@ class StreamMachine(RuleBasedStateMachine):
         follower = self.followers[number]
         if not follower.is_following(vb_id):
             went_back = follower.resume(vb_id)
-            assert self.has_branched or not went_back, "only a branch takes back what was seen"
+            assert self.has_branched or self.has_purged or not went_back
 
     @rule(number=consumers, vb_id=vb_ids)
     def close(self, number: int, vb_id: int) -> None:
@@ -264,8 +307,35 @@ StreamMachine.TestCase.settings = settings(
 )
 
 
+class LmdbStreamMachine(StreamMachine):
+    """The same over LMDB."""
+
+    def new_node(self) -> MemoryNode:
+        return LmdbNode()
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert isinstance(self.node, LmdbNode)
+        self.node.close()
+
+
+LmdbStreamMachine.TestCase.settings = settings(
+    max_examples=8, stateful_step_count=50, deadline=None, phases=set(Phase) - {Phase.explain}
+)
+
+
 class TestStreams(StreamMachine.TestCase):
     def setUp(self) -> None:
-        patch = mock.patch.object(producer_module, "BACKLOGS_MAX", BACKLOGS_MAX)
-        patch.start()
-        self.addCleanup(patch.stop)
+        for module, name, value in (
+            (producer_module, "BACKLOGS_MAX", BACKLOGS_MAX),
+            (block, "BODY_BYTES_TARGET", 300),
+            (compaction, "BODY_BYTES_TARGET", 300),
+            (compaction, "STEP_BYTES", 500),
+        ):
+            patch = mock.patch.object(module, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+
+class TestStreamsOverLmdb(LmdbStreamMachine.TestCase):
+    setUp = TestStreams.setUp
