@@ -37,7 +37,7 @@ from vbucket.entry import (
 )
 from vbucket.keyspace import MUTATION
 from vbucket.kvenv import StoreDamagedError
-from vbucket.partition import Partition
+from vbucket.partition import ABSENT, Partition
 from vbucket.store import Store, StoredMeta
 from vbucket.versions import Versions
 
@@ -199,7 +199,7 @@ class ReadView:
                     break
 
     def _walk(self, key: bytes, *, with_value: bool) -> _Steps:
-        part, versions = self._part, self._versions
+        part = self._part
         entry = part.newest.get(key)
         if entry is None and part.frozen is not None:
             entry = part.frozen.newest.get(key)
@@ -216,16 +216,16 @@ class ReadView:
             yield None
             if not prev_seqno:
                 return
-            before = versions.entry_at(part, prev_seqno)
-            if before is None and prev_seqno <= self.seqno:
-                return  # a tombstone that was purged
-            entry = self._entry_at(key, prev_seqno)
+            entry = self._entry_at(key, prev_seqno, may_be_purged=prev_seqno <= self.seqno)
         if entry and not is_deleted(entry):
             value = entry[MUTATION_KEY_AT + len(key) :] if with_value else b""
             yield Shown(key, _meta_of(entry), value)
 
-    def _entry_at(self, key: bytes, seqno: int) -> bytes:
+    def _entry_at(self, key: bytes, seqno: int, *, may_be_purged: bool = False) -> bytes:
+        """Return a key's version; ABSENT where it was a tombstone that was purged."""
         entry = self._versions.entry_at(self._part, seqno)
+        if entry is None and may_be_purged:
+            return ABSENT
         if entry is None or key_of(entry) != key:
             raise StoreDamagedError(
                 f"vb {self.vb_id}: seqno {seqno} of key {key!r} is missing; check the disk and "

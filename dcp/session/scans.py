@@ -112,7 +112,10 @@ class ScanCommands:
             self._check_requirements(part, asked.snapshot_requirements)
             scan_id = self._made(part, asked, collection_id)
         except _RefusedError as error:
-            state.refuse(request, error.status, str(error))
+            if error.status == Status.KEY_ENOENT:  # an everyday answer, and no refusal
+                state.answer(request, error.status)
+            else:
+                state.refuse(request, error.status, str(error))
             return
         state.observes(part.vb_id)
         state.answer(request, value=scan_id)

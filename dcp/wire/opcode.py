@@ -211,7 +211,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
     Opcode.RANGE_SCAN_CREATE: OpSpec(
         _D, "-", "value JSON",
-        "make a scan of a partition as it is now: a range of keys, or a sample; answers its id",
+        "make a scan of a partition as it is now: a range of keys, or a sample; answers its id; a"
+        " seqno that is required is not waited for",
     ),
     Opcode.RANGE_SCAN_CONTINUE: OpSpec(
         _D, "16 bytes id, u32 documents, u32 ms, u32 bytes", "-",
