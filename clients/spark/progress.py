@@ -41,6 +41,19 @@ def rows_behind(progress: Any) -> Behind:
     return Behind(rows, partitions, rollbacks)
 
 
+def seqnos_read(progress: Any) -> dict[int, int]:
+    """Return up to which seqno each partition was read when a report was made."""
+    document = json.loads(progress.json) if hasattr(progress, "json") else progress
+    seqnos: dict[int, int] = {}
+    for source in document["sources"]:
+        try:
+            entries = _entries(source.get("endOffset"))
+        except ValueError:
+            continue
+        seqnos.update((vb_id, entry.seqno) for vb_id, entry in entries.items())
+    return seqnos
+
+
 def _entries(offset: Any) -> dict[int, Entry]:
     """Return an offset's entries; Spark gives it as JSON text, as an object or not at all."""
     document = json.loads(offset) if isinstance(offset, str) else offset or {}

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import has_java, worker_environment
 
 from clients.kv import KvClient
+from conftest import has_java, worker_environment
 
 
 @pytest.mark.timeout(180)

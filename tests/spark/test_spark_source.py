@@ -197,7 +197,7 @@ def test_an_offset_is_the_same_object_while_nothing_changes(dcpd, driver):
 
 def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
     with dcpd.connect() as kv:
-        vb = [kv.set(b"key", b"%d" % number) for number in range(3)][0].vb_id
+        vb = next(kv.set(b"key", b"%d" % number) for number in range(3)).vb_id
     reader = driver()
     end = reader.latestOffset({}, ReadAllAvailable())
     dcpd.branch(vb, at=2)
@@ -208,7 +208,7 @@ def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkey
 
 
 def test_limits_of_rows_and_bytes(dcpd, driver):
-    asyncio.run(store(dcpd, {key: b"x" * 1000 for key in DOCUMENTS}))
+    asyncio.run(store(dcpd, dict.fromkeys(DOCUMENTS, b"x" * 1000)))
 
     def rows(offset) -> int:
         return sum(int(text.split(" ")[0]) for text in offset.values())
