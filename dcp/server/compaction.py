@@ -40,10 +40,11 @@ PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
 PLAN_REST_S at most, because windows move with time, too."""
 PLAN_REST_S: Final = 60.0
-MERGE_SHARE: Final = 0.5
+MERGE_SHARE: Final = 1.0
 """What compaction gets of the store process at a time, of what the last merge took: under a load
-that keeps it merging without a pause it would fall behind for ever otherwise."""
-SECONDS_MIN, SECONDS_MAX = 0.2, 4.0
+that keeps it merging without a pause it would fall behind for ever otherwise. Dropping a version
+takes about as long as merging one."""
+SECONDS_MIN, SECONDS_MAX = 0.2, 8.0
 """Bounds of that; the memtable takes what is written meanwhile."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""

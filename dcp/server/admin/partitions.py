@@ -1,6 +1,5 @@
 """Partitions, and what can be done to them on purpose.
 
-    POST /api/v1/compact                          {"vbs": [...], "history", "purge_age", optional}
     POST /api/v1/vbuckets/{vb}/branch             {"at": seqno, "or_zero": bool, optional}
     POST /api/v1/vbuckets/{vb}/failover           {"lose": count, optional}
     POST /api/v1/vbuckets/{vb}/state              {"state": "active|replica|pending|dead"}
@@ -24,12 +23,10 @@ from dcp.server.admin.answers import (
     vb_of,
 )
 from dcp.server.admin.view import NodeView
-from dcp.server.compaction import CompactionError
-from dcp.server.config import OPTIONS
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.ids import SEQNO_MAX
 from vbucket.keyspace import BranchRefusedError
 from vbucket.lifecycle import PurgeRefusedError
 from vbucket.partition import VbState
@@ -93,26 +90,6 @@ def routes(node: NodeView) -> list[RouteSpec]:
         except PurgeRefusedError as error:
             raise _refused(f"vbucket {vb_id} cannot be purged up to {upto}", error) from error
 
-    async def compact(request: Request) -> Response:
-        kinds = {"vbs": list, "history": str, "purge_age": str}
-        body = await read_object(request, {}, kinds)
-        vb_ids = body.get("vbs") or range(NUM_VBUCKETS)
-        if not all(type(vb_id) is int and 0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
-            raise invalid(f'"vbs" is a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
-        history_s = _duration(body, "history", "history_window")
-        purge_age_s = _duration(body, "purge_age", "purge_age")
-        try:
-            return json_answer(
-                await operations.compact(list(dict.fromkeys(vb_ids)), history_s, purge_age_s)
-            )
-        except CompactionError as error:
-            raise AdminError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the store could not be compacted",
-                why=str(error),
-                try_this="the same again once the cause is gone; what was done stays done",
-            ) from error
-
     async def explain(request: Request) -> Response:
         vb_id = vb_of(request)
         body = await read_object(request, {"uuid": _UUID, "seqno": int}, _QUESTION)
@@ -120,7 +97,6 @@ def routes(node: NodeView) -> list[RouteSpec]:
 
     prefix = "/api/v1/vbuckets/{vb}"
     return [
-        RouteSpec("POST", "/api/v1/compact", compact),
         RouteSpec("POST", f"{prefix}/branch", branch),
         RouteSpec("POST", f"{prefix}/failover", failover),
         RouteSpec("POST", f"{prefix}/state", state),
@@ -145,17 +121,6 @@ def _seqno(number: Any, name: str) -> int:
     if type(number) is not int or not 0 <= number <= SEQNO_MAX:
         raise invalid(f'"{name}" must be 0 or more, and fit into 64 bits')
     return number
-
-
-def _duration(body: dict[str, Any], name: str, setting: str) -> float | None:
-    """Return a duration, read as the setting of that name is."""
-    if name not in body:
-        return None
-    option = OPTIONS[setting][1]
-    try:
-        return float(option.parse(body[name], option))
-    except ValueError as error:
-        raise invalid(f'"{name}" {error}') from error
 
 
 def _uuid(value: Any) -> int:

@@ -9,7 +9,7 @@ from binascii import Error as Base64Error
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.admin import dump, faults, field, partitions, probes, streams, users
+from dcp.server.admin import dump, faults, field, partitions, probes, storage, streams, users
 from dcp.server.admin.answers import AdminError, RouteSpec, error_answer, peer_of
 from dcp.server.admin.view import NodeView
 from dcp.server.logins import Peer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S: Final = 2
 """What requests under way get to finish when the server stops."""
 
-_PARTS: Final = (probes, partitions, dump, streams, faults, users, field)
+_PARTS: Final = (probes, partitions, storage, dump, streams, faults, users, field)
 
 
 def routes_of(node: NodeView) -> list[RouteSpec]:
