@@ -2,7 +2,8 @@
 
     .venv/bin/python -m benchmarks.spark --changes 1000000
 
-Rows a second from so many changes (128-byte values, every key once) into Parquet on local[2], beside
+Rows a second from so many changes (128-byte values, every key once) into Parquet on local[2],
+beside
 - the same rows read from a local Parquet file and written to another one, by the same Spark;
 - the plain Python consumer that keeps the newest value of each key;
 - the source alone (rows counted), on local[2] and on local[1];

@@ -15,7 +15,9 @@ What a step gets
 - the changes above its start, up to its end or, where history branched below that since, up to
   where the two part. No more: the next batch, planned from the end as it was, begins with the
   rollback (see docs/spark.md, where it is shown why that is enough);
-- a start whose deletions were purged meanwhile: a rollback row to 0, and all that leads to the end.
+- a start whose deletions were purged meanwhile: a rollback row to 0, and all that leads to the end;
+- where the history floor rose above its end meanwhile, the state as of the floor: what the server
+  can still show. The next batch brings what lies above the end again.
 
 Invariants
 - one stream request at a time per partition, each with an opaque of its own;
@@ -35,7 +37,7 @@ from typing import Any, Final, NamedTuple
 from clients.errors import DcpdError, StreamViolationError, error_from_status
 from clients.position import Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
-from clients.spark.plan import Step, common_end, common_seqno
+from clients.spark.plan import Step, common_seqno
 from dcp.wire.frame import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -302,6 +304,8 @@ class FetchCore:
             marker = parse_marker(frame)
             is_history = bool(marker.flags & MarkerFlag.HISTORY)
             stream.snapshot = Snapshot(marker.start_seqno, marker.end_seqno, is_history)
+            if not is_history:
+                stream.end_seqno = max(stream.end_seqno, marker.end_seqno)
         elif frame.opcode in {Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_SYSTEM_EVENT}:
             stream.seqno = max(stream.seqno, U64.unpack_from(frame.extras)[0])
         elif frame.opcode == Opcode.DCP_STREAM_END:
@@ -330,7 +334,6 @@ class FetchCore:
         stream.opaque = opaque = self._take_opaque()
         stream.state = StreamState.ASKED
         self._by_opaque[opaque] = stream
-        self._versions_of[opaque] = stream.step.end_versions
         start, snap_start, snap_end = stream.place()
         vb_uuid = stream.versions[0][0] if stream.versions and start else 0
         document = dict(self._filter)
@@ -365,7 +368,9 @@ class FetchCore:
         """The server streams: is the planned end still on its branch?"""
         stream.state = StreamState.OPEN
         self._hand_out_rollback(stream)
-        common = max(common_end(stream.step, server), stream.seqno)
+        self._versions_of[stream.opaque] = server
+        common = common_seqno(stream.step.end_versions, stream.end_seqno, server)
+        common = max(common, stream.seqno)
         if common >= stream.end_seqno:
             # From here on the versions are those that led to the end of the batch, on a branch
             # that the server has too: a break asks with them.

@@ -233,14 +233,6 @@ def tasks_of(steps: Sequence[Step], tasks_max: int) -> list[tuple[Step, ...]]:
     return [tuple(task) for task in tasks if task]
 
 
-def common_end(step: Step, server: Versions) -> int:
-    """Return up to which seqno a step's history is the server's: its end, or where they part.
-
-    0 where the two know no version in common. `server` is the failover log of an answer.
-    """
-    return common_seqno(step.end_versions, step.end_seqno, server)
-
-
 def common_seqno(versions: Versions, seqno: int, server: Versions) -> int:
     """Return up to which seqno the histories agree: of who stands at `seqno`, and of a server.
 

@@ -192,6 +192,24 @@ def test_a_purge_between_plan_and_read_begins_the_partition_anew(dcpd, reader):
     assert reader.plan() == []
 
 
+def test_a_floor_that_rose_above_the_planned_end_shows_the_state_as_of_the_floor(dcpd, reader):
+    """The next batch brings what lies above the planned end again, which sinks do not mind."""
+    write(dcpd, b"1", b"2")
+    reader.batch()
+    write(dcpd, b"3")
+    steps = reader.plan()
+    write(dcpd, b"4", b"5", b"6")
+    dcpd.purge(VB)
+    rows = reader.read(steps)
+    assert dcpd_floor(reader) > 3
+    assert rows[-1] == ("set", VB, 6, b"6")
+    assert reader.batch()[-1] == ("set", VB, 6, b"6")
+
+
+def dcpd_floor(reader) -> int:
+    return {fact.vb_id: fact for fact in reader.survey.facts()}[VB].history_floor
+
+
 def test_streams_that_break_go_on_where_they_were(dcpd, reader):
     values = [b"%d" % number * 200 for number in range(400)]
     write(dcpd, *values)

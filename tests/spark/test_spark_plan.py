@@ -11,7 +11,7 @@ from clients.spark.plan import (
     TASK_ROWS_MIN,
     Facts,
     Step,
-    common_end,
+    common_seqno,
     next_entries,
     start_of,
     steps_between,
@@ -193,7 +193,7 @@ def test_what_a_query_holds_is_always_the_servers_history(seed, history, rows_ma
         for step in steps_between(start, end):
             if step.rollback_to is not None:
                 del held[step.rollback_to :]
-            upto = common_end(step, server.versions)
+            upto = common_seqno(step.end_versions, step.end_seqno, server.versions)
             if upto > step.start_seqno:
                 assert len(held) >= step.start_seqno
                 held[step.start_seqno :] = server.items[step.start_seqno : upto]
@@ -229,4 +229,4 @@ def test_a_start_at_a_seqno_never_asks_for_what_lies_below():
 )
 def test_how_much_of_a_planned_step_is_left(server, common):
     step = Step(0, 2, ((V1, 0),), 10, ((V2, 6), (V1, 0)))
-    assert common_end(step, server) == common
+    assert common_seqno(step.end_versions, step.end_seqno, server) == common
