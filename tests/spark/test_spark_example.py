@@ -1,0 +1,48 @@
+"""The command of the tutorial, with fewer flights, and its look into the table."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import has_java, worker_environment
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorial-spark.md").read_text()
+BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.timeout(240)
+def test_the_tutorial(tmp_path):
+    problem = has_java()
+    if problem:
+        pytest.skip(problem)
+    worker_environment()
+    script = BLOCKS["sh"].split()[1]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), "--rows", "3000"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout
+    told = re.findall(r"^  .*|^3,000 flights.*", done.stdout, re.MULTILINE)
+    assert [re.sub(r"\d[\d,]* (changes|documents)", r"N \1", line).strip() for line in told] == [
+        "writing begins",
+        "history branch: N changes undone in 12 partitions",
+        "the table after it: 0 differences",
+        "query stopped, and started from its checkpoint",
+        "everything is in the table",
+        "3,000 flights, N documents in spark-ingest/table: all equal",
+    ]
+    picture = (tmp_path / "spark-ingest" / "lag.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    look = subprocess.run(
+        [sys.executable, "-c", BLOCKS["python"]], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
+    )  # fmt: skip
+    assert look.returncode == 0, look.stderr[-4000:]
+    assert re.search(r"\| *set\|", look.stdout)
