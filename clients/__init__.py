@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     )
     from clients.checkpoint_lmdb import LmdbCheckpoint
     from clients.checkpoint_server import ServerCheckpoint
-    from clients.consumer import Consumer, Delivery
+    from clients.consumer import Consumer
     from clients.consumer_group import Group
     from clients.consumer_metrics import ConsumerMetrics, export_prometheus
+    from clients.consumer_reader import Delivery
     from clients.consumer_sync import SyncConsumer, SyncMirror
     from clients.errors import (
         CheckpointError,
@@ -59,9 +60,10 @@ _NAMES = {
     " decode_position encode_position",
     "checkpoint_lmdb": "LmdbCheckpoint",
     "checkpoint_server": "ServerCheckpoint",
-    "consumer": "Consumer Delivery",
+    "consumer": "Consumer",
     "consumer_group": "Group",
     "consumer_metrics": "ConsumerMetrics export_prometheus",
+    "consumer_reader": "Delivery",
     "consumer_sync": "SyncConsumer SyncMirror",
     "errors": "CheckpointError ConnectError DcpdError HistoryBranchedError StreamViolationError",
     "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd SnapshotStart StreamEnded"

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from clients.checkpoint import Checkpoint
-from clients.consumer import Consumer, Delivery
+from clients.consumer import Consumer
+from clients.consumer_reader import Delivery
 from clients.event import Event
 from clients.mirror import Mirror
 

@@ -259,7 +259,7 @@ async def test_a_rate_limit_hands_out_in_small_pieces(server):
     assert max(sizes) <= 2000
     assert sum(sizes) == consumer.metrics.events > 2000
     # What it takes follows from the count, not from a clock: 20,000 a second.
-    assert consumer._pace._next_s > 0
+    assert consumer._reader.pace._next_s > 0
 
 
 async def test_who_leaves_an_iteration_goes_on_with_the_next_event(server):

@@ -186,7 +186,7 @@ async def test_a_kept_mirror_goes_on_where_it_was_and_undoes_what_happened_meanw
 async def test_a_mirror_that_cannot_follow_says_so(server):
     async with Mirror(server.address) as view:
         assert view["k1"] == b"1"
-        view.consumer._fail(DcpdError("the disk is on fire"))
+        view.consumer._supervisor.fail(DcpdError("the disk is on fire"))
         await until(lambda: view._failure is not None)
         with pytest.raises(DcpdError, match="on fire"):
             view["k1"]
