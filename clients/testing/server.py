@@ -199,12 +199,28 @@ class DcpServer:
 
     # -- partitions ------------------------------------------------------------------------------
 
-    def branch(self, vb: int, at: int) -> dict[str, Any]:
+    def branch(self, vb: int, at: int, *, or_zero: bool = False) -> dict[str, Any]:
         """Undo a partition's changes above seqno `at` and begin a new version there.
 
         Streams end with reason 6 (rollback); who holds more gets a ROLLBACK when it asks again.
+        `or_zero`: where history does not reach so far, at 0; "reason" says why.
         """
-        return self._of_partition(vb, "branch", at=at)
+        return self._of_partition(vb, "branch", at=at, or_zero=or_zero or None)
+
+    def compact(
+        self,
+        vbs: list[int] | None = None,
+        *,
+        history: str | None = None,
+        purge_age: str | None = None,
+    ) -> dict[str, Any]:
+        """Compact partitions now (None: all); "0s" for `history` keeps no old versions.
+
+        Return what was dropped.
+        """
+        body = {"vbs": vbs, "history": history, "purge_age": purge_age}
+        answer: dict[str, Any] = self.ask("POST", "/api/v1/compact", body)
+        return answer
 
     def failover(self, vb: int, *, lose: int = 0) -> dict[str, Any]:
         """Do what a failover does: a new version; streams end with reason 2 (state changed).
@@ -218,7 +234,7 @@ class DcpServer:
         return self._of_partition(vb, "state", state=state)
 
     def purge(self, vb: int, upto: int | None = None) -> dict[str, Any]:
-        """Behave as if deletions up to a seqno were purged (None: as far as can be)."""
+        """Purge deletions up to a seqno (None: as far as can be); history ends there, too."""
         return self._of_partition(vb, "purge", upto=upto)
 
     def explain_rollback(self, vb: int, uuid: int, seqno: int, **more: Any) -> dict[str, Any]:

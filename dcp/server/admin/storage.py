@@ -2,8 +2,8 @@
 
     POST /api/v1/compact   {"vbs": [vb, ...], "history": "10m", "purge_age": "3d"}, all optional
 
-Answers once it is done; without "vbs" it is about all partitions, without the others the windows are
-those of the settings.
+Answers once it is done; without "vbs" it is about all partitions, without the others the windows
+are those of the settings.
 """
 
 from __future__ import annotations
