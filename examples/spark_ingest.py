@@ -208,11 +208,11 @@ def draw(ingest: Ingest, path: Path) -> None:
         [sample.changes for sample in ingest.samples],
         drawstyle="steps-post",
     )
-    for number, (at_s, text) in enumerate(ingest.marks):
+    for at_s, text in ingest.marks:
         axes.axvline(at_s, color="0.5", linestyle="--", linewidth=1)
         axes.annotate(
-            text, (at_s, 0.97 - 0.07 * number), xycoords=("data", "axes fraction"),
-            xytext=(4, 0), textcoords="offset points", fontsize=8, va="top",
+            text, (at_s, 0.97), xycoords=("data", "axes fraction"), xytext=(-3, 0),
+            textcoords="offset points", fontsize=8, va="top", ha="right", rotation=90,
         )  # fmt: skip
     axes.set(xlabel="seconds", ylabel="changes that the table lacks", title="Lag of the table")
     axes.set_xlim(left=0)

@@ -24,6 +24,8 @@ from dcp.wire.status import Status
 
 PATIENCE_S: Final = 30.0
 """How long the driver waits for servers that are down: a restart takes less."""
+SURVEYS_MAX: Final = 8
+"""Times that a node is asked again because a version began in between."""
 LOGS_ONE_BY_ONE_MAX: Final = 32
 """Failover logs asked for one by one; more come as one statistic."""
 SAMPLE_PARTITIONS: Final = 8
@@ -120,25 +122,33 @@ class Survey:
     def _high_seqnos(self) -> dict[int, int]:
         high: dict[int, int] = {}
         for node in self._nodes():
-            frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
-            if frame.status:
-                raise error_from_status(
-                    frame.status, "get all vbucket seqnos", body=frame.value, node=node.name
-                )
-            high.update(VB_SEQNO.iter_unpack(frame.value))
-        return {vb_id: seqno for vb_id, seqno in high.items() if vb_id in self._partitions}
+            high.update(self._active(node))
+        return high
+
+    def _active(self, node: Node) -> dict[int, int]:
+        """Return the high seqnos of the wanted partitions that are active on a node."""
+        frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
+        if frame.status:
+            raise error_from_status(
+                frame.status, "get all vbucket seqnos", body=frame.value, node=node.name
+            )
+        rows = VB_SEQNO.iter_unpack(frame.value)
+        return {vb_id: seqno for vb_id, seqno in rows if vb_id in self._partitions}
 
     def _facts(self) -> list[Facts]:
         found: dict[int, Facts] = {}
-        active = self._high_seqnos()
         for node in self._nodes():
-            told = self._told(node)
-            while missing := self._missing(told, active):
+            for _ in range(SURVEYS_MAX):
+                active = self._active(node)
+                told = {vb: row for vb, row in self._told(node).items() if vb in active}
+                missing = self._missing(told)
+                if not missing:
+                    break
                 self._learn_logs(node, missing)
-                told = self._told(node)
+            else:
+                raise TemporaryError("versions begin faster than they can be read", node=node.name)
             for vb_id, (high, purge, floor, _) in told.items():
-                if vb_id in active:
-                    found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
+                found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
         return [found[vb_id] for vb_id in sorted(found)]
 
     def _told(self, node: Node) -> dict[int, list[int]]:
@@ -159,14 +169,14 @@ class Survey:
                 node=node.name,
                 hint="The source needs a dcpd as new as itself.",
             )
-        return {vb_id: row for vb_id, row in rows.items() if vb_id in self._partitions}
+        return rows
 
-    def _missing(self, told: dict[int, list[int]], active: dict[int, int]) -> list[int]:
+    def _missing(self, told: dict[int, list[int]]) -> list[int]:
         """Return the partitions whose failover log is not known, or older than what was told."""
         return [
             vb_id
             for vb_id, row in told.items()
-            if vb_id in active and (vb_id not in self._logs or self._logs[vb_id][0][0] != row[3])
+            if vb_id not in self._logs or self._logs[vb_id][0][0] != row[3]
         ]
 
     def _learn_logs(self, node: Node, vb_ids: list[int]) -> None:
@@ -196,11 +206,10 @@ class Survey:
             self._logs[vb_id] = tuple(parse_failover_log(frame.value))
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
-        topology_nodes = self._nodes()
-        assert self._topology is not None
-        assert topology_nodes
+        high = self._high_seqnos()
+        assert self._topology is not None, "the nodes were asked"
         seqnos = {}
-        for vb_id in sorted(self._high_seqnos()):
+        for vb_id in sorted(high):
             node = self._topology.node_of(vb_id)
             frames = self._link(node).request_stat(f"seqno-at {vb_id} {time_ns}".encode())
             if frames[-1].status:
