@@ -30,6 +30,8 @@ from vbucket.store import PartitionRecord, StoreView
 
 WORTH_VERSIONS_MIN: Final = 128
 """Fewer versions than these are not worth a transaction: some 25 KB."""
+WALKED_BLOCKS: Final = 8
+"""What is looked at of a partition to find how far a number of bytes reaches."""
 _UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 
@@ -273,19 +275,25 @@ def seqno_at(view: StoreView, vb_id: int, last_seqno: int, cas_max: int) -> int:
 
 
 def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -> int:
-    """Return the last version that has at least so many bytes of versions above it, 0 if none."""
-    seqno = last_seqno
-    while seqno > 0:
-        block = view.block_at(vb_id, seqno)
+    """Return the last version that has at least so many bytes of versions above it, 0 if none.
+
+    Exact within the last WALKED_BLOCKS blocks; further down it goes by their average.
+    """
+    seqno, walked_bytes = last_seqno, 0
+    for _ in range(WALKED_BLOCKS):
+        block = view.block_at(vb_id, seqno) if seqno else None
         if block is None:
-            break
+            return 0
         body_bytes = len(block.body)
-        if size_bytes <= body_bytes:
-            index = bisect_right(block.ends, body_bytes - size_bytes) - 1
+        left_bytes = size_bytes - walked_bytes
+        if left_bytes <= body_bytes:
+            index = bisect_right(block.ends, body_bytes - left_bytes) - 1
             return block.seqnos[index] if index >= 0 else block.seqno_before
-        size_bytes -= body_bytes
-        seqno = block.first_seqno - 1
-    return 0
+        walked_bytes += body_bytes
+        seqno = block.seqno_before
+    seqno -= (size_bytes - walked_bytes) * (last_seqno - seqno) // walked_bytes
+    block = view.block_at(vb_id, seqno) if seqno > 0 else None
+    return 0 if block is None else block.seqnos[bisect_right(block.seqnos, seqno) - 1]
 
 
 def _first_cas(view: StoreView, block: Block) -> int:

@@ -102,8 +102,7 @@ class Compaction:
         async with self._turn:
             await self._node.merge_now()
             before = await self._asked(StoreProcess.used_bytes)
-            steps = await self._plan(vb_ids, windows, is_forced=True)
-            await self._raise(steps)
+            steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
             await self._node.merge_now()
             versions, tombstones = await self._compact([step.vb_id for step in steps])
             return {
@@ -127,16 +126,18 @@ class Compaction:
         is_due = changes - self._planned_changes >= PLAN_CHANGES_MIN
         if is_due or now_s - self._planned_s >= PLAN_REST_S:
             self._planned_changes, self._planned_s = changes, now_s
-            steps = await self._plan(_ALL, self.windows, is_forced=False)
-            await self._raise([*self._held.values(), *steps])
-        elif self._held:
-            await self._raise(list(self._held.values()))
+            await self._plan_and_raise(_ALL, self.windows, is_forced=False)
+        await self._raise(list(self._held.values()), is_repeated=True)
+        self._end_what_stands_still(now_s)
         if any(now_s - since_s >= MERGE_PATIENCE_S for _, since_s in self._raised.values()):
             await self._node.merge_now()
 
-    async def _plan(
+    async def _plan_and_raise(
         self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
     ) -> list[Step]:
+        """Raise what each request for a plan found before the next one, which may have to wait for
+        a merge.
+        """
         steps: list[Step] = []
         now_ns = time.time_ns()
         todo = list(vb_ids)
@@ -146,39 +147,42 @@ class Compaction:
             )
             report = await self._asked(plan)
             steps += report.steps
+            await self._raise(report.steps)
             self._tell(report.damages)
             del todo[: report.planned]
         return steps
 
-    async def _raise(self, steps: Sequence[Step]) -> None:
+    async def _raise(self, steps: Sequence[Step], *, is_repeated: bool = False) -> None:
         """Raise floors as far as may be; remember what is to be compacted, and what has to wait."""
         engine, hub = self._node.engine, self._node.hub
         now_s = time.monotonic()
-        standing: dict[Stream, tuple[int, float]] = {}
         for first in range(0, len(steps), RAISED_AT_ONCE):
             for step in steps[first : first + RAISED_AT_ONCE]:
                 self._held.pop(step.vb_id, None)
                 part = engine.partitions[step.vb_id]
                 if part.vb_uuid != step.vb_uuid:
                     continue  # history branched since: what was planned may not be there
+                before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
-                engine.raise_floor(step.vb_id, may.floor, may.purge)
-                self._raised[step.vb_id] = (part.last_group, now_s)
+                if (may.floor, may.purge) != before:
+                    engine.raise_floor(step.vb_id, may.floor, may.purge)
+                    self._raised[step.vb_id] = (engine.group, now_s)
+                elif not is_repeated:
+                    self._raised.setdefault(step.vb_id, (0, now_s))  # only dropping is missing
                 if (may.floor, may.purge) < (step.floor, step.purge):
                     self._held[step.vb_id] = step
                 for stream in may.blockers:
-                    seqno, since_s = self._standing.get(stream, (stream.next_seqno, now_s))
-                    since_s = since_s if seqno == stream.next_seqno else now_s
-                    standing[stream] = (stream.next_seqno, since_s)
+                    if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
+                        self._standing[stream] = (stream.next_seqno, now_s)
             if engine.has_pending:
                 self._node.committer.kick()
             await asyncio.sleep(0)
-        self._standing = standing
-        self._end_what_stands_still(now_s)
 
     def _end_what_stands_still(self, now_s: float) -> None:
-        for stream, (seqno, since_s) in self._standing.items():
-            if now_s - since_s >= PIN_LIMIT_S:
+        for stream, (seqno, since_s) in tuple(self._standing.items()):
+            if stream.vb_id not in self._held or stream.next_seqno != seqno:
+                del self._standing[stream]  # it moved, or nothing waits for it any more
+            elif now_s - since_s >= PIN_LIMIT_S:
                 self._node.meter.streams_too_slow += 1
                 self._node.log_warning(
                     "stream ended: it stood still while compaction waited for it",

@@ -51,7 +51,7 @@ DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
 SLICE_S: Final = 0.15
 """One transaction of a compaction: some megabytes are rewritten in it."""
-PLAN_S: Final = 0.5
+PLAN_S: Final = 1.0
 """After this long a plan is continued with another request."""
 _LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1

@@ -261,11 +261,13 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
         clock.now_s += waited_s
         moving.pump(1)
         asyncio.run(work._raise([step]))
+        work._end_what_stands_still(clock.now_s)
         assert node.engine.partitions[VB].history_floor == 16
     assert not warnings
     clock.now_s += 1
     moving.pump(1)
     asyncio.run(work._raise([step]))
+    work._end_what_stands_still(clock.now_s)
     (warning,) = warnings
     assert "'seqno': 14" in warning
     assert shape(standing.drain())[-1] == EndReason.TOO_SLOW

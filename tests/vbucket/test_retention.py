@@ -6,7 +6,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import START_NS, MemoryNode
@@ -200,6 +200,7 @@ def test_damage_is_named_and_others_are_planned(node: MemoryNode) -> None:
     assert (damages[0][0], "does not match" in damages[0][1]) == (VB, True)
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     gaps=st.lists(st.sampled_from([0, 1, 5]), min_size=1, max_size=40),
     at=st.integers(-1, 60),
@@ -227,6 +228,7 @@ def test_the_seqno_at_a_time(gaps: list[int], at: int, events: bool) -> None:
         assert found == expected
 
 
+@settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=30), wanted=st.integers(0, 6_000))
 def test_the_seqno_with_so_many_bytes_above(sizes: list[int], wanted: int) -> None:
     node = MemoryNode()
@@ -236,4 +238,18 @@ def test_the_seqno_with_so_many_bytes_above(sizes: list[int], wanted: int) -> No
         node.merge()
     frames = [55 + 2 + size for size in sizes]
     expected = next((n for n in range(len(sizes), 0, -1) if sum(frames[n:]) >= wanted), 0)
-    assert seqno_below(node.store, VB, len(sizes), wanted) == expected
+    with mock.patch.object(retention, "WALKED_BLOCKS", 100):
+        assert seqno_below(node.store, VB, len(sizes), wanted) == expected
+        assert 0 <= seqno_below(node.store, VB, len(sizes), wanted) <= len(sizes)
+
+
+def test_far_down_bytes_are_told_by_the_average(node: MemoryNode) -> None:
+    with (
+        mock.patch.object(block, "BODY_BYTES_TARGET", 500),
+        mock.patch.object(retention, "WALKED_BLOCKS", 2),
+    ):
+        write(node, *"ab" * 100, value=bytes(43))  # 100 bytes each, 5 to a block
+        node.merge()
+        assert seqno_below(node.store, VB, 200, 900) == 191
+        assert seqno_below(node.store, VB, 200, 5_000) == 150
+        assert seqno_below(node.store, VB, 200, 30_000) == 0
