@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,6 +33,9 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        """What is given to the loop is given before it is told to stop, or not at all."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -39,13 +43,21 @@ class LoopThread:
         try:
             self._loop.run_forever()
         finally:
+            self._loop.run_until_complete(_cancel_others())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and return its result; an interrupted caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run a coroutine on the loop and return its result; an interrupted caller cancels it.
+
+        Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile.
+        """
+        with self._lock:
+            if self._is_stopped:
+                work.close()
+                raise CancelledError
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -53,9 +65,19 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Stop the loop and wait for the thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel what the loop has to do, stop it, and wait for the thread."""
+        with self._lock:
+            self._is_stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+async def _cancel_others() -> None:
+    """Cancel what else the loop has to do; who waits for it gets CancelledError."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class SyncConsumer:
@@ -110,16 +132,16 @@ class SyncConsumer:
         return self._iterate(self.consumer.deliveries())
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield events one by one. What is saved by itself is up to the batch before."""
+        """Yield events one by one."""
         for events in self.batches():
-            yield from events
+            yield from self.consumer.one_by_one(events)
 
     def save(self) -> None:
-        """Write the position of the batches handed out, the current one included, to the store."""
+        """Write `checkpoint()` to the store. Raises CheckpointError."""
         self._running().call(self.consumer.save())
 
     def checkpoint(self) -> Checkpoint:
-        """Return the position of the batches handed out, the current one included."""
+        """Return the position of everything handed out so far, the current event included."""
         return self._running().call(self._now(self.consumer.checkpoint))
 
     def pause(self, vbuckets: Iterable[int] | None = None) -> None:
@@ -149,7 +171,12 @@ class SyncConsumer:
             return None
 
         while (thread := self._thread) is not None:
-            found = thread.call(following())
+            try:
+                found = thread.call(following())
+            except CancelledError:
+                if self._thread is None:
+                    return  # closed from another thread
+                raise
             if found is None:
                 return
             yield found[0]

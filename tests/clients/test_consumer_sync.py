@@ -1,0 +1,76 @@
+"""The facade for programs without asyncio: what it counts as handed out, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from clients import MemoryCheckpoint, Mutation, SyncConsumer
+from clients.consumer_sync import LoopThread
+from clients.testing import DcpServer
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with DcpServer(tmp_path_factory.mktemp("sync") / "data") as process:
+        with process.connect() as kv:
+            for n in range(100):
+                kv.set(b"k%d" % n, b"1")
+        yield process
+
+
+@pytest.mark.parametrize("stop_after", [1, 7, 60])
+def test_saving_in_the_middle_of_a_batch_loses_nothing(server, stop_after):
+    store = MemoryCheckpoint()
+    seen = []
+    with SyncConsumer(server.address, store=store, validate=True) as consumer:
+        for event in consumer:
+            if isinstance(event, Mutation):
+                seen.append(event.key)
+                if len(seen) == stop_after:
+                    break
+        consumer.save()
+    with SyncConsumer(server.address, store=store, until_now=True) as consumer:
+        seen += [event.key for event in consumer if isinstance(event, Mutation)]
+    assert sorted(seen) == sorted(b"k%d" % n for n in range(100))
+
+
+def test_who_leaves_an_iteration_goes_on_with_the_next_event(server):
+    seen = []
+    with SyncConsumer(server.address, until_now=True, validate=True) as consumer:
+        for count in (1, 2, 5, 10**9):
+            wanted = len(seen) + count
+            for event in consumer:
+                if isinstance(event, Mutation):
+                    seen.append(event.key)
+                    if len(seen) == wanted:
+                        break
+    assert sorted(seen) == sorted(b"k%d" % n for n in range(100))
+
+
+def test_stopping_the_loop_ends_who_waits_for_it():
+    loop_thread, ended = LoopThread("stops"), []
+
+    def wait():
+        try:
+            loop_thread.call(asyncio.sleep(3600))
+        except CancelledError as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while not loop_thread.call(_others()):
+        pass
+    loop_thread.stop()
+    waiting.join(10)
+    assert len(ended) == 1
+    with pytest.raises(CancelledError):
+        loop_thread.call(asyncio.sleep(0))
+
+
+async def _others():
+    """Return how many other tasks the loop has."""
+    return len(asyncio.all_tasks()) - 1
