@@ -65,6 +65,8 @@ class Placement:
         self._spare: dict[Place, Link] = {}
         self._revision: tuple[int, int] | None = None
         """Of the newest configuration ever taken over."""
+        self._nodes: list[Place] = []
+        """Of the same one: who to ask where the first node is gone."""
 
     # -- what the consumer tells -----------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Placement:
                 topology.revision, self._revision, len(topology.nodes),
             )  # fmt: skip
         self._revision = topology.revision
+        self._nodes = [(node.host, node.kv_port) for node in topology.nodes]
         self.topology = topology
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class Placement:
     async def refresh(self) -> None:
         """Ask the first node that answers; keep the connection for its streams."""
         seed = (self.address.host, self.address.port)
-        places = [seed, *(place for place in self.sessions if place != seed)]
+        places = list(dict.fromkeys([seed, *self.sessions, *self._nodes]))
         for number, place in enumerate(places, 1):
             try:
                 link = await self._dial(place)
@@ -152,36 +155,49 @@ class Placement:
         return next(iter(self._spare.values()))
 
     async def place(self) -> None:
-        """Give each partition without a stream to the connection of its node."""
+        """Give each partition without a stream to the connection of its node.
+
+        Raises the last error where some have no node, or one that cannot be reached; all others
+        have their place by then.
+        """
         if self.topology is None:
             await self.refresh()
         assert self.topology is not None
         groups: dict[Place, list[int]] = {}
+        failure: DcpdError | None = None
         for vb_id in self.homeless:
-            node = self.topology.node_of(vb_id)
+            try:
+                node = self.topology.node_of(vb_id)
+            except TopologyError as error:
+                failure = error
+                continue
             groups.setdefault((node.host, node.kv_port), []).append(vb_id)
         try:
             for place, vb_ids in groups.items():
-                session = self.sessions.get(place)
-                if session is None:
-                    link = await self._take_link(place)
-                    session = self._make_session(link)
-                    is_new = True
-                else:
-                    is_new = False
-                # Taken only now: while we connected, the user may have paused some of them.
-                partitions = {
-                    vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless
-                }
-                if is_new:
-                    self.sessions[place] = session
-                    for vb_id, wanted in partitions.items():
-                        session.core.add(vb_id, wanted)
-                    session.begin()
-                else:
-                    session.add(partitions)
+                try:
+                    await self._place_at(place, vb_ids)
+                except TRANSIENT as error:
+                    failure = error
         finally:
             self.close_spare()
+        if failure is not None:
+            raise failure
+
+    async def _place_at(self, place: Place, vb_ids: list[int]) -> None:
+        """Stream homeless partitions from a node."""
+        session = self.sessions.get(place)
+        is_new = session is None
+        if session is None:
+            session = self._make_session(await self._take_link(place))
+        # Taken only now: while we connected, the user may have paused some of them.
+        partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
+        if not is_new:
+            session.add(partitions)
+            return
+        self.sessions[place] = session
+        for vb_id, wanted in partitions.items():
+            session.core.add(vb_id, wanted)
+        session.begin()
 
     async def keep_placed(
         self, on_failure: Callable[[DcpdError], None], on_placed: Callable[[], None]

@@ -74,6 +74,8 @@ class ConsumerSession:
         self._owner.metrics.connections += 1
         self.link.write(self.core.begin(time.monotonic_ns()))
         self.link.hand_over(self._on_bytes, self._on_lost)
+        if self.link.is_closed:
+            return
         self._watch()
         self._arm("stall", self._owner.stall_s, self._check_stalls)
 
@@ -208,7 +210,7 @@ class ConsumerSession:
             return
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes:
+        if batch.events or batch.positions or batch.wire_bytes or self.core.homeless:
             self._owner.take_batch(self, batch)
         if self._is_full() and not self.is_paused:
             self.is_paused = True

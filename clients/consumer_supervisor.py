@@ -68,6 +68,7 @@ class Supervisor:
         self._placer = asyncio.create_task(
             self._placement.keep_placed(self.fail, self._reader.wake.set), name="consumer-placer"
         )
+        self._placer.add_done_callback(self._placer_ended)
         self._placement.wanted(self._placement.homeless)
 
     async def stop(self) -> None:
@@ -149,14 +150,7 @@ class Supervisor:
         vb_id = event.vb_id
         decided = await decide_rollback(self._on_rollback, event, batch.positions[vb_id])
         batch.events[at], batch.positions[vb_id] = decided
-        if vb_id in self._held:
-            _, ceiling = self._held.pop(vb_id)
-            self._placement.wanted({vb_id: Wanted(decided.position, ceiling)})
-            return
-        for session in self._placement.sessions.values():
-            if vb_id in session.core.held():
-                session.core.go_on(vb_id, decided.position)
-                session.flush()
+        self._go_on(vb_id, decided.position)
 
     # -- what sessions call --------------------------------------------------------------------
 
@@ -188,6 +182,27 @@ class Supervisor:
         session.close()
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _go_on(self, vb_id: int, position: Position) -> None:
+        """Let a partition go on from a position, wherever it is by now."""
+        if vb_id in self.paused:
+            self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
+            return
+        for session in self._placement.sessions.values():
+            if vb_id in session.core.held():
+                session.core.go_on(vb_id, position)
+                session.flush()
+                return
+        # Its connection was lost, or it was paused and resumed while the user decided.
+        wanted = self._take_away(vb_id)
+        if wanted is not None:
+            self._reader.forget([vb_id])
+            self._placement.wanted({vb_id: Wanted(position, wanted.ceiling)})
+
+    def _placer_ended(self, placer: asyncio.Task[None]) -> None:
+        """Placing ends with its consumer; if not, by a mistake of ours, that is told too."""
+        if not placer.cancelled() and (error := placer.exception()) is not None:
+            self.fail(error)
 
     def _take_homeless(self, session: ConsumerSession) -> None:
         homeless, session.core.homeless = session.core.homeless, []
