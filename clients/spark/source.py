@@ -33,7 +33,7 @@ from pyspark.sql.types import StructType
 
 from clients.errors import DcpdError, HistoryBranchedError
 from clients.spark.columns import record_batch, rollback_batch
-from clients.spark.fetch import fetch, topology_of
+from clients.spark.fetch import fetch
 from clients.spark.offset import Entry, Offset, entries_of, entry_at, offset_of
 from clients.spark.options import OptionError, Settings, parse_options
 from clients.spark.plan import (
@@ -131,7 +131,7 @@ class _Planner:
         """Return the tasks that read some steps: each of one node, at most as many as wanted."""
         if not steps:
             return []
-        topology = topology_of(self.settings.servers)
+        topology = self.survey.topology()
         groups: dict[int, list[Step]] = {}
         for step in steps:
             index = max(topology.vbucket_map[step.vb_id], 0)

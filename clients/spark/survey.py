@@ -56,6 +56,10 @@ class Survey:
         self._links.clear()
         self._topology = None
 
+    def topology(self) -> Topology:
+        """Return which node has which partition now."""
+        return self._patiently(lambda: topology_of(self._servers))
+
     def high_seqnos(self) -> dict[int, int]:
         """Return the high seqno of every wanted partition that is active somewhere."""
         return self._patiently(self._high_seqnos)
@@ -149,6 +153,8 @@ class Survey:
                 raise TemporaryError("versions begin faster than they can be read", node=node.name)
             for vb_id, (high, purge, floor, _) in told.items():
                 found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
+        if len(found) < len(self._partitions):
+            self._topology = None  # some are elsewhere, or nowhere: look again next time
         return [found[vb_id] for vb_id in sorted(found)]
 
     def _told(self, node: Node) -> dict[int, list[int]]:

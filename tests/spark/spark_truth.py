@@ -58,8 +58,9 @@ def documents_of(history: dict[tuple[int, int], Row]) -> dict[bytes, Row]:
 
 def rows_of(frame) -> list[Row]:
     """Return a DataFrame's rows; `current` has no op, there all are sets."""
+    has_op = "op" in frame.columns
     return [
-        Row(row["vb"], row["seqno"], bytes(row["key"]), row.get("op", "set"),
+        Row(row["vb"], row["seqno"], bytes(row["key"]), row["op"] if has_op else "set",
             None if row["value"] is None else bytes(row["value"]), row["cas"], row["revision"])
         for row in frame.collect()
     ]  # fmt: skip
