@@ -5,7 +5,7 @@ Invariants
 - a store that can write some positions gets only those that differ from what it has;
 - where the store says that keys are hidden, a partition of which nothing else was told is not
   written, so that saving does not cause saving;
-- one save at a time.
+- one save at a time, also where who waited for one was cancelled: a thread cannot be.
 """
 
 from __future__ import annotations
@@ -122,6 +122,16 @@ class Saver:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
-            return await asyncio.to_thread(function, *arguments)
+            return await _in_thread(function, *arguments)
         except OSError as error:
             raise CheckpointError(f"the checkpoint store failed: {error}") from error
+
+
+async def _in_thread(function: Any, *arguments: Any) -> Any:
+    """Call a function in a thread; who is cancelled meanwhile leaves when it is done."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
