@@ -22,6 +22,8 @@ from typing import Any, Final, Literal
 
 from clients.address import ServerAddress
 from clients.consumer import Consumer
+from clients.consumer_session import LOG
+from clients.consumer_start import prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
 from clients.event import Rollback, StreamFailed
 from clients.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
@@ -37,8 +39,9 @@ class Mirror:
 
     `path`: of the LMDB file, None = in memory. `collection`: "scope.collection", None = the default
     one. `key_prefixes`: only documents whose key begins with one of them. `options` go to the
-    Consumer. A mirror whose stream failed raises that error when it is read: it is never silently
-    out of date.
+    Consumer. A file that is a mirror of other documents, or of a collection that was dropped and
+    made again since, is emptied and begins anew. A mirror whose stream failed raises that error
+    when it is read: it is never silently out of date.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class Mirror:
         self._path = path
         self._journal_max = journal_max
         self._server = server
+        self._key_prefixes = prefixes_of(key_prefixes)
         self._options = options | {
             "collections": None if collection is None else [collection],
-            "key_prefixes": key_prefixes,
+            "key_prefixes": self._key_prefixes,
             "on_rollback": self._choose,
         }
         self._store: MirrorStore = MemoryStore()
@@ -88,9 +92,11 @@ class Mirror:
 
             self._store = LmdbStore(self._path)
         try:
-            # Partitions that are not in the store begin at 0.
-            self.consumer = Consumer(self._server, start=self._store.positions(), **self._options)
-            await self.consumer.open()
+            await self._open_consumer()
+            if not self._store.follow(self.consumer.collection_ids[0], self._key_prefixes):
+                LOG.warning("%s: is a mirror of other documents, and begins anew", self._path)
+                await self.consumer.close()
+                await self._open_consumer()
             assert self.consumer.topology is not None
             self._num_vbuckets = self.consumer.topology.num_vbuckets
             self._task = asyncio.create_task(self._follow(), name="mirror")
@@ -98,6 +104,11 @@ class Mirror:
         except BaseException:
             await self.close()
             raise
+
+    async def _open_consumer(self) -> None:
+        # Partitions that are not in the store begin at 0.
+        self.consumer = Consumer(self._server, start=self._store.positions(), **self._options)
+        await self.consumer.open()
 
     async def close(self) -> None:
         """Stop following. What is in a file stays there."""

@@ -4,6 +4,7 @@
     j vb seqno number      -> key length, key, and the value before (or its absence)
     s vb                   -> floor, entries of the journal, documents
     p vb                   -> position
+    w                      -> what it is a mirror of: collection id (u32), prefixes of keys
 
 Because the positions are written with what the events did, a mirror that is killed at any moment
 goes on exactly where it was. A batch is written on the caller's own thread: LMDB beside a busy
@@ -28,6 +29,8 @@ _ENTRY: Final = Struct(">1sHQI")
 _UNDO: Final = Struct(">?H")
 """Whether there was a value before, length of the key."""
 _STATE: Final = Struct(">QQQ")
+_SUBJECT: Final = b"w"
+_U32: Final = Struct(">I")
 
 
 class LmdbStore:
@@ -56,6 +59,23 @@ class LmdbStore:
                 int.from_bytes(key[1:], "big"): decode_position(value)
                 for key, value in rows_from(transaction, b"p")
             }
+
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """See MirrorStore."""
+        subject = _U32.pack(collection_id) + b"\0".join(
+            prefix.hex().encode() for prefix in sorted(key_prefixes)
+        )
+        with self._file.writing() as transaction:
+            before: bytes | None = transaction.get(_SUBJECT)
+            if before == subject:
+                return True
+            rows = [
+                row for kind in (b"d", b"j", b"s", b"p") for row, _ in rows_from(transaction, kind)
+            ]
+            for row in rows:
+                transaction.delete(row)
+            transaction.put(_SUBJECT, subject)
+        return not rows
 
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""

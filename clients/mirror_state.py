@@ -63,6 +63,9 @@ class MirrorStore(Protocol):
     def positions(self) -> dict[int, Position]:
         """Return the positions that were kept last."""
 
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """Be a mirror of these documents from now on; one of others is emptied, and says False."""
+
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """Return a value, None where there is none."""
 
@@ -121,6 +124,7 @@ class MemoryStore:
         self._journals: dict[int, deque[tuple[int, bytes, bytes | None]]] = {}
         self._floors: dict[int, int] = {}
         self._positions: dict[int, Position] = {}
+        self._subject: tuple[int, tuple[bytes, ...]] | None = None
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:
@@ -174,6 +178,15 @@ class MemoryStore:
     def positions(self) -> dict[int, Position]:
         """See MirrorStore."""
         return dict(self._positions)
+
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """See MirrorStore."""
+        before, self._subject = self._subject, (collection_id, key_prefixes)
+        if before in {None, self._subject}:
+            return True
+        for table in (self._documents, self._journals, self._floors, self._positions):
+            table.clear()
+        return False
 
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """See MirrorStore."""

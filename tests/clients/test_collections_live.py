@@ -15,6 +15,7 @@ from clients.consumer import Consumer
 from clients.errors import NotFoundError, UnknownCollectionError
 from clients.event import Mutation, StreamEnded, SystemEvent
 from clients.kv import KvClient
+from clients.mirror import Mirror
 from dcp.wire.message import EndReason
 from support.server import DcpdProcess
 from vbucket.ids import vbucket_of
@@ -139,3 +140,22 @@ async def test_a_consumer_of_no_such_collection(server: DcpdProcess) -> None:
     with pytest.raises(UnknownCollectionError, match="nowhere"):
         async with Consumer(server.address, collections=["_default.nowhere"]):
             pass
+
+
+async def test_a_kept_mirror_of_a_collection_made_again_holds_nothing_of_the_one_before(
+    server: DcpdProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "view"
+    create(server, "c")
+    async with KvClient.connect(server.address) as kv:
+        await kv.collection("_default.c").set("old", b"1")
+        async with Mirror(server.address, path, collection="_default.c") as view:
+            assert dict(view.items()) == {b"old": b"1"}
+        drop(server, "c")
+        create(server, "c")
+        async with Mirror(server.address, path, collection="_default.c") as view:
+            assert dict(view.items()) == {}
+            await kv.collection("_default.c").set("new", b"2")
+            await view.caught_up()
+            assert dict(view.items()) == {b"new": b"2"}
+    assert "is a mirror of other documents" in caplog.text

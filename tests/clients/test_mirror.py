@@ -198,6 +198,13 @@ async def test_a_mirror_of_a_prefix_holds_nothing_else(server):
         assert "k2" not in view
 
 
+async def test_a_file_that_is_a_mirror_of_other_keys_begins_anew(server, tmp_path):
+    path = tmp_path / "view"
+    for prefix, count in (("k1", 11), ("k2", 11), ("k2", 11), ("", 100)):
+        async with Mirror(server.address, path, key_prefixes=prefix or ()) as view:
+            assert sum(key.startswith(b"k") for key in view) == count
+
+
 # -- without asyncio -----------------------------------------------------------------------------
 
 
