@@ -43,6 +43,7 @@ COMPILED: Final = (
     "vbucket/store.py",
     "vbucket/tally.py",
     "vbucket/versions.py",
+    "vbucket/walks.py",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")
 """What has to be there for the types of those."""

@@ -98,9 +98,12 @@ class Block:
         if len(value) < BLOCK_HEADER_BYTES:
             raise self.damaged("is cut short")
         (
-            _, flags, _, count, self.epoch, self.seqno_before, first, self.last_seqno, body_bytes,
-            self.body_crc, crc,
+            _, flags, _, count, epoch, seqno_before, first, last_seqno, body_bytes, body_crc, crc,
         ) = BLOCK_HEADER.unpack_from(value)  # fmt: skip
+        self.epoch: int = epoch
+        self.seqno_before: int = seqno_before
+        self.last_seqno: int = last_seqno
+        self.body_crc: int = body_crc
         columns_bytes = count * (24 if flags & _HAS_SEQNOS else 16)
         body_at = BLOCK_HEADER_BYTES + columns_bytes
         if body_at + body_bytes != len(value):

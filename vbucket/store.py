@@ -47,6 +47,7 @@ from vbucket.kvenv import (
 )
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.runs import RunBatch, run_of_block
+from vbucket.walks import Walks
 
 STORE_FORMAT_VERSION: Final = 2
 OLDEST_FORMAT_VERSION: Final = 1
@@ -335,15 +336,6 @@ class StoreView:
             if seqno <= 0:
                 return
 
-    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
-        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
-        old: set[int] = set()
-        for block in self._blocks(vb_id, start_seqno, end_seqno):
-            low = bisect_left(block.seqnos, start_seqno)
-            high = bisect_right(block.seqnos, end_seqno)
-            old.update(block.prev_seqnos[low:high])
-        return {prev for prev in old if prev >= start_seqno}
-
     def first_changes_after(self, vb_id: int, seqno: int, until_seqno: int) -> dict[bytes, int]:
         """Return, for every key that changed in (seqno, until_seqno], what it was before.
 
@@ -450,6 +442,7 @@ class Store(StoreView):
     def __init__(self, env: KvEnv) -> None:
         self._env = env
         self._snapshot = env.snapshot()
+        self._walks = Walks()
         super().__init__(self._snapshot)
         node = self.node()
         if node is not None and node.engine_version != env.engine:
@@ -472,11 +465,28 @@ class Store(StoreView):
 
     def refresh(self) -> None:
         """See what has been committed meanwhile."""
+        self._walks.clear()
         self._snapshot.refresh()
 
     def close(self) -> None:
         """Give up the snapshot; the environment stays open."""
+        self._walks.clear()
         self._snapshot.close()
+
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        old: set[int] = set()
+        found = super()._blocks(vb_id, start_seqno, end_seqno)
+        for block in self._walks.keep(vb_id, start_seqno, end_seqno, found):
+            prev_seqnos = block.prev_seqnos
+            if max(prev_seqnos) >= start_seqno:
+                low = bisect_left(block.seqnos, start_seqno)
+                old.update(prev_seqnos[low : bisect_right(block.seqnos, end_seqno)])
+        return {prev for prev in old if prev >= start_seqno}
+
+    def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
+        kept = self._walks.blocks(vb_id, start_seqno, end_seqno)
+        return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
 
     def set_node(self, node: NodeRecord) -> None:
         """Replace the node's record."""

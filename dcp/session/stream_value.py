@@ -44,6 +44,9 @@ class StreamValue(NamedTuple):
     """How keys begin that the client wants; (): all."""
 
 
+_NOTHING_TOLD: Final = StreamValue({})
+
+
 class ValueRefusedError(Exception):
     """The value cannot be taken; the text says why."""
 
@@ -54,6 +57,8 @@ class ValueRefusedError(Exception):
 
 def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
     """Return what the value of a stream request says. Raises ValueRefusedError."""
+    if not value and not terms.has_stream_ids:
+        return _NOTHING_TOLD
     document = _document(value)
     purge = document.get("purge_seqno", "0")
     if not is_decimal(purge):

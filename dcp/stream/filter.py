@@ -99,14 +99,17 @@ class StreamFilter:
         `manifest` is the committed one; the partition has nothing above `other_high_seqno` but
         the default collection.
         """
+        if (
+            not self.is_limited
+            and DEFAULT_COLLECTION in manifest.collections
+            and (other_high_seqno < start_seqno or (self.has_events and not manifest.has_dropped))
+        ):
+            return None
         allowed = frozenset(self.collection_ids(manifest))
         has_default = DEFAULT_COLLECTION in allowed
         if self._prefixes:
             return self._accepts_prefixes(allowed)
-        if has_default and (
-            other_high_seqno < start_seqno
-            or (self.has_events and not self.is_limited and not manifest.has_dropped)
-        ):
+        if has_default and other_high_seqno < start_seqno:
             return None
 
         def accept(key: bytes) -> bool:

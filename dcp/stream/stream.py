@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from dcp.stream.filter import StreamFilter
 from dcp.stream.rate import RateLimit
@@ -15,6 +16,10 @@ from dcp.stream.takeover import Takeover
 from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
 from vbucket.partition import Partition
 from vbucket.store import Accepts
+
+_TAKEOVER: Final = int(StreamFlag.TAKEOVER)
+_ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
+_IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
 
 
 class Stream:
@@ -80,11 +85,11 @@ class Stream:
         """What the filter lets through in the snapshot under way; None: everything."""
         self.is_backlog = True
         self.is_queued = False
-        self.is_active_only = bool(request.flags & StreamFlag.ACTIVE_ONLY)
-        self.ignores_purges = bool(request.flags & StreamFlag.IGNORE_PURGED_TOMBSTONES)
+        self.is_active_only = bool(request.flags & _ACTIVE_ONLY)
+        self.ignores_purges = bool(request.flags & _IGNORE_PURGED)
         self.purge_seqno = part.purge_seqno
         """The partition's when the request was answered."""
-        self.takeover = Takeover() if request.flags & StreamFlag.TAKEOVER else None
+        self.takeover = Takeover() if request.flags & _TAKEOVER else None
         self.rate: RateLimit | None = None
         """A limit that an operator set; None: as fast as the connection takes it."""
         self.opened_ns = 0

@@ -109,6 +109,29 @@ def test_runs_are_the_bytes_that_going_one_by_one_gives(
     assert all_runs(engine, start, end, skip, bytes_max, plain) == wanted
 
 
+@settings(max_examples=30)
+@given(
+    lengths=st.lists(st.sampled_from([100, 100, 100, 100, 101]), min_size=1, max_size=400),
+    data=st.data(),
+)
+def test_frames_of_one_length_and_of_several(lengths: list[int], data: st.DataObject) -> None:
+    node = node_of([("set", b"\0key%05d" % at, length) for at, length in enumerate(lengths)])
+    node.merge()
+    start = data.draw(st.integers(1, len(lengths)))
+    end = data.draw(st.integers(start, len(lengths)))
+    bytes_max = data.draw(st.sampled_from([1, 5_000, 1 << 20]))
+    wanted = one_by_one(node.engine, start, end, set())
+    assert all_runs(node.engine, start, end, set(), bytes_max, ALL_PLAIN) == wanted
+
+
+def test_all_frames_of_one_length() -> None:
+    node = node_of([("set", b"\0key%05d" % at, 100) for at in range(700)])
+    node.merge()
+    for start, end in ((1, 700), (2, 699), (300, 300)):
+        wanted = one_by_one(node.engine, start, end, {start})
+        assert all_runs(node.engine, start, end, {start}, 5_000, ALL_PLAIN) == wanted
+
+
 @pytest.mark.parametrize("is_merged", [True, False])
 @pytest.mark.parametrize(
     ("special", "taken"),
