@@ -27,7 +27,7 @@ from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import Reader
-from clients.backup.run import SegmentWriter
+from clients.backup.run import RENEW_S, SegmentWriter
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import U64
 
@@ -86,6 +86,7 @@ def fold(
         writer = SegmentWriter.of_base(archive, into_run, time.time_ns())
         chunker = Chunker()
         bases: dict[int, Leg] = {}
+        renew_at_s = time.monotonic() + RENEW_S
         vb_ids = sorted({vb_id for record in old for vb_id in record.legs})
         for index, vb_id in enumerate(vb_ids):
             chain = chain_of(old, vb_id)
@@ -97,6 +98,9 @@ def fold(
                     writer.add(chunk)
             for chunk in chunker.finish(vb_id):
                 writer.add(chunk)
+            if time.monotonic() >= renew_at_s:
+                renew_at_s = time.monotonic() + RENEW_S
+                lock.renew()
             if on_progress is not None:
                 on_progress(index + 1, len(vb_ids))
         for chunk in chunker.flush():

@@ -277,6 +277,7 @@ class Backup:
                 await asyncio.sleep(0)  # lets the transports finish closing
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
+            await asyncio.to_thread(lock.renew)  # or it is somebody else's turn by now
             self._archive.write_run(record)
         return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
 
@@ -343,6 +344,8 @@ class Backup:
                 progress, progress_at_s, pause_s = self._progress_mark(), now_s, PAUSE_FIRST_S
                 if not self._homeless:
                     failure = None
+            elif self._queue:
+                progress_at_s = now_s  # it is the archive that is slow, not the server
             elif now_s - progress_at_s > self._give_up_after_s:
                 raise failure or OperationTimeoutError(
                     f"no change came for {self._give_up_after_s:g} s, and"

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -293,11 +294,13 @@ def test_dry_run_asks_no_server(ctl, server, archive):
 
 def test_two_runs_at_once_are_refused(ctl, server, archive):
     backup(ctl, server, archive)
+    backup(ctl, server, archive)
     with open_archive(str(archive)).lock("test"):
         code, _, err = ctl(server, "backup", "run", "--archive", archive)
         assert code == 1
         assert "the archive is in use by test of process" in err
-        assert ctl(server, "backup", "prune", "--archive", archive, "--keep", 1)[0] in {0, 1}
+        code, _, err = ctl(server, "backup", "prune", "--archive", archive, "--keep", 1)
+        assert (code, "the archive is in use by test" in err) == (1, True)
         assert ctl(server, "backup", "list", "--archive", archive)[0] == 0, "reading is free"
     backup(ctl, server, archive)
 
@@ -320,6 +323,71 @@ def test_two_leases_at_once_are_refused_and_dead_ones_are_taken(monkeypatch):
             pytest.raises(ArchiveLockedError, match="in use by fourth"),
         ):
             dead.renew()
+
+
+def steal(url):
+    """Take the lease of an archive, as somebody does who found it old."""
+    holder = {"purpose": "a thief", "token": "other", "renewed_s": time.time()}
+    open_archive(url).write("lock", json.dumps(holder).encode())
+
+
+def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
+    """A run that stood still for too long, and a merge that takes longer than the lease."""
+    from clients.backup import fold as fold_module
+
+    address, url = parse_address(server.address), "memory://stolen"
+    made = create_archive(url, 1)
+    fill(server, b"lease", 10)
+    asyncio.run(Backup(made, address).run())
+    fill(server, b"lease", 10)
+    asyncio.run(Backup(made, address).run())
+    with pytest.raises(ArchiveLockedError, match="in use by a thief"):
+        asyncio.run(Backup(made, address, on_progress=lambda _progress: steal(url)).run())
+    assert [record.run for record in made.runs()] == [1, 2]
+    made.delete("lock")
+    monkeypatch.setattr(fold_module, "RENEW_S", 0)
+    folded = []
+
+    def on_fold(count, _total):
+        folded.append(count)
+        steal(url)
+
+    with pytest.raises(ArchiveLockedError, match="in use by a thief"):
+        fold_module.fold(made, 2, on_fold)
+    assert folded == [1], "it stops at once, not after the work"
+    assert [record.run for record in made.runs()] == [1, 2]
+    made.delete("lock")
+
+
+def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
+    """Hours pass while the archive takes its time; the server is not at fault."""
+    fill(server, b"slow", 3000, size=1000)
+    monkeypatch.setattr(run_module, "QUEUE_CHUNKS", 0)
+    passed_s, is_slow, go = [0.0], threading.Event(), threading.Event()
+    add = run_module.SegmentWriter.add
+
+    def slow_add(self, chunk):
+        is_slow.set()
+        go.wait(20)
+        add(self, chunk)
+
+    class Clock:
+        time_ns, monotonic_ns = time.time_ns, time.monotonic_ns
+
+        @staticmethod
+        def monotonic():
+            if is_slow.is_set() and not go.is_set():
+                passed_s[0] += 1000
+                if passed_s[0] > 5000:
+                    go.set()
+            return time.monotonic() + passed_s[0]
+
+    monkeypatch.setattr(run_module.SegmentWriter, "add", slow_add)
+    monkeypatch.setattr(run_module, "time", Clock)
+    made = create_archive(str(archive), 1)
+    asyncio.run(Backup(made, parse_address(server.address)).run())
+    assert passed_s[0] > 5000
+    assert len(made.runs()) == 1
 
 
 KILLED = """
