@@ -19,9 +19,11 @@ Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid cloc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
+from vbucket.bulk import Frames
 from vbucket.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
@@ -223,6 +225,88 @@ class Engine(Keyspace):
             self.due.active.add(expiry, head + body)
         return 0, new_cas, seqno
 
+    def put_frames(self, frames: Frames, *, resolves_conflict: bool = True) -> tuple[int, int, int]:
+        """Do what `put_with_meta` does, for each of these frames in order, keeping their CAS.
+
+        Return status, how many were applied, and how many lost against what is there. Where data
+        that it has to compare with is damaged (StoreDamagedError), nothing was changed.
+        """
+        part = self.partitions[frames.vb_id]
+        if part.state != 1 or part.is_backed_up:
+            return _unwritable(part)
+        count, prev_seqnos, live = len(frames), None, None
+        if not _are_new(part, frames.keys):
+            indexes, prev_seqnos, live = self._winners(
+                part, frames, is_forced=not resolves_conflict
+            )
+            if len(indexes) < count:
+                frames = frames.only(indexes)
+            if not indexes:
+                return 0, 0, count
+        keys, opcodes = frames.keys, frames.opcodes
+        first_seqno = part.high_seqno + 1
+        entries = frames.entries(first_seqno, prev_seqnos, part.epoch)
+        part.high_seqno += len(entries)
+        part.max_cas = max(part.max_cas, *frames.cas)
+        if live is None and frames.has_default_keys_only:
+            part.item_count += len(keys) - len(frames.removals)
+        else:
+            was_live = live or [False] * len(keys)
+            for key, opcode, before in zip(keys, opcodes, was_live, strict=True):
+                if (opcode == MUTATION) != before:
+                    self._count(part, key, -1 if before else 1)
+        self._applied_many(part, keys, entries, first_seqno)
+        if any(frames.expiries):
+            add_due = self.due.active.add
+            for opcode, expiry, entry in zip(opcodes, frames.expiries, entries, strict=True):
+                if expiry and opcode == MUTATION:
+                    add_due(expiry, entry)
+        return 0, len(entries), count - len(entries)
+
+    def _applied_many(
+        self, part: Partition, keys: Sequence[bytes], entries: list[bytes], first_seqno: int
+    ) -> None:
+        part.newest.update(zip(keys, entries, strict=True))
+        part.active.entries += entries
+        self._pending += entries
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+        known = self.manifest.collections
+        for seqno, key in enumerate(keys, first_seqno):
+            if key[0]:
+                part.tally.note(key, seqno, seqno - 1, known)
+
+    def _winners(
+        self, part: Partition, frames: Frames, *, is_forced: bool
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """Return the indexes of the frames that win against what is there, the seqno that each
+        replaces, and whether it replaces a document. Reads, changes nothing.
+        """
+        below, newest = self._versions.meta_below, part.newest
+        known: dict[bytes, tuple[int, int, int, int]] = {}
+        indexes: list[int] = []
+        prev_seqnos: list[int] = []
+        live: list[bool] = []
+        seqno = part.high_seqno
+        rows = zip(frames.keys, frames.opcodes, frames.rev_seqnos, frames.cas, strict=True)
+        for index, (key, opcode, rev_seqno, cas) in enumerate(rows):
+            old = known.get(key)
+            if old is None:
+                entry = newest.get(key)
+                meta = _UNPACK_META(entry) if entry else below(part, key, entry)
+                old = (meta[0], meta[4], meta[5], meta[6])
+            old_opcode, old_cas, prev_seqno, old_rev_seqno = old
+            if not is_forced and (rev_seqno, cas) <= (old_rev_seqno, old_cas):
+                known[key] = old
+                continue
+            seqno += 1
+            known[key] = (opcode, cas, seqno, rev_seqno)
+            indexes.append(index)
+            prev_seqnos.append(prev_seqno)
+            live.append(old_opcode == MUTATION)
+        return indexes, prev_seqnos, live
+
     def get(self, vb_id: int, key: bytes) -> Document | int:
         """Return the newest applied document, or the status that says why there is none."""
         part = self.partitions[vb_id]
@@ -359,6 +443,16 @@ class Engine(Keyspace):
         if meta is None or meta.opcode != MUTATION or not 0 < meta.expiry <= self._now_s:
             return None
         return meta
+
+
+def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
+    """Whether each key is there once, and was never in the partition. False: perhaps not."""
+    if part.merged_seqno:
+        return False
+    distinct = set(keys)
+    return len(distinct) == len(keys) and all(
+        layer.newest.keys().isdisjoint(distinct) for layer in part.layers()
+    )
 
 
 def _unwritable(part: Partition) -> Outcome:

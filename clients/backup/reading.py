@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -34,11 +35,23 @@ CACHE_BYTES: Final = 32 * 1024 * 1024
 
 _CHANGE: Final = Struct(">xBHBxxxIxxxxQQ")
 """Opcode, key length, extras length, body length, CAS, seqno."""
+_BODY: Final = Struct(">8xI")
+_SEQNO: Final = Struct(">24xQ")
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 Frame = tuple[bytes, int, int]
 """A chunk's bytes, and where in them a frame is."""
+
+
+class Stretch(NamedTuple):
+    """Frames of one chunk, in seqno order: its bytes, and where in them each begins and ends."""
+
+    data: bytes
+    starts: Sequence[int]
+    ends: Sequence[int]
+    is_dense: bool
+    """Between the first and the last nothing is left out."""
 
 
 class Damage(NamedTuple):
@@ -124,18 +137,33 @@ class Reader:
 
     def frames(self, view: View) -> Iterator[Frame]:
         """Yield the newest versions in seqno order."""
-        unpack, winners = _CHANGE.unpack_from, view.winners
+        for data, starts, ends, _ in self.stretches(view):
+            yield from zip(repeat(data), starts, ends)
+
+    def stretches(self, view: View) -> Iterator[Stretch]:
+        """Yield the same, all that a section has of them at once."""
+        winners = view.winners
         for part in view.parts:
             data = self._chunk(part)
             if data is None:
                 continue
-            at, end = part.section.offset, part.section.offset + part.section.size_bytes
-            while at < end:
-                _, _, _, body, _, seqno = unpack(data, at)
-                stop = at + HEADER_BYTES + body
-                if seqno in winners and part.low_seqno < seqno <= part.high_seqno:
-                    yield data, at, stop
-                at = stop
+            starts, ends = _bounds(data, part.section)
+            if not starts:
+                continue
+            seqnos = [seqno for (seqno,) in map(_SEQNO.unpack_from, repeat(data), starts)]
+            low, high = part.low_seqno, part.high_seqno
+            if winners.issuperset(seqnos) and low < min(seqnos) and max(seqnos) <= high:
+                yield Stretch(data, starts, ends, is_dense=True)
+                continue
+            chosen = [
+                index
+                for index, seqno in enumerate(seqnos)
+                if seqno in winners and low < seqno <= high
+            ]
+            if chosen:
+                yield Stretch(
+                    data, [starts[at] for at in chosen], [ends[at] for at in chosen], is_dense=False
+                )
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -229,14 +257,36 @@ class Reader:
         return data
 
 
+def _bounds(data: bytes, section: Section) -> tuple[list[int], list[int]]:
+    """Return where each frame of a section begins, and where it ends."""
+    unpack = _BODY.unpack_from
+    at, end = section.offset, section.offset + section.size_bytes
+    starts: list[int] = []
+    while at < end:
+        starts.append(at)
+        at += HEADER_BYTES + unpack(data, at)[0]
+    return starts, [*starts[1:], at]
+
+
 def _fold(newest: dict[bytes, int], data: bytes, part: Part, time_ns: int | None) -> int:
     """Note a section's changes; return the first seqno that is later than `time_ns`, or 0."""
-    unpack = _CHANGE.unpack_from
+    starts, ends = _bounds(data, part.section)
+    if not starts:
+        return 0
     low, high = part.low_seqno, part.high_seqno
-    at, end = part.section.offset, part.section.offset + part.section.size_bytes
-    while at < end:
-        opcode, key_len, extras_len, body, cas, seqno = unpack(data, at)
-        stop = at + HEADER_BYTES + body
+    rows = list(map(_CHANGE.unpack_from, repeat(data), starts))
+    opcodes, key_sizes, extras_sizes, _, all_cas, seqnos = zip(*rows, strict=True)
+    is_early = time_ns is None or time_ns_from_cas(max(all_cas)) <= time_ns
+    if is_early and _SYSTEM_EVENT not in opcodes and low < min(seqnos) and max(seqnos) <= high:
+        # Mostly so; the loop below does the same, change by change.
+        keys = [
+            data[(key_at := at + HEADER_BYTES + extras_len) : key_at + key_len]
+            for at, extras_len, key_len in zip(starts, extras_sizes, key_sizes, strict=True)
+        ]
+        newest.update(zip(keys, seqnos, strict=True))
+        return 0
+    for row, at, stop in zip(rows, starts, ends, strict=True):
+        opcode, key_len, extras_len, _, cas, seqno = row
         if low < seqno <= high:
             if time_ns is not None and time_ns_from_cas(cas) > time_ns:
                 return int(seqno)
@@ -245,7 +295,6 @@ def _fold(newest: dict[bytes, int], data: bytes, part: Part, time_ns: int | None
             else:
                 key_at = at + HEADER_BYTES + extras_len
                 newest[data[key_at : key_at + key_len]] = seqno
-        at = stop
     return 0
 
 

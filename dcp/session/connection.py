@@ -15,6 +15,7 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import (
     OBSERVE_CURRENT,
     OBSERVE_OLD,
+    PUT_FRAMES_BYTES_MAX,
     U64,
     VB_SEQNO,
     pack_failover_log,
@@ -74,11 +75,14 @@ class ConnectionCommands:
             return
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
         granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
+        if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
+            granted.remove(Feature.X_PUT_FRAMES)
         state.agent = request.key.decode("utf-8", "replace")[:256]
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
         state.has_json = int(Feature.JSON in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.has_put_frames = Feature.X_PUT_FRAMES in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
         state.has_xerror = Feature.XERROR in granted
         state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))

@@ -183,6 +183,9 @@ _READ_NEED: Final = Need(((Role.READ,),), concerns_keys=True)
 _WRITE_NEED: Final = Need(((Role.WRITE,),), concerns_keys=True)
 _BOTH_NEED: Final = Need(((Role.READ,), (Role.WRITE,)), concerns_keys=True)
 _META_WRITE_NEED: Final = Need(((Role.WRITE,), (Role.ADMIN,)), concerns_keys=True)
+_PUT_FRAMES_NEED: Final = Need(
+    ((Role.WRITE,), (Role.ADMIN,)), concerns_keys=True, concerns_all_keys=True
+)
 _FLUSH_NEED: Final = Need(((Role.WRITE,),), concerns_keys=True, concerns_all_keys=True)
 _HISTORY_NEED: Final = Need(((Role.READ, Role.STREAM),))
 _STREAM_NEED: Final = Need(((Role.STREAM,),))
@@ -230,6 +233,7 @@ NEEDS: Final[dict[int, Need]] = {
         ),
         _META_WRITE_NEED,
     ),
+    Opcode.X_PUT_FRAMES: _PUT_FRAMES_NEED,
     **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), _FLUSH_NEED),
     **dict.fromkeys(
         (

@@ -24,6 +24,7 @@ from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
+from dcp.session.put_frames import PutFramesCommand
 from dcp.session.scans import ScanCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
@@ -101,6 +102,7 @@ class Session:
             | CollectionCommands(state).handlers()
             | UpdateCommands(state, self._documents).handlers()
             | ScanCommands(state, self._documents).handlers()
+            | PutFramesCommand(state, self._documents).handlers()
             | DcpCommands(state, connection).handlers()
         )
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES

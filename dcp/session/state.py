@@ -85,6 +85,7 @@ class SessionState:
         "has_json",
         "has_mutation_tokens",
         "has_preserve_ttl",
+        "has_put_frames",
         "has_xerror",
         "hashes_keys",
         "held_until_ns",
@@ -161,6 +162,7 @@ class SessionState:
         """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
         self.has_mutation_tokens = False
         self.has_preserve_ttl = False
+        self.has_put_frames = False
         self.has_xerror = False
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule

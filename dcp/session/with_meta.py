@@ -26,6 +26,7 @@ from dcp.wire.frame import MAX_KEY_BYTES, pack_response
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
+from vbucket.bulk import CAS_MAX, REV_SEQNO_MAX
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.keyspace import DELETION, EXPIRATION, MUTATION
 
@@ -37,9 +38,6 @@ FORCE_ACCEPT: Final = 0x02
 REGENERATE_CAS: Final = 0x04
 IS_EXPIRATION: Final = 0x10
 _OPTIONS: Final = SKIP_CONFLICT_RESOLUTION | REGENERATE_CAS | IS_EXPIRATION
-
-REV_SEQNO_MAX: Final = 2**48 - 1
-CAS_MAX: Final = 2**63 - 1
 
 _OPTIONS_LENGTHS: Final = frozenset({28, 30})
 _SECTION_LENGTHS: Final = frozenset({26, 30})

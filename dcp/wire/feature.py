@@ -25,6 +25,8 @@ class Feature(IntEnum):
     PRESERVE_TTL = 0x14
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
     DEDUPE_NOT_MY_VBUCKET = 0x1E
+    X_PUT_FRAMES = 0xDC01
+    """An extension of ours: the command of that name."""
 
 
 GRANTED: Final = frozenset(
@@ -39,6 +41,7 @@ GRANTED: Final = frozenset(
         Feature.PRESERVE_TTL,
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
         Feature.DEDUPE_NOT_MY_VBUCKET,
+        Feature.X_PUT_FRAMES,
     }
 )
 """What HELLO grants when asked. A feature that was not asked for is never echoed."""

@@ -5,7 +5,8 @@ field's own (kv_engine, memcached); a quiet opcode answers errors only (mutation
 (reads).
 
 0x23 and 0x24 are memcached's GATK and GATKQ and Couchbase's IOCTL_GET and IOCTL_SET: no client can
-be sure what they would do here, so they are unknown commands.
+be sure what they would do here, so they are unknown commands. `X_` names extensions of ours, which
+only those can use who negotiate them.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Opcode(IntEnum):
     RANGE_SCAN_CREATE = 0xDA
     RANGE_SCAN_CONTINUE = 0xDB
     RANGE_SCAN_CANCEL = 0xDC
+    X_PUT_FRAMES = 0xEF
     GET_ERROR_MAP = 0xFE
 
 
@@ -207,6 +209,12 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DEL_WITH_META: OpSpec(_D, _WITH_META, "key", "the same for a deletion"),
     Opcode.DELQ_WITH_META: OpSpec(_D, _WITH_META, "key", "DEL_WITH_META, silent on success"),
+    Opcode.X_PUT_FRAMES: OpSpec(
+        _D, "u32 options", "value stored frames",
+        "an extension, negotiated by HELLO 0xdc01: the same for many changes of a partition, as the"
+        " frames that streams send; answers u32 applied, u32 lost, and u32 index, u16 status of"
+        " each that is refused",
+    ),
     Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
     Opcode.RANGE_SCAN_CREATE: OpSpec(

@@ -1,0 +1,132 @@
+"""What a restore sends: stored frames of one partition, as a load, and as requests. Pure.
+
+A load goes in one packet (X_PUT_FRAMES, an extension), or, to servers without it and where the
+packet was refused, as one SETQ_WITH_META or DELQ_WITH_META for each frame.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final, NamedTuple
+
+from dcp.wire.frame import HEADER_BYTES, pack_request
+from dcp.wire.message import PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX, U32
+from dcp.wire.opcode import Opcode
+
+SKIP_CONFLICT_RESOLUTION: Final = 0x01
+IS_EXPIRATION: Final = 0x10
+
+_BODY: Final = Struct(">8xI")
+_HEAD: Final = Struct(">xBHBBHIIQQQII")
+"""Opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS, seqno, revision;
+of a mutation flags and expiry, of an expiry its time."""
+_TIME: Final = Struct(">I")
+_REQUEST: Final = Struct(">BBHBBHIIQIIQQI")
+"""A header; flags, expiry, revision, CAS, options."""
+_EXTRAS_BYTES: Final = 28
+_PAD: Final = bytes(_HEAD.size)
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
+
+
+class Load(NamedTuple):
+    """Frames of one partition, one after the other; more than a packet takes only if it is one."""
+
+    vb_id: int
+    frames: bytes
+    changes: int
+
+
+class Loader:
+    """Gathers a partition's frames until there is a load of them."""
+
+    def __init__(self, vb_id: int) -> None:
+        self._vb_id = vb_id
+        self._parts: list[bytes] = []
+        self._count = self._size_bytes = 0
+        self._full: list[Load] = []
+
+    def add(self, frame: bytes) -> None:
+        """Take a frame."""
+        if self._size_bytes + len(frame) > PUT_FRAMES_BYTES_MAX:
+            self._close()
+        self._gather(frame, 1)
+
+    def add_run(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Take frames that follow each other without gaps."""
+        at, end = 0, len(starts)
+        while at < end:
+            limit = starts[at] + PUT_FRAMES_BYTES_MAX - self._size_bytes
+            stop = bisect_right(ends, limit, at, min(end, at + PUT_FRAMES_MAX - self._count))
+            if stop == at:
+                if self._parts:
+                    self._close()
+                    continue
+                stop = at + 1  # larger than a packet: alone
+            self._gather(data[starts[at] : ends[stop - 1]], stop - at)
+            at = stop
+
+    def take(self, *, is_last: bool) -> list[Load]:
+        """Return the loads that are full; with `is_last` the rest, too."""
+        if is_last:
+            self._close()
+        full, self._full = self._full, []
+        return full
+
+    def _gather(self, frames: bytes, count: int) -> None:
+        self._parts.append(frames)
+        self._count += count
+        self._size_bytes += len(frames)
+        if self._count >= PUT_FRAMES_MAX or self._size_bytes >= PUT_FRAMES_BYTES_MAX:
+            self._close()
+
+    def _close(self) -> None:
+        if self._parts:
+            self._full.append(Load(self._vb_id, b"".join(self._parts), self._count))
+        self._parts = []
+        self._count = self._size_bytes = 0
+
+
+def frames_of_load(load: Load) -> list[bytes]:
+    """Return a load's frames one by one."""
+    data = load.frames
+    found = []
+    at = 0
+    while at < len(data):
+        stop = at + HEADER_BYTES + _BODY.unpack_from(data, at)[0]
+        found.append(data[at:stop])
+        at = stop
+    return found
+
+
+def packet(load: Load, options: int) -> bytes:
+    """Return a load as one request."""
+    return pack_request(
+        Opcode.X_PUT_FRAMES, vb_id=load.vb_id, extras=U32.pack(options), value=load.frames
+    )
+
+
+def single_packets(load: Load, options: int) -> list[bytes]:
+    """Return a load as a quiet request for each frame; opaques count from 0."""
+    return [_single(frame, opaque, options) for opaque, frame in enumerate(frames_of_load(load))]
+
+
+def _single(frame: bytes, opaque: int, options: int) -> bytes:
+    opcode, key_len, extras_len, datatype, vb_id, _, _, cas, _, rev_seqno, flags, expiry = (
+        _HEAD.unpack_from(frame + _PAD)
+    )
+    key_at = HEADER_BYTES + extras_len
+    request, rest = Opcode.SETQ_WITH_META, frame[key_at:]
+    if opcode != _MUTATION:
+        request, rest = Opcode.DELQ_WITH_META, frame[key_at : key_at + key_len]
+        flags = datatype = 0
+        if opcode == _EXPIRATION:
+            options |= IS_EXPIRATION
+        expiry = _TIME.unpack_from(frame, 40)[0] if opcode == _EXPIRATION else 0
+    head = _REQUEST.pack(
+        0x80, request, key_len, _EXTRAS_BYTES, datatype, vb_id, _EXTRAS_BYTES + len(rest), opaque,
+        0, flags, expiry, rev_seqno, cas, options,
+    )  # fmt: skip
+    return head + rest

@@ -1,0 +1,267 @@
+"""The connections of a restore: loads go out, refusals come back.
+
+Invariants
+- answers come in the order of loads; of a load that went as single, quiet requests only refusals
+  come back, and the answer to its NOOP, which says that all before it is done, durably where the
+  server's durability says so;
+- at most UNDER_WAY_BYTES_MAX and LOADS_MAX are under way per node, or one load;
+- what was refused for now is sent again; a packet that was refused as a whole goes as single
+  requests; what was refused for good is counted by its status, and the first of each kind is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from typing import Final
+
+from clients.address import ServerAddress
+from clients.backup.load import Load, frames_of_load, packet, single_packets
+from clients.backup.run import STREAM_FEATURES
+from clients.errors import (
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    TemporaryError,
+    error_from_status,
+)
+from clients.link import Link
+from clients.topology import Topology, parse_topology
+from dcp.wire.feature import Feature
+from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
+from dcp.wire.message import PUT_FRAMES_ANSWER, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_REFUSED
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+RESTORE_FEATURES: tuple[int, ...] = (*STREAM_FEATURES, Feature.X_PUT_FRAMES)
+"""What a link of a restore asks for. Not constant: tests leave the extension out."""
+UNDER_WAY_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Loads under way to a node: the server syncs its log in groups, and with less in flight it would
+wait for us after each."""
+LOADS_MAX: Final = 1024
+"""The same as a number: loads of partitions that hold little."""
+RETRY_PAUSE_S: Final = 0.2
+RETRIES_MAX: Final = 50
+"""How often items are sent again that the server could not take for now: 10 s."""
+NOOP_OPAQUE: Final = 0xFFFF_FFFF
+
+_RETRIED: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.NOT_MY_VBUCKET})
+_FATAL: Final = frozenset({Status.EACCESS, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
+_NEVER_WHOLE: Final = _FATAL
+"""Statuses that the next packet of many frames would get too."""
+_NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
+
+
+class _Batch:
+    """A load that is under way. `is_whole`: in one packet; else an item's opaque is its place."""
+
+    __slots__ = ("is_whole", "load", "retried")
+
+    def __init__(self, load: Load, *, is_whole: bool) -> None:
+        self.load = load
+        self.is_whole = is_whole
+        self.retried: list[int] = []
+
+
+class Writer:
+    """Sends loads to the nodes of their partitions, and counts what comes back."""
+
+    def __init__(self, address: ServerAddress, topology: Topology, options: int) -> None:
+        self.kept_newer = 0
+        self.refused: Counter[int] = Counter()
+        self.examples: dict[int, str] = {}
+        self.options = options
+        self._address = address
+        self._topology = topology
+        self._channels: dict[tuple[str, int], _Channel] = {}
+        self._again: list[Load] = []
+        """What the server could not take for now."""
+        self._singly: list[Load] = []
+        """What it did not take as one packet."""
+        self._failure: DcpdError | None = None
+
+    async def send(self, load: Load, *, may_be_whole: bool = True) -> None:
+        """Send a load; wait while too much is under way."""
+        channel = await self._channel(load.vb_id)
+        while channel.is_full and self._failure is None:
+            await channel.wait()
+        self._check()
+        channel.send(load, may_be_whole=may_be_whole)
+        await channel.link.drain()
+        await asyncio.sleep(0)  # for the transport: what follows may take the processor for long
+
+    async def finish(self) -> None:
+        """Wait until all is answered; send again what was refused for now."""
+        for _ in range(RETRIES_MAX):
+            await self._settle()
+            while self._singly:
+                singly, self._singly = self._singly, []
+                for load in singly:
+                    await self.send(load, may_be_whole=False)
+                await self._settle()
+            if not self._again:
+                return
+            await asyncio.sleep(RETRY_PAUSE_S)
+            await self._look_where_partitions_are()
+            again, self._again = self._again, []
+            for load in again:
+                await self.send(load)
+        raise TemporaryError(
+            f"the server did not take {sum(load.changes for load in self._again)} documents in "
+            f"{RETRIES_MAX} attempts",
+            node=self._address.node, hint="Run it again when the server is well.",
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            channel.link.close()
+        await asyncio.sleep(0)  # lets the transports finish closing
+
+    # -- what channels tell ----------------------------------------------------------------------
+
+    def refuse(self, batch: _Batch, status: int, index: int, body: bytes, node: str) -> None:
+        """Take the refusal of a single request, or of a frame in a packet."""
+        if status == Status.KEY_EEXISTS:
+            self.kept_newer += 1
+        elif status in _RETRIED:
+            batch.retried.append(index)
+        else:
+            self.refused[status] += 1
+            error = error_from_status(
+                status, "restore of a document", body=body, vb_id=batch.load.vb_id, node=node
+            )
+            self.examples.setdefault(status, str(error))
+            if status in _FATAL and self._failure is None:
+                self._failure = error
+
+    def refuse_whole(self, batch: _Batch, status: int) -> None:
+        """A packet was refused, and nothing of it applied."""
+        (self._again if status in _RETRIED else self._singly).append(batch.load)
+
+    def done(self, batch: _Batch) -> None:
+        """All of a load is answered."""
+        if batch.retried:
+            frames = frames_of_load(batch.load)
+            chosen = [frames[at] for at in batch.retried]
+            self._again.append(Load(batch.load.vb_id, b"".join(chosen), len(chosen)))
+
+    def fail(self, error: DcpdError) -> None:
+        """A connection is gone."""
+        if self._failure is None:
+            self._failure = error
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    async def _settle(self) -> None:
+        for channel in self._channels.values():
+            while channel.batches and self._failure is None:
+                await channel.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            if isinstance(self._failure, ConnectionLostError | OperationTimeoutError):
+                self._failure.hint = "Run it again: what is there already is kept as it is."
+            raise self._failure
+
+    async def _look_where_partitions_are(self) -> None:
+        link = await Link.connect(self._address, features=RESTORE_FEATURES)
+        assert link.handshake is not None
+        if link.handshake.config:
+            self._topology = parse_topology(
+                link.handshake.config, self._address.host, is_tls=self._address.is_tls
+            )
+        link.close()
+
+    async def _channel(self, vb_id: int) -> _Channel:
+        """Return the connection to a partition's node."""
+        node = self._topology.node_of(vb_id)
+        place = (node.host, node.kv_port)
+        channel = self._channels.get(place)
+        if channel is None:
+            link = await Link.connect(self._address.at(*place), features=RESTORE_FEATURES)
+            channel = self._channels[place] = _Channel(self, link)
+        return channel
+
+
+class _Channel:
+    """One node's connection: loads under way, oldest first."""
+
+    def __init__(self, writer: Writer, link: Link) -> None:
+        self.link = link
+        self.batches: deque[_Batch] = deque()
+        assert link.handshake is not None
+        self._takes_whole = Feature.X_PUT_FRAMES in link.handshake.features
+        self._under_way_bytes = 0
+        self._writer = writer
+        self._rest = b""
+        self._wake = asyncio.Event()
+        link.hand_over(self._on_bytes, self._on_lost)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is under way that the next load has to wait."""
+        return self._under_way_bytes >= UNDER_WAY_BYTES_MAX or len(self.batches) >= LOADS_MAX
+
+    def send(self, load: Load, *, may_be_whole: bool) -> None:
+        """Send a load."""
+        options = self._writer.options
+        is_small = len(load.frames) <= PUT_FRAMES_BYTES_MAX
+        is_whole = may_be_whole and self._takes_whole and is_small
+        if is_whole:
+            self.link.write(packet(load, options))
+        else:
+            self.link.write(b"".join((*single_packets(load, options), _NOOP)))
+        self.batches.append(_Batch(load, is_whole=is_whole))
+        self._under_way_bytes += len(load.frames)
+
+    async def wait(self) -> None:
+        """Wait until something is answered, or the connection is gone."""
+        self._wake.clear()
+        await self._wake.wait()
+
+    def _on_bytes(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        at, end = 0, len(data)
+        while end - at >= HEADER_BYTES:
+            _, opcode, key_len, extras_len, _, status, body, opaque, _ = HEADER.unpack_from(
+                data, at
+            )
+            stop = at + HEADER_BYTES + body
+            if stop > end:
+                break
+            if self.batches:
+                extras_at = at + HEADER_BYTES
+                value = data[extras_at + extras_len + key_len : stop]
+                if self.batches[0].is_whole:
+                    self._take_whole(status, data[extras_at : extras_at + extras_len], value)
+                elif opcode == Opcode.NOOP:
+                    self._done()
+                elif status:
+                    batch, node = self.batches[0], self.link.node
+                    self._writer.refuse(batch, status, opaque, value, node)
+            at = stop
+        self._rest = data[at:]
+
+    def _take_whole(self, status: int, extras: bytes, value: bytes) -> None:
+        """Take the answer to a packet of many frames."""
+        batch, writer = self.batches[0], self._writer
+        if status:
+            writer.refuse_whole(batch, status)
+            self._takes_whole = self._takes_whole and status not in _NEVER_WHOLE
+        else:
+            writer.kept_newer += PUT_FRAMES_ANSWER.unpack(extras)[1]
+            for index, why in PUT_FRAMES_REFUSED.iter_unpack(value):
+                writer.refuse(batch, why, index, b"", self.link.node)
+        self._done()
+
+    def _done(self) -> None:
+        batch = self.batches.popleft()
+        self._under_way_bytes -= len(batch.load.frames)
+        self._writer.done(batch)
+        self._wake.set()
+
+    def _on_lost(self, error: DcpdError) -> None:
+        self._writer.fail(error)
+        self._wake.set()
