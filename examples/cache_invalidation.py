@@ -12,7 +12,7 @@ of the partition: what had been cached of it may be a value that never was.
 import asyncio
 import sys
 
-from clients import Consumer, Deletion, KvClient, Mutation, Rollback
+from clients import Consumer, Deletion, KvClient, Mutation, Rollback, StreamFailed
 from vbucket.ids import vbucket_of
 
 
@@ -24,7 +24,8 @@ class Cache:
         self._consumer = Consumer(server, start="now")
         self._server = server
         self._values: dict[bytes, bytes] = {}
-        self._reading: set[bytes] = set()
+        self._reading: dict[bytes, object] = {}
+        """By key: who reads it, as long as it does not change meanwhile."""
 
     async def __aenter__(self) -> "Cache":
         self._kv = await KvClient.open(self._server)
@@ -42,20 +43,25 @@ class Cache:
 
     async def get(self, key: bytes) -> bytes:
         """Return a value. Raises NotFoundError."""
+        if self._task.done():
+            self._task.result()  # raises what ended it: nothing is invalidated any more
         if key in self._values:
             self.hits += 1
             return self._values[key]
         self.misses += 1
-        self._reading.add(key)
-        value = (await self._kv.get(key)).value
-        if key in self._reading:  # else it changed while we read
-            self._reading.discard(key)
-            self._values[key] = value
+        reader = self._reading[key] = object()
+        try:
+            value = (await self._kv.get(key)).value
+            if self._reading.get(key) is reader:  # else it changed while we read
+                self._values[key] = value
+        finally:
+            if self._reading.get(key) is reader:
+                del self._reading[key]
         return value
 
     def _forget(self, key: bytes) -> None:
         self._values.pop(key, None)
-        self._reading.discard(key)
+        self._reading.pop(key, None)
 
     async def _invalidate(self) -> None:
         async for event in self._consumer:
@@ -63,9 +69,11 @@ class Cache:
                 case Mutation() | Deletion():
                     self._forget(event.key)
                 case Rollback():
-                    for key in self._values.keys() | self._reading:
+                    for key in self._values.keys() | self._reading.keys():
                         if vbucket_of(key) == event.vb_id:
                             self._forget(key)
+                case StreamFailed():
+                    raise RuntimeError(f"{event.what}; {event.hint}")
 
 
 async def main(server: str, key: str) -> None:

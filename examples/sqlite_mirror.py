@@ -4,7 +4,8 @@
     sqlite3 mirror.db "SELECT * FROM documents LIMIT 10"
 
 Kill it whenever you like: it goes on exactly where it was. When history branches it undoes what the
-server undid, by a journal of what each change replaced.
+server undid, by a journal of what each change replaced. (The journal grows; `clients.Mirror` has
+one with an end, and begins a partition anew where that does not reach.)
 """
 
 import asyncio
