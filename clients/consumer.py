@@ -41,7 +41,7 @@ from clients.consumer_group import Group
 from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_placement import Placement
 from clients.consumer_reader import Delivery, Reader
-from clients.consumer_rollback import OnRollback
+from clients.consumer_rollback import OnRollback, check_strategy
 from clients.consumer_save import Saver
 from clients.consumer_session import ConsumerSession
 from clients.consumer_start import (
@@ -64,7 +64,7 @@ in hand."""
 
 
 class Consumer:
-    """See the module.
+    """See the module. Raises ValueError for options that cannot be.
 
     `vbuckets`: partitions to follow, None = all; `group`: those of a member of a static group.
     `start`: where those begin that the checkpoint does not name: "beginning", "now", a datetime
@@ -78,10 +78,11 @@ class Consumer:
     it is processed, and returns one of these or a seqno to go back to (or a lower complete state).
     `rollback_to` "state" and "beginning" are older names of the first two.
     `validate`: check every event (StreamViolationError).
-    `collections`: names ("scope.collection") or ids of those to follow, "all" for everything; None
-    is the default collection alone. Where it is given, system events come, and events carry the id
-    of their collection; a name is looked up once, because one that is dropped and made again is
-    another collection. `key_prefixes`: only documents whose key begins with one of them. The server
+    `collections`: names ("scope.collection") or ids of those to follow, or one name; "all" for
+    everything; None is the default collection alone. Where it is given, system events come, and
+    events carry the id of their collection; a name is looked up once, because one that is dropped
+    and made again is another collection.
+    `key_prefixes`: only documents whose key begins with one of them. The server
     filters where it can, else they are left out here: what comes is the same.
     `history`: every version of a document, not only the newest, as far back as the server keeps
     them. `previous_values`: events tell what they replaced. A server that knows neither sends what
@@ -106,7 +107,7 @@ class Consumer:
         until_now: bool = False,
         on_rollback: OnRollback | None = None,
         rollback_to: Literal["state", "beginning"] = "state",
-        collections: Iterable[str | int] | Literal["all"] | None = None,
+        collections: Iterable[str | int] | str | None = None,
         key_prefixes: Iterable[str | bytes] | str | bytes = (),
         history: bool = False,
         previous_values: bool = False,
@@ -118,8 +119,12 @@ class Consumer:
         give_up_after_s: float | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        assert vbuckets is None or group is None, "partitions or a group, not both"
-        assert save_every_s is None or store is not None, "saving needs a store"
+        if vbuckets is not None and group is not None:
+            raise ValueError("vbuckets or a group, not both: a group has its own share of them")
+        if save_every_s is not None and store is None:
+            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
+        if store is not None and not (hasattr(store, "load") and hasattr(store, "save")):
+            raise ValueError(f"store {store!r}: it has load and save, as CheckpointFile(path) has")
         self.address = parse_address(server) if isinstance(server, str) else server
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
@@ -130,7 +135,7 @@ class Consumer:
         self._start: Start = check_start(start)
         self._saver = Saver(store, save_every_s, self.metrics, self.name)
         by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
-        self._on_rollback: OnRollback = on_rollback or by_name
+        self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
         self._collections = chosen_collections(collections)
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._older_than: dict[int, int] = {}

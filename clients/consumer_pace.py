@@ -13,7 +13,8 @@ class Pace:
     """`events_per_s` None: no limit."""
 
     def __init__(self, events_per_s: float | None) -> None:
-        assert events_per_s is None or events_per_s > 0
+        if events_per_s is not None and events_per_s <= 0:
+            raise ValueError(f"events_per_s {events_per_s}: above 0, or None for no limit")
         self._events_per_s = events_per_s
         self._next_s = 0.0
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from clients.errors import HistoryBranchedError
 from clients.event import Rollback
@@ -15,9 +15,20 @@ from clients.position import Position, gone_back
 Decision = Literal["undo", "restart", "fail"] | int
 """What to do: go back to the state that the event names, to 0, not at all (HistoryBranchedError),
 or to the newest complete state at or below a seqno."""
+_WORDS: Final = ("undo", "restart", "fail")
 OnRollback = (
     Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
 )
+
+
+def check_strategy(strategy: OnRollback) -> OnRollback:
+    """Return it. Raises ValueError for a word that is none, before any history branches."""
+    if not callable(strategy) and strategy not in _WORDS:
+        raise ValueError(
+            f"on_rollback {strategy!r}: {', '.join(map(repr, _WORDS))}, or a function of the"
+            " Rollback that returns one of them or a seqno"
+        )
+    return strategy
 
 
 class Decided(NamedTuple):

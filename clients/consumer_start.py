@@ -51,6 +51,19 @@ def check_start(start: Start) -> Start:
     """Return it; what could not be found later is refused at once. Raises ValueError."""
     if isinstance(start, datetime):
         time_ns_of(start)
+    elif isinstance(start, Mapping):
+        items: Iterable[tuple[object, object]] = start.items()
+        for vb_id, place in items:
+            if not (isinstance(vb_id, int) and isinstance(place, Position | int)):
+                raise ValueError(
+                    f"start {{{vb_id!r}: {place!r}}}: by partition a Position or a seqno"
+                    " (decode_position makes one of what encode_position made)"
+                )
+    elif start not in ("beginning", "now"):
+        raise ValueError(
+            f'start {start!r}: "beginning", "now", a datetime with a zone, or a mapping of'
+            " partitions to Positions or seqnos"
+        )
     return start
 
 
@@ -91,12 +104,16 @@ Chosen = Literal["all"] | list[str | int] | None
 """Collections by name or id; None: the default one alone."""
 
 
-def chosen_collections(given: Iterable[str | int] | Literal["all"] | None) -> Chosen:
-    """Return what was given, kept for as long as the consumer lives."""
+def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
+    """Return what was given, one or several, kept for as long as the consumer lives.
+
+    Raises ValueError for none at all.
+    """
     if given is None or given == "all":
         return "all" if given else None
-    chosen = list(given)
-    assert chosen, 'no collections: None is the default one, "all" all'
+    chosen: list[str | int] = [given] if isinstance(given, str) else list(given)
+    if not chosen:
+        raise ValueError('no collections: None is the default one, "all" all')
     return chosen
 
 
@@ -121,10 +138,11 @@ async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
 
 
 def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]:
-    """Return prefixes of keys as bytes, from one or several."""
+    """Return prefixes of keys as bytes, from one or several. Raises ValueError."""
     several = [given] if isinstance(given, str | bytes) else list(given)
     prefixes = tuple(item.encode() if isinstance(item, str) else item for item in several)
-    assert all(prefixes), "an empty prefix is every key: leave key_prefixes out"
+    if not all(prefixes):
+        raise ValueError("an empty prefix is every key: leave key_prefixes out")
     return prefixes
 
 

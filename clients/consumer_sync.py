@@ -26,6 +26,7 @@ from clients.event import Event
 from clients.mirror import Mirror
 
 _T = TypeVar("_T")
+_OUTSIDE = "it is not open: use it inside of `with ... as`"
 
 
 class LoopThread:
@@ -125,10 +126,12 @@ class SyncConsumer:
 
     def batches(self) -> Iterator[list[Event]]:
         """Yield events in batches."""
+        self._running()
         return self._iterate(self.consumer.batches())
 
     def deliveries(self) -> Iterator[Delivery]:
         """Yield batches with the positions to keep beside what they do."""
+        self._running()
         return self._iterate(self.consumer.deliveries())
 
     def __iter__(self) -> Iterator[Event]:
@@ -161,7 +164,8 @@ class SyncConsumer:
         return function()
 
     def _running(self) -> LoopThread:
-        assert self._thread is not None, "use it inside of `with`"
+        if self._thread is None:
+            raise RuntimeError(_OUTSIDE)
         return self._thread
 
     def _iterate(self, source: AsyncIterator[_T]) -> Iterator[_T]:
@@ -222,7 +226,8 @@ class SyncMirror:
 
     def caught_up(self, timeout_s: float | None = None) -> None:
         """Return when everything is here that the server had when this was called."""
-        assert self._thread is not None, "use it inside of `with`"
+        if self._thread is None:
+            raise RuntimeError(_OUTSIDE)
         self._thread.call(self._mirror.caught_up(timeout_s))
 
     def __getitem__(self, key: str | bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -295,3 +296,27 @@ async def test_saving_by_itself_leaves_out_what_is_in_hand(server, tmp_path):
     assert consumer.metrics.saves == 1
     # This one came to its end: everything is saved.
     assert await changes(server, vbuckets=[vb_id], store=store) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"start": "later"}, 'start \'later\': "beginning", "now"'),
+        ({"start": 3}, "start 3"),
+        ({"start": {1: b"raw"}}, "decode_position"),
+        ({"on_rollback": "ask"}, "on_rollback 'ask': 'undo', 'restart', 'fail'"),
+        ({"store": "state"}, "CheckpointFile"),
+        ({"save_every_s": 5}, "needs a store"),
+        ({"vbuckets": [1], "group": Group(0, 2)}, "not both"),
+        ({"key_prefixes": ["a", ""]}, "leave key_prefixes out"),
+        ({"collections": []}, '"all" all'),
+        ({"events_per_s": 0}, "above 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once_and_say_what_can(options, what):
+    with pytest.raises(ValueError, match=re.escape(what)):
+        Consumer("127.0.0.1:1", **options)
+
+
+async def test_one_collection_needs_no_list(server):
+    assert len(await changes(server, collections="_default._default")) >= 200

@@ -74,3 +74,10 @@ def test_stopping_the_loop_ends_who_waits_for_it():
 async def _others():
     """Return how many other tasks the loop has."""
     return len(asyncio.all_tasks()) - 1
+
+
+def test_outside_of_its_block_it_says_so(server):
+    consumer = SyncConsumer(server.address)
+    for call in (consumer.save, consumer.batches, consumer.lag, lambda: list(consumer)):
+        with pytest.raises(RuntimeError, match="inside of `with"):
+            call()
