@@ -72,12 +72,12 @@ class Block:
     """
 
     __slots__ = (
+        "_frame_crcs",
         "body",
         "body_crc",
         "ends",
         "epoch",
         "first_seqno",
-        "frame_crcs",
         "kinds",
         "last_seqno",
         "prev_seqnos",
@@ -115,7 +115,7 @@ class Block:
             raise self.damaged(f"has format {head[0]}, this program knows {BLOCK_FORMAT}")
         at = BLOCK_HEADER_BYTES
         self.ends = _column("I", head[at : at + 4 * count])
-        self.frame_crcs = _column("I", head[at + 4 * count : at + 8 * count])
+        self._frame_crcs = head[at + 4 * count : at + 8 * count]
         self.prev_seqnos = _column("Q", head[at + 8 * count : at + 16 * count])
         self.seqnos: Sequence[int] = (
             _column("Q", head[at + 16 * count :])
@@ -125,6 +125,11 @@ class Block:
         self.kinds: int = flags & _KINDS
         """Which of ONLY_MUTATIONS and ONLY_RAW it promises."""
         self.body = value[body_at:]
+
+    @property
+    def frame_crcs(self) -> array[int]:
+        """The checksum of each frame. Streams do not need them."""
+        return _column("I", self._frame_crcs)
 
     def checked_body(self) -> bytes:
         """Return the body. Raises BlockDamagedError when it is not what was written."""

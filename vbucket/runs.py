@@ -33,6 +33,9 @@ _OPAQUE_AT: Final = 12
 _put_opaque: Final = Struct(">I").pack_into
 _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
+_frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
+_FEW: Final = 4
+"""Entries up to which joining them costs more than it saves: what a live stream sends."""
 _MUTATIONS: Final = frozenset({int(Opcode.DCP_MUTATION)})
 _RAW: Final = frozenset({0})
 
@@ -57,10 +60,14 @@ def run_of_block(
     comes in as many pieces as that makes.
     """
     ends = block.ends
-    starts = ends[low - 1 : high - 1] if low else array("I", (0, *ends[: high - 1]))
-    first = starts[0]
+    first, frame_bytes = ends[low - 1] if low else 0, ends[0]
     joined = bytearray(memoryview(body)[first : ends[high - 1]])
-    _set_opaques(joined, block.ends, starts, opaque)
+    if frame_bytes <= BODY_BYTES_TARGET and ends == _multiples(frame_bytes)[: len(ends)]:
+        _set_opaques_evenly(joined, frame_bytes, opaque)
+        if not skip:
+            return [joined]
+    starts = ends[low - 1 : high - 1] if low else array("I", (0, *ends[: high - 1]))
+    _set_opaques(joined, [at - first for at in starts] if first else starts, opaque)
     if not skip:
         return [joined]
     seqnos = block.seqnos
@@ -77,20 +84,18 @@ def run_of_block(
     return pieces
 
 
-def _set_opaques(joined: bytearray, ends: array[int], starts: Sequence[int], opaque: int) -> None:
-    """Write the opaque into joined frames. `ends` are those of the whole block, `starts` of these
-    frames.
-    """
-    frame_bytes, count, first = ends[0], len(starts), starts[0]
-    if frame_bytes <= BODY_BYTES_TARGET and ends == _multiples(frame_bytes)[: len(ends)]:
-        # All are of one length: four writes, each of one byte of every frame.
-        for place, byte in enumerate(opaque.to_bytes(4, "big"), _OPAQUE_AT):
-            joined[place::frame_bytes] = bytes((byte,)) * count
-        return
+def _set_opaques(joined: bytearray, starts: Sequence[int], opaque: int) -> None:
+    """Write the opaque into frames of any length that begin at `starts`."""
     with memoryview(joined) as view, view[_OPAQUE_AT:] as opaques:
         # One call for each frame, made by C: nothing else that plain Python has is faster.
-        places: Sequence[int] = [at - first for at in starts] if first else starts
-        deque(map(_put_opaque, repeat(opaques), places, repeat(opaque)), maxlen=0)
+        deque(map(_put_opaque, repeat(opaques), starts, repeat(opaque)), maxlen=0)
+
+
+def _set_opaques_evenly(joined: bytearray, frame_bytes: int, opaque: int) -> None:
+    """Write the opaque into frames of one length: four writes, each of one byte of every frame."""
+    count = len(joined) // frame_bytes
+    for place, byte in enumerate(opaque.to_bytes(4, "big"), _OPAQUE_AT):
+        joined[place::frame_bytes] = bytes((byte,)) * count
 
 
 @lru_cache(maxsize=64)
@@ -118,9 +123,19 @@ def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], i
     return entries[:stop], ends[stop - 1]
 
 
-def run_of_entries(entries: list[bytes], opaque: bytes) -> list[bytes]:
-    """Return the frames of entries, their opaque set."""
-    return [entry[PREFIX_BYTES:24] + opaque + entry[28:] for entry in entries]
+def run_of_entries(entries: list[bytes], opaque: int) -> list[bytes | bytearray]:
+    """Return the frames of entries, their opaque set; many of them joined."""
+    if len(entries) <= _FEW:
+        opaque_bytes = opaque.to_bytes(4, "big")
+        return [entry[PREFIX_BYTES:24] + opaque_bytes + entry[28:] for entry in entries]
+    joined = bytearray().join(map(_frame_of, entries))
+    frame_bytes = len(entries[0]) - PREFIX_BYTES
+    if frame_bytes * len(entries) == len(joined) and len(set(map(len, entries))) == 1:
+        _set_opaques_evenly(joined, frame_bytes, opaque)
+    else:
+        lengths = [len(entry) - PREFIX_BYTES for entry in entries]
+        _set_opaques(joined, list(accumulate(lengths[:-1], initial=0)), opaque)
+    return [joined]
 
 
 assert array("I").itemsize == 4

@@ -156,7 +156,6 @@ class Versions:
             )
         pieces: list[bytes | bytearray] = []
         size = last_seqno = 0
-        opaque_bytes = opaque.to_bytes(4, "big")
         for layer in part.layers():
             entries = layer.between(start_seqno, end_seqno)
             if skip:
@@ -170,7 +169,7 @@ class Versions:
             if not are_plain(entries, plain):
                 next_seqno = seqno_of(entries[0])
                 return RunBatch(pieces, next_seqno, size, last_seqno) if pieces else None
-            pieces += run_of_entries(entries, opaque_bytes)
+            pieces += run_of_entries(entries, opaque)
             size += run_bytes
             last_seqno = seqno_of(entries[-1])
             if size >= bytes_max:
