@@ -330,6 +330,7 @@ class Consumer:
         return {
             "partitions": len(self.followed),
             "partitions_paused": len(self.paused),
+            "partitions_unplaced": len(self._placement.homeless),
             "queued_bytes": self._reader.queued_bytes,
             "lag": sum(self._supervisor.known_lag().values()),
         }

@@ -36,6 +36,7 @@ COUNTERS: Final = {
 GAUGES: Final = {
     "partitions": "Partitions that are followed and have not come to their end",
     "partitions_paused": "Partitions that the user paused",
+    "partitions_unplaced": "Partitions that no connection streams: their node cannot be reached",
     "queued_bytes": "Bytes received and not yet processed by the user",
     "lag": "Changes between the last known high seqnos and what was processed",
 }

@@ -66,6 +66,8 @@ class ConsumerSession:
         """What the server told last."""
         self._owner = owner
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tick_ns = 0
+        """When the core's tick is due, where its timer runs."""
         self._has_heard = True
         self._stalls: dict[int, int] = {}
 
@@ -95,7 +97,8 @@ class ConsumerSession:
         if output:
             self.link.write(output)
         due_ns = self.core.next_tick_ns
-        if due_ns is not None and "tick" not in self._timers:
+        if due_ns is not None and ("tick" not in self._timers or due_ns < self._tick_ns):
+            self._tick_ns = due_ns
             self._arm("tick", max(0, due_ns - time.monotonic_ns()) / 1e9, self._on_tick)
 
     def done_with(self, batch: Batch) -> None:
@@ -138,6 +141,8 @@ class ConsumerSession:
             self._timers.pop(name, None)
             callback()
 
+        if name in self._timers:
+            self._timers[name].cancel()
         self._timers[name] = asyncio.get_running_loop().call_later(delay_s, fire)
 
     def _cancel_timers(self) -> None:

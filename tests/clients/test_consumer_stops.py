@@ -252,8 +252,10 @@ async def test_a_server_that_is_gone_is_told_until_it_is_back(tmp_path, caplog):
             await following.sees(b"1")
             await asyncio.to_thread(server.kill)
             await until(lambda: "have no stream" in caplog.text)
+            assert following.consumer.gauges()["partitions_unplaced"] == 1
             await asyncio.to_thread(server.start)
             await until(lambda: following.consumer.metrics.connections == 2)
+            assert following.consumer.gauges()["partitions_unplaced"] == 0
         assert following.consumer.metrics.connections_lost == 1
 
 
