@@ -26,7 +26,7 @@ from clients.consumer_session import LOG, ConsumerSession
 from clients.consumer_stream import Wanted
 from clients.errors import AuthenticationError, DcpdError
 from clients.event import Rollback
-from clients.position import Position
+from clients.position import Position, gone_back
 
 
 class Supervisor:
@@ -131,8 +131,13 @@ class Supervisor:
             if vb_id in self.paused:
                 continue
             wanted = self._take_away(vb_id)
-            if wanted is not None:
-                self.paused[vb_id] = Wanted(after.get(vb_id), wanted.ceiling)
+            if wanted is None:
+                continue
+            position = after.get(vb_id)
+            if position is None and wanted.position is not None:
+                # Begun at "now", and nothing handed out yet: that moment is kept.
+                position = gone_back(wanted.position, wanted.position.base_seqno)
+            self.paused[vb_id] = Wanted(position, wanted.ceiling)
         self._reader.forget(self.paused)
 
     def resume(self, vb_ids: Iterable[int]) -> None:

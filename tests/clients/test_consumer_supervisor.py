@@ -146,3 +146,27 @@ async def test_what_is_decided_counts_for_a_partition_that_was_paused_meanwhile(
         assert opened.start_seqno == 0
         seqnos = [event.seqno for event in anew if isinstance(event, Mutation)]
         assert seqnos == sorted(set(seqnos))
+
+
+async def test_now_stays_the_moment_of_the_start_over_a_pause(server):
+    """A partition that is paused before anything of it was handed out."""
+    async with (
+        KvClient.connect(server.address) as kv,
+        Consumer(server.address, vbuckets=[VB], start="now", validate=True) as consumer,
+    ):
+        await kv.set(KEY, b"before or after")
+        await consumer.high_seqnos()  # all that was asked before has its answer
+        (session,) = consumer._placement.sessions.values()
+        await until(session.core.positions)
+        await kv.set(KEY, b"before the pause")
+        await until(lambda: consumer.gauges()["queued_bytes"])
+        consumer.pause([VB])
+        await kv.set(KEY, b"during the pause")
+        consumer.resume([VB])
+        async with asyncio.timeout(10):
+            async for event in consumer:
+                if isinstance(event, Mutation) and event.value == b"during the pause":
+                    break
+    # It is one document, so what the server still tells of it may be its last version alone.
+    position = consumer.checkpoint()[VB]
+    assert position.base_seqno <= position.seqno - 2
