@@ -52,11 +52,10 @@ from clients.event import (
     StreamEnded,
     SystemEvent,
 )
+from clients.frame_buffer import FrameBuffer, frame_at
 from clients.position import Position
 from dcp.wire.frame import (
-    HEADER,
     HEADER_BYTES,
-    MAX_BODY_BYTES,
     Frame,
     RemoteProtocolError,
     pack_response,
@@ -154,9 +153,7 @@ class ConsumerCore(StreamRequests):
         """What begins every key and is of no interest."""
         self._buffer_bytes = buffer_bytes
         self._noop_interval_s = noop_interval_s
-        self._chunks: list[bytes] = []
-        self._chunk_bytes = 0
-        self._frame_bytes = HEADER_BYTES
+        self._buffer = FrameBuffer()
         self._unacked_bytes = 0
         self._is_begun = False
         self._previous: tuple[int, int, bytes] | None = None
@@ -197,14 +194,13 @@ class ConsumerCore(StreamRequests):
         Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
         """
         self._now_ns = now_ns
-        self._chunks.append(data)
-        self._chunk_bytes += len(data)
         self._events = []
-        if self._chunk_bytes < self._frame_bytes:
+        buffer = self._buffer.take(data)
+        if buffer is None:
             return Batch(self._events, {}, 0, {})
         self._touched = set()
         self._markers = {}
-        wire_bytes = self._decode(b"".join(self._chunks))
+        wire_bytes = self._decode(buffer)
         if self._has_many:
             _split_keys(self._events)
         if self._extensions.leaves_out_here or self._hidden or self._older_than:
@@ -315,50 +311,26 @@ class ConsumerCore(StreamRequests):
                     stream.complete_snapshot()
                     append(SnapshotEnd(vb_id, seqno))
             at = stop
-        self._keep(buffer, at, end)
+        self._buffer.keep(buffer, at)
         return at - uncounted
-
-    def _keep(self, buffer: bytes, at: int, end: int) -> None:
-        """Keep what is left of a read; learn how long the frame that it begins will be."""
-        self._chunks = [buffer[at:]] if at < end else []
-        self._chunk_bytes = end - at
-        self._frame_bytes = HEADER_BYTES
-        if end - at >= HEADER_BYTES:
-            body = HEADER.unpack_from(buffer, at)[6]
-            if body > MAX_BODY_BYTES:
-                raise RemoteProtocolError(f"a body of {body} bytes; the limit is {MAX_BODY_BYTES}")
-            self._frame_bytes += body
 
     def _take_frame(self, buffer: bytes, at: int, end: int) -> tuple[int, int]:
         """Take a frame other than a mutation.
 
         Returns where it stops, 0 if it is not complete, and its bytes as flow control counts them.
         """
-        magic, opcode, key_len, extras_len, datatype, status, body, opaque, cas = (
-            HEADER.unpack_from(buffer, at)
-        )
-        if magic not in {Magic.REQUEST, Magic.RESPONSE, Magic.SERVER_REQUEST}:
-            raise RemoteProtocolError(f"no DCP message begins with byte 0x{magic:02x}")
-        stop = at + HEADER_BYTES + body
-        key_at = at + HEADER_BYTES + extras_len
-        if key_at + key_len > stop:
-            raise RemoteProtocolError(f"opcode 0x{opcode:02x}: key longer than the body")
-        if stop > end:
+        found = frame_at(buffer, at, end)
+        if found is None:
             return 0, 0
-        frame = Frame(
-            magic, opcode, datatype, status, opaque, cas,
-            buffer[at + HEADER_BYTES : key_at],
-            buffer[key_at : key_at + key_len],
-            buffer[key_at + key_len : stop],
-        )  # fmt: skip
-        if magic == Magic.RESPONSE:
+        frame, stop = found
+        if frame.magic == Magic.RESPONSE:
             self._on_reply(frame)
             return stop, 0
-        if opcode == Opcode.DCP_NOOP:
-            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=opaque))
+        if frame.opcode == Opcode.DCP_NOOP:
+            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
             return stop, 0
-        handler = _MESSAGES.get(opcode)
-        stream = self._open.get(opaque)
+        handler = _MESSAGES.get(frame.opcode)
+        stream = self._open.get(frame.opaque)
         if handler is not None and stream is not None:
             self._touch(stream)
             handler(self, stream, frame)

@@ -30,12 +30,10 @@ from typing import Final
 from clients.backup.errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
 from clients.errors import DcpdError, StreamViolationError, error_from_status
+from clients.frame_buffer import FrameBuffer, frame_at
 from dcp.wire.frame import (
-    HEADER,
     HEADER_BYTES,
-    MAX_BODY_BYTES,
     Frame,
-    RemoteProtocolError,
     pack_request,
     pack_response,
 )
@@ -108,9 +106,7 @@ class Intake:
         self._replies: dict[int, Callable[[Frame], None]] = {}
         self._output: list[bytes] = []
         self._next_opaque = 1
-        self._chunks: list[bytes] = []
-        self._chunk_bytes = 0
-        self._frame_bytes = HEADER_BYTES
+        self._buffer = FrameBuffer()
         self._unacked_bytes = 0
         self._now_ns = 0
         self._pieces: list[Piece] = []
@@ -154,12 +150,11 @@ class Intake:
         Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
         """
         self._now_ns = now_ns
-        self._chunks.append(data)
-        self._chunk_bytes += len(data)
-        if self._chunk_bytes < self._frame_bytes:
+        buffer = self._buffer.take(data)
+        if buffer is None:
             return []
         self._pieces = []
-        self._decode(b"".join(self._chunks))
+        self._decode(buffer)
         if self._unacked_bytes * 2 >= self._buffer_bytes:
             self._output.append(pack_buffer_ack(self._unacked_bytes))
             self._unacked_bytes = 0
@@ -347,7 +342,7 @@ class Intake:
             if not stop:
                 break
             at = stop
-        self._keep(buffer, at, end)
+        self._buffer.keep(buffer, at)
 
     def _take_run(self, feed: Feed, data: bytes, first: int, last: int, count: int) -> None:
         self._count(len(data))
@@ -358,41 +353,19 @@ class Intake:
         self.wire_bytes += wire_bytes
         self._unacked_bytes += wire_bytes
 
-    def _keep(self, buffer: bytes, at: int, end: int) -> None:
-        """Keep what is left of a read; learn how long the frame that it begins will be."""
-        self._chunks = [buffer[at:]] if at < end else []
-        self._chunk_bytes = end - at
-        self._frame_bytes = HEADER_BYTES
-        if end - at >= HEADER_BYTES:
-            body = HEADER.unpack_from(buffer, at)[6]
-            if body > MAX_BODY_BYTES:
-                raise RemoteProtocolError(f"a body of {body} bytes; the limit is {MAX_BODY_BYTES}")
-            self._frame_bytes += body
-
     def _take_frame(self, buffer: bytes, at: int, end: int) -> int:
         """Take a frame that is not kept; return where it stops, 0 if it is not complete."""
-        magic, opcode, key_len, extras_len, datatype, status, body, opaque, cas = (
-            HEADER.unpack_from(buffer, at)
-        )
-        if magic not in {Magic.REQUEST, Magic.RESPONSE, Magic.SERVER_REQUEST}:
-            raise RemoteProtocolError(f"no DCP message begins with byte 0x{magic:02x}")
-        stop: int = at + HEADER_BYTES + body
-        key_at = at + HEADER_BYTES + extras_len
-        if key_at + key_len > stop:
-            raise RemoteProtocolError(f"opcode 0x{opcode:02x}: key longer than the body")
-        if stop > end:
+        found = frame_at(buffer, at, end)
+        if found is None:
             return 0
-        frame = Frame(
-            magic, opcode, datatype, status, opaque, cas, buffer[at + HEADER_BYTES : key_at],
-            buffer[key_at : key_at + key_len], buffer[key_at + key_len : stop],
-        )  # fmt: skip
-        if magic == Magic.RESPONSE:
+        frame, stop = found
+        if frame.magic == Magic.RESPONSE:
             self._on_reply(frame)
-        elif opcode == Opcode.DCP_NOOP:
-            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=opaque))
+        elif frame.opcode == Opcode.DCP_NOOP:
+            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
         else:
             self._count(stop - at)
-            feed = self._open.get(opaque)
+            feed = self._open.get(frame.opaque)
             if feed is not None:
                 self._on_message(feed, frame)
         return stop
