@@ -1,6 +1,6 @@
 """Flights into a Spark table, with a history branch in the middle, and the lag drawn over time.
 
-    python examples/spark_ingest.py                       # a month of flights, into ./spark-ingest
+    python examples/spark_ingest.py                       # 7,000 flights, into ./spark-ingest
     python examples/spark_ingest.py --rows 5000 --format delta --folder /tmp/flights
 
 What happens, with real processes only
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-MONTH = Path(__file__).resolve().parent.parent / "tests" / "data" / "flights-2013-01.csv.zip"
+JANUARY = Path(__file__).resolve().parent.parent / "tests" / "data" / "flights-2013-01.csv.zip"
 BRANCHES = 12
 BATCH_ROWS = 500
 PAUSE_S = 0.1
@@ -244,7 +244,7 @@ def spark_session() -> SparkSession:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--csv", type=Path, default=MONTH, help="flights, zipped or not")
+    parser.add_argument("--csv", type=Path, default=JANUARY, help="flights, zipped or not")
     parser.add_argument("--rows", type=int, help="only the first flights")
     parser.add_argument("--format", choices=["parquet", "delta"], default="parquet")
     parser.add_argument("--folder", type=Path, default=Path("spark-ingest"), help="is made anew")

@@ -197,7 +197,8 @@ def test_an_offset_is_the_same_object_while_nothing_changes(dcpd, driver):
 
 def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
     with dcpd.connect() as kv:
-        vb = next(kv.set(b"key", b"%d" % number) for number in range(3)).vb_id
+        for number in range(3):
+            vb = kv.set(b"key", b"%d" % number).vb_id
     reader = driver()
     end = reader.latestOffset({}, ReadAllAvailable())
     dcpd.branch(vb, at=2)
