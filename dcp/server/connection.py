@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, cast
 from dcp.server.logins import PeerLogins
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
+from dcp.stream.snapshots import Message
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -27,6 +28,9 @@ _ORDINARY_ENDS: Final = frozenset(
     {"", "the client quit", "the client closed its side", "the server stops"}
 )
 """Ends of connections that need no line in the log."""
+PIECE_BYTES_MIN: Final = 1024
+"""Average length from which messages are handed over one by one: joining them copies all once more,
+and is cheaper for short ones."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
 
@@ -247,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
             self._node.log_event("backfill failed", peer=self.peer, reason=damage)
         producer.damages.clear()
         if messages:
-            self._write(b"".join(messages))
+            self._write_pieces(messages)
         if producer.has_output:
             self.schedule_pump()
 
@@ -263,6 +267,14 @@ class ClientConnection(asyncio.Protocol):
                     "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
                 )
             self._transport.close()
+
+    def _write_pieces(self, pieces: list[Message]) -> None:
+        sent_bytes = sum(map(len, pieces))
+        if sent_bytes < PIECE_BYTES_MIN * len(pieces):
+            self._write(b"".join(pieces))
+        else:
+            self._meter.sent_bytes += sent_bytes
+            self._transport.writelines(pieces)
 
     def _write(self, data: bytes) -> None:
         self._meter.sent_bytes += len(data)
