@@ -6,7 +6,9 @@
 The raw stream is the same connection, requests and decoding, with what comes thrown away: the
 fastest that a consumer of ours can count. In each round: raw stream, backup into a new archive,
 restore into an empty server, each in a process of its own, so that memory is theirs alone. It
-prints one JSON document, and a table before it.
+prints one JSON document, and a table before it. Beside the rates stand the microseconds of CPU that
+a restore takes for a document: of itself, of the server, of the server's store process (which may
+go on merging after the restore). Those hold on a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import shutil
 import socket
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +107,14 @@ async def restore(server: str, archive: str) -> dict[str, Any]:
     from clients.backup.restore import Restore
     from clients.backup.selection import Selection
 
+    began = time.process_time()
     work = Restore(open_archive(archive), Point(), Selection())
     report = await work.run(parse_address(server))
     assert report.written == report.plan.documents, report
-    return {"changes": report.written, "seconds": report.seconds}
+    return {
+        "changes": report.written, "seconds": report.seconds,
+        "cpu_us": {"client": (time.process_time() - began) / report.written * 1e6},
+    }  # fmt: skip
 
 
 def step(name: str, *arguments: str) -> dict[str, Any]:
@@ -116,6 +124,20 @@ def step(name: str, *arguments: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(done.stdout)
     document["rate"] = document["changes"] / document["seconds"]
     return document
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """CPU time of a server, and of the store process that it started."""
+    found = {"server": 0.0, "store": 0.0}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            if int(path.parent.name) == pid:
+                found["server"] += seconds
+            elif int(fields[1]) == pid:
+                found["store"] += seconds
+    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -135,9 +157,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             archive = str(folder / f"archive{number}")
             with DcpServer(folder / f"target{number}") as target:
-                rounds["restore"].append(
-                    step("restore", "--server", target.address, "--archive", archive)
-                )
+                before = cpu_seconds(target.pid)
+                found = step("restore", "--server", target.address, "--archive", archive)
+                for name, seconds in cpu_seconds(target.pid).items():
+                    found["cpu_us"][name] = (seconds - before[name]) / found["changes"] * 1e6
+                rounds["restore"].append(found)
             shutil.rmtree(folder / f"target{number}")
     finally:
         shutil.rmtree(folder)
@@ -152,6 +176,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "backup_to_raw": round(rates["backup"] / rates["raw"], 3),
         "restore_to_raw": round(rates["restore"] / rates["raw"], 3),
         "stored_to_raw_bytes": round(last["stored_bytes"] / last["raw_bytes"], 3),
+        "restore_cpu_us": {
+            name: round(statistics.median(item["cpu_us"][name] for item in rounds["restore"]), 2)
+            for name in ("client", "server", "store")
+        },
         "memory_mib": {
             name: max(item["memory_mib"] for item in items) for name, items in rounds.items()
         },
@@ -174,6 +202,7 @@ def main() -> int:
         result = measure(options)
         for name, rate in result["rate"].items():
             print(f"{name:<8} {rate:>10,} changes/s   {result['memory_mib'][name]:>5} MiB")
+        print("restore", ", ".join(f"{n} {us} us" for n, us in result["restore_cpu_us"].items()))
         print(json.dumps(result))
         return 0
     if options.step == "raw":

@@ -150,7 +150,9 @@ class Feed:
             self.snap_end = self.marker_end
         ranges = self.ranges
         was_whole = bool(ranges) and ranges[-1][1] == self.seqno
-        if was_whole and (self.is_history or last_seqno - self.seqno == count):
+        # A gap is something that is not told any more: documents of a collection that was dropped
+        # since. In a snapshot of history too, the states between are not whole without them.
+        if was_whole and last_seqno - self.seqno == count:
             ranges[-1] = (ranges[-1][0], last_seqno)
             if self.is_history:
                 # Nothing is left out: it need not be told of as the middle of a snapshot.
