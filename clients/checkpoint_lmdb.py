@@ -17,12 +17,16 @@ from clients.lmdb_file import LmdbFile, rows_from
 from clients.position import Position
 
 FORMAT: Final = "dcpd-checkpoints"
+NAME_BYTES_MAX: Final = 200
+"""LMDB's keys have 511 bytes at most; as in the server's own store of checkpoints."""
 
 
 class LmdbCheckpoint:
     """See the module. The file is opened when the consumer opens, and closed with it."""
 
     def __init__(self, path: str | Path, name: str = "consumer") -> None:
+        if not name or "\0" in name or len(name.encode()) > NAME_BYTES_MAX:
+            raise ValueError(f"a checkpoint's name has 1 to {NAME_BYTES_MAX} bytes, none of them 0")
         self._path = Path(path)
         self._prefix = name.encode() + b"\0"
         self._file: LmdbFile | None = None

@@ -8,6 +8,8 @@ altogether (vbucket.kvenv_lmdb); clients never touch it.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,12 @@ from clients.errors import CheckpointError
 
 MAP_BYTES: Final = 1 << 40
 """Address space, no disk."""
+READERS_MAX: Final = 126
+"""Readings at once (LMDB's own default): iterators over a mirror that nobody ended count."""
 _FORMAT_KEY: Final = b"\0format"
+_LOCK: Final = threading.Lock()
+_OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
+"""By process and file: its environment, and how many use it."""
 
 
 class LmdbFile:
@@ -29,10 +36,7 @@ class LmdbFile:
         self.path = Path(path)
         wanted = f"{file_format} 1".encode()
         try:
-            self._env: Any = lmdb.open(
-                str(self.path), subdir=False, map_size=MAP_BYTES, max_dbs=0, sync=is_durable,
-                max_readers=16,
-            )  # fmt: skip
+            self._key, self._env = _opened(self.path, is_durable=is_durable)
             with self._env.begin(write=True) as transaction:
                 found = transaction.get(_FORMAT_KEY)
                 if found is None and not transaction.stat()["entries"]:
@@ -50,13 +54,20 @@ class LmdbFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._env.close()
+        env, self._env = self._env, None
+        if env is not None:
+            _closed(self._key)
+
+    def _opened_env(self) -> Any:
+        if self._env is None:
+            raise self._error("cannot be used", ValueError("it was closed"))
+        return self._env
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
         """Give a transaction: put, get, delete, cursor. All of it or nothing is kept."""
         try:
-            with self._env.begin(write=True) as transaction:
+            with self._opened_env().begin(write=True) as transaction:
                 yield transaction
         except lmdb.Error as error:
             raise self._error("cannot be written", error) from error
@@ -65,13 +76,37 @@ class LmdbFile:
     def reading(self) -> Iterator[Any]:
         """Give a transaction that reads."""
         try:
-            with self._env.begin() as transaction:
+            with self._opened_env().begin() as transaction:
                 yield transaction
         except lmdb.Error as error:
             raise self._error("cannot be read", error) from error
 
     def _error(self, what: str, error: Exception) -> CheckpointError:
         return CheckpointError(f"{self.path}: {what}: {error}")
+
+
+def _opened(path: Path, *, is_durable: bool) -> tuple[tuple[int, str], Any]:
+    """Return the environment of a file: LMDB allows one in a process, so users share it."""
+    key = os.getpid(), str(path.resolve())
+    with _LOCK:
+        env, users = _OPEN.get(key, (None, 0))
+        if env is None:
+            env = lmdb.open(
+                str(path), subdir=False, map_size=MAP_BYTES, max_dbs=0, sync=is_durable,
+                max_readers=READERS_MAX,
+            )  # fmt: skip
+        _OPEN[key] = env, users + 1
+    return key, env
+
+
+def _closed(key: tuple[int, str]) -> None:
+    """A user of an environment is done with it; the last one closes it."""
+    with _LOCK:
+        env, users = _OPEN.pop(key)
+        if users > 1:
+            _OPEN[key] = env, users - 1
+        else:
+            env.close()
 
 
 def rows_from(transaction: Any, prefix: bytes, first: bytes = b"") -> Iterator[tuple[bytes, bytes]]:

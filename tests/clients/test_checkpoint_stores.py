@@ -276,3 +276,25 @@ async def test_effects_are_there_once_although_the_consumer_is_killed_again_and_
         "SELECT vb, COUNT(*), COUNT(DISTINCT seqno) FROM applied GROUP BY vb"
     )}  # fmt: skip
     assert counts == {vb: (seqno, seqno) for vb, seqno in high.items()}
+
+
+def test_lmdb_consumers_of_one_process_share_a_file(tmp_path):
+    first, second = (
+        LmdbCheckpoint(tmp_path / "c", "first"),
+        LmdbCheckpoint(tmp_path / "c", "second"),
+    )
+    first.save({1: POSITION})
+    second.save({2: POSITION})
+    first.close()
+    first.close()
+    second.save_changes({3: POSITION})
+    assert first.load() == {1: POSITION}
+    assert second.load() == {2: POSITION, 3: POSITION}
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "n" * 201])
+def test_names_of_checkpoints_that_would_meet_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="1 to 200 bytes"):
+        LmdbCheckpoint(tmp_path / "c", name)
