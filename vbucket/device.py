@@ -60,8 +60,8 @@ class UnknownFormatError(Exception):
 
 
 class LogDevice(Protocol):
-    """Segments of the log. Not thread-safe, except that `sync` and `reserve` may run beside the
-    others, each on one thread at a time.
+    """Segments of the log. Not thread-safe, except that `sync`, `reserve` and `delete` may run
+    beside the others, each on one thread at a time.
     """
 
     @property

@@ -117,6 +117,8 @@ class Node:
         self._expiring: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
         self._store_process: StoreProcess | None = None
+        self._deleting: asyncio.Future[None] | None = None
+        """Segments that a merge made needless: removing 64 MiB takes milliseconds."""
         self._renewing = asyncio.Lock()
         self._merge_ended = asyncio.Condition()
         self.compaction = Compaction(self, settings)
@@ -197,6 +199,8 @@ class Node:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._deleting is not None:
+            await asyncio.wait([self._deleting])
         if self._store_process is not None:
             await self._store_process.stop()
         self.committer.stop()
@@ -368,11 +372,12 @@ class Node:
         began_ns = time.monotonic_ns()
         report = await merge_patiently(self, segments, self._log)
         self.engine.merged(report)
+        # Before the last slice: then the next merge may begin, and must not find them any more.
+        self._deleting = self.loop.run_in_executor(None, _delete, device, segments)
+        await asyncio.shield(self._deleting)
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
             self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
             await asyncio.sleep(0)
-        for segment in segments:
-            device.delete(segment)
         self.merge_count += 1
         self.meter.last_merge_s = (time.monotonic_ns() - began_ns) / 1e9
         self.meter.merge_seconds.observe(self.meter.last_merge_s)
@@ -577,6 +582,11 @@ class Node:
 
             self._metrics_page = page
         return self._metrics_page(self, by_vbucket=by_vbucket)
+
+
+def _delete(device: FileLogDevice, segments: list[int]) -> None:
+    for segment in segments:
+        device.delete(segment)
 
 
 def _draw_uuid() -> int:
