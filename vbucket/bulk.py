@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import repeat
-from operator import sub
+from operator import itemgetter, sub
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -33,7 +33,7 @@ from vbucket.entry import (
     MUTATION_EXTRAS_BYTES,
     PREFIX,
 )
-from vbucket.manifest import decode_leb128
+from vbucket.manifest import DEFAULT_COLLECTION, decode_leb128
 
 REV_SEQNO_MAX: Final = 2**48 - 1
 CAS_MAX: Final = 2**63 - 1
@@ -65,6 +65,7 @@ _KEY_BYTES_MAX: Final = MAX_KEY_BYTES + 1
 _DATATYPE_AT: Final = 5
 _TIME_AT: Final = 40
 _OPAQUE_AT: Final = 12
+_DEFAULT: Final = frozenset({DEFAULT_COLLECTION})
 _put_opaque_cas_seqno: Final = Struct(">IQQ").pack_into
 _pack_prefix: Final = PREFIX.pack
 _unpack_row: Final = _ROW.unpack_from
@@ -107,7 +108,9 @@ class Frames:
         rows: list[tuple[int, int, int, int, int, int, int, int, int, int, bytes]] = []
         starts: list[int] = []
         at = 0
-        while at < end and len(rows) <= PUT_FRAMES_MAX:
+        for _ in range(PUT_FRAMES_MAX + 1):
+            if at >= end:
+                break
             row = _unpack_row(buffer, at)
             rows.append(row)
             starts.append(at)
@@ -156,7 +159,7 @@ class Frames:
                 data[(at := start + HEADER_BYTES + extras) : at + size]
                 for start, extras, size in zip(starts, extras_sizes, key_sizes, strict=True)
             ]
-        self.has_default_keys_only = not any(key[0] for key in self.keys)
+        self.has_default_keys_only = _DEFAULT.issuperset(map(itemgetter(0), self.keys))
         if not self.has_default_keys_only:
             self._check_collections()
 

@@ -255,7 +255,12 @@ class Engine(Keyspace):
             for key, opcode, before in zip(keys, opcodes, was_live, strict=True):
                 if (opcode == MUTATION) != before:
                     self._count(part, key, -1 if before else 1)
-        self._applied_many(part, keys, entries, first_seqno)
+        self._applied_many(part, keys, entries)
+        if not frames.has_default_keys_only:
+            known = self.manifest.collections
+            for seqno, key in enumerate(keys, first_seqno):
+                if key[0]:
+                    part.tally.note(key, seqno, seqno - 1, known)
         if any(frames.expiries):
             add_due = self.due.active.add
             for opcode, expiry, entry in zip(opcodes, frames.expiries, entries, strict=True):
@@ -263,19 +268,13 @@ class Engine(Keyspace):
                     add_due(expiry, entry)
         return 0, len(entries), count - len(entries)
 
-    def _applied_many(
-        self, part: Partition, keys: Sequence[bytes], entries: list[bytes], first_seqno: int
-    ) -> None:
+    def _applied_many(self, part: Partition, keys: Sequence[bytes], entries: list[bytes]) -> None:
         part.newest.update(zip(keys, entries, strict=True))
         part.active.entries += entries
         self._pending += entries
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
-        known = self.manifest.collections
-        for seqno, key in enumerate(keys, first_seqno):
-            if key[0]:
-                part.tally.note(key, seqno, seqno - 1, known)
 
     def _winners(
         self, part: Partition, frames: Frames, *, is_forced: bool

@@ -44,6 +44,10 @@ Frame = tuple[bytes, int, int]
 """A chunk's bytes, and where in them a frame is."""
 
 
+Bounds = tuple[list[int], list[int]]
+"""Where frames begin, and where they end."""
+
+
 class Stretch(NamedTuple):
     """Frames of one chunk, in seqno order: its bytes, and where in them each begins and ends."""
 
@@ -107,9 +111,12 @@ class Reader:
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._chunk_bytes = 0
         self._damaged_chunks: dict[tuple[str, int], str] = {}
+        self._known_bounds: dict[tuple[str, int, int], Bounds] = {}
+        """By path, chunk and offset in it, of the partition that was asked for last."""
 
     def view(self, vb_id: int, point: Point) -> View:
         """Return a partition as of a point. Raises PointError."""
+        self._known_bounds.clear()
         chain = chain_of(self._runs, vb_id)
         end = end_of(chain)
         wanted = end if point.seqnos is None else point.seqnos.get(vb_id, end)
@@ -147,7 +154,7 @@ class Reader:
             data = self._chunk(part)
             if data is None:
                 continue
-            starts, ends = _bounds(data, part.section)
+            starts, ends = self._bounds(part, data)
             if not starts:
                 continue
             seqnos = [seqno for (seqno,) in map(_SEQNO.unpack_from, repeat(data), starts)]
@@ -166,6 +173,14 @@ class Reader:
                 )
 
     # -- inside --------------------------------------------------------------------------------
+
+    def _bounds(self, part: Part, data: bytes) -> Bounds:
+        """Return where each frame of a section begins and ends; both passes need it."""
+        place = (part.path, part.chunk[0], part.section.offset)
+        bounds = self._known_bounds.get(place)
+        if bounds is None:
+            bounds = self._known_bounds[place] = _bounds_of(data, part.section)
+        return bounds
 
     def _newest(
         self, parts: list[Part], time_ns: int | None
@@ -190,7 +205,7 @@ class Reader:
                 if not self._salvage:
                     return newest, first, False, damages
                 continue
-            late_seqno = _fold(newest, data, part, time_ns)
+            late_seqno = _fold(newest, data, self._bounds(part, data), part, time_ns)
             if late_seqno:
                 return newest, late_seqno, True, damages
         return newest, 2**64, False, damages
@@ -257,7 +272,7 @@ class Reader:
         return data
 
 
-def _bounds(data: bytes, section: Section) -> tuple[list[int], list[int]]:
+def _bounds_of(data: bytes, section: Section) -> Bounds:
     """Return where each frame of a section begins, and where it ends."""
     unpack = _BODY.unpack_from
     at, end = section.offset, section.offset + section.size_bytes
@@ -268,9 +283,11 @@ def _bounds(data: bytes, section: Section) -> tuple[list[int], list[int]]:
     return starts, [*starts[1:], at]
 
 
-def _fold(newest: dict[bytes, int], data: bytes, part: Part, time_ns: int | None) -> int:
+def _fold(
+    newest: dict[bytes, int], data: bytes, bounds: Bounds, part: Part, time_ns: int | None
+) -> int:
     """Note a section's changes; return the first seqno that is later than `time_ns`, or 0."""
-    starts, ends = _bounds(data, part.section)
+    starts, ends = bounds
     if not starts:
         return 0
     low, high = part.low_seqno, part.high_seqno

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, repeat
+from itertools import compress, count, repeat
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -39,6 +39,7 @@ from dcp.wire.opcode import Opcode
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_MUTATIONS: Final = frozenset({_MUTATION})
 
 
 class RestorePlan(NamedTuple):
@@ -235,8 +236,11 @@ class Restore:
                 if frame is not None:
                     loader.add(frame)
             return
+        has_removals = not _MUTATIONS.issuperset(opcodes)
         documents = Counter(
-            first for first, opcode in zip(firsts, opcodes, strict=True) if opcode == _MUTATION
+            compress(firsts, (opcode == _MUTATION for opcode in opcodes))
+            if has_removals
+            else firsts
         )
         counts = self._counts
         for first, number in documents.items():
