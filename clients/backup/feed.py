@@ -157,6 +157,8 @@ class Feed:
             if self.is_history:
                 # Nothing is left out: it need not be told of as the middle of a snapshot.
                 self.snap_start = self.snap_end = last_seqno
+        elif last_seqno > self.snap_end:  # of a history that was whole up to here
+            self.snap_start, self.snap_end = self.seqno, self.marker_end
         self.seqno = last_seqno
         if last_seqno == self.marker_end:
             self.snap_start = self.snap_end = last_seqno

@@ -346,7 +346,10 @@ class Intake:
 
     def _take_run(self, feed: Feed, data: bytes, first: int, last: int, count: int) -> None:
         self._count(len(data))
-        feed.advance(first, last, count)
+        if last - feed.seqno == count:
+            feed.advance(first, last, count)
+        else:
+            _advance_over_gap(feed, data, last, count)
         self._pieces.append(Piece(feed.vb_id, feed.number, first, last, count, data, feed.legs()))
 
     def _count(self, wire_bytes: int) -> None:
@@ -418,6 +421,19 @@ class Intake:
         opaque: int = self._next_opaque
         self._next_opaque = opaque % 0xFFFF_FFFF + 1
         return opaque
+
+
+def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
+    """Let a feed go on over frames that leave seqnos out: up to the first gap, then the rest."""
+    dense, at, seqno = 0, 0, feed.seqno
+    while at < len(data):
+        _, body, _, next_seqno = _HEAD.unpack_from(data, at)
+        if next_seqno != seqno + 1:
+            break
+        dense, at, seqno = dense + 1, at + HEADER_BYTES + body, next_seqno
+    if dense:
+        feed.advance(feed.seqno + 1, seqno, dense)
+    feed.advance(_HEAD.unpack_from(data, at)[3], last, count - dense)
 
 
 def _misplaced(feed: Feed, before: int, seqno: int) -> DcpdError:

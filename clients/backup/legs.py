@@ -13,7 +13,8 @@ Invariants
 - from_seqno <= the end of what is visible before; the first leg begins at 0;
 - `ranges` are rising and apart, in [from_seqno, to_seqno]: at each seqno in them the archive holds
   the partition's whole state. A de-duplicated snapshot is whole at its end only; where every
-  version comes (history streams), every seqno is;
+  version comes (history streams), every seqno is, up to the first that is left out: documents of
+  a collection that was dropped since are told no more;
 - a leg begins at a whole state, or goes on at the end of the one before it, in the middle of a
   snapshot (snap_start < to_seqno < snap_end) that its connection broke in.
 """

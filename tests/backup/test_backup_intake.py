@@ -133,10 +133,25 @@ def test_a_partition_that_moves_in_the_read_that_brought_changes():
 def test_history_snapshots_are_whole_at_every_seqno():
     server = Server({3: 9}, history=True)
     server.reply(3)
-    server.send(server.marker(3, 0, 9, flags=0x32) + server.mutations(3, 1, 2, 5))
-    assert server.feeds[3].legs()[0].ranges == ((0, 5),), "3 and 4 are of a dropped collection"
+    server.send(server.marker(3, 0, 9, flags=0x32) + server.mutations(3, 1, 2, 3))
+    assert server.feeds[3].legs()[0].ranges == ((0, 3),)
     (feed,) = server.intake.abandon()
-    assert feed.request_position()[1:4] == (5, 5, 5), "it need not be told of as a part"
+    assert feed.request_position()[1:4] == (3, 3, 3), "it need not be told of as a part"
+
+
+@pytest.mark.parametrize("reads", [[(1, 2, 5, 6)], [(1, 2), (5, 6)], [(1, 2, 5), (6,)]])
+def test_history_that_leaves_something_out_is_whole_up_to_there_and_at_its_end(reads):
+    """3 and 4 are of a collection that was dropped since: states that had them are not held."""
+    server = Server({3: 9}, history=True)
+    server.reply(3)
+    server.send(server.marker(3, 0, 9, flags=0x32))
+    for seqnos in reads:
+        server.send(server.mutations(3, *seqnos))
+    leg = server.feeds[3].legs()[0]
+    assert (leg.to_seqno, leg.ranges) == (6, ((0, 2),))
+    assert leg.snap_start <= 6 <= leg.snap_end == 9
+    server.send(server.mutations(3, 7, 8, 9))
+    assert server.feeds[3].legs()[0].ranges == ((0, 2), (9, 9))
 
 
 def test_a_connection_lost_inside_a_de_duplicated_snapshot():
@@ -145,7 +160,7 @@ def test_a_connection_lost_inside_a_de_duplicated_snapshot():
     server.send(server.marker(3, 0, 9) + server.mutations(3, 1, 5))
     (feed,) = server.intake.abandon()
     position = feed.request_position()
-    assert position[1:5] == (5, 0, 9, ((0, 0),))
+    assert position[1:5] == (5, 0, 9, ((0, 1),))
     again = Server({3: 9})
     again.intake.add(feed)
     again.feeds[3] = feed
