@@ -26,14 +26,15 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import ge, itemgetter
 from struct import Struct
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import PREFIX, PREFIX_BYTES, seqno_of
+from vbucket.entry import PREFIX, PREFIX_BYTES, SEQNO
 from vbucket.kvenv import Buffer, StoreDamagedError
 
 BODY_BYTES_TARGET: Final = 32 * 1024
@@ -53,6 +54,9 @@ ONLY_RAW: Final = 0x04
 """Flag: every frame has datatype raw."""
 _KINDS: Final = ONLY_MUTATIONS | ONLY_RAW
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
+_opcode_of: Final = itemgetter(1)
+_datatype_of: Final = itemgetter(5)
+_frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
 _u32: Final = Struct("<I").unpack_from
 _FRAME_HEAD: Final = Struct(">xxHBxHI4xQQ")
 """Key length, extras length, vbucket, body length, CAS of a frame, and its seqno."""
@@ -192,6 +196,7 @@ def pack_block(
     ends = list(accumulate(map(len, frames)))
     frame_crcs = list(map(_crc32c, frames))
     body = b"".join(frames)
+    kinds = _kinds(frames)
     if tail is not None:
         tail_bytes = len(tail.body)
         ends = [*tail.ends, *(end + tail_bytes for end in ends)]
@@ -200,9 +205,12 @@ def pack_block(
         seqnos = [*tail.seqnos, *seqnos]
         seqno_before = tail.seqno_before
         body = tail.checked_body() + body
+        # A tail that promises nothing may be of a version that did not say so: look at it.
+        kinds &= tail.kinds if tail.kinds == _KINDS else kinds_of(body, ends)
     return _packed_block(
-        vb_id, epoch, seqno_before, seqnos, prev_seqnos, ends, frame_crcs, body, _crc32c(body)
-    )
+        vb_id, epoch, seqno_before, seqnos, prev_seqnos, ends, frame_crcs, body, _crc32c(body),
+        kinds,
+    )  # fmt: skip
 
 
 def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
@@ -213,6 +221,7 @@ def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
     return _packed_block(
         block.vb_id, block.epoch, seqno_before, block.seqnos, block.prev_seqnos, block.ends,
         block.frame_crcs, bytes(block.body), block.body_crc,
+        kinds_of(bytes(block.body), block.ends),
     )  # fmt: skip
 
 
@@ -226,6 +235,7 @@ def _packed_block(
     frame_crcs: Sequence[int],
     body: bytes,
     body_crc: int,
+    kinds: int,
 ) -> tuple[bytes, bytes]:
     first, last, count = seqnos[0], seqnos[-1], len(seqnos)
     is_dense = last - first + 1 == count
@@ -235,7 +245,7 @@ def _packed_block(
         + _packed("Q", prev_seqnos)
         + (b"" if is_dense else _packed("Q", seqnos))
     )
-    flags = kinds_of(body, ends) | (0 if is_dense else _HAS_SEQNOS)
+    flags = kinds | (0 if is_dense else _HAS_SEQNOS)
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
         BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
@@ -284,9 +294,12 @@ def find_frame(
 
 def kinds_of(body: bytes, ends: Sequence[int]) -> int:
     """Return which of ONLY_MUTATIONS and ONLY_RAW hold for frames that stand one after another."""
-    starts = (0, *ends[:-1])
-    kinds = ONLY_MUTATIONS if {body[at + 1] for at in starts} == {_MUTATION} else 0
-    return kinds if any(body[at + 5] for at in starts) else kinds | ONLY_RAW
+    return _kinds([body[start:end] for start, end in pairwise((0, *ends))])
+
+
+def _kinds(frames: Sequence[bytes]) -> int:
+    kinds = ONLY_MUTATIONS if set(map(_opcode_of, frames)) == {_MUTATION} else 0
+    return kinds if any(map(_datatype_of, frames)) else kinds | ONLY_RAW
 
 
 def build_blocks(
@@ -298,13 +311,13 @@ def build_blocks(
     block: when it has room and the epoch is the same, the first block returned replaces it.
     Raises ValueError when the seqnos do not ascend, BlockDamagedError.
     """
-    seqnos = list(map(seqno_of, entries))
-    if any(map(int.__ge__, [seqno_before, *seqnos], seqnos)):
+    seqnos = [seqno for (seqno,) in map(SEQNO.unpack_from, entries)]
+    if any(map(ge, [seqno_before, *seqnos], seqnos)):
         raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
-    prefixes = list(map(PREFIX.unpack_from, entries))
-    prev_seqnos = [prefix[0] for prefix in prefixes]
-    epochs = [prefix[1] for prefix in prefixes]
-    frames = [entry[PREFIX_BYTES:] for entry in entries]
+    prev_seqnos, epochs = (
+        zip(*map(PREFIX.unpack_from, entries), strict=True) if entries else ((), ())
+    )
+    frames = list(map(_frame_of, entries))
     blocks: list[tuple[bytes, bytes]] = []
     start = size = 0
     if tail is not None and entries:

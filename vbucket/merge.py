@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from operator import itemgetter
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +30,7 @@ from vbucket.entry import (
     key_of,
     seqno_of,
 )
-from vbucket.expiry_index import ExpiryRows, build_expiry_table, expiry_of
+from vbucket.expiry_index import ExpiryRows, build_expiry_table
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.manifest import Manifest, collection_of
@@ -59,6 +60,8 @@ _EXPIRY_AT: Final = BY_KEY_RECORD.size - 8
 """Where a by_key record has its expiry."""
 _NEVER: Final = bytes(4)
 _NO_SEQNO: Final = bytes(8)
+_cas_of: Final = itemgetter(slice(28, 36))
+_collection_byte_of: Final = itemgetter(0)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _EMPTIED_AT_ONCE: Final = 1000
 """Keys that are held in memory while a partition is emptied."""
@@ -118,7 +121,7 @@ class _Stage:
 
     def final_max_cas(self) -> int:
         """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max((entry[28:36] for entry in self.entries), default=b"")
+        staged = max(map(_cas_of, self.entries), default=b"")
         return max(self.record.max_cas, int.from_bytes(staged, "big"))
 
 
@@ -290,16 +293,17 @@ def _merge_partition(
     items: list[tuple[bytes, bytes]] = []
     for key in sorted(newest):
         entry = newest[key]
-        documents, old = int(entry[OPCODE_AT] == _MUTATION), None
+        documents, fields = int(entry[OPCODE_AT] == _MUTATION), None
         # A key without a previous version was not there, so it need not be looked up.
         if entry[:8] != _NO_SEQNO or key in undone:
-            old = view.meta(vb_id, key)
-            documents -= _is_live(old)
-        keys += old is None
+            fields = view.meta_fields(vb_id, key)
+            documents -= fields is not None and fields[0] == _MUTATION
+        keys += fields is None
         default_documents += _count(tally, manifest, key, documents) if key[0] else documents
         item = by_key_item(vb_prefix, key, entry)
         items.append(item)
-        if item[1][_EXPIRY_AT : _EXPIRY_AT + 4] != _NEVER or expiry_of(old):
+        if item[1][_EXPIRY_AT : _EXPIRY_AT + 4] != _NEVER or (fields is not None and fields[6]):
+            old = None if fields is None else StoredMeta._make(fields[:-1])
             rows.replace(item[0], old, int.from_bytes(item[1][_EXPIRY_AT : _EXPIRY_AT + 4], "big"))
 
     for key in gone:
@@ -311,7 +315,7 @@ def _merge_partition(
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
-    if any(key[0] for key in newest):
+    if any(map(_collection_byte_of, newest)):
         _note(tally, manifest, entries, last_seqno)
     tally.forget(manifest.collections)
     write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
