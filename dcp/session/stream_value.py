@@ -1,11 +1,13 @@
 """The JSON value of a stream request: what it says beside the filter. Pure.
 
     {"uid": "0", "collections": [...], "scope": "...", "purge_seqno": "17",
-     "sid": 3, "key_prefixes": ["<hexadecimal>", ...], "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
+     "sid": 3, "key_prefixes": ["<hexadecimal>", ...],
+     "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
 
 64-bit numbers are decimal text, because JSON readers round them. Unknown names are ignored by
 design; `version_log` and `want_version_log` are known once x_version_log was negotiated, `sid` once
-enable_stream_id was, `key_prefixes` once x_key_prefix was. Collections and scope are `dcp.stream.filter`'s.
+enable_stream_id was, `key_prefixes` once x_key_prefix was. Collections and scope are
+`dcp.stream.filter`'s.
 """
 
 from __future__ import annotations
