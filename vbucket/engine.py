@@ -33,6 +33,7 @@ from vbucket.entry import (
     MUTATION_ENTRY,
     MUTATION_EXTRAS_BYTES,
     MUTATION_KEY_AT,
+    OPCODE_AT,
     key_of,
     seqno_of,
 )
@@ -47,7 +48,7 @@ _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack
 _PACK_EXPIRATION: Final = EXPIRATION_ENTRY.pack
 _UNPACK_META: Final = META.unpack_from
-_FLAGS_AT: Final = 52
+FLAGS_AT: Final = 52
 _EXPIRY_AT: Final = 56
 _NO_EXPIRY: Final = b"\0\0\0\0"
 
@@ -311,22 +312,29 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1:
             return Status.NOT_MY_VBUCKET
-        entry: bytes | None = part.newest.get(key)
+        entry = self.document_entry(part, key)
         if entry is None:
-            entry = self._versions.entry_below(part, key)
-        if not entry:
             return Status.KEY_ENOENT
-        opcode, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        if opcode != MUTATION:
-            return Status.KEY_ENOENT
-        if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self._expire_if_due(part, key):
-            return Status.KEY_ENOENT
+        _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
         return Document(
             cas,
-            entry[_FLAGS_AT : _FLAGS_AT + 4],
+            entry[FLAGS_AT : FLAGS_AT + 4],
             entry[MUTATION_KEY_AT + key_bytes :],
             datatype,
         )
+
+    def document_entry(self, part: Partition, key: bytes) -> bytes | None:
+        """Return the newest version of a key, applied or older, None where it is no document (any
+        more). The partition is active.
+        """
+        entry: bytes | None = part.newest.get(key)
+        if entry is None:
+            entry = self._versions.entry_below(part, key)
+        if not entry or entry[OPCODE_AT] != MUTATION:
+            return None
+        if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self._expire_if_due(part, key):
+            return None
+        return entry
 
     def meta(self, vb_id: int, key: bytes) -> StoredMeta | int:
         """Return all but the value of a key's newest version, a deletion too, or the status that
@@ -351,7 +359,7 @@ class Engine(Keyspace):
         opcode, _, datatype, _, cas, seqno, rev_seqno = _UNPACK_META(entry)
         flags = expiry = 0
         if opcode == MUTATION:
-            flags = int.from_bytes(entry[_FLAGS_AT : _FLAGS_AT + 4], "big")
+            flags = int.from_bytes(entry[FLAGS_AT : FLAGS_AT + 4], "big")
             expiry = int.from_bytes(entry[_EXPIRY_AT : _EXPIRY_AT + 4], "big")
         return StoredMeta(opcode, datatype, cas, seqno, rev_seqno, flags, expiry)
 

@@ -18,7 +18,8 @@ from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
-from vbucket.engine import ADD, REPLACE, SET
+from vbucket.engine import ADD, FLAGS_AT, REPLACE, SET
+from vbucket.entry import META, MUTATION_KEY_AT
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
 from vbucket.manifest import Collection, collection_of, decode_leb128
 from vbucket.updates import expiry_of
@@ -53,6 +54,7 @@ _STORE_FORMS: Final = {
     Opcode.REPLACEQ: (REPLACE, True),
 }
 _COME_BACK: Final = "writers have to wait until a takeover has caught up; try again soon"
+_GET: Final = int(Opcode.GET)
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
@@ -60,6 +62,7 @@ _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
 _pack_token: Final = TOKEN_RESPONSE.pack
 _pack_get: Final = GET_RESPONSE.pack
+_unpack_meta: Final = META.unpack_from
 
 
 def absolute_expiry(expiry: int, now_s: int) -> int:
@@ -268,25 +271,44 @@ class DocumentCommands:
         if extras_len or not key_len or start + key_len != end:
             self.refuse(opcode, opaque, Status.EINVAL, "a get has a key and nothing else")
             return
-        wire_key = state.buffer[start:end]
-        located = self.locate(opcode, opaque, vb_id, wire_key)
-        if located is None:
+        key = wire_key = state.buffer[start:end]
+        if not (state.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1) or (
+            vb_id >= NUM_VBUCKETS
+        ):
+            located = self.locate(opcode, opaque, vb_id, wire_key)
+            if located is None:
+                return
+            vb_id, key = located
+        engine = self._engine
+        part = engine.partitions[vb_id]
+        if part.state != 1:
+            self._refuse_vbucket(opcode, opaque, vb_id)
             return
-        vb_id, key = located
-        found = self._engine.get(vb_id, key)
-        state.observes(vb_id)
-        if isinstance(found, int):
-            if found != Status.KEY_ENOENT or opcode not in _QUIET_READS:
-                self.refuse_outcome(opcode, opaque, found, vb_id)
+        entry = engine.document_entry(part, key)
+        last_group = part.last_group
+        if last_group > engine.committed_group and last_group > state.wait_group:
+            state.wait_group = last_group
+        if entry is None:
+            if opcode not in _QUIET_READS:
+                self.refuse_outcome(opcode, opaque, Status.KEY_ENOENT, vb_id)
             return
-        document_cas, flags, value, datatype = found
-        if opcode not in _READS_WITH_KEY:
-            wire_key = b""
-        response = _pack_get(
-            0x81, opcode, len(wire_key), 4, datatype & state.has_json, 0,
-            4 + len(wire_key) + len(value), opaque, document_cas, flags,
-        )  # fmt: skip
-        state.answers.append(response + wire_key + value)
+        _, key_bytes, datatype, _, document_cas, _, _ = _unpack_meta(entry)
+        value = entry[MUTATION_KEY_AT + key_bytes :]
+        flags = entry[FLAGS_AT : FLAGS_AT + 4]
+        if opcode == _GET:
+            response = _pack_get(
+                0x81, _GET, 0, 4, datatype & state.has_json, 0, 4 + len(value), opaque,
+                document_cas, flags,
+            )  # fmt: skip
+            state.answers.append(response + value)
+        else:
+            if opcode not in _READS_WITH_KEY:
+                wire_key = b""
+            response = _pack_get(
+                0x81, opcode, len(wire_key), 4, datatype & state.has_json, 0,
+                4 + len(wire_key) + len(value), opaque, document_cas, flags,
+            )  # fmt: skip
+            state.answers.append(response + wire_key + value)
         state.unread_bytes += len(value)
         if state.unread_bytes > ANSWER_BYTES_MAX:
             state.is_full = True
