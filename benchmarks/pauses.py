@@ -99,7 +99,7 @@ def serve() -> None:
         await start(node)
         Probe(Path(os.environ[REPORT_PATH]))
 
-    Node.start = start_with_probe  # type: ignore[method-assign]
+    Node.start = start_with_probe  # type: ignore[method-assign, assignment]
     run_server()
 
 
@@ -154,7 +154,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         found["noop"] = summary(send_noops(peer.port, stop))
         writer.join()
         time.sleep(2 * REPORT_SECONDS)
-        return found | json.loads(report.read_text())
+        seen: dict[str, Any] = json.loads(report.read_text())
+        return found | seen
     finally:
         peer.discard()
 
