@@ -62,15 +62,19 @@ class Probe:
     def _begin(self) -> None:
         # The start is over, with its full pass of the collector.
         gc.callbacks.append(self._collected)
+        self._last = (time.perf_counter(), time.thread_time())
         self._report()
         self._tick()
 
     def _tick(self) -> None:
+        self._note()
+        self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _note(self) -> None:
         wall, cpu = time.perf_counter(), time.thread_time()
         self._wall.add(max(0, int(1e6 * (wall - self._last[0] - TICK_SECONDS))))
         self._cpu.add(int(1e6 * (cpu - self._last[1])))
         self._last = (wall, cpu)
-        self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -82,6 +86,7 @@ class Probe:
             passes[1] = max(passes[1], 1000 * spent)
 
     def _report(self) -> None:
+        self._note()
         seen = {"wall": summary(self._wall), "cpu": summary(self._cpu), "gc": self._passes}
         self._path.write_text(json.dumps(seen))
         self._last = (time.perf_counter(), time.thread_time())
