@@ -1,6 +1,6 @@
 """Compaction: what nobody can ask for any more leaves the store. Pure.
 
-What may go follows from the stored record alone. With its history floor F and purge seqno P:
+What may go follows from a partition's history floor F and purge seqno P alone:
 
     superseded versions    replaced by a version at or below F
     tombstones             deletions at or below P that are the newest version of their key; the
@@ -11,9 +11,11 @@ and what stays all the same: the last version at or below F, and the last one th
 collection that exists and of all but the default collection together. So every snapshot can end on
 an item, and the tally of the partition as of any seqno >= F can be told from what is left.
 
-Nothing here raises F or P; whoever does writes it to the log first, and from then on no rollback
-goes below F (but to 0). So a compaction may run beside merges, stop anywhere and be repeated: it
-removes only what no state at or above F needs.
+F and P are those of the stored record, or higher ones that the log has already and a merge will
+bring: they go into the record with the first slice. Whoever raises them does so in the log first,
+from then on no rollback goes below F (but to 0), and F is not above what is merged of the present
+history. So a compaction may run beside merges, stop anywhere and be repeated: it removes only what
+no state at or above F needs.
 
 Invariants
 - a version goes only after, or in one transaction with, all older ones of its key: what a reader
@@ -33,7 +35,7 @@ Who calls it: the store process, between merges.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -66,6 +68,13 @@ _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _ANY: Final = -1
 _ANY_OTHER: Final = -2
 """In the set of collections that were seen: any at all, any but the default one."""
+
+
+class Floors(NamedTuple):
+    """A partition's history floor and purge seqno."""
+
+    floor: int
+    purge: int
 
 
 class SliceReport(NamedTuple):
@@ -118,6 +127,11 @@ class PartitionCompaction:
         self._has_others = bool(record.tally)
         self._unsaved_versions = self._unsaved_keys = 0
 
+    def is_of(self, other: PartitionCompaction) -> bool:
+        """Whether this is the same work as another one that has just begun."""
+        mine = (self.vb_id, self.failover, self.floor, self.purge)
+        return mine == (other.vb_id, other.failover, other.floor, other.purge)
+
     def step(self, write: KvWrite, rows: ExpiryRows) -> None:
         """Go on by about STEP_BYTES. Raises StoreDamagedError before it changed anything."""
         if self._seqno_below == 0:
@@ -134,6 +148,8 @@ class PartitionCompaction:
         if self.is_done:
             record = record._replace(compacted=[self.floor, self.purge, self._manifest.uid])
         record = record._replace(
+            history_floor=max(record.history_floor, self.floor),
+            purge_seqno=max(record.purge_seqno, self.purge),
             versions=max(0, record.versions - self._unsaved_versions),
             keys=max(0, record.keys - self._unsaved_keys),
         )
@@ -337,11 +353,13 @@ class Compactor:
         vb_ids: Iterable[int],
         is_over: Callable[[], bool],
         *,
+        floors: Mapping[int, Floors] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> SliceReport:
         """Go on with these partitions until all are done or `is_over` says that it is time.
 
-        At least one step is made. Raises StoreFullError, StoreFailedError: nothing happened then.
+        `floors` are those that the log has, where the stored ones may be lower. At least one step
+        is made. Raises StoreFullError, StoreFailedError: nothing happened then.
         """
         job, self._under_way = self._under_way, None
         finished: list[int] = []
@@ -352,7 +370,7 @@ class Compactor:
             rows = ExpiryRows()
             for vb_id in vb_ids:
                 try:
-                    job = _job_of(view, vb_id, job)
+                    job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
                     before = job.versions, job.tombstones
                     _go_on(job, write, rows, is_over)
                 except StoreDamagedError as error:
@@ -374,13 +392,19 @@ class Compactor:
         return SliceReport(finished, versions, tombstones, damages)
 
 
-def _job_of(view: StoreView, vb_id: int, job: PartitionCompaction | None) -> PartitionCompaction:
+def _job_of(
+    view: StoreView, vb_id: int, job: PartitionCompaction | None, floors: Floors | None
+) -> PartitionCompaction:
     """Return the work on a partition: what is under way, unless it has to begin anew."""
     record = view.partition(vb_id)
     assert record is not None, f"vb {vb_id} is not in the store"
-    if job is not None and (job.vb_id, job.failover) == (vb_id, record.failover):
-        return job
-    return PartitionCompaction(view, vb_id, record)
+    if floors is not None:
+        record = record._replace(
+            history_floor=max(record.history_floor, floors.floor),
+            purge_seqno=max(record.purge_seqno, floors.purge),
+        )
+    new = PartitionCompaction(view, vb_id, record)
+    return job if job is not None and job.is_of(new) else new
 
 
 def _go_on(

@@ -3,12 +3,13 @@
     plan      the store process finds out which floors are worth raising      (vbucket.retention)
     raise     the engine takes them on, as far as streams under way and read views allow, and the
               log has them; no rollback goes below them from then on          (dcp.stream.pins)
-    merge     the store's records get them
     compact   the store process drops what they allow, in slices              (vbucket.compaction)
 
 Invariants
 - one compaction at a time; merges and compaction's slices take turns in the store process;
-- only partitions whose floor has been merged are compacted;
+- only floors that are committed are handed to the store process, which puts them into its records
+  at once; the next merge finds them there, as it finds failover logs. They are asked for before any
+  merge that brings a later branch, because requests are answered in order;
 - a stream that keeps a floor down and makes no progress for PIN_LIMIT_S ends (reason 4).
 """
 
@@ -18,13 +19,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dcp.server.config import Settings
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.stream.pins import allowed
 from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
+from vbucket.compaction import Floors
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.retention import Step, Windows
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 PIN_LIMIT_S: Final = 300.0
 """How long a stream may stand still in a snapshot while compaction waits for it."""
-MERGE_PATIENCE_S: Final = 60.0
-"""After this long a raised floor does not wait for the memtable to fill: a merge is asked for."""
 PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
 PLAN_REST_S at most, because windows move with time, too."""
@@ -48,11 +48,17 @@ SECONDS_MIN, SECONDS_MAX = 0.2, 8.0
 """Bounds of that; the memtable takes what is written meanwhile."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
-COMPACTED_AT_ONCE: Final = 256
-"""Partitions named in one request; it rarely gets through all."""
 _ALL: Final = range(NUM_VBUCKETS)
 _FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
+
+
+class _Raised(NamedTuple):
+    """A floor that the log has from a group on, in a version of its partition."""
+
+    group: int
+    vb_uuid: int
+    floors: Floors
 
 
 class CompactionError(Exception):
@@ -69,14 +75,16 @@ class Compaction:
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
         )
         self._turn = asyncio.Lock()
-        self._raised: dict[int, tuple[int, float]] = {}
-        """Partition -> group that holds its new floor, and since when it waits for the merge."""
+        self._raised: dict[int, _Raised] = {}
+        """By partition: floors that are not compacted down to yet."""
         self._held: dict[int, Step] = {}
         """Steps that streams or views allowed in part only, to be tried again."""
         self._standing: dict[Stream, tuple[int, float]] = {}
         """Streams that held a step back -> where they stood, and since when."""
         self._planned_changes = 0
         self._planned_s = 0.0
+        self._planned_group = 0
+        """What was merged at that time."""
         self._damaged: set[int] = set()
         """Partitions that could not be read; said once."""
 
@@ -85,7 +93,9 @@ class Compaction:
         the store has more to drop, and every `compact_interval`, because time goes by.
         """
         while True:
-            await self._node.wait_for_merge(self._interval_s)
+            if self._node.engine.merged_group == self._planned_group:
+                await self._node.wait_for_merge(self._interval_s)
+            self._planned_group = self._node.engine.merged_group
             try:
                 async with self._turn:
                     await self._go_on()
@@ -103,8 +113,7 @@ class Compaction:
             await self._node.merge_now()
             before = await self._asked(StoreProcess.used_bytes)
             steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
-            await self._node.merge_now()
-            versions, tombstones = await self._compact([step.vb_id for step in steps])
+            versions, tombstones = await self._compact()
             return {
                 "vbuckets": len(steps),
                 "versions": versions,
@@ -117,10 +126,6 @@ class Compaction:
     async def _go_on(self) -> None:
         if self._node.write_refusal:
             return  # the log has no room for new floors
-        merged_group = self._node.engine.merged_group
-        await self._compact(
-            [vb for vb, (group, _) in self._raised.items() if group <= merged_group]
-        )
         now_s = time.monotonic()
         changes = self._node.meter.changes
         is_due = changes - self._planned_changes >= PLAN_CHANGES_MIN
@@ -129,8 +134,7 @@ class Compaction:
             await self._plan_and_raise(_ALL, self.windows, is_forced=False)
         await self._raise(list(self._held.values()), is_repeated=True)
         self._end_what_stands_still(now_s)
-        if any(now_s - since_s >= MERGE_PATIENCE_S for _, since_s in self._raised.values()):
-            await self._node.merge_now()
+        await self._compact()
 
     async def _plan_and_raise(
         self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
@@ -164,11 +168,11 @@ class Compaction:
                     continue  # history branched since: what was planned may not be there
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
-                if (may.floor, may.purge) != before:
-                    engine.raise_floor(step.vb_id, may.floor, may.purge)
-                    self._raised[step.vb_id] = (engine.group, now_s)
-                elif not is_repeated:
-                    self._raised.setdefault(step.vb_id, (0, now_s))  # only dropping is missing
+                floors = Floors(may.floor, may.purge)
+                if floors != before:
+                    engine.raise_floor(step.vb_id, *floors)
+                if floors != before or not is_repeated:
+                    self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
                 if (may.floor, may.purge) < (step.floor, step.purge):
                     self._held[step.vb_id] = step
                 for stream in may.blockers:
@@ -190,16 +194,21 @@ class Compaction:
                 )  # fmt: skip
                 self._node.hub.end(stream, EndReason.TOO_SLOW)
 
-    async def _compact(self, vb_ids: Sequence[int]) -> tuple[int, int]:
-        """Have partitions compacted, slice after slice; return versions and tombstones dropped."""
-        todo = dict.fromkeys(vb_ids)
-        versions = tombstones = 0
+    async def _compact(self) -> tuple[int, int]:
+        """Have partitions compacted whose floors were raised, turn after turn; return versions and
+        tombstones dropped.
+        """
+        versions = tombstones = vbuckets = 0
         meter = self._node.meter
-        while todo:
-            began_s = time.monotonic()
-            some = list(todo)[:COMPACTED_AT_ONCE]
+        while self._raised:
+            await self._node.until_group_committed(max(r.group for r in self._raised.values()))
+            floors = self._floors()
+            if not floors:
+                break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
-            report = await self._asked(partial(StoreProcess.compact, vb_ids=some, seconds=seconds))
+            began_s = time.monotonic()
+            compact = partial(StoreProcess.compact, floors=floors, seconds=seconds)
+            report = await self._asked(compact)
             # So that the pages which the slice freed can be used again.
             self._node.refresh_store()
             meter.compaction_seconds.observe(time.monotonic() - began_s)
@@ -208,14 +217,22 @@ class Compaction:
             versions += report.versions
             tombstones += report.tombstones
             self._tell(report.damages)
+            vbuckets += len(report.finished)
             for vb_id in report.finished:
-                del todo[vb_id]
-                self._raised.pop(vb_id, None)
-        if vb_ids:
+                del self._raised[vb_id]
+        if vbuckets:
             self._node.log_detail(
-                "compacted", vbuckets=len(vb_ids), versions=versions, tombstones=tombstones
+                "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
             )
         return versions, tombstones
+
+    def _floors(self) -> dict[int, Floors]:
+        """Return what to compact next: floors of partitions that have not branched since."""
+        parts = self._node.engine.partitions
+        for vb_id, raised in tuple(self._raised.items()):
+            if parts[vb_id].vb_uuid != raised.vb_uuid:
+                del self._raised[vb_id]  # it is planned again
+        return {vb_id: raised.floors for vb_id, raised in self._raised.items()}
 
     async def _asked(self, ask: Callable[[StoreProcess], Awaitable[_T]]) -> _T:
         """Ask the store process; start another one where it is needed. Raises CompactionError."""

@@ -34,7 +34,7 @@ import cbor2
 
 from dcp.server.folder import log_path, store_path
 from vbucket.block import BlockDamagedError
-from vbucket.compaction import Compactor, SliceReport
+from vbucket.compaction import Compactor, Floors, SliceReport
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_segment
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
@@ -130,12 +130,12 @@ class StoreProcess:
         report = PlanReport(*await self._request(request | {"forced": is_forced}))
         return report._replace(steps=[Step(*step) for step in report.steps])
 
-    async def compact(self, vb_ids: list[int], seconds: float) -> SliceReport:
+    async def compact(self, floors: dict[int, Floors], seconds: float) -> SliceReport:
         """Compact these partitions for so long, or until all are done; what is reported is durable.
 
-        Raises as `merge`.
+        The floors are in the log. Raises as `merge`.
         """
-        request = {"op": "compact", "vbs": vb_ids, "seconds": seconds}
+        request = {"op": "compact", "floors": floors, "seconds": seconds}
         return SliceReport(*await self._request(request))
 
     async def used_bytes(self) -> int:
@@ -241,22 +241,24 @@ class StoreWork:
     def compact(self, request: dict[str, Any]) -> SliceReport:
         """Compact, a transaction for each slice."""
         end_s = time.monotonic() + request["seconds"]
-        todo = list(request["vbs"])
+        floors = {vb_id: Floors(*item) for vb_id, item in request["floors"].items()}
+        todo = list(floors)
         total = SliceReport([], 0, 0, [])
         while todo:
-            report = self._compact_slice(todo)
+            report = self._compact_slice(todo, floors)
             total = total.plus(report)
             del todo[: len(report.finished)]
             if time.monotonic() >= end_s:
                 break
         return total
 
-    def _compact_slice(self, vb_ids: list[int]) -> SliceReport:
+    def _compact_slice(self, vb_ids: list[int], floors: dict[int, Floors]) -> SliceReport:
         end_s = time.monotonic() + SLICE_S
         return self._compactor.run(
             self._env,
             vb_ids,
             lambda: time.monotonic() >= end_s,
+            floors=floors,
             before_commit=self._before_commit,
         )
 

@@ -24,7 +24,7 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.compaction import Compactor
+from vbucket.compaction import Compactor, Floors
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.engine import Engine
 from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
@@ -79,6 +79,7 @@ class MemoryNode:
         self.device = MemoryLogDevice()
         self.device.rotate()
         self.compactor = Compactor()
+        self._raised: dict[int, tuple[int, int, Floors]] = {}
         self.env: KvEnv = self._new_env(seed)
         self._open()
 
@@ -148,14 +149,23 @@ class MemoryNode:
         """Give up history as far as streams and views under way allow."""
         part = self.engine.partitions[vb_id]
         may = allowed(part, floor, purge, self.hub.reading(vb_id))
-        self.engine.raise_floor(vb_id, may.floor, may.purge)
+        if (may.floor, may.purge) != (part.history_floor, part.purge_seqno):
+            self.engine.raise_floor(vb_id, may.floor, may.purge)
+            floors = Floors(may.floor, may.purge)
+            self._raised[vb_id] = (self.engine.group, part.vb_uuid, floors)
         return may
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:
-        """Drop what the stored floors allow; `slices` steps of it, or all."""
+        """Drop what the committed floors allow; `slices` steps of it, or all."""
         todo = list(vb_ids)
+        floors = {
+            vb_id: raised
+            for vb_id, (group, vb_uuid, raised) in self._raised.items()
+            if group <= self.engine.committed_group
+            and vb_uuid == self.engine.partitions[vb_id].vb_uuid
+        }
         while todo and slices != 0:
-            report = self.compactor.run(self.env, todo, lambda: True)
+            report = self.compactor.run(self.env, todo, lambda: True, floors=floors)
             assert not report.damages
             todo = [vb_id for vb_id in todo if vb_id not in report.finished]
             slices = None if slices is None else slices - 1
@@ -166,6 +176,7 @@ class MemoryNode:
         self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
         self.store.close()
         self.compactor = Compactor()
+        self._raised = {}
         self._open()
 
     # -- what sessions ask -------------------------------------------------------------------------

@@ -102,7 +102,8 @@ class ModelPartition:
         assert store.superseded(self.vb_id, start, end) == old
         changes: dict[bytes, int] = {}
         for version in there:
-            changes.setdefault(version.key, version.prev_seqno)
+            if version.prev_seqno < start:  # what is there begins later where it was compacted
+                changes.setdefault(version.key, version.prev_seqno)
         assert store.first_changes_after(self.vb_id, start - 1, end) == changes
         for bytes_max in (1, 500, 1 << 20):
             frames: list[bytes] = []
