@@ -282,6 +282,7 @@ class DocumentCommands:
         engine = self._engine
         part = engine.partitions[vb_id]
         if part.state != 1:
+            state.observes(vb_id)
             self._refuse_vbucket(opcode, opaque, vb_id)
             return
         entry = engine.document_entry(part, key)
