@@ -63,6 +63,10 @@ DELETION: Final = int(Opcode.DCP_DELETION)
 EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _UNPACK_META: Final = META.unpack_from
 
+OVERFULL: Final = 2
+"""Memtables that the store may be behind: a frozen one that is being merged, and a full one. With
+more, writers that are faster than merging would wait less often, and longer each time."""
+
 NODE_CONTROL_VB: Final = 0xFFFF
 """vbucket field of log entries that concern the node as a whole."""
 
@@ -473,8 +477,11 @@ class Keyspace:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether merging has fallen so far behind that writers must wait for it."""
-        return self.active_bytes + self.frozen_bytes >= 4 * self._memtable_bytes_max
+        """Whether merging has fallen so far behind that writers must wait for it.
+
+        What is not merged has to be replayed after a crash, so more would be a longer start.
+        """
+        return self.active_bytes + self.frozen_bytes >= OVERFULL * self._memtable_bytes_max
 
     def freeze(self) -> None:
         """Set the memtable aside for a merge. Only at a group boundary, nothing pending."""

@@ -205,7 +205,7 @@ def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
         engine.freeze()
 
 
-def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_four_times(
+def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
     node: MemoryNode,
 ) -> None:
     engine = Engine(node.store, node.draw_uuid, memtable_bytes_max=10_000)
@@ -222,7 +222,7 @@ def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_four_times(
     assert engine.wants_freeze
     engine.freeze()
     assert not engine.wants_freeze, "one merge at a time"
-    fill(29_000)
+    fill(9_000)
     assert not engine.is_overfull
     fill(1_000)
     assert engine.is_overfull
