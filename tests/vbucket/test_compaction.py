@@ -106,7 +106,8 @@ class CompactionMachine(MergeMachine):
         todo = list(VB_IDS)
         self.compactor = Compactor()
         while todo:
-            todo = [vb_id for vb_id in todo if vb_id not in self.slice(todo)]
+            finished = self.slice(todo)
+            todo = [vb_id for vb_id in todo if vb_id not in finished]
         for vb_id in VB_IDS:
             versions, (floor, purge) = self.stored[vb_id].versions, self.stored_floors[vb_id]
             assert not superseded(versions, floor)
