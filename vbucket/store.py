@@ -14,7 +14,8 @@ the functions here. Only the owner of the write role calls `create` and `set_*`:
 while the server runs, the server before and after that.
 
 Invariants
-- the content is a function of the merged prefix of the log;
+- the content is a function of the merged prefix of the log and of how far it was compacted; only
+  failover logs and history floors may be ahead of it, for they are in the log, too;
 - every value has a CRC-32C over key and value, checked on every read: StoreDamagedError, never
   wrong data. Blocks are chained, so a vanished block is noticed too;
 - a reader sees one committed state until `refresh`.
