@@ -26,7 +26,7 @@ from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.stream.pins import allowed
 from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
-from vbucket.compaction import Floors
+from vbucket.compaction import Floors, SliceReport
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.retention import Step, Windows
@@ -48,6 +48,8 @@ SECONDS_MIN, SECONDS_MAX = 0.2, 8.0
 """Bounds of that; the memtable takes what is written meanwhile."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
+REFRESH_S: Final = 0.1
+"""About as long as a slice takes; it costs the loop some ten microseconds."""
 _ALL: Final = range(NUM_VBUCKETS)
 _FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
@@ -207,10 +209,7 @@ class Compaction:
                 break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
             began_s = time.monotonic()
-            compact = partial(StoreProcess.compact, floors=floors, seconds=seconds)
-            report = await self._asked(compact)
-            # So that the pages which the slice freed can be used again.
-            self._node.refresh_store()
+            report = await self._turn_of(floors, seconds)
             meter.compaction_seconds.observe(time.monotonic() - began_s)
             meter.dropped_versions += report.versions
             meter.dropped_tombstones += report.tombstones
@@ -225,6 +224,20 @@ class Compaction:
                 "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
             )
         return versions, tombstones
+
+    async def _turn_of(self, floors: dict[int, Floors], seconds: float) -> SliceReport:
+        """Have these partitions compacted for some time, and read the store anew meanwhile: pages
+        that a slice freed can be used again by the next one only when nobody reads them any more.
+        """
+        compact = partial(StoreProcess.compact, floors=floors, seconds=seconds)
+        request = asyncio.ensure_future(self._asked(compact))
+        try:
+            while not request.done():
+                await asyncio.wait({request}, timeout=REFRESH_S)
+                self._node.refresh_store()
+        finally:
+            request.cancel()
+        return request.result()
 
     def _floors(self) -> dict[int, Floors]:
         """Return what to compact next: floors of partitions that have not branched since."""
