@@ -5,8 +5,8 @@
 
 A real server in a folder that stays. Every ten seconds a line: writes, rate, disk in use against
 what the live documents take, memory of both processes. A run fails where the disk takes more than
-three times the live data, the history window and SPARE_BYTES, or memory grows after it has settled. Stopped, it
-goes on with the next write; what was written last is read back first.
+three times the live data, the history window and SPARE_BYTES, or memory grows after it has settled.
+Stopped, it goes on with the next write; what was written last is read back first.
 """
 
 from __future__ import annotations
