@@ -137,7 +137,7 @@ class Tail:
         for _ in range(count):
             number = len(self.sent_at)
             self.sent_at.append(now)
-            key = workload.key_of(number * 7919 % self.keys)
+            key = b"tail:%010d" % (number * 7919 % self.keys)
             value = b"%016d" % number + self.filler
             frames.append(
                 workload.frame(workload.OP_SET, vb_id=vbucket_of(key), extras=workload.SET_EXTRAS,
@@ -214,7 +214,7 @@ def idle(options: argparse.Namespace) -> dict[str, float]:
     open_session(writer)
     spent = cpu_seconds(options.pid)
     for number in range(options.writes):
-        key = workload.key_of(number)
+        key = b"idle:%d" % number
         writer.sendall(workload.binary_set(key, b"v"))
         writer.recv(BUFFER_BYTES)
         for connection in followers:

@@ -303,7 +303,7 @@ class StreamMachine(RuleBasedStateMachine):
 
 
 StreamMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, phases=set(Phase) - {Phase.explain}
+    max_examples=40, stateful_step_count=50, deadline=None, phases=set(Phase) - {Phase.explain}
 )
 
 

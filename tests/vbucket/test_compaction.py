@@ -177,9 +177,9 @@ class LmdbCompactionMachine(CompactionMachine):
 
 
 TestCompactionInMemory = CompactionMachine.TestCase
-TestCompactionInMemory.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestCompactionInMemory.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestCompactionInLmdb = LmdbCompactionMachine.TestCase
-TestCompactionInLmdb.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestCompactionInLmdb.settings = settings(max_examples=8, stateful_step_count=30, deadline=None)
 
 
 # -- single rules ----------------------------------------------------------------------------------

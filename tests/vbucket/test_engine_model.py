@@ -356,7 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=40, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestEngine = EngineMachine.TestCase
 

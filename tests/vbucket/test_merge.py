@@ -140,9 +140,9 @@ class LmdbMergeMachine(MergeMachine):
 
 
 TestMergeInMemory = MergeMachine.TestCase
-TestMergeInMemory.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+TestMergeInMemory.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
 TestMergeInLmdb = LmdbMergeMachine.TestCase
-TestMergeInLmdb.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestMergeInLmdb.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
 # -- single rules --------------------------------------------------------------------------------
