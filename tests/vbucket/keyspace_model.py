@@ -60,7 +60,8 @@ class ModelPartition:
         self.versions = [version for version in self.versions if version.seqno <= seqno]
         self.high_seqno = min(self.high_seqno, seqno)
         self.epoch += 1
-        self.failover = [[1000 + self.epoch, seqno, self.epoch], *self.failover][:25]
+        kept = [entry for entry in self.failover if entry[1] <= seqno]
+        self.failover = [[1000 + self.epoch, seqno, self.epoch], *kept][:25]
         document = {"kind": "failover", "log": self.failover, "rollback_to": seqno}
         return pack_control(self.vb_id, document)
 
