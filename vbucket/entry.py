@@ -30,7 +30,6 @@ from vbucket.manifest import SystemEvent, system_key
 
 PREFIX: Final = Struct(">QI")
 PREFIX_BYTES: Final = PREFIX.size
-FRAME_AT: Final = PREFIX_BYTES
 LOG_CONTROL: Final = 0xF0
 """Opcode of entries that never leave the log."""
 
@@ -47,7 +46,6 @@ SYSTEM_EVENT_ENTRY: Final = Struct(">QIBBHBBHIIQQIB")
 CONTROL_ENTRY: Final = Struct(">QIBBHBBHIIQ")
 
 MUTATION_KEY_AT: Final = MUTATION_ENTRY.size  # 67
-DELETION_KEY_AT: Final = DELETION_ENTRY.size  # 54
 MUTATION_EXTRAS_BYTES: Final = 31
 DELETION_EXTRAS_BYTES: Final = 18
 EXPIRATION_EXTRAS_BYTES: Final = 20
@@ -58,7 +56,6 @@ META: Final = Struct(">13xBH1xB2xI4xQQQ")
 meaning for a system event)."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
-SEQNO_AT: Final = PREFIX_BYTES + 24
 LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
 PREV_SEQNO: Final = Struct(">Q")

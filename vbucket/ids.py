@@ -21,7 +21,7 @@ SEQNO_MAX: Final = 2**64 - 1
 DEFAULT_COLLECTION_PREFIX: Final = b"\x00"
 """Unsigned LEB128 of collection id 0, the prefix of every stored key of the default collection."""
 
-CAS_LOGICAL_BITS: Final = 16
+_LOGICAL_MASK: Final = 0xFFFF
 """Low bits of a CAS that count; the rest is nanoseconds since the epoch (hybrid clock)."""
 
 
@@ -37,9 +37,9 @@ def vb_uuid_from_random(random_64_bits: int) -> int:
 
 def cas_from_time_ns(now_ns: int) -> int:
     """Return the smallest CAS of this moment; `now_ns` is nanoseconds since the Unix epoch."""
-    return now_ns & ~0xFFFF
+    return now_ns & ~_LOGICAL_MASK
 
 
 def time_ns_from_cas(cas: int) -> int:
     """Return the moment a CAS was given, in nanoseconds since the Unix epoch."""
-    return cas & ~0xFFFF
+    return cas & ~_LOGICAL_MASK

@@ -14,6 +14,7 @@ from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
 from vbucket.ids import vbucket_of
+from vbucket.lifecycle import set_state
 from vbucket.partition import VbState
 
 VB = 7
@@ -495,6 +496,21 @@ def test_a_partition_that_is_not_active_is_not_my_vbucket(
     (quiet,) = peer.send(pack_request(Opcode.GETQ, vb_id=VB, key=b"k"))
     assert quiet.status == Status.NOT_MY_VBUCKET
     assert node.engine.partitions[VB].high_seqno == 1
+
+
+def test_elsewhere_is_told_when_the_group_that_moved_the_partition_is_on_disk(
+    node: MemoryNode, peer: Peer
+) -> None:
+    """Who is sent away by a move that a crash takes back would look for it in vain."""
+    store(peer)
+    node.commit()
+    assert get(peer).status == Status.OK
+    assert not peer.must_wait
+    set_state(node.engine, VB, VbState.DEAD)
+    assert get(peer).status == Status.NOT_MY_VBUCKET
+    assert peer.must_wait
+    node.commit()
+    assert not peer.must_wait
 
 
 # -- expiry ------------------------------------------------------------------------------------
