@@ -147,24 +147,30 @@ class SyncLink:
 
     def _next_frame(self) -> Frame:
         while not self._frames:
+            data = self._receive(READ_BYTES)
             try:
-                data = self._socket.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionLostError("closed by the server", node=self.node)
                 self._frames += self._decoder.feed(data)
-            except TimeoutError:
-                raise OperationTimeoutError(
-                    f"no answer within {self._timeout_s:g} s", node=self.node
-                ) from None
-            except OSError as error:
-                raise ConnectionLostError(
-                    f"the connection was lost: {error.strerror or error}", node=self.node
-                ) from error
             except ProtocolError as error:
                 raise ConnectError(
                     f"what listens there does not speak the protocol: {error}", node=self.node
                 ) from error
         return self._frames.popleft()
+
+    def _receive(self, bytes_max: int) -> bytes:
+        """Return what came, one byte at least."""
+        try:
+            data = self._socket.recv(bytes_max)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no answer within {self._timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise ConnectionLostError(
+                f"the connection was lost: {error.strerror or error}", node=self.node
+            ) from error
+        if not data:
+            raise ConnectionLostError("closed by the server", node=self.node)
+        return data
 
     def _write(self, data: bytes) -> None:
         try:

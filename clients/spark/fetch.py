@@ -17,6 +17,7 @@ from clients.errors import (
     ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
+    TemporaryError,
     TopologyError,
 )
 from clients.kv_sync import SyncKv
@@ -28,11 +29,13 @@ from dcp.wire.frame import RemoteProtocolError
 
 READ_BYTES: Final = 1024 * 1024
 PATIENCE_S: Final = 60.0
-"""How long nothing may come before a task gives up: a server's restart takes less."""
+"""How long no change may come before a task gives up: a server's restart takes less."""
 RETRY_S: Final = 0.1
 """Pause before a connection or a stream is asked for again."""
 
-LOST: Final = (ConnectError, ConnectionLostError, OperationTimeoutError, TopologyError)
+LOST: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
 """Errors after which another attempt may work: the server restarts, or a partition moves."""
 
 
@@ -46,19 +49,7 @@ class StreamLink(SyncLink):
 
     def read(self) -> bytes:
         """Return what came. Raises ConnectionLostError, OperationTimeoutError."""
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except TimeoutError:
-            raise OperationTimeoutError(
-                f"nothing came within {PATIENCE_S:g} s", node=self.node
-            ) from None
-        except OSError as error:
-            raise ConnectionLostError(
-                f"the connection was lost: {error.strerror or error}", node=self.node
-            ) from error
-        if not data:
-            raise ConnectionLostError("closed by the server", node=self.node)
-        return data
+        return self._receive(READ_BYTES)
 
 
 def topology_of(servers: Sequence[ServerAddress]) -> Topology:
@@ -88,12 +79,12 @@ def fetch(
         left: list[Stream] = []
         problem: DcpdError | None = None
         try:
-            topology = topology_of(servers)
-            for node, group in _by_node(topology, streams).items():
+            groups, left = _by_node(topology_of(servers), streams)
+            for node, group in groups.items():
                 reading = _Reading(servers[0].at(*node), history, collection_ids)
                 for arrived in reading.run(group):
-                    began = time.monotonic()
                     yield arrived
+                    began = time.monotonic()  # how long Spark took for it is no waiting
                 left += reading.left
                 problem = problem or reading.problem
         except LOST as error:
@@ -101,23 +92,33 @@ def fetch(
         streams = left
         if streams:
             if time.monotonic() - began > PATIENCE_S:
-                raise problem or _stuck(streams)
+                raise problem or _stuck(streams[0])
             time.sleep(RETRY_S)
 
 
-def _by_node(topology: Topology, streams: Sequence[Stream]) -> dict[tuple[str, int], list[Stream]]:
+def _by_node(
+    topology: Topology, streams: Sequence[Stream]
+) -> tuple[dict[tuple[str, int], list[Stream]], list[Stream]]:
+    """Return the streams by the node that has their partition, and those that none has now."""
     groups: dict[tuple[str, int], list[Stream]] = {}
+    homeless: list[Stream] = []
     for stream in streams:
-        node = topology.node_of(stream.vb_id)
-        groups.setdefault((node.host, node.kv_port), []).append(stream)
-    return groups
+        try:
+            node = topology.node_of(stream.vb_id)
+        except TopologyError as error:
+            stream.problem = error
+            homeless.append(stream)
+        else:
+            groups.setdefault((node.host, node.kv_port), []).append(stream)
+    return groups, homeless
 
 
-def _stuck(streams: Sequence[Stream]) -> DcpdError:
-    stream = streams[0]
+def _stuck(stream: Stream) -> DcpdError:
+    problem = stream.problem
+    reason = f": {problem}" if problem else ", and its node does not send what comes"
     return DcpdError(
-        f"the partition stands at seqno {stream.seqno}, its node does not send what comes up to"
-        f" {stream.end_seqno}",
+        f"for {PATIENCE_S:g} s the partition stands at seqno {stream.seqno}, up to"
+        f" {stream.end_seqno} is wanted{reason}",
         vb_id=stream.vb_id,
         hint="Is it active on a node? See: dcpctl seqnos, dcpctl stream list",
     )
@@ -154,10 +155,14 @@ class _Reading:
             )
             try:
                 link.send(core.begin())
+                began = time.monotonic()
                 while not core.is_done:
                     arrived = core.receive(link.read())
                     if arrived.changes is not None or arrived.rollbacks:
                         yield arrived
+                        began = time.monotonic()
+                    elif time.monotonic() - began > PATIENCE_S:
+                        return  # the server answers, but not with changes
                     if core.is_waiting:
                         time.sleep(RETRY_S)
                         core.retry()

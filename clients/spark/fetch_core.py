@@ -71,6 +71,7 @@ CHANGES: Final = frozenset(
 )
 _LATER: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.ERANGE})
 """Refusals after which the same request may be taken in a moment. ERANGE: the node is behind."""
+_END_REASONS: Final = {reason.value: reason.name for reason in EndReason}
 NOOP_INTERVAL_S: Final = 120
 
 
@@ -100,8 +101,8 @@ class StreamState(Enum):
 class Stream:
     """One step on its way."""
 
-    __slots__ = ("end_seqno", "opaque", "rollback_to", "seqno", "snapshot", "start_seqno",
-                 "state", "step", "versions")  # fmt: skip
+    __slots__ = ("end_seqno", "opaque", "problem", "rollback_to", "seqno", "snapshot",
+                 "start_seqno", "state", "step", "versions")  # fmt: skip
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -114,6 +115,8 @@ class Stream:
         """The rollback row that is still to be handed out."""
         self.snapshot: Snapshot | None = None
         self.opaque = 0
+        self.problem: DcpdError | None = None
+        """Why it did not go on when it last stopped; told if it does not go on for long."""
 
     @property
     def vb_id(self) -> int:
@@ -179,12 +182,14 @@ class FetchCore:
         if not with_values:
             self._open_flags |= OpenFlag.NO_VALUE
         self._name = name
-        self._rest = b""
+        self._parts: list[bytes] = []
+        """What came of a packet whose rest is to come; put together once, not with every read."""
+        self._parts_bytes = 0
+        self._packet_bytes = HEADER_BYTES
+        """How much of it has to be there before it is looked at."""
         self._output: list[bytes] = []
         self._next_opaque = 1
         self._rollbacks: list[tuple[int, int, int]] = []
-        self._broken: list[Stream] = []
-        """Streams that ended early in the read under way; asked again when its changes are in."""
 
     # -- what the shell calls ------------------------------------------------------------------
 
@@ -239,14 +244,14 @@ class FetchCore:
         Raises DcpdError where the server refuses for good, RemoteProtocolError for what is no
         packet, StreamGoneError.
         """
-        data = self._rest + data if self._rest else data
-        places, position = self._walk(data)
-        self._rest = data[position:]
-        changes = self._taken(Chunk(data, places)) if places else None
-        broken, self._broken = self._broken, []
-        for stream in broken:
-            if stream.state is StreamState.WAITING:
-                self._request(stream)
+        self._parts.append(data)
+        self._parts_bytes += len(data)
+        changes = None
+        if self._parts_bytes >= self._packet_bytes:
+            data = b"".join(self._parts) if len(self._parts) > 1 else data
+            places, position = self._walk(data)
+            self._parts, self._parts_bytes = [data[position:]], len(data) - position
+            changes = self._taken(Chunk(data, places)) if places else None
         rollbacks, self._rollbacks = self._rollbacks, []
         return Arrived(rollbacks, changes)
 
@@ -255,6 +260,7 @@ class FetchCore:
     def _walk(self, data: bytes) -> tuple[list[int], int]:
         """Return the places of changes, and where the first incomplete packet begins."""
         places: list[int] = []
+        self._packet_bytes = HEADER_BYTES
         add, unpack, is_change = places.append, HEAD.unpack_from, CHANGES.__contains__
         position, last = 0, len(data) - HEADER_BYTES
         while position <= last:
@@ -263,6 +269,7 @@ class FetchCore:
             if following > len(data):
                 if body_bytes > MAX_BODY_BYTES:
                     raise RemoteProtocolError(f"a body of {body_bytes} bytes")
+                self._packet_bytes = HEADER_BYTES + body_bytes
                 break
             if is_change(kind):
                 add(position)
@@ -320,7 +327,8 @@ class FetchCore:
         else:
             # Its last changes are in this very read: they are counted before it asks again.
             stream.state = StreamState.WAITING
-            self._broken.append(stream)
+            told = _END_REASONS.get(reason, str(reason))
+            stream.problem = DcpdError(f"its stream ended with reason {told}", node=self.node)
 
     # -- requests and replies ------------------------------------------------------------------
 
@@ -359,8 +367,12 @@ class FetchCore:
         elif status == Status.NOT_MY_VBUCKET:
             self._streams.remove(stream)
             self.moved.append(stream)
+            stream.problem = error_from_status(status, "stream request", node=self.node)
         elif status in _LATER:
             stream.state = StreamState.WAITING
+            stream.problem = error_from_status(
+                status, "stream request", body=frame.value, node=self.node
+            )
         else:
             self._check(frame, f"stream request from seqno {stream.seqno}", stream.vb_id)
 

@@ -105,7 +105,7 @@ class Survey:
         while True:
             try:
                 return ask()
-            except (*LOST, TemporaryError):
+            except LOST:
                 self.close()
                 if time.monotonic() - began > PATIENCE_S:
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,7 @@ from clients.errors import DcpdError
 from clients.event import Deletion, Mutation
 from clients.spark import fetch as fetch_module
 from clients.spark.columns import OPS
-from clients.spark.fetch import fetch
+from clients.spark.fetch import fetch, topology_of
 from clients.spark.offset import entry_at, offset_of
 from clients.spark.plan import next_entries, steps_between
 from clients.spark.survey import Survey
@@ -237,11 +238,90 @@ def test_a_server_that_comes_back_is_waited_for(dcpd, reader):
 
 def test_a_partition_that_stays_away_is_an_error_that_names_it(dcpd, reader, monkeypatch):
     write(dcpd, b"1")
+    other = store_elsewhere(dcpd)
     steps = reader.plan()
     dcpd.set_state(VB, "dead")
     monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
-    with pytest.raises(DcpdError, match="vbucket 92"):
+    arriving = fetch(reader.servers, steps)
+    first = next(arriving)
+    assert first.changes is not None
+    assert first.changes.heads.vb_ids.tolist() == [other], "the others are read meanwhile"
+    with pytest.raises(DcpdError, match=r"stands at seqno 0, up to 1 .*vbucket 92") as caught:
+        next(arriving)
+    assert "dcpctl seqnos" in caught.value.hint
+
+
+def store_elsewhere(server) -> int:
+    with server.connect() as kv:
+        vb_id: int = kv.set(b"another", b"1").vb_id
+    assert vb_id != VB
+    return vb_id
+
+
+def test_a_partition_without_a_node_is_waited_for_while_others_are_read(dcpd, reader, monkeypatch):
+    write(dcpd, b"1")
+    other = store_elsewhere(dcpd)
+    steps = reader.plan()
+    real = topology_of(reader.servers)
+    homeless = real._replace(
+        vbucket_map=tuple(-1 if vb == VB else node for vb, node in enumerate(real.vbucket_map))
+    )
+    told = iter([homeless, homeless])
+    monkeypatch.setattr(fetch_module, "topology_of", lambda servers: next(told, real))
+    rows = reader.read(steps)
+    assert [row[1] for row in rows] == [other, VB]
+    monkeypatch.setattr(fetch_module, "topology_of", lambda servers: homeless)
+    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
+    with pytest.raises(DcpdError, match=r"no node is active.*vbucket 92"):
         reader.read(steps)
+
+
+def test_a_server_that_puts_off_for_ever_is_told_with_its_reason(dcpd, reader, monkeypatch):
+    write(dcpd, b"1")
+    steps = reader.plan()
+    dcpd.fault(opcode="DCP_STREAM_REQ", status="ETMPFAIL", count=1_000_000)
+    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.5)
+    with pytest.raises(DcpdError, match=r"up to 1 is wanted: .*ETMPFAIL.*vbucket 92"):
+        reader.read(steps)
+
+
+def test_a_node_that_takes_no_connection_now_is_asked_again(dcpd, reader):
+    write(dcpd, b"1")
+    steps = reader.plan()
+    dcpd.fault(opcode="DCP_OPEN", status="ETMPFAIL", count=2)
+    assert reader.read(steps) == [("set", VB, 1, b"1")]
+
+
+def test_the_time_that_spark_takes_for_rows_is_no_waiting(dcpd, reader, monkeypatch):
+    """A connection that is lost while Spark is busy with what came is made again."""
+    write(dcpd, *[b"%d" % number * 50_000 for number in range(10, 60)])
+    steps = reader.plan()
+    clock = FakeClock()
+    monkeypatch.setattr(fetch_module, "time", clock)
+    seen = []
+    for arrived in fetch(reader.servers, steps):
+        if not seen:
+            clock.now_s += 10 * fetch_module.PATIENCE_S
+            dcpd.restart()
+        seen += arrived.changes.heads.seqnos.tolist()
+    assert seen == list(range(1, 51))
+
+
+class FakeClock:
+    """A clock that goes on when the test says so."""
+
+    now_s = 0.0
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_very_large_value(dcpd, reader):
+    """The largest value comes in many reads, and with it what is before and behind it."""
+    values = [b"first", bytes(20 * 1024 * 1024), b"last"]
+    write(dcpd, *values)
+    assert [row[3] for row in reader.batch()] == values
 
 
 def test_rows_belong_to_the_version_that_wrote_them(dcpd, reader):
