@@ -8,16 +8,20 @@
 
 An event loop runs in a thread of its own; errors come out where the caller waits. Leaving the block
 stops the loop, from any thread and in the middle of an iteration.
+
+Any thread may call what is here, but for iterations: one at a time, the newest counts. Functions of
+the user that the consumer calls (`on_rollback`) run in the loop's thread, which cannot wait for
+itself: there these methods raise RuntimeError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from clients.checkpoint import Checkpoint
 from clients.consumer import Consumer
@@ -26,6 +30,7 @@ from clients.event import Event
 from clients.mirror import Mirror
 
 _T = TypeVar("_T")
+_Held = TypeVar("_Held", Consumer, Mirror)
 _OUTSIDE = "it is not open: use it inside of `with ... as`"
 
 
@@ -52,8 +57,15 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result; an interrupted caller cancels it.
 
-        Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile.
+        Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile,
+        RuntimeError in the loop's own thread.
         """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(
+                "the consumer's own thread cannot wait for itself: in a function that the consumer"
+                " calls, return what it should do"
+            )
         with self._lock:
             if self._is_stopped:
                 work.close()
@@ -81,19 +93,18 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class SyncConsumer:
-    """See the module; takes what Consumer takes. Iterate it, its `batches()` or `deliveries()`."""
+class _Looped(Generic[_Held]):
+    """A consumer or mirror that lives on a loop in a thread, between `with` and its end."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._arguments = arguments
-        self._options = options
+    def __init__(self, make: Callable[[], _Held], thread_name: str) -> None:
+        self._make: Callable[[], _Held] = make
+        self._thread_name = thread_name
         self._thread: LoopThread | None = None
-        self.consumer: Consumer
-        """The Consumer itself. Read its attributes; its methods belong to the loop's thread."""
+        self._made: _Held | None = None
 
-    def __enter__(self) -> SyncConsumer:
-        """Connect. Raises what Consumer.open does."""
-        self._thread = LoopThread("dcpd-consumer")
+    def __enter__(self) -> Self:
+        """Connect. Raises what its `open` does."""
+        self._thread = LoopThread(self._thread_name)
         try:
             self._thread.call(self._open())
         except BaseException:
@@ -103,8 +114,8 @@ class SyncConsumer:
         return self
 
     async def _open(self) -> None:
-        self.consumer = Consumer(*self._arguments, **self._options)
-        await self.consumer.open()
+        self._made = self._make()
+        await self._made.open()
 
     def __exit__(
         self,
@@ -116,13 +127,36 @@ class SyncConsumer:
         self.close()
 
     def close(self) -> None:
-        """Close; whoever iterates, in whatever thread, comes to the end."""
+        """Close; whoever waits here, in whatever thread, comes to the end."""
         thread, self._thread = self._thread, None
         if thread is not None:
             try:
-                thread.call(self.consumer.close())
+                thread.call(self._held.close())
             finally:
                 thread.stop()
+
+    @property
+    def _held(self) -> _Held:
+        if self._made is None:
+            raise RuntimeError(_OUTSIDE)
+        return self._made
+
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise RuntimeError(_OUTSIDE)
+        return self._thread
+
+
+class SyncConsumer(_Looped[Consumer]):
+    """See the module; takes what Consumer takes. Iterate it, its `batches()` or `deliveries()`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(lambda: Consumer(*arguments, **options), "dcpd-consumer")
+
+    @property
+    def consumer(self) -> Consumer:
+        """The Consumer itself. Read its attributes; its methods belong to the loop's thread."""
+        return self._held
 
     def batches(self) -> Iterator[list[Event]]:
         """Yield events in batches."""
@@ -160,13 +194,8 @@ class SyncConsumer:
         return self._running().call(self.consumer.lag())
 
     @staticmethod
-    async def _now(function: Any) -> Any:
+    async def _now(function: Callable[[], _T]) -> _T:
         return function()
-
-    def _running(self) -> LoopThread:
-        if self._thread is None:
-            raise RuntimeError(_OUTSIDE)
-        return self._thread
 
     def _iterate(self, source: AsyncIterator[_T]) -> Iterator[_T]:
         async def following() -> tuple[_T] | None:
@@ -186,70 +215,36 @@ class SyncConsumer:
             yield found[0]
 
 
-class SyncMirror:
+class SyncMirror(_Looped[Mirror]):
     """See the module; takes what Mirror takes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._arguments = arguments
-        self._options = options
-        self._thread: LoopThread | None = None
-        self._mirror: Mirror
-
-    def __enter__(self) -> SyncMirror:
-        """Connect and catch up with the server as it is now."""
-        self._thread = LoopThread("dcpd-mirror")
-        try:
-            self._thread.call(self._open())
-        except BaseException:
-            self._thread.stop()
-            self._thread = None
-            raise
-        return self
-
-    async def _open(self) -> None:
-        self._mirror = Mirror(*self._arguments, **self._options)
-        await self._mirror.open()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop following and end the thread."""
-        thread, self._thread = self._thread, None
-        assert thread is not None
-        try:
-            thread.call(self._mirror.close())
-        finally:
-            thread.stop()
+        super().__init__(lambda: Mirror(*arguments, **options), "dcpd-mirror")
 
     def caught_up(self, timeout_s: float | None = None) -> None:
         """Return when everything is here that the server had when this was called."""
-        if self._thread is None:
-            raise RuntimeError(_OUTSIDE)
-        self._thread.call(self._mirror.caught_up(timeout_s))
+        self._running().call(self._held.caught_up(timeout_s))
 
     def __getitem__(self, key: str | bytes) -> bytes:
         """Return a value. Raises KeyError."""
-        return self._mirror[key]
+        return self._held[key]
 
     def get(self, key: str | bytes, default: bytes | None = None) -> bytes | None:
         """Return a value, or `default`."""
-        return self._mirror.get(key, default)
+        return self._held.get(key, default)
 
     def __contains__(self, key: str | bytes) -> bool:
         """Whether there is such a document."""
-        return key in self._mirror
+        return key in self._held
 
     def __len__(self) -> int:
         """Return the number of documents."""
-        return len(self._mirror)
+        return len(self._held)
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield keys and values, in no order."""
-        return self._mirror.items()
+        return self._held.items()
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield keys."""
-        return iter(self._mirror)
+        return iter(self._held)
