@@ -414,7 +414,9 @@ class FetchCore:
             self._hand_out_rollback(stream)
             stream.state = StreamState.DONE
             return
-        if stream.seqno > stream.start_seqno:
+        has_told = stream.step.rollback_to is not None and stream.rollback_to is None
+        if has_told or stream.seqno > stream.start_seqno:
+            # A batch has one rollback row of a partition, before all of its changes.
             raise StreamGoneError(
                 "the server goes back below what this task has handed out already"
                 " (deletions were purged, or a snapshot was cut by a branch)",

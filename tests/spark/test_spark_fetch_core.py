@@ -1,0 +1,100 @@
+"""What a connection's core makes of replies, ends and pieces of packets, without a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from clients.errors import TemporaryError
+from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError
+from clients.spark.plan import Step
+from dcp.wire.frame import FrameDecoder, pack_request, pack_response
+from dcp.wire.message import U32, U64, EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+VB, V1, V2 = 7, 0xA1, 0xB2
+NOTHING = Arrived([], None)
+
+
+class Peer:
+    """A core with one stream, and the packets that a server may send to it."""
+
+    def __init__(self, *, rollback_to: int | None = None) -> None:
+        step = Step(VB, 2, ((V1, 0),), 5, ((V2, 2), (V1, 0)), rollback_to)
+        self.stream = Stream(step)
+        self.core = FetchCore([self.stream], b"name", has_collections=False)
+        self.core.begin()
+
+    def reply(self, status: Status, *versions: tuple[int, int], to_seqno: int | None = None):
+        log = b"".join(U64.pack(vb_uuid) + U64.pack(began) for vb_uuid, began in versions)
+        value = log if to_seqno is None else U64.pack(to_seqno) + log
+        return self.core.receive(
+            pack_response(
+                Opcode.DCP_STREAM_REQ, opaque=self.stream.opaque, status=status, value=value
+            )
+        )
+
+    def change(self, seqno: int, value: bytes) -> bytes:
+        extras = U64.pack(seqno) + U64.pack(1) + bytes(15)
+        return pack_request(
+            Opcode.DCP_MUTATION, vb_id=VB, opaque=self.stream.opaque, extras=extras, key=b"key",
+            value=value,
+        )  # fmt: skip
+
+    def end(self, reason: int) -> bytes:
+        return pack_request(
+            Opcode.DCP_STREAM_END, vb_id=VB, opaque=self.stream.opaque, extras=U32.pack(reason)
+        )
+
+
+def test_a_stream_that_breaks_goes_on_behind_the_last_change_of_the_same_read():
+    peer = Peer()
+    peer.reply(Status.OK, (V2, 2), (V1, 0))
+    arrived = peer.core.receive(peer.change(3, b"3") + peer.end(EndReason.STATE_CHANGED))
+    assert arrived.changes is not None
+    assert peer.core.is_waiting
+    assert not peer.core.take_output(), "the shell pauses before it asks again"
+    peer.core.retry()
+    (frame,) = FrameDecoder().feed(peer.core.take_output())
+    assert frame.extras[8:16] == U64.pack(3)
+    assert "STATE_CHANGED" in str(peer.stream.problem)
+
+
+def test_a_batch_never_has_two_rollback_rows_of_a_partition():
+    """Told to go back to 2, then the server's deletions are gone: another attempt has to begin."""
+    peer = Peer(rollback_to=2)
+    arrived = peer.reply(Status.OK, (V2, 2), (V1, 0))
+    assert arrived.rollbacks == [(VB, 2, V2)]
+    peer.core.receive(peer.end(EndReason.STATE_CHANGED))
+    peer.core.retry()
+    with pytest.raises(StreamGoneError, match="vbucket 7") as caught:
+        peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0)
+    assert "repeats the task" in caught.value.hint
+
+
+def test_a_rollback_that_was_not_told_yet_becomes_one_to_zero():
+    peer = Peer(rollback_to=2)
+    assert peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0) == NOTHING
+    assert peer.reply(Status.OK, (V2, 2), (V1, 0)).rollbacks == [(VB, 0, V2)]
+
+
+def test_packets_in_pieces_of_any_size():
+    for size in (1, 7, 24, 100, 333):
+        peer = Peer()
+        peer.reply(Status.OK, (V2, 2), (V1, 0))
+        data = b"".join(peer.change(seqno, b"x" * 70 * seqno) for seqno in (3, 4, 5))
+        seen = []
+        for at in range(0, len(data), size):
+            changes = peer.core.receive(data[at : at + size]).changes
+            if changes is not None:
+                seen += changes.values.to_pylist()
+        assert seen == [b"x" * 70 * seqno for seqno in (3, 4, 5)]
+        peer.core.receive(peer.end(EndReason.OK))
+        assert peer.core.is_done
+
+
+def test_a_refusal_for_now_of_the_connection_itself_can_be_tried_again():
+    peer = Peer()
+    with pytest.raises(TemporaryError, match="DCP_OPEN"):
+        peer.core.receive(pack_response(Opcode.DCP_OPEN, opaque=1, status=Status.ETMPFAIL))
+    assert peer.core.unfinished() == [peer.stream]
