@@ -109,7 +109,7 @@ class CoreNode:
     def commit(self) -> None:
         group = self.engine.take_group()
         if group is not None:
-            self.device.append(group.record)
+            self.device.append(group.record(self.device.salt))
             self.engine.group_committed(group)
             self.hub.committed(group.high_seqnos)
 

@@ -28,12 +28,15 @@ from typing import Final, Protocol
 import google_crc32c
 
 SEGMENT_MAGIC: Final = b"dcpd-log"
-SEGMENT_FORMAT_VERSION: Final = 1
-SEGMENT_HEADER: Final = Struct(">8sIIQQI")
+SEGMENT_FORMAT_VERSION: Final = 2
+SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
 """magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
-CRC-32C of what stands before it."""
+salt, CRC-32C of what stands before it."""
 SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
-
+OLD_SEGMENT_HEADER: Final = Struct(">8sIIQQI")
+"""Version 1, which is read and not written: without a salt."""
+OLD_SALT: Final = 0xDC9D_106E << 32
+"""What the records of version 1 are made with."""
 
 AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
@@ -71,6 +74,13 @@ class LogDevice(Protocol):
     @property
     def room_bytes(self) -> int:
         """How many bytes of zeros lie ahead of the newest segment's end."""
+
+    @property
+    def salt(self) -> int:
+        """The newest segment's salt, which its records are made with (`vbucket.log`).
+
+        To be asked for only where this device began the segment: nothing is written into others.
+        """
 
     def segments(self) -> list[int]:
         """Return the ids of all segments, ascending; empty on a new device."""
@@ -113,10 +123,10 @@ class LogDevice(Protocol):
         """Let go of the device and of the zeros ahead; syncs nothing."""
 
 
-def pack_segment_header(segment: int, previous_bytes: int) -> bytes:
-    """Return the first `SEGMENT_HEADER_BYTES` of a segment."""
+def pack_segment_header(segment: int, previous_bytes: int, salt: int) -> bytes:
+    """Return the first `SEGMENT_HEADER_BYTES` of a segment; `salt` is 64 random bits."""
     head = SEGMENT_HEADER.pack(
-        SEGMENT_MAGIC, SEGMENT_FORMAT_VERSION, 0, segment, previous_bytes, 0
+        SEGMENT_MAGIC, SEGMENT_FORMAT_VERSION, 0, segment, previous_bytes, salt, 0
     )[:-4]
     crc: int = google_crc32c.value(head)
     return head + crc.to_bytes(4, "big")

@@ -14,11 +14,13 @@ import contextlib
 import errno
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from vbucket.device import (
     AHEAD_BYTES,
+    SEGMENT_HEADER_BYTES,
     LogFullError,
     LogWriteError,
     SyncFailedError,
@@ -67,6 +69,8 @@ def sync_folder(folder: Path) -> None:
 class FileLogDevice:
     """`LogDevice` over the files of one folder; the folder is created when missing.
 
+    `draw_salt` gives 64 random bits for each new segment, which no client may be able to guess.
+
     Invariants
     - `_end` is the length of the newest segment as far as appends succeeded, and
       `_end` <= `_ahead_end` <= the file's length;
@@ -75,8 +79,12 @@ class FileLogDevice:
     - the file grows, or shrinks, under `_growing` only: `reserve` never writes over an append.
     """
 
-    def __init__(self, folder: Path, disk: Disk | None = None) -> None:
+    def __init__(
+        self, folder: Path, draw_salt: Callable[[], int], disk: Disk | None = None
+    ) -> None:
         self._folder = folder
+        self._draw_salt = draw_salt
+        self._salt: int | None = None
         self._disk = disk or FolderDisk(folder)
         self._refusal: Exception | None = None
         self._fd = -1
@@ -99,6 +107,12 @@ class FileLogDevice:
     def room_bytes(self) -> int:
         """See LogDevice."""
         return self._ahead_end - self._end
+
+    @property
+    def salt(self) -> int:
+        """See LogDevice."""
+        assert self._salt is not None, "records go only into a segment that was begun here"
+        return self._salt
 
     def segments(self) -> list[int]:
         """See LogDevice."""
@@ -164,11 +178,13 @@ class FileLogDevice:
             segment = self._segments[-1] + 1 if self._segments else 1
             if self._fd >= 0:
                 self._seal()
-            room_bytes = self._create(segment)
+            salt = self._draw_salt()
+            room_bytes = self._create(segment, salt)
             self._sync_folder()
             self._segments.append(segment)
             self._open_newest()
-            self._end = len(pack_segment_header(segment, 0))
+            self._salt = salt
+            self._end = SEGMENT_HEADER_BYTES
             self._ahead_end = self._end + room_bytes
         return segment
 
@@ -241,9 +257,9 @@ class FileLogDevice:
         except OSError as error:
             self._fail_sync(f"segment {segment} could not be synced: {error}", error)
 
-    def _create(self, segment: int) -> int:
+    def _create(self, segment: int, salt: int) -> int:
         """Write the next segment and give it its name; return how many zeros lie ahead in it."""
-        header = pack_segment_header(segment, self._end)
+        header = pack_segment_header(segment, self._end, salt)
         fd = -1
         try:
             fd = self._disk.create(_NEW_NAME)

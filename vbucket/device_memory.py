@@ -6,10 +6,18 @@ call from now (1 = the next one) and fires once.
 
 from __future__ import annotations
 
-from vbucket.device import LogFullError, LogWriteError, SyncFailedError, pack_segment_header
+from vbucket.device import (
+    SEGMENT_HEADER,
+    LogFullError,
+    LogWriteError,
+    SyncFailedError,
+    pack_segment_header,
+)
 
 MEMORY_AHEAD_BYTES = 512
 """Zeros that `reserve` writes here: few, so that tests come to their end."""
+_SALT_STEP = 0x9E37_79B9_7F4A_7C15
+"""Makes each segment's salt another, and the same in every run."""
 
 
 class MemoryLogDevice:
@@ -43,6 +51,12 @@ class MemoryLogDevice:
     def unsynced_bytes(self) -> int:
         """How many bytes a crash may take."""
         return self.current_bytes - self._synced
+
+    @property
+    def salt(self) -> int:
+        """See LogDevice."""
+        salt: int = SEGMENT_HEADER.unpack_from(self._newest())[5]
+        return salt
 
     def segments(self) -> list[int]:
         """See LogDevice."""
@@ -82,7 +96,8 @@ class MemoryLogDevice:
         """See LogDevice."""
         self.sync()
         newest = max(self._data, default=0)
-        header = pack_segment_header(newest + 1, self.current_bytes)
+        salt = (newest + 1) * _SALT_STEP % (1 << 64)
+        header = pack_segment_header(newest + 1, self.current_bytes, salt)
         self._data[newest + 1] = bytearray(header)
         self._synced = len(header)
         self._ahead_end = self._synced + MEMORY_AHEAD_BYTES

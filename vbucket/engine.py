@@ -3,7 +3,7 @@
 The shell that owns it works in this order, and the types keep it to that:
 
     begin_batch(now)  store/delete/get ...   the operations of one read
-    take_group() -> Group                    everything since the last group, as one log record
+    take_group() -> Group                    everything since the last group, for one log record
         the shell appends `record` to the log and syncs it
     group_committed(group)                   answers that waited for group.number may leave,
                                              streams of group.high_seqnos have something to send

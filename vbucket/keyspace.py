@@ -75,8 +75,8 @@ class Group(NamedTuple):
     """A commit group: everything that was applied since the one before."""
 
     number: int
-    record: bytes
-    """The log record: append it and sync it, then call `group_committed`."""
+    payload: bytes
+    """Its entries. Append and sync their `record`, then call `group_committed`."""
     high_seqnos: dict[int, int]
     """vb -> high seqno of each partition that the group changed."""
     branched: list[int]
@@ -86,6 +86,10 @@ class Group(NamedTuple):
     entries: int
     manifest: Manifest | None = None
     """The collections manifest, where the group changed it."""
+
+    def record(self, salt: int) -> bytes:
+        """Return the log record; `salt` is that of the segment which it goes into."""
+        return pack_group(self.number, self.payload, salt)
 
 
 class BranchRefusedError(Exception):
@@ -200,7 +204,7 @@ class Keyspace:
         payload = b"".join(self._pending)
         group = Group(
             self.group,
-            pack_group(self.group, payload),
+            payload,
             {part.vb_id: part.high_seqno for part in self._touched},
             self._branched,
             self._restated,

@@ -1,11 +1,16 @@
 """The log's bytes: segments of records, one record per commit group, each with a checksum.
 
     segment = header (vbucket.device.SEGMENT_HEADER) + record*
-    record  = magic u32, kind u32, payload length u32, group number u64, CRC-32C u32, payload
+    record  = mark u32, kind u32, payload length u32, group number u64, CRC-32C u32, payload
     payload = entry*        (vbucket.entry; an entry ends where its body length says)
 
 The CRC covers the record's fields before it and the payload. Group numbers ascend by 1 within and
 across segments. Big-endian.
+
+A segment's header holds a salt, 64 random bits: its upper half is the mark that the segment's
+records begin with, its lower half what their CRCs go on from. So a client, whose values stand in
+records as they are, cannot make one that passes for a record, which would turn a torn group into
+damage. Segments of version 1 have none; their records are made with `device.OLD_SALT`.
 
 Who calls it: the engine packs groups and recovers from what the store has not merged; the merge
 scans sealed segments. Pure; the device is handed in.
@@ -26,19 +31,18 @@ from typing import Final, NamedTuple
 import google_crc32c
 
 from vbucket.device import (
+    OLD_SALT,
+    OLD_SEGMENT_HEADER,
     SEGMENT_FORMAT_VERSION,
     SEGMENT_HEADER,
-    SEGMENT_HEADER_BYTES,
     SEGMENT_MAGIC,
     LogDevice,
     UnknownFormatError,
-    pack_segment_header,
 )
 
-RECORD_MAGIC: Final = 0xDC9D_106E
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQ")
-"""magic, kind, payload length, group number."""
+"""mark, kind, payload length, group number."""
 RECORD: Final = Struct(">IIIQI")
 """The same and the CRC-32C."""
 RECORD_BYTES: Final = RECORD.size
@@ -48,7 +52,9 @@ GROUP_WINDOW: Final = 1 << 20
 _BODY_LENGTH: Final = Struct(">20xI")
 """Where an entry tells its length: 12 bytes of prefix, 8 of the frame's header."""
 _ENTRY_HEAD_BYTES: Final = 36
-_MAGIC_BYTES: Final = RECORD_MAGIC.to_bytes(4, "big")
+_SALT_HALF: Final = (1 << 32) - 1
+_HEADERS: Final = {1: OLD_SEGMENT_HEADER, SEGMENT_FORMAT_VERSION: SEGMENT_HEADER}
+_VERSION_AT: Final = len(SEGMENT_MAGIC)
 _crc32c = google_crc32c.value
 _crc32c_extend = google_crc32c.extend
 _pack_head = RECORD_HEAD.pack
@@ -56,6 +62,14 @@ _pack_head = RECORD_HEAD.pack
 
 class LogDamagedError(Exception):
     """The log holds what no crash can leave: bytes changed, or vanished, after they were synced."""
+
+
+class SegmentHeader(NamedTuple):
+    """What a segment's header tells. `previous_bytes`: length of the segment before, 0: none."""
+
+    previous_bytes: int
+    salt: int
+    size_bytes: int
 
 
 class ScannedGroup(NamedTuple):
@@ -85,10 +99,13 @@ class TornTail(NamedTuple):
     cut_bytes: int
 
 
-def pack_group(group: int, payload: bytes) -> bytes:
-    """Return the record of a commit group; `payload` is its entries one after another."""
-    head = _pack_head(RECORD_MAGIC, KIND_GROUP, len(payload), group)
-    crc: int = _crc32c_extend(_crc32c(head), payload)
+def pack_group(group: int, payload: bytes, salt: int) -> bytes:
+    """Return the record of a commit group; `payload` is its entries one after another.
+
+    `salt` is that of the segment which it goes into.
+    """
+    head = _pack_head(salt >> 32, KIND_GROUP, len(payload), group)
+    crc: int = _crc32c_extend(_crc32c_extend(salt & _SALT_HALF, head), payload)
     return head + crc.to_bytes(4, "big") + payload
 
 
@@ -117,27 +134,31 @@ def split_entries(payload: bytes) -> list[bytes]:
     return entries
 
 
-def read_segment_header(data: bytes, segment: int) -> int:
-    """Return the length of the previous segment (0: there was none) that this one's header tells.
+def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
+    """Return what a segment's header tells.
 
-    Raises LogDamagedError, or UnknownFormatError for a segment of another version.
+    Raises LogDamagedError, or UnknownFormatError for a segment of a version that is not known.
     """
-    if len(data) < SEGMENT_HEADER_BYTES:
+    if len(data) < OLD_SEGMENT_HEADER.size:
         raise _damaged(segment, 0, f"its header is cut short to {len(data)} bytes")
-    magic, version, _, found, previous_bytes, _ = SEGMENT_HEADER.unpack_from(data)
+    magic = data[:_VERSION_AT]
     if magic != SEGMENT_MAGIC:
         raise _damaged(segment, 0, f"it begins with {magic!r} instead of {SEGMENT_MAGIC!r}")
-    if version != SEGMENT_FORMAT_VERSION:
+    version = int.from_bytes(data[_VERSION_AT : _VERSION_AT + 4], "big")
+    layout = _HEADERS.get(version)
+    if layout is None:
         raise UnknownFormatError(
-            f"log segment {segment} has format version {version}, this program knows "
+            f"log segment {segment} has format version {version}, this program knows up to "
             f"{SEGMENT_FORMAT_VERSION}; use the version of dcpd that wrote it"
         )
+    if len(data) < layout.size:
+        raise _damaged(segment, 0, f"its header is cut short to {len(data)} bytes")
+    _, _, _, found, previous_bytes, *salt, crc = layout.unpack_from(data)
     if found != segment:
         raise _damaged(segment, 0, f"its header says that it is segment {found}")
-    header = pack_segment_header(segment, int(previous_bytes))
-    if data[:SEGMENT_HEADER_BYTES] != header:
+    if _crc32c(data[: layout.size - 4]) != crc:
         raise _damaged(segment, 0, "its header does not have its checksum")
-    return int(previous_bytes)
+    return SegmentHeader(previous_bytes, salt[0] if salt else OLD_SALT, layout.size)
 
 
 def scan_segment(
@@ -158,10 +179,10 @@ def scan_segment(
 
     Raises LogDamagedError; UnknownFormatError.
     """
-    read_segment_header(data, segment)
-    at = SEGMENT_HEADER_BYTES
+    header = read_segment_header(data, segment)
+    at, salt = header.size_bytes, header.salt
     last = group_before
-    while (record := _record_at(data, at)) is not None:
+    while (record := _record_at(data, at, salt)) is not None:
         group, end = record
         if last is not None and group != last + 1:
             raise _damaged(segment, at, f"group {group} follows group {last}")
@@ -173,7 +194,7 @@ def scan_segment(
         raise _damaged(segment, at, "no good record stands here, and a newer segment was begun")
     if not is_synced_per_group or written_bytes(data) <= at:
         return
-    found = _find_record(data, at + 1, last)
+    found = _find_record(data, at + 1, last, salt)
     if found is not None:
         raise _damaged(segment, at, f"no good record stands here, but one follows at {found}")
 
@@ -209,14 +230,13 @@ class Recovery:
         previous_bytes = 0
         for segment in self._segments:
             data = self._device.read(segment)
-            expected_bytes = read_segment_header(data, segment)
+            expected_bytes, _, end = read_segment_header(data, segment)
             if previous_bytes and previous_bytes != expected_bytes:
                 raise _damaged(
                     segment - 1,
                     previous_bytes,
                     f"it ends here, but had {expected_bytes} bytes when it was sealed",
                 )
-            end = SEGMENT_HEADER_BYTES
             for group, payload, end in scan_segment(  # noqa: B007 - the last end is used below
                 data,
                 segment,
@@ -265,33 +285,35 @@ def recover(device: LogDevice, after_segment: int, *, is_synced_per_group: bool 
     return Recovery(device, segments, is_synced_per_group=is_synced_per_group)
 
 
-def _record_at(data: bytes, at: int) -> tuple[int, int] | None:
+def _record_at(data: bytes, at: int, salt: int) -> tuple[int, int] | None:
     """Return group number and end of the good record at `at`, None when there is none."""
     if at + RECORD_BYTES > len(data):
         return None
-    magic, kind, length, group, crc = RECORD.unpack_from(data, at)
+    mark, kind, length, group, crc = RECORD.unpack_from(data, at)
     end = at + RECORD_BYTES + length
-    if magic != RECORD_MAGIC or kind != KIND_GROUP or end > len(data):
+    if mark != salt >> 32 or kind != KIND_GROUP or end > len(data):
         return None
-    head = data[at : at + RECORD_HEAD.size]
-    if _crc32c_extend(_crc32c(head), data[at + RECORD_BYTES : end]) != crc:
+    head_crc = _crc32c_extend(salt & _SALT_HALF, data[at : at + RECORD_HEAD.size])
+    if _crc32c_extend(head_crc, data[at + RECORD_BYTES : end]) != crc:
         return None
     return group, end
 
 
-def _find_record(data: bytes, start: int, last: int | None) -> int | None:
+def _find_record(data: bytes, start: int, last: int | None, salt: int) -> int | None:
     """Return the position of the next good record from `start` on that can belong to this log.
 
-    Values may hold anything, a log's records too; only group numbers soon after `last` count.
+    Values may hold anything. What keeps a value from passing for a record is the salt, and in
+    segments without one this alone: only group numbers soon after `last` count.
     """
-    at = data.find(_MAGIC_BYTES, start)
+    mark = (salt >> 32).to_bytes(4, "big")
+    at = data.find(mark, start)
     while at >= 0:
         if at + RECORD_BYTES <= len(data):
             group = RECORD.unpack_from(data, at)[3]
             is_near = last is None or last < group <= last + GROUP_WINDOW
-            if is_near and _record_at(data, at) is not None:
+            if is_near and _record_at(data, at, salt) is not None:
                 return at
-        at = data.find(_MAGIC_BYTES, at + 1)
+        at = data.find(mark, at + 1)
     return None
 
 

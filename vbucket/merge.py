@@ -242,7 +242,7 @@ def _stage_segments(
                 f"log segment {segment} cannot be merged: the store has all up to "
                 f"{merged_segment}, so {merged_segment + 1} has to be next"
             )
-        expected_bytes = read_segment_header(data, segment)
+        expected_bytes = read_segment_header(data, segment).previous_bytes
         if size_before and expected_bytes != size_before:
             raise LogDamagedError(
                 f"log segment {merged_segment} has {size_before} bytes, but had {expected_bytes} "

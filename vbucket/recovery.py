@@ -86,7 +86,7 @@ def make_new_versions(engine: Engine, device: LogDevice, env: KvEnv) -> int:
     changed = engine.begin_new_versions()
     group = engine.take_group()
     assert group is not None
-    device.append(group.record)
+    device.append(group.record(device.salt))
     device.sync()
     engine.group_committed(group)
     with env.write() as write:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from vbucket.device import SEGMENT_HEADER_BYTES, UnknownFormatError
+from vbucket.device import UnknownFormatError
 from vbucket.entry import LOG_CONTROL, control_document, head_of, seqno_of
 from vbucket.finding import Finding, Kind
 from vbucket.log import (
@@ -93,9 +93,8 @@ class LogCheck:
     ) -> Iterator[Finding]:
         where = f"log segment {segment}"
         self._last_group = group_before
-        end = SEGMENT_HEADER_BYTES
         try:
-            expected_bytes = read_segment_header(data, segment)
+            expected_bytes, _, end = read_segment_header(data, segment)
             if size_before and expected_bytes != size_before:
                 yield Finding(
                     Kind.LOG,

@@ -32,6 +32,7 @@ from dcp.server.meter import Histogram
 from vbucket.device import AHEAD_BYTES, LogDevice, LogFullError, LogWriteError, SyncFailedError
 from vbucket.engine import Engine
 from vbucket.keyspace import Group
+from vbucket.log import RECORD_BYTES
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/performance.md)."""
@@ -88,7 +89,6 @@ class Committer:
         self._idle.set()
         self.full_why = ""
         """Why the log has no room for the group that waits, "" if none waits."""
-        self.group_count = 0
         self.is_synced = True
         """Whether everything in the log is on disk."""
 
@@ -146,7 +146,7 @@ class Committer:
             # Here and nowhere else: what is frozen is exactly what the sealed segments hold.
             self._engine.freeze()
         job = _Job(partial(self._write, group), partial(self._written, group, rotates))
-        if rotates or not self._is_for_the_loop(len(group.record)):
+        if rotates or not self._is_for_the_loop(RECORD_BYTES + len(group.payload)):
             self._give(job)
             return
         try:
@@ -222,7 +222,6 @@ class Committer:
         self._idle.set()  # whoever drains gives up
 
     def _commit(self, group: Group) -> None:
-        self.group_count += 1
         self._engine.group_committed(group, is_synced=self._is_synced_with(group))
         self._on_commit(group)
 
@@ -248,7 +247,8 @@ class Committer:
                 call_soon(job.then, result)
 
     def _write(self, group: Group) -> None:
-        self._device.append(group.record)
+        # The device's newest segment cannot change before: `_begin` is not reached while it does.
+        self._device.append(group.record(self._device.salt))
         if self._is_synced_with(group):
             self._sync()
         else:

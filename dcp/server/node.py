@@ -221,7 +221,7 @@ class Node:
     # -- start-up ----------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        self._device = FileLogDevice(self._folder.log_path)
+        self._device = FileLogDevice(self._folder.log_path, _draw_salt)
         self._env = LmdbEnv(
             self._folder.store_path, TABLES, map_size_bytes=self._settings.map_size_bytes
         )
@@ -587,6 +587,10 @@ class Node:
 def _delete(device: FileLogDevice, segments: list[int]) -> None:
     for segment in segments:
         device.delete(segment)
+
+
+def _draw_salt() -> int:
+    return secrets.randbits(64)
 
 
 def _draw_uuid() -> int:

@@ -255,7 +255,7 @@ async def test_a_start_that_died_before_the_store_was_there_is_no_damage(tmp_pat
         shutil.rmtree(server.data / "store")
         for path in (server.data / "log").iterdir():
             path.unlink()
-        device = FileLogDevice(server.data / "log")
+        device = FileLogDevice(server.data / "log", lambda: 1)
         device.rotate()
         server.start()
         async with KvClient.connect(server.address) as kv:

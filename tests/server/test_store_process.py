@@ -47,7 +47,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self.folder: DataFolder = open_folder(path)
-        self.device = FileLogDevice(self.folder.log_path)
+        self.device = FileLogDevice(self.folder.log_path, lambda: 1)
         self.device.rotate()
         self.env = LmdbEnv(self.folder.store_path, TABLES)
         node = NodeRecord(1, self.env.engine, "00", clean_shutdown=False, durability="commit",
@@ -59,7 +59,7 @@ class Server:
     def seal_one(self) -> int:
         """Write one change in a segment of its own, seal it, return its id."""
         self.seqno += 1
-        self.device.append(pack_group(self.seqno, entry(self.seqno)))
+        self.device.append(pack_group(self.seqno, entry(self.seqno), self.device.salt))
         return self.device.rotate() - 1
 
     def has(self) -> int:
@@ -257,9 +257,9 @@ def test_a_request_of_a_lost_server_commits_nothing(tmp_path: Path) -> None:
     node = NodeRecord(1, "memory", "00", clean_shutdown=False, durability="commit",
                       merged_segment=0)  # fmt: skip
     store = Store.create(env, node, {VB: empty})
-    device = FileLogDevice(tmp_path)
+    device = FileLogDevice(tmp_path, lambda: 1)
     device.rotate()
-    device.append(pack_group(1, entry(1)))
+    device.append(pack_group(1, entry(1), device.salt))
     device.rotate()
     device.close()
     for request in (

@@ -86,10 +86,10 @@ def make_store(folder: Path) -> Truth:
     empty = PartitionRecord(1, 0, 0, 0, 0, 0, 0, [[1, 0, 0]])
     Store.create(env, node, dict.fromkeys(VBS, empty)).close()
     log = folder / "log"
-    device = FileLogDevice(log)
+    draw = random.Random(5)
+    device = FileLogDevice(log, lambda: draw.getrandbits(64))
     device.rotate()
     entries = []
-    draw = random.Random(5)
     for vb_id in VBS:
         last: dict[bytes, int] = {}
         for seqno in range(1, KEYS + 200):
@@ -101,7 +101,7 @@ def make_store(folder: Path) -> Truth:
                 )
             )  # fmt: skip
             last[key] = seqno
-    device.append(pack_group(1, b"".join(entries)))
+    device.append(pack_group(1, b"".join(entries), device.salt))
     device.rotate()
     merge(env, [(1, read_segment(log, 1))])
     device.delete(1)
@@ -187,7 +187,7 @@ def read_all(folder: Path, truth: Truth) -> tuple[Outcome, str]:
         node = store.node()
         if node is None:
             return Outcome.REFUSED, "no node: a server refuses to make one beside a log"
-        recover(FileLogDevice(folder / "log"), node.merged_segment)
+        recover(FileLogDevice(folder / "log", lambda: 0), node.merged_segment)
     except NAMED as error:
         return Outcome.REFUSED, str(error)
     for (vb_id, what), expected in truth.items():

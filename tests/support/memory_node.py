@@ -116,7 +116,7 @@ class MemoryNode:
 
     def finish(self, group: Group) -> None:
         """Write and sync a group that was taken before, and wake who waits for it."""
-        self.device.append(group.record)
+        self.device.append(group.record(self.device.salt))
         self.device.sync()
         self.engine.group_committed(group)
         for vb_id in group.branched:

@@ -68,7 +68,7 @@ class PowerNode:
         self.env = env
         self.durability = durability
         self._draw = draw
-        self.device = FileLogDevice(Path("simulated"), disk)
+        self.device = FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk)
         self.store, self.engine, self.torn, self.new_versions = start(
             env,
             self.device,
@@ -161,7 +161,7 @@ class Story:
         if group is None:
             return
         self.pictures.append(node.picture())
-        node.device.append(group.record)
+        node.device.append(group.record(node.device.salt))
         is_synced = self.durability == "commit" or bool(group.branched)
         if is_synced:
             node.device.sync()
@@ -259,7 +259,7 @@ class Story:
         assert (status, seqno) == (0, high_seqno + 1)
         group = node.engine.take_group()
         assert group is not None
-        node.device.append(group.record)
+        node.device.append(group.record(node.device.salt))
         node.device.sync()
         node.engine.group_committed(group)
         expected = node.picture()

@@ -135,7 +135,7 @@ class SegmentWriter:
 
     def end_group(self) -> None:
         self.group += 1
-        self.device.append(pack_group(self.group, b"".join(self.pending)))
+        self.device.append(pack_group(self.group, b"".join(self.pending), self.device.salt))
         self.pending = []
 
     def seal(self) -> None:

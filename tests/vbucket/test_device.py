@@ -6,7 +6,9 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,12 +18,17 @@ from vbucket.device import (
     LogFullError,
     LogWriteError,
     SyncFailedError,
-    pack_segment_header,
 )
 from vbucket.device_files import FileLogDevice, segment_path
 from vbucket.device_memory import MemoryLogDevice
+from vbucket.log import SegmentHeader, read_segment_header
 
 HEADER = SEGMENT_HEADER_BYTES
+draw_salt = partial(Random(1).getrandbits, 64)
+
+
+def header_of(device: LogDevice, segment: int) -> SegmentHeader:
+    return read_segment_header(device.read(segment), segment)
 
 
 class MemoryDisk:
@@ -48,7 +55,7 @@ class FileDisk:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.monkeypatch = monkeypatch
-        self.device = FileLogDevice(folder)
+        self.device = FileLogDevice(folder, draw_salt)
 
     def reopen(self) -> LogDevice:
         self.device.close()
@@ -56,7 +63,7 @@ class FileDisk:
 
     def reopen_after_kill(self) -> LogDevice:
         self.device._close_newest()
-        self.device = FileLogDevice(self.folder)
+        self.device = FileLogDevice(self.folder, draw_salt)
         return self.device
 
     def fill_after(self, count: int) -> None:
@@ -104,7 +111,8 @@ def test_a_new_device_is_empty_and_takes_no_append(disk: Disk) -> None:
 def test_segments_begin_with_a_header_that_tells_the_length_of_the_one_before(disk: Disk) -> None:
     device = disk.device
     assert device.rotate() == 1
-    assert device.read(1) == pack_segment_header(1, 0)
+    assert len(device.read(1)) == HEADER
+    assert header_of(device, 1) == (0, device.salt, HEADER)
     device.append(b"abc")
     device.append(b"defg")
     assert device.current_bytes == HEADER + 7
@@ -112,8 +120,10 @@ def test_segments_begin_with_a_header_that_tells_the_length_of_the_one_before(di
     assert device.current_bytes == HEADER
     device.append(b"next")
     assert device.segments() == [1, 2]
-    assert device.read(1) == pack_segment_header(1, 0) + b"abcdefg"
-    assert device.read(2) == pack_segment_header(2, HEADER + 7) + b"next"
+    assert device.read(1)[HEADER:] == b"abcdefg"
+    assert device.read(2)[HEADER:] == b"next"
+    assert header_of(device, 2) == (HEADER + 7, device.salt, HEADER)
+    assert header_of(device, 1).salt != device.salt, "drawn for each segment"
 
 
 def test_what_was_written_is_there_after_opening_again(disk: Disk) -> None:
@@ -127,7 +137,7 @@ def test_what_was_written_is_there_after_opening_again(disk: Disk) -> None:
     device.append(b"+")
     assert device.read(2)[HEADER:] == b"two+"
     assert device.rotate() == 3
-    assert device.read(3) == pack_segment_header(3, HEADER + 4)
+    assert header_of(device, 3) == (HEADER + 4, device.salt, HEADER)
 
 
 def test_cut_and_delete(disk: Disk) -> None:
@@ -252,8 +262,8 @@ def test_a_sealed_segment_has_no_zeros_at_its_end(disk: Disk) -> None:
     disk.device.reserve()
     disk.device.rotate()
     device = disk.reopen_after_kill()
-    assert device.read(1) == pack_segment_header(1, 0) + b"data\0"
-    assert device.read(2)[:HEADER] == pack_segment_header(2, HEADER + 5)
+    assert device.read(1)[HEADER:] == b"data\0"
+    assert header_of(device, 2).previous_bytes == HEADER + 5
 
 
 def test_after_a_full_disk_there_is_no_room_ahead(disk: Disk) -> None:
@@ -274,7 +284,7 @@ def test_file_names_are_numbered_and_other_files_are_left_alone(tmp_path: Path) 
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     (folder / "new-segment.tmp").write_bytes(b"half a header")
-    device = FileLogDevice(folder)
+    device = FileLogDevice(folder, draw_salt)
     device.rotate()
     device.close()
     assert sorted(path.name for path in folder.iterdir()) == ["0000000001.log", "notes.txt"]
@@ -283,7 +293,7 @@ def test_file_names_are_numbered_and_other_files_are_left_alone(tmp_path: Path) 
 def test_rotating_on_a_full_disk_keeps_the_current_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FileLogDevice(tmp_path / "log")
+    device = FileLogDevice(tmp_path / "log", draw_salt)
     device.rotate()
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", _fail_with(errno.ENOSPC))
@@ -315,7 +325,7 @@ def test_a_partial_write_that_cannot_be_cut_ends_the_appends(
 def test_a_folder_that_cannot_be_synced_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = FileLogDevice(tmp_path / "log")
+    device = FileLogDevice(tmp_path / "log", draw_salt)
     device.rotate()
     device.rotate()
     with monkeypatch.context() as patched:
@@ -362,7 +372,7 @@ def test_a_disk_without_room_for_zeros_takes_records_all_the_same(
 def test_what_may_be_tried_again_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    device = FileLogDevice(tmp_path / "log")
+    device = FileLogDevice(tmp_path / "log", draw_salt)
     device.rotate()
     for patched_name, call in (
         ("pwrite", lambda: device.append(b"x")),
@@ -395,7 +405,7 @@ def test_zeros_that_cannot_be_synced_are_final(
 
 def test_reserving_beside_appends_never_writes_over_them(tmp_path: Path) -> None:
     """One thread appends beyond the room again and again, another one reserves."""
-    device = FileLogDevice(tmp_path / "log")
+    device = FileLogDevice(tmp_path / "log", draw_salt)
     device.rotate()
     is_done = threading.Event()
 

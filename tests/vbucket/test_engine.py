@@ -94,7 +94,7 @@ def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: Memo
     put(node.engine, b"2")
     group = node.engine.take_group()
     assert group is not None
-    node.device.append(group.record)
+    node.device.append(group.record(node.device.salt))
     node.device.sync()
     segment = node.device.segments()[-1]
     (scanned,) = scan_segment(node.device.read(segment), segment)

@@ -156,10 +156,11 @@ class EngineMachine(RuleBasedStateMachine):
         """The process dies between taking a group and the end of its sync; some of it is left."""
         group = self.node.engine.take_group()
         if group is not None:
-            self.node.device.append(group.record)
+            record = group.record(self.node.device.salt)
+            self.node.device.append(record)
             # With the zeros ahead of the log, a record that lacks only zeros at its end is whole.
-            torn_bytes_max = len(group.record.rstrip(b"\0")) - 1
-            keep_bytes = min(int(len(group.record) * part), torn_bytes_max)
+            torn_bytes_max = len(record.rstrip(b"\0")) - 1
+            keep_bytes = min(int(len(record) * part), torn_bytes_max)
             self.crash(keep_bytes)
             assert (self.node.torn is not None) == (keep_bytes > 0)
 

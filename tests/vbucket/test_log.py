@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vbucket.device import (
-    SEGMENT_HEADER,
+    OLD_SALT,
+    OLD_SEGMENT_HEADER,
     SEGMENT_HEADER_BYTES,
     UnknownFormatError,
     pack_segment_header,
@@ -17,11 +19,14 @@ from vbucket.device import (
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.entry import pack_control, pack_deletion, pack_mutation
 from vbucket.log import (
+    KIND_GROUP,
     RECORD_BYTES,
+    RECORD_HEAD,
     LogDamagedError,
     ScannedGroup,
     TornTail,
     pack_group,
+    read_segment_header,
     recover,
     scan_segment,
     split_entries,
@@ -30,11 +35,25 @@ from vbucket.log import (
 
 HEADER = SEGMENT_HEADER_BYTES
 PAYLOADS = [b"first", b"", b"the third group", b"4"]
+SALT = 0x0123_4567_89AB_CDEF
 
 
 def segment_of(payloads: list[bytes], *, number: int = 1, first_group: int = 1) -> bytes:
-    records = [pack_group(first_group + i, payload) for i, payload in enumerate(payloads)]
-    return pack_segment_header(number, 0) + b"".join(records)
+    records = [pack_group(first_group + i, payload, SALT) for i, payload in enumerate(payloads)]
+    return pack_segment_header(number, 0, SALT) + b"".join(records)
+
+
+def old_segment_of(payloads: list[bytes]) -> bytes:
+    """Segment 1 as format version 1 has it."""
+    head = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 1, 0, 1, 0, 0)[:-4]
+    records = [plain_record(i + 1, payload) for i, payload in enumerate(payloads)]
+    return head + google_crc32c.value(head).to_bytes(4, "big") + b"".join(records)
+
+
+def plain_record(group: int, payload: bytes) -> bytes:
+    """A record of format version 1: whoever knows the format can make it."""
+    head = RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
+    return head + google_crc32c.value(head + payload).to_bytes(4, "big") + payload
 
 
 def ends_of(payloads: list[bytes]) -> list[int]:
@@ -87,7 +106,7 @@ def test_zeros_where_a_group_was_are_damage_if_a_group_follows() -> None:
             list(scan_segment(bytes(data), 1, is_newest=True))
 
 
-@pytest.mark.parametrize("filler", [b"\x00" * 300 + b"\1", b"\xff" * 40, b"\xdc\x9d\x10\x6e" * 9])
+@pytest.mark.parametrize("filler", [b"\x00" * 300 + b"\1", b"\xff" * 40, b"\x01\x23\x45\x67" * 9])
 def test_garbage_after_the_last_group_is_a_torn_tail(filler: bytes) -> None:
     data = segment_of(PAYLOADS)
     groups = list(scan_segment(data + filler, 1, is_newest=True))
@@ -124,24 +143,80 @@ def test_a_segment_under_another_number_is_damage() -> None:
 
 
 def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
-    header = SEGMENT_HEADER.pack(b"dcpd-log", 2, 0, 1, 0, 0)
-    with pytest.raises(UnknownFormatError, match=r"version 2, .* use the version"):
+    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 3, 0, 1, 0, 0)
+    with pytest.raises(UnknownFormatError, match=r"version 3, .* up to 2; use the version"):
         list(scan_segment(header, 1))
 
 
 def test_group_numbers_that_jump_are_damage() -> None:
-    data = segment_of([b"a"]) + pack_group(3, b"c")
+    data = segment_of([b"a"]) + pack_group(3, b"c", SALT)
     with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
         list(scan_segment(data, 1))
     with pytest.raises(LogDamagedError, match="group 1 follows group 7"):
         list(scan_segment(segment_of([b"a"]), 1, group_before=7))
 
 
-def test_a_stored_log_record_in_a_torn_value_is_not_taken_for_one_of_ours() -> None:
-    old_record = pack_group(1, b"somebody stored a log file as a value")
+# -- values that look like records ---------------------------------------------------------------
+
+
+def torn_around(value: bytes) -> bytes:
+    """A group that did not reach the disk whole: its first bytes did not, its value did."""
+    record = bytearray(pack_group(3, b"a key, and then: " + value, SALT))
+    record[:RECORD_BYTES] = bytes(RECORD_BYTES)
+    return bytes(record)
+
+
+@pytest.mark.parametrize("group", [3, 4, 1000])
+def test_a_value_made_to_look_like_a_record_is_cut_with_its_torn_group(group: int) -> None:
     data = segment_of([b"a", b"b"])
-    torn = pack_group(3, b"value: " + old_record + b" and more")[:-1]
+    crafted = plain_record(group, b"what a client wrote")
+    found = list(scan_segment(data + torn_around(crafted), 1, is_newest=True))
+    assert [scanned.payload for scanned in found] == [b"a", b"b"]
+
+
+def test_a_record_of_another_segment_is_not_one_of_this() -> None:
+    """Who stores the files of a log as values cannot know the salt of the segment under way."""
+    data = segment_of([b"a", b"b"])
+    for salt in (SALT ^ 1, SALT ^ 1 << 32, OLD_SALT):
+        torn = torn_around(pack_group(3, b"from a log", salt))
+        assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
+
+
+def test_a_record_with_the_salt_behind_a_bad_place_is_damage() -> None:
+    data = segment_of([b"a", b"b"]) + torn_around(pack_group(4, b"of our own", SALT))
+    with pytest.raises(LogDamagedError, match="but one follows"):
+        list(scan_segment(data, 1, is_newest=True))
+
+
+# -- segments of version 1 ------------------------------------------------------------------------
+
+
+def test_a_segment_of_version_1_is_read_to_its_end() -> None:
+    data = old_segment_of(PAYLOADS)
+    assert read_segment_header(data, 1) == (0, OLD_SALT, OLD_SEGMENT_HEADER.size)
+    assert [group.payload for group in scan_segment(data, 1)] == PAYLOADS
+    torn = data + plain_record(5, b"torn")[:-1] + bytes(90)
+    found = list(scan_segment(torn, 1, is_newest=True))
+    assert ([group.payload for group in found], found[-1].end) == (PAYLOADS, len(data))
+
+
+def test_a_hole_in_a_segment_of_version_1_is_damage() -> None:
+    data = bytearray(old_segment_of(PAYLOADS))
+    data[OLD_SEGMENT_HEADER.size + 1] ^= 1
+    with pytest.raises(LogDamagedError, match="but one follows"):
+        list(scan_segment(bytes(data), 1, is_newest=True))
+
+
+def test_in_a_segment_of_version_1_the_group_number_keeps_old_records_in_values_apart() -> None:
+    data = old_segment_of([b"a", b"b"])
+    torn = plain_record(3, b"value: " + plain_record(1, b"a log file as a value") + b" more")[:-1]
     assert len(list(scan_segment(data + torn, 1, is_newest=True))) == 2
+
+
+@pytest.mark.parametrize("size", range(OLD_SEGMENT_HEADER.size))
+def test_a_header_of_version_1_that_is_cut_short_is_damage(size: int) -> None:
+    with pytest.raises(LogDamagedError, match=f"cut short to {size} bytes"):
+        list(scan_segment(old_segment_of([])[:size], 1, is_newest=True))
 
 
 def test_without_a_sync_per_group_a_hole_is_cut_with_what_follows() -> None:
@@ -188,7 +263,7 @@ def device_with(*segments: list[bytes]) -> MemoryLogDevice:
         device.rotate()
         for payload in payloads:
             group += 1
-            device.append(pack_group(group, payload))
+            device.append(pack_group(group, payload, device.salt))
     return device
 
 
@@ -205,7 +280,7 @@ def test_recovery_reads_all_segments_after_the_merged_one() -> None:
 def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
     device = device_with([b"a"], [b"b"])
     device.sync()
-    record = pack_group(3, b"torn")
+    record = pack_group(3, b"torn", device.salt)
     device.append(record)
     after = device.crash(keep_unsynced_bytes=kept)
     torn_bytes = len(record[:kept].rstrip(b"\0"))
@@ -213,7 +288,7 @@ def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
     assert [group.payload for group in recovery.groups()] == [b"a", b"b"]
     good = HEADER + RECORD_BYTES + 1
     assert recovery.finish() == (TornTail(2, good, torn_bytes) if kept else None)
-    after.append(pack_group(recovery.last_group + 1, b"again"))
+    after.append(pack_group(recovery.last_group + 1, b"again", after.salt))
     again = recover(after, 0)
     assert [group.payload for group in again.groups()] == [b"a", b"b", b"again"]
 

@@ -227,7 +227,7 @@ def test_small_blocks_are_filled_before_new_ones_begin(env: MemoryEnv) -> None:
 
 @pytest.mark.parametrize("numbers", [[2], [1, 3]])
 def test_a_gap_in_the_segments_is_refused(env: MemoryEnv, numbers: list[int]) -> None:
-    segments = [(number, pack_segment_header(number, 0)) for number in numbers]
+    segments = [(number, pack_segment_header(number, 0, number)) for number in numbers]
     with pytest.raises(MergeRefusedError, match=f"log segment {numbers[-1]} cannot be merged"):
         merge(env, segments)
     assert merge(env, []).merged_segment == 0
@@ -239,8 +239,8 @@ def test_a_torn_or_shortened_segment_is_damage(env: MemoryEnv) -> None:
         merge(env, [(number, data[:-1])])
     header_only = data[:SEGMENT_HEADER_BYTES]
     with pytest.raises(LogDamagedError, match="when it was sealed"):
-        merge(env, [(1, header_only), (2, pack_segment_header(2, len(data)))])
-    other = pack_segment_header(2, len(data)) + pack_group(9, b"")
+        merge(env, [(1, header_only), (2, pack_segment_header(2, len(data), 2))])
+    other = pack_segment_header(2, len(data), 2) + pack_group(9, b"", 2)
     with pytest.raises(LogDamagedError, match="group 9 follows group 1"):
         merge(env, [(1, data), (2, other)])
     assert merge(env, []).merged_segment == 0
