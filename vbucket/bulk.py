@@ -1,6 +1,7 @@
 """Many stored frames of one partition, from one packet: read, checked, made to entries. Pure.
 
-    value   frame, frame, ...   DCP_MUTATION, DCP_DELETION, DCP_EXPIRATION as streams send them
+    value   u32 body length of each frame, then the frames: DCP_MUTATION, DCP_DELETION and
+            DCP_EXPIRATION as streams send them
 
 Key, value, flags, expiry, datatype, revision and CAS of a frame count; seqno and opaque do not: a
 change gets the next seqno of the partition that it comes into.
@@ -8,22 +9,23 @@ change gets the next seqno of the partition that it comes into.
 Who calls it: the session reads and checks, the engine applies. Nothing that a client says of
 lengths is believed: either every frame is sound, or none is taken (`MalformedFramesError`).
 
-The fields of all frames are taken as columns, by calls that C makes for each frame; only packets
-in which a check fails, or with removals, are looked at frame by frame.
+The table of lengths says where frames are without a look at each. Their heads, which are of one
+length, are joined, so that a field of all frames is a slice with a stride, and a check of all of
+them is one comparison. Only packets in which a check fails, or with removals, are looked at frame
+by frame.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from itertools import repeat
-from operator import itemgetter, sub
-from struct import Struct
+from itertools import accumulate
+from operator import sub
+from struct import Struct, pack, unpack, unpack_from
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES, MAX_KEY_BYTES
-from dcp.wire.message import PUT_FRAMES_MAX
+from dcp.wire.message import PUT_FRAMES_MAX, U32, U64
 from dcp.wire.opcode import Opcode
 from vbucket.entry import (
     DELETION_ENTRY,
@@ -32,6 +34,7 @@ from vbucket.entry import (
     EXPIRATION_EXTRAS_BYTES,
     MUTATION_EXTRAS_BYTES,
     PREFIX,
+    PREFIX_BYTES,
 )
 from vbucket.manifest import DEFAULT_COLLECTION, decode_leb128
 
@@ -56,17 +59,33 @@ _EXTRAS_BYTES: Final[dict[int, frozenset[int]]] = {
 _ROW: Final = Struct(">BBHBBHI4xQ8xQ4xI7s")
 """Magic, opcode, key length, extras length, datatype, vbucket, body length, CAS, revision, expiry,
 what follows it in a mutation's extras. Of a removal the last two mean nothing."""
-_BODY: Final = 6
 _PAD: Final = bytes(_ROW.size)
 _NO_TAIL: Final = bytes(7)
 _KEY_AT: Final = HEADER_BYTES + MUTATION_EXTRAS_BYTES
+_HEAD_BYTES: Final = _KEY_AT + 1
+"""What is looked at in a mutation: header, extras, and the byte that its collection's id begins
+with. A mutation is never shorter."""
+_STRIDE: Final = PREFIX_BYTES + _HEAD_BYTES
+"""From one head to the next in entries."""
 _KEY_BYTES_MAX: Final = MAX_KEY_BYTES + 1
 """As for every other command: the default collection's id and the longest key."""
+_KEY_SIZE_AT: Final = 3
+"""The second byte: keys are short."""
 _DATATYPE_AT: Final = 5
-_TIME_AT: Final = 40
+_BODY_AT: Final = 8
 _OPAQUE_AT: Final = 12
-_DEFAULT: Final = frozenset({DEFAULT_COLLECTION})
-_put_opaque_cas_seqno: Final = Struct(">IQQ").pack_into
+_CAS_AT: Final = 16
+_SEQNO_AT: Final = 24
+_REV_SEQNO_AT: Final = 32
+_EXPIRY_AT: Final = 44
+_TAIL_AT: Final = 48
+_TIME_AT: Final = 40
+"""Of an expiration."""
+_ALIKE: Final = (
+    (0, _MAGIC), (1, _MUTATION), (2, 0), (4, MUTATION_EXTRAS_BYTES),
+    *((at, 0) for at in range(_TAIL_AT, _KEY_AT)),
+)  # fmt: skip
+"""Bytes that are the same in all heads, and what they are; the partition's come to them."""
 _pack_prefix: Final = PREFIX.pack
 _unpack_row: Final = _ROW.unpack_from
 
@@ -95,77 +114,106 @@ class Frames:
     """Sound frames of one partition, as columns."""
 
     __slots__ = (
-        "_buffer", "cas", "datatypes", "ends", "expiries", "has_default_keys_only", "keys",
-        "opcodes", "removals", "rev_seqnos", "starts", "vb_id",
+        "_ends", "_heads", "_starts", "_value", "cas", "datatypes", "expiries",
+        "has_default_keys_only", "keys", "opcodes", "removals", "rev_seqnos", "vb_id",
     )  # fmt: skip
 
-    def __init__(self, data: bytes, vb_id: int) -> None:
+    def __init__(self, value: bytes, count: int, vb_id: int) -> None:
         """Raises MalformedFramesError."""
         self.vb_id = vb_id
-        self._buffer = buffer = bytearray(data)
-        buffer += _PAD
-        end = len(data)
-        rows: list[tuple[int, int, int, int, int, int, int, int, int, int, bytes]] = []
-        starts: list[int] = []
-        at = 0
-        for _ in range(PUT_FRAMES_MAX + 1):
-            if at >= end:
-                break
-            row = _unpack_row(buffer, at)
-            rows.append(row)
-            starts.append(at)
-            at += HEADER_BYTES + row[_BODY]
-        if len(rows) > PUT_FRAMES_MAX:
-            raise MalformedFramesError(f"a packet has at most {PUT_FRAMES_MAX} frames")
-        if at != end or not rows:
-            what = f"frame {len(rows) - 1} is cut short" if rows else "there is no frame"
-            raise MalformedFramesError(what)
-        self.starts: Sequence[int] = starts
-        self.ends: Sequence[int] = [*starts[1:], end]
-        (
-            magics, self.opcodes, key_sizes, extras_sizes, self.datatypes, vb_ids, bodies, self.cas,
-            self.rev_seqnos, self.expiries, tails,
-        ) = zip(*rows, strict=True)  # fmt: skip
-        is_plain = (
-            set(self.opcodes) == {_MUTATION}
-            and set(magics) == {_MAGIC}
-            and set(extras_sizes) == {MUTATION_EXTRAS_BYTES}
-            and set(vb_ids) == {vb_id}
-            and set(tails) == {_NO_TAIL}
-            and min(map(sub, bodies, key_sizes)) >= MUTATION_EXTRAS_BYTES
-            and min(key_sizes) > 1
-            and max(key_sizes) <= _KEY_BYTES_MAX
-            and max(self.datatypes) <= DATATYPE_MAX
-            and min(self.cas) > 0
-            and max(self.cas) <= CAS_MAX
-            and min(self.rev_seqnos) > 0
-            and max(self.rev_seqnos) <= REV_SEQNO_MAX
-        )
-        self.removals: list[int] = []
+        self._value = value
+        body_sizes = _table(value, count)
+        edges = list(accumulate([size + HEADER_BYTES for size in body_sizes], initial=count * U32.size))
+        if edges[-1] != len(value):
+            said, there = edges[-1] - edges[0], len(value) - edges[0]
+            raise MalformedFramesError(f"frames of {said} bytes are announced, {there} are there")
+        self._ends: Sequence[int] = edges[1:]
+        edges.pop()
+        self._starts: Sequence[int] = edges
+        self._heads: Sequence[bytes] = [value[at : at + _HEAD_BYTES] for at in edges]
+        self.opcodes: Sequence[int] = b""
+        self.datatypes: Sequence[int] = b""
+        self.cas: Sequence[int] = ()
+        self.rev_seqnos: Sequence[int] = ()
+        self.expiries: Sequence[int] = ()
+        """Of mutations; empty: none has any."""
+        self.removals: Sequence[int] = ()
         """Which of them are no mutations."""
-        if is_plain:
-            self.keys: Sequence[bytes] = [
-                data[(at := start + _KEY_AT) : at + size]
-                for start, size in zip(starts, key_sizes, strict=True)
-            ]
-        else:
-            for index, row in enumerate(rows):
-                problem = _problem_of(Row(*row), vb_id)
-                if problem:
-                    raise MalformedFramesError(f"frame {index}, at byte {starts[index]}: {problem}")
-                if row[1] != _MUTATION:
-                    self.removals.append(index)
-            self.keys = [
-                data[(at := start + HEADER_BYTES + extras) : at + size]
-                for start, extras, size in zip(starts, extras_sizes, key_sizes, strict=True)
-            ]
-        self.has_default_keys_only = _DEFAULT.issuperset(map(itemgetter(0), self.keys))
+        self.keys: Sequence[bytes] = ()
+        self.has_default_keys_only = False
+        if min(body_sizes) + HEADER_BYTES < _HEAD_BYTES or not self._take_columns(body_sizes):
+            self._take_rows(body_sizes)
         if not self.has_default_keys_only:
             self._check_collections()
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self.keys)
+
+    def _take_columns(self, body_sizes: Sequence[int]) -> bool:
+        """Take all as mutations; return False, and take nothing, where a check fails."""
+        count = len(body_sizes)
+        heads, value = b"".join(self._heads), self._value
+        key_sizes = heads[_KEY_SIZE_AT::_HEAD_BYTES]
+        cas = _numbers(heads, _CAS_AT, count)
+        rev_seqnos = _numbers(heads, _REV_SEQNO_AT, count)
+        is_plain = (
+            all(
+                heads[at::_HEAD_BYTES] == bytes((byte,)) * count
+                for at, byte in (*_ALIKE, (6, self.vb_id >> 8), (7, self.vb_id & 0xFF))
+            )
+            and all(
+                heads[_BODY_AT + at :: _HEAD_BYTES] == value[at : count * U32.size : U32.size]
+                for at in range(U32.size)
+            )
+            and max(heads[_DATATYPE_AT::_HEAD_BYTES]) <= DATATYPE_MAX
+            and min(key_sizes) > 1
+            and max(key_sizes) <= _KEY_BYTES_MAX
+            and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
+            and min(cas) > 0
+            and max(cas) <= CAS_MAX
+            and min(rev_seqnos) > 0
+            and max(rev_seqnos) <= REV_SEQNO_MAX
+        )
+        if not is_plain:
+            return False
+        self.keys = [
+            value[(at := start + _KEY_AT) : at + size]
+            for start, size in zip(self._starts, key_sizes, strict=True)
+        ]
+        self.cas, self.rev_seqnos = cas, rev_seqnos
+        self.opcodes = heads[1::_HEAD_BYTES]
+        self.datatypes = heads[_DATATYPE_AT::_HEAD_BYTES]
+        self.has_default_keys_only = not any(heads[_KEY_AT::_HEAD_BYTES])
+        if any(heads[at::_HEAD_BYTES] != bytes(count) for at in range(_EXPIRY_AT, _TAIL_AT)):
+            self.expiries = unpack(f">{count}I", _column(heads, _EXPIRY_AT, count, U32.size))
+        return True
+
+    def _take_rows(self, body_sizes: Sequence[int]) -> None:
+        """Take them one by one. Raises MalformedFramesError."""
+        value = self._value + _PAD
+        rows = [Row(*_unpack_row(value, start)) for start in self._starts]
+        for index, (row, body_bytes) in enumerate(zip(rows, body_sizes, strict=True)):
+            problem = _problem_of(row, self.vb_id)
+            if row.body_bytes != body_bytes:
+                problem = f"its body has {row.body_bytes} bytes, {body_bytes} are announced"
+            if problem:
+                raise MalformedFramesError(
+                    f"frame {index}, at byte {self._starts[index]}: {problem}"
+                )
+        self.opcodes = bytes(row.opcode for row in rows)
+        self.datatypes = bytes(row.datatype for row in rows)
+        self.cas = [row.cas for row in rows]
+        self.rev_seqnos = [row.rev_seqno for row in rows]
+        self.expiries = [row.expiry for row in rows]
+        self.removals = _removals_of(self.opcodes)
+        self.keys = [
+            value[(at := start + HEADER_BYTES + row.extras_bytes) : at + row.key_bytes]
+            for start, row in zip(self._starts, rows, strict=True)
+        ]
+        # Those of removals are not looked at, but are as long as the others.
+        self._heads = [head.ljust(_HEAD_BYTES, b"\0") for head in self._heads]
+        self.has_default_keys_only = not any(key[0] for key in self.keys)
 
     def _check_collections(self) -> None:
         for index, key in enumerate(self.keys):
@@ -178,51 +226,44 @@ class Frames:
         """Return some of them, in this order."""
         some = copy(self)
         for name in (
-            "starts", "ends", "keys", "opcodes", "datatypes", "cas", "rev_seqnos", "expiries",
+            "_ends", "_heads", "_starts", "cas", "datatypes", "expiries", "keys", "opcodes",
+            "rev_seqnos",
         ):  # fmt: skip
             column = getattr(self, name)
-            setattr(some, name, [column[index] for index in indexes])
-        some.removals = [at for at, opcode in enumerate(some.opcodes) if opcode != _MUTATION]
+            if column:
+                setattr(some, name, [column[index] for index in indexes])
+        some.removals = _removals_of(some.opcodes)
         return some
 
     def forget_datatypes(self) -> None:
         """What came without the feature JSON is not known to be any."""
-        for start, datatype in zip(self.starts, self.datatypes, strict=True):
-            if datatype:
-                self._buffer[start + _DATATYPE_AT] = 0
+        if any(self.datatypes):
+            at = _DATATYPE_AT
+            self._heads = [head[:at] + b"\0" + head[at + 1 :] for head in self._heads]
 
     def entries(
-        self, first_seqno: int, prev_seqnos: Iterable[int] | None, epoch: int
+        self, first_seqno: int, prev_seqnos: Sequence[int] | None, epoch: int
     ) -> list[bytes]:
         """Return them as entries with consecutive seqnos; `prev_seqnos` None: all keys are new."""
-        count = len(self)
-        seqnos = range(first_seqno, first_seqno + count)
-        buffer, starts, ends = self._buffer, self.starts, self.ends
-        with memoryview(buffer) as whole, whole[_OPAQUE_AT:] as view:
-            deque(
-                map(_put_opaque_cas_seqno, repeat(view), starts, repeat(0), self.cas, seqnos),
-                maxlen=0,
-            )
-        data = bytes(buffer)
-        if prev_seqnos is None:
-            prev_seqnos = repeat(0, count)
-            prefix = _pack_prefix(0, epoch)
-            entries = [prefix + data[at:end] for at, end in zip(starts, ends, strict=True)]
-        else:
-            prev_seqnos = list(prev_seqnos)
-            entries = [
-                _pack_prefix(prev, epoch) + data[at:end]
-                for prev, at, end in zip(prev_seqnos, starts, ends, strict=True)
-            ]
-        if self.removals:
-            before = list(prev_seqnos)
-            for index in self.removals:
-                time_at = starts[index] + _TIME_AT
-                time_s = int.from_bytes(data[time_at : time_at + 4], "big")
-                entries[index] = self._removal(index, before[index], epoch, seqnos[index], time_s)
+        count, value = len(self), self._value
+        prefix = _pack_prefix(0, epoch)
+        stored = bytearray(prefix + prefix.join(self._heads))
+        _put_numbers(stored, PREFIX_BYTES + _SEQNO_AT, range(first_seqno, first_seqno + count))
+        for at in range(_OPAQUE_AT, _CAS_AT):
+            stored[PREFIX_BYTES + at :: _STRIDE] = bytes(count)
+        if prev_seqnos is not None:
+            _put_numbers(stored, 0, prev_seqnos)
+        heads = unpack(f"{_STRIDE}s" * count, stored)
+        entries = [
+            head + value[start + _HEAD_BYTES : end]
+            for head, start, end in zip(heads, self._starts, self._ends, strict=True)
+        ]
+        for index in self.removals:
+            prev_seqno = prev_seqnos[index] if prev_seqnos is not None else 0
+            entries[index] = self._removal(index, prev_seqno, epoch, first_seqno + index)
         return entries
 
-    def _removal(self, index: int, prev_seqno: int, epoch: int, seqno: int, time_s: int) -> bytes:
+    def _removal(self, index: int, prev_seqno: int, epoch: int, seqno: int) -> bytes:
         """Return the stored form: a stream's deletions may carry a time, which is their CAS's."""
         key, cas, rev_seqno = self.keys[index], self.cas[index], self.rev_seqnos[index]
         if self.opcodes[index] == _DELETION:
@@ -231,11 +272,44 @@ class Frames:
                 self.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
             )  # fmt: skip
         else:
+            time_s: int = U32.unpack_from(self._value, self._starts[index] + _TIME_AT)[0]
             head = EXPIRATION_ENTRY.pack(
                 prev_seqno, epoch, _MAGIC, _EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
                 self.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, time_s,
             )  # fmt: skip
         return head + key
+
+
+def _table(value: bytes, count: int) -> Sequence[int]:
+    """Return the body length of each frame."""
+    if not 0 < count <= PUT_FRAMES_MAX:
+        raise MalformedFramesError(f"a packet has 1 to {PUT_FRAMES_MAX} frames, not {count}")
+    if len(value) < count * U32.size:
+        raise MalformedFramesError(f"{len(value)} bytes are no table of {count} lengths")
+    return unpack_from(f">{count}I", value)
+
+
+def _column(heads: bytes, at: int, count: int, size: int) -> bytearray:
+    """Return a field of all heads, one after the other."""
+    column = bytearray(size * count)
+    for byte in range(size):
+        column[byte::size] = heads[at + byte :: _HEAD_BYTES]
+    return column
+
+
+def _numbers(heads: bytes, at: int, count: int) -> Sequence[int]:
+    return unpack(f">{count}Q", _column(heads, at, count, U64.size))
+
+
+def _put_numbers(stored: bytearray, at: int, numbers: Sequence[int]) -> None:
+    """Write a field of all entries' heads."""
+    packed = pack(f">{len(numbers)}Q", *numbers)
+    for byte in range(U64.size):
+        stored[at + byte :: _STRIDE] = packed[byte :: U64.size]
+
+
+def _removals_of(opcodes: Sequence[int]) -> list[int]:
+    return [at for at, opcode in enumerate(opcodes) if opcode != _MUTATION]
 
 
 def _problem_of(row: Row, vb_id: int) -> str:

@@ -3,7 +3,8 @@
 Who sends it: restores of a backup, which keep changes as the frames that streams showed. What
 happens to each frame is what SET_WITH_META and DEL_WITH_META do (dcp.session.with_meta).
 
-    request   extras u32 options (0x01: no conflict resolution); value frames (vbucket.bulk)
+    request   extras u32 options (0x01: no conflict resolution), u32 number of frames;
+              value u32 body length of each, then the frames (vbucket.bulk)
     answer    extras u32 applied, u32 lost; value u32 index, u16 status of each frame refused
 
 `lost`: what is there has a higher revision, or the same and no lower CAS. A frame is refused for
@@ -24,7 +25,12 @@ from dcp.session.documents import DocumentCommands
 from dcp.session.state import SessionState
 from dcp.session.with_meta import SKIP_CONFLICT_RESOLUTION
 from dcp.wire.frame import Frame
-from dcp.wire.message import PUT_FRAMES_ANSWER, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_REFUSED, U32
+from dcp.wire.message import (
+    PUT_FRAMES_ANSWER,
+    PUT_FRAMES_BYTES_MAX,
+    PUT_FRAMES_REFUSED,
+    PUT_FRAMES_REQUEST,
+)
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.bulk import Frames, MalformedFramesError
@@ -53,11 +59,12 @@ class PutFramesCommand:
         if not (state.has_put_frames and state.has_collections):
             state.refuse(request, Status.NOT_SUPPORTED, _FEATURES)
             return
-        if len(request.extras) != U32.size or request.key or len(value) > PUT_FRAMES_BYTES_MAX:
-            problem = f"4 bytes of options, no key, frames of up to {PUT_FRAMES_BYTES_MAX} bytes"
-            state.refuse(request, Status.EINVAL, f"this command has {problem}")
+        has_extras = len(request.extras) == PUT_FRAMES_REQUEST.size
+        if not has_extras or request.key or len(value) > PUT_FRAMES_BYTES_MAX:
+            problem = f"u32 options, u32 number, no key, a value of up to {PUT_FRAMES_BYTES_MAX}"
+            state.refuse(request, Status.EINVAL, f"this command has {problem} bytes")
             return
-        options = U32.unpack(request.extras)[0]
+        options, count = PUT_FRAMES_REQUEST.unpack(request.extras)
         if options & ~SKIP_CONFLICT_RESOLUTION:
             state.refuse(request, Status.EINVAL, f"unknown options 0x{options:x}")
             return
@@ -65,7 +72,7 @@ class PutFramesCommand:
             self._refuse_outcome(request, Status.NOT_MY_VBUCKET)
             return
         try:
-            frames = Frames(value, vb_id)
+            frames = Frames(value, count, vb_id)
         except MalformedFramesError as error:
             state.refuse(request, Status.EINVAL, str(error))
             return

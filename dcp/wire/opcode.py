@@ -210,7 +210,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DEL_WITH_META: OpSpec(_D, _WITH_META, "key", "the same for a deletion"),
     Opcode.DELQ_WITH_META: OpSpec(_D, _WITH_META, "key", "DEL_WITH_META, silent on success"),
     Opcode.X_PUT_FRAMES: OpSpec(
-        _D, "u32 options", "value stored frames",
+        _D, "u32 options, u32 frames", "value u32 body length of each, stored frames",
         "an extension, negotiated by HELLO 0xdc01: the same for many changes of a partition, as the"
         " frames that streams send; answers u32 applied, u32 lost, and u32 index, u16 status of"
         " each that is refused",
