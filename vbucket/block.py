@@ -24,17 +24,17 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
-from operator import ge, itemgetter
+from itertools import accumulate, chain, compress, groupby, pairwise
+from operator import ge, itemgetter, sub
 from struct import Struct
 from typing import Final
 
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import PREFIX, PREFIX_BYTES, SEQNO
+from vbucket.entry import PREFIX, PREFIX_BYTES
 from vbucket.kvenv import Buffer, StoreDamagedError
 
 BODY_BYTES_TARGET: Final = 32 * 1024
@@ -57,6 +57,8 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _opcode_of: Final = itemgetter(1)
 _datatype_of: Final = itemgetter(5)
 _frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
+_numbers: Final = Struct(">QI24xQ").unpack_from
+"""Previous seqno, epoch and seqno of an entry."""
 _u32: Final = Struct("<I").unpack_from
 _FRAME_HEAD: Final = Struct(">xxHBxHI4xQQ")
 """Key length, extras length, vbucket, body length, CAS of a frame, and its seqno."""
@@ -179,49 +181,16 @@ def block_key(vb_id: int, seqno: int) -> bytes:
     return BLOCK_KEY.pack(vb_id, seqno)
 
 
-def pack_block(
-    vb_id: int,
-    epoch: int,
-    seqno_before: int,
-    seqnos: Sequence[int],
-    prev_seqnos: Sequence[int],
-    frames: Sequence[bytes],
-    tail: Block | None = None,
-) -> tuple[bytes, bytes]:
-    """Return key and value of a block. Frames carry no prefix and have the opaque 0.
-
-    With `tail`, the block is that one with the frames added, and replaces it. Raises
-    BlockDamagedError when the tail is not what was written.
-    """
-    ends = list(accumulate(map(len, frames)))
-    frame_crcs = list(map(_crc32c, frames))
-    body = b"".join(frames)
-    kinds = _kinds(frames)
-    if tail is not None:
-        tail_bytes = len(tail.body)
-        ends = [*tail.ends, *(end + tail_bytes for end in ends)]
-        frame_crcs = [*tail.frame_crcs, *frame_crcs]
-        prev_seqnos = [*tail.prev_seqnos, *prev_seqnos]
-        seqnos = [*tail.seqnos, *seqnos]
-        seqno_before = tail.seqno_before
-        body = tail.checked_body() + body
-        # A tail that promises nothing may be of a version that did not say so: look at it.
-        kinds &= tail.kinds if tail.kinds == _KINDS else kinds_of(body, ends)
-    return _packed_block(
-        vb_id, epoch, seqno_before, seqnos, prev_seqnos, ends, frame_crcs, body, _crc32c(body),
-        kinds,
-    )  # fmt: skip
-
-
 def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
     """Return key and value of a block that comes after another seqno than it did.
 
     Frames and body keep their checksums, so damage to them stays as noticeable as it was.
     """
+    body = bytes(block.body)
     return _packed_block(
         block.vb_id, block.epoch, seqno_before, block.seqnos, block.prev_seqnos, block.ends,
-        block.frame_crcs, bytes(block.body), block.body_crc,
-        kinds_of(bytes(block.body), block.ends),
+        block.frame_crcs, body, block.body_crc,
+        _KINDS if block.kinds == _KINDS else kinds_of(body, block.ends),
     )  # fmt: skip
 
 
@@ -302,6 +271,79 @@ def _kinds(frames: Sequence[bytes]) -> int:
     return kinds if any(map(_datatype_of, frames)) else kinds | ONLY_RAW
 
 
+class _Columns:
+    """Frames of one epoch on their way into blocks, and what a block tells of each of them."""
+
+    __slots__ = ("are_plain", "frame_crcs", "lengths", "pieces", "prev_seqnos", "seqnos")
+
+    def __init__(self) -> None:
+        self.seqnos: list[int] = []
+        self.prev_seqnos: list[int] = []
+        self.lengths: list[int] = []
+        self.frame_crcs: list[int] = []
+        self.pieces: list[bytes] = []
+        """The frames' bytes: whole bodies or single frames."""
+        self.are_plain = True
+        """Whether all blocks that were added promise all kinds. One that promises nothing may be
+        of a version that did not say so: what it holds is looked at."""
+
+    def add_block(self, block: Block, kept: bytes | None) -> None:
+        """Add what is `kept` of a block (a byte for each version, 0 or 1), or all of it.
+
+        Frames keep their checksums, so damage stays as noticeable as it was. Raises
+        BlockDamagedError.
+        """
+        body, ends = block.checked_body(), block.ends
+        self.are_plain &= block.kinds == _KINDS
+        lengths = map(sub, ends, chain((0,), ends))
+        if kept is None:
+            self.seqnos += block.seqnos
+            self.prev_seqnos += block.prev_seqnos
+            self.lengths += lengths
+            self.frame_crcs += block.frame_crcs
+            self.pieces.append(body)
+            return
+        self.seqnos += compress(block.seqnos, kept)
+        self.prev_seqnos += compress(block.prev_seqnos, kept)
+        self.lengths += compress(lengths, kept)
+        self.frame_crcs += compress(block.frame_crcs, kept)
+        spans = compress(pairwise(chain((0,), ends)), kept)
+        self.pieces += [body[start:end] for start, end in spans]
+
+    def add_frames(
+        self, seqnos: Sequence[int], prev_seqnos: Sequence[int], frames: Sequence[bytes]
+    ) -> None:
+        """Add frames, opaque 0."""
+        self.are_plain &= _kinds(frames) == _KINDS
+        self.seqnos += seqnos
+        self.prev_seqnos += prev_seqnos
+        self.lengths += map(len, frames)
+        self.frame_crcs += map(_crc32c, frames)
+        self.pieces += frames
+
+    def blocks(self, vb_id: int, epoch: int, seqno_before: int) -> list[tuple[bytes, bytes]]:
+        """Return key and value of blocks of the target size."""
+        body = b"".join(self.pieces)
+        ends = list(accumulate(self.lengths))
+        blocks = []
+        first = start = 0
+        while first < len(ends):
+            stop = max(first + 1, bisect_right(ends, start + BODY_BYTES_TARGET, first))
+            part = slice(first, stop)
+            own_ends = [end - start for end in ends[part]] if start else ends[part]
+            own_body = body[start : ends[stop - 1]]
+            kinds = _KINDS if self.are_plain else kinds_of(own_body, own_ends)
+            blocks.append(
+                _packed_block(
+                    vb_id, epoch, seqno_before, self.seqnos[part], self.prev_seqnos[part],
+                    own_ends, self.frame_crcs[part], own_body, _crc32c(own_body), kinds,
+                )
+            )  # fmt: skip
+            seqno_before = self.seqnos[stop - 1]
+            first, start = stop, ends[stop - 1]
+        return blocks
+
+
 def build_blocks(
     vb_id: int, entries: Sequence[bytes], *, seqno_before: int, tail: Block | None = None
 ) -> list[tuple[bytes, bytes]]:
@@ -311,41 +353,49 @@ def build_blocks(
     block: when it has room and the epoch is the same, the first block returned replaces it.
     Raises ValueError when the seqnos do not ascend, BlockDamagedError.
     """
-    seqnos = [seqno for (seqno,) in map(SEQNO.unpack_from, entries)]
-    if any(map(ge, [seqno_before, *seqnos], seqnos)):
+    if not entries:
+        return []
+    prev_seqnos, epochs, seqnos = zip(*map(_numbers, entries), strict=True)
+    if any(map(ge, (seqno_before, *seqnos), seqnos)):
         raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
-    prev_seqnos, epochs = (
-        zip(*map(PREFIX.unpack_from, entries), strict=True) if entries else ((), ())
-    )
     frames = list(map(_frame_of, entries))
     blocks: list[tuple[bytes, bytes]] = []
-    start = size = 0
-    if tail is not None and entries:
-        has_room = len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET
-        tail = tail if has_room and tail.epoch == epochs[0] else None
-        size = len(tail.body) if tail else 0
-
-    def close(end: int) -> None:
-        nonlocal start, seqno_before, tail
-        part = slice(start, end)
-        blocks.append(
-            pack_block(
-                vb_id, epochs[start], seqno_before,
-                seqnos[part], prev_seqnos[part], frames[part], tail,
-            )
-        )  # fmt: skip
-        seqno_before = seqnos[end - 1]
-        start, tail = end, None
-
-    for index, frame_bytes in enumerate(map(len, frames)):
-        is_full = size + frame_bytes > BODY_BYTES_TARGET
-        if index > start and (is_full or epochs[index] != epochs[start]):
-            close(index)
-            size = 0
-        size += frame_bytes
-    if entries:
-        close(len(entries))
+    first = 0
+    for epoch, same in groupby(epochs):
+        stop = first + len(list(same))
+        columns = _Columns()
+        if tail is not None and tail.epoch == epoch:
+            if len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET:
+                columns.add_block(tail, None)
+                seqno_before = tail.seqno_before
+        tail = None
+        columns.add_frames(seqnos[first:stop], prev_seqnos[first:stop], frames[first:stop])
+        blocks += columns.blocks(vb_id, epoch, seqno_before)
+        first, seqno_before = stop, seqnos[stop - 1]
     return blocks
+
+
+def repack_blocks(
+    vb_id: int, parts: Iterable[tuple[Block, bytes | None]], *, seqno_before: int
+) -> list[tuple[bytes, bytes]]:
+    """Return what is kept of blocks that follow each other as blocks of the target size.
+
+    Beside each block stands a byte for each of its versions, 1 where it is kept, or None where all
+    are. Raises BlockDamagedError.
+    """
+    blocks: list[tuple[bytes, bytes]] = []
+    for epoch, same in groupby(parts, key=_epoch_of):
+        columns = _Columns()
+        for block, kept in same:
+            columns.add_block(block, kept)
+        blocks += columns.blocks(vb_id, epoch, seqno_before)
+        if columns.seqnos:
+            seqno_before = columns.seqnos[-1]
+    return blocks
+
+
+def _epoch_of(part: tuple[Block, bytes | None]) -> int:
+    return part[0].epoch
 
 
 def _column(typecode: str, data: bytes) -> array[int]:

@@ -35,12 +35,14 @@ Who calls it: the store process, between merges.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from operator import not_, sub
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import BODY_BYTES_TARGET, Block, block_key, build_blocks, follow_seqno
-from vbucket.entry import key_in_frame, seqno_of
+from vbucket.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
+from vbucket.entry import key_in_frame
 from vbucket.expiry_index import ExpiryRows
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.manifest import (
@@ -117,8 +119,8 @@ class PartitionCompaction:
         self._up_seqno = 0
         """What lies below was rewritten."""
         self._superseded: set[int] = set()
-        self._marked: dict[int, int] = {}
-        """First seqno of a block -> a bit for each of its versions that is superseded."""
+        self._marked: dict[int, bytes] = {}
+        """First seqno of a block -> a byte for each of its versions, 0 where it is superseded."""
         self._seen: set[int] = set()
         self._kept: set[int] = set()
         """Seqnos that stay: the last ones of their collection at or below the floor."""
@@ -176,18 +178,17 @@ class PartitionCompaction:
             self._seqno_below, self._down_seqno = block.seqno_before, block.first_seqno - 1
 
     def _mark(self, block: Block) -> None:
-        """Mark what is superseded of a block; note what is further down."""
-        superseded, marks = self._superseded, 0
-        for index in range(bisect_right(block.seqnos, self.floor) - 1, -1, -1):
-            seqno = block.seqnos[index]
-            if seqno in superseded:
-                superseded.discard(seqno)
-                marks |= 1 << index
-            prev_seqno = block.prev_seqnos[index]
-            if prev_seqno:
-                superseded.add(prev_seqno)
-        if marks:
-            self._marked[block.first_seqno] = marks
+        """Mark what is superseded of a block; note what is further down.
+
+        Set operations do it, a call for all versions of the block: it is made for each of them.
+        """
+        seqnos, superseded = block.seqnos, self._superseded
+        low = bisect_right(seqnos, self.floor)
+        superseded.update(block.prev_seqnos[:low])
+        here = superseded.intersection(seqnos[:low])
+        if here:
+            superseded -= here
+            self._marked[block.first_seqno] = bytes(map(not_, map(here.__contains__, seqnos)))
 
     def _keep(self, block: Block) -> None:
         """Note the versions of a block that are the last ones of their collection."""
@@ -218,22 +219,22 @@ class PartitionCompaction:
         if not blocks:
             self.is_done = True
             return
-        dead: list[set[int]] = []
+        masks: list[bytes | None] = []
         gone: list[bytes] = []
         tombstones = 0
         for block in blocks:
-            marks = self._marked.get(block.first_seqno, 0)
-            superseded = {seqno for n, seqno in enumerate(block.seqnos) if marks >> n & 1}
-            of_no_use, keys, deletions = self._of_no_use(view, block, superseded)
-            dead.append(superseded | of_no_use)
-            gone += keys
-            tombstones += deletions
-        if any(dead):
-            self._rewrite(write, blocks, dead)
+            kept = self._marked.pop(block.first_seqno, None)
+            if self._gone or self.purge >= block.first_seqno:
+                kept, keys, deletions = self._without_useless(view, block, kept)
+                gone += keys
+                tombstones += deletions
+            masks.append(kept)
+        versions = sum(kept.count(0) for kept in masks if kept is not None)
+        if versions:
+            self._rewrite(write, blocks, masks)
             for key in gone:
                 rows.replace(self._prefix + key, view.meta(self.vb_id, key), 0)
                 write.delete(BY_KEY_TABLE, self._prefix + key)
-            versions = sum(map(len, dead))
             self.versions += versions
             self.tombstones += tombstones
             self._unsaved_versions += versions
@@ -256,23 +257,21 @@ class PartitionCompaction:
                 break
         return blocks
 
-    def _of_no_use(
-        self, view: StoreView, block: Block, superseded: set[int]
-    ) -> tuple[set[int], list[bytes], int]:
-        """Return the seqnos of tombstones and unreachable versions that go, the keys that go with
-        them, and how many of them are tombstones.
+    def _without_useless(
+        self, view: StoreView, block: Block, kept: bytes | None
+    ) -> tuple[bytes | None, list[bytes], int]:
+        """Return what is kept of a block without tombstones and unreachable versions that go, the
+        keys that go with them, and how many of them are tombstones.
         """
-        seqnos: set[int] = set()
+        mask = bytearray(kept or b"\1" * len(block.seqnos))
         keys: list[bytes] = []
         tombstones = 0
-        if not self._gone and self.purge < block.first_seqno:
-            return seqnos, keys, tombstones
         body = block.checked_body()
         for index in range(bisect_right(block.seqnos, self.floor)):
             seqno = block.seqnos[index]
             start = block.ends[index - 1] if index else 0
             is_deletion = body[start + 1] in _DELETIONS
-            if seqno in superseded or seqno in self._kept or body[start + 1] == _SYSTEM_EVENT:
+            if not mask[index] or seqno in self._kept or body[start + 1] == _SYSTEM_EVENT:
                 continue
             if not self._gone and not (is_deletion and seqno <= self.purge):
                 continue
@@ -285,27 +284,31 @@ class PartitionCompaction:
                 keys.append(key)
             elif not is_gone:
                 continue  # a newer version has come above the floor, and may be undone again
-            seqnos.add(seqno)
+            mask[index] = 0
             tombstones += is_deletion
-        return seqnos, keys, tombstones
+        return (bytes(mask) if 0 in mask else None), keys, tombstones
 
-    def _rewrite(self, write: KvWrite, blocks: list[Block], dead: list[set[int]]) -> None:
-        """Replace blocks by what is left of them."""
+    def _rewrite(self, write: KvWrite, blocks: list[Block], masks: Sequence[bytes | None]) -> None:
+        """Replace blocks by what is kept of them."""
         items: list[tuple[bytes, bytes]] = []
-        run: list[bytes] = []
+        run: list[tuple[Block, bytes | None]] = []
+        run_bytes = 0
         kept_keys: set[bytes] = set()
         seqno_before = blocks[0].seqno_before
 
         def flush() -> None:
-            nonlocal seqno_before
-            if run:
-                items.extend(build_blocks(self.vb_id, run, seqno_before=seqno_before))
-                seqno_before = seqno_of(run[-1])
-                run.clear()
+            nonlocal seqno_before, run_bytes
+            repacked = repack_blocks(self.vb_id, run, seqno_before=seqno_before)
+            if repacked:
+                items.extend(repacked)
+                seqno_before = Block(*repacked[-1]).last_seqno
+            run.clear()
+            run_bytes = 0
 
-        for block, seqnos in zip(blocks, dead, strict=True):
-            if seqnos or 0 < sum(map(len, run)) < BODY_BYTES_TARGET // 2:
-                run += [entry for entry in block.entries() if seqno_of(entry) not in seqnos]
+        for block, kept in zip(blocks, masks, strict=True):
+            if kept is not None or 0 < run_bytes < BODY_BYTES_TARGET // 2:
+                run.append((block, kept))
+                run_bytes += _kept_bytes(block, kept)
                 continue
             flush()
             if block.seqno_before == seqno_before:
@@ -418,6 +421,12 @@ def _go_on(
                 break
     finally:
         job.save(write)
+
+
+def _kept_bytes(block: Block, kept: bytes | None) -> int:
+    if kept is None:
+        return len(block.body)
+    return sum(compress(map(sub, block.ends, chain((0,), block.ends)), kept))
 
 
 def _gone_collections(
