@@ -34,7 +34,8 @@ REPORTED_VERSION: Final = b"7.6.0"
 
 CONFIG_VERSION: Final = Struct(">qq")
 """revEpoch, rev that the client has."""
-_SERVING_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA})
+_ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
+"""kv_engine's "alive": what GET_ALL_VB_SEQNOS asks for that names no state."""
 _ANY_STATE: Final = 0
 
 
@@ -206,7 +207,7 @@ class ConnectionCommands:
     # -- partition history -----------------------------------------------------------------------
 
     def all_vb_seqnos(self, request: Frame) -> None:
-        """Answer the committed high seqno of every partition in a state (1 to 4; 0: serving)."""
+        """Answer the committed high seqno of every partition in a state (1 to 4; 0: alive)."""
         state = self._state
         extras = request.extras
         if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
@@ -225,7 +226,7 @@ class ConnectionCommands:
             body = state.manifest_uid_body()
             state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
             return
-        states = _SERVING_STATES if wanted == _ANY_STATE else {VbState(wanted)}
+        states = _ALIVE_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
         parts = [part for part in engine.partitions if part.state in states]
         for part in parts:

@@ -396,7 +396,7 @@ def test_all_vb_seqnos_are_sorted_by_partition(node: MemoryNode, peer: Peer) -> 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
-    [(0, {1, 2}), (1, {1}), (2, {2}), (3, {3}), (4, {4})],
+    [(0, {1, 2, 3}), (1, {1}), (2, {2}), (3, {3}), (4, {4})],
 )
 def test_all_vb_seqnos_of_a_state(
     node: MemoryNode, peer: Peer, asked: int, found: set[int]
