@@ -295,20 +295,21 @@ class _Columns:
         """
         body, ends = block.checked_body(), block.ends
         self.are_plain &= block.kinds == _KINDS
-        lengths = map(sub, ends, chain((0,), ends))
         if kept is None:
             self.seqnos += block.seqnos
             self.prev_seqnos += block.prev_seqnos
-            self.lengths += lengths
+            self.lengths += map(sub, ends, chain((0,), ends))
             self.frame_crcs += block.frame_crcs
             self.pieces.append(body)
             return
+        assert len(kept) == len(ends), "what becomes of each version is said"
         self.seqnos += compress(block.seqnos, kept)
         self.prev_seqnos += compress(block.prev_seqnos, kept)
-        self.lengths += compress(lengths, kept)
         self.frame_crcs += compress(block.frame_crcs, kept)
         spans = compress(pairwise(chain((0,), ends)), kept)
-        self.pieces += [body[start:end] for start, end in spans]
+        frames = [body[start:end] for start, end in spans]
+        self.lengths += map(len, frames)
+        self.pieces += frames
 
     def add_frames(
         self, seqnos: Sequence[int], prev_seqnos: Sequence[int], frames: Sequence[bytes]
@@ -359,15 +360,15 @@ def build_blocks(
     if any(map(ge, (seqno_before, *seqnos), seqnos)):
         raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
     frames = list(map(_frame_of, entries))
+    has_room = tail is not None and len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET
     blocks: list[tuple[bytes, bytes]] = []
     first = 0
     for epoch, same in groupby(epochs):
         stop = first + len(list(same))
         columns = _Columns()
-        if tail is not None and tail.epoch == epoch:
-            if len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET:
-                columns.add_block(tail, None)
-                seqno_before = tail.seqno_before
+        if tail is not None and tail.epoch == epoch and has_room:
+            columns.add_block(tail, None)
+            seqno_before = tail.seqno_before
         tail = None
         columns.add_frames(seqnos[first:stop], prev_seqnos[first:stop], frames[first:stop])
         blocks += columns.blocks(vb_id, epoch, seqno_before)

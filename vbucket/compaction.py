@@ -21,7 +21,7 @@ Invariants
 - a version goes only after, or in one transaction with, all older ones of its key: what a reader
   sees in between is a history of the key that begins later, never one with a hole or without its
   deletion. So a partition is first looked through from the floor down, where memory is bounded by
-  its keys (of each, one version at most is known to be superseded and was not passed yet) and a bit
+  its keys (of each, one version at most is known to be superseded and was not passed yet) and a byte
   for each version, and then rewritten from the bottom up;
 - the chain of blocks (`seqno_before`) is whole after every step, and a step that finds it broken,
   or a block damaged, changes nothing;
@@ -36,8 +36,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, compress
-from operator import not_, sub
+from operator import not_
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -120,7 +119,9 @@ class PartitionCompaction:
         """What lies below was rewritten."""
         self._superseded: set[int] = set()
         self._marked: dict[int, bytes] = {}
-        """First seqno of a block -> a byte for each of its versions, 0 where it is superseded."""
+        """First seqno of a block -> a byte for each of its versions, 0 where it is superseded. It
+        may have got more since.
+        """
         self._seen: set[int] = set()
         self._kept: set[int] = set()
         """Seqnos that stay: the last ones of their collection at or below the floor."""
@@ -137,11 +138,17 @@ class PartitionCompaction:
     def step(self, write: KvWrite, rows: ExpiryRows) -> None:
         """Go on by about STEP_BYTES. Raises StoreDamagedError before it changed anything."""
         if self._seqno_below == 0:
-            self._step_up(write, rows)
-        else:
-            self._step_down(write)
-            is_idle = not (self._marked or self._gone or self.purge)
-            self.is_done = self._seqno_below == 0 and is_idle
+            self._step_up(write, rows, self._read_up(write))
+            return
+        is_first = self._seqno_below is None
+        blocks = self._step_down(write)
+        if self._seqno_below != 0:
+            return
+        if not (self._marked or self._gone or self.purge):
+            self.is_done = True
+        elif is_first:
+            # All of it was read in one step, as is usual: no need to read it again.
+            self._step_up(write, rows, blocks[::-1])
 
     def save(self, write: KvWrite) -> None:
         """Put the counts right; to be done before the transaction of the steps ends."""
@@ -160,7 +167,9 @@ class PartitionCompaction:
 
     # -- down: what is superseded, and what stays all the same ---------------------------------
 
-    def _step_down(self, write: KvWrite) -> None:
+    def _step_down(self, write: KvWrite) -> list[Block]:
+        """Look through the next blocks down; return them."""
+        blocks: list[Block] = []
         size = 0
         while size < STEP_BYTES and self._seqno_below != 0:
             found = write.last_at_or_before(BY_SEQNO_TABLE, block_key(self.vb_id, self._down_seqno))
@@ -168,7 +177,7 @@ class PartitionCompaction:
                 if self._seqno_below:
                     raise missing_blocks(self.vb_id, 0, self._seqno_below)
                 self._seqno_below = 0
-                return
+                break
             block = Block(*found)
             if self._seqno_below is not None and block.last_seqno != self._seqno_below:
                 raise missing_blocks(self.vb_id, block.last_seqno, self._seqno_below)
@@ -176,6 +185,8 @@ class PartitionCompaction:
             self._keep(block)
             size += len(found[1])
             self._seqno_below, self._down_seqno = block.seqno_before, block.first_seqno - 1
+            blocks.append(block)
+        return blocks
 
     def _mark(self, block: Block) -> None:
         """Mark what is superseded of a block; note what is further down.
@@ -213,9 +224,8 @@ class PartitionCompaction:
 
     # -- up: what goes -------------------------------------------------------------------------
 
-    def _step_up(self, write: KvWrite, rows: ExpiryRows) -> None:
+    def _step_up(self, write: KvWrite, rows: ExpiryRows, blocks: list[Block]) -> None:
         view = StoreView(write)
-        blocks = self._read_up(write)
         if not blocks:
             self.is_done = True
             return
@@ -224,6 +234,9 @@ class PartitionCompaction:
         tombstones = 0
         for block in blocks:
             kept = self._marked.pop(block.first_seqno, None)
+            if kept is not None:
+                # A merge may have added to the last block since it was looked at.
+                kept = kept.ljust(len(block.seqnos), b"\1")
             if self._gone or self.purge >= block.first_seqno:
                 kept, keys, deletions = self._without_useless(view, block, kept)
                 gone += keys
@@ -424,9 +437,10 @@ def _go_on(
 
 
 def _kept_bytes(block: Block, kept: bytes | None) -> int:
+    """Return about how much is kept of a block."""
     if kept is None:
         return len(block.body)
-    return sum(compress(map(sub, block.ends, chain((0,), block.ends)), kept))
+    return len(block.body) * kept.count(1) // len(kept)
 
 
 def _gone_collections(

@@ -428,6 +428,26 @@ def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
     assert seqnos(node) == list(range(1, 13))
 
 
+@pytest.mark.parametrize("step_bytes", [1, 1 << 20])
+def test_what_a_merge_adds_to_a_block_that_was_looked_at_stays(
+    node: MemoryNode, step_bytes: int
+) -> None:
+    with (
+        mock.patch.object(compaction, "STEP_BYTES", step_bytes),
+        mock.patch.object(block_module, "BODY_BYTES_TARGET", 1_000),
+    ):
+        write(node, *([A, B] * 10))
+        give_up(node, 20, 0)
+        node.compact([VB], slices=2)
+        write(node, C, A, D)
+        node.merge()
+        node.compact([VB])
+    assert seqnos(node) == [19, 20, 21, 22, 23]
+    record = node.store.partition(VB)
+    assert record is not None
+    assert record.versions == 5
+
+
 def test_a_store_of_before_has_its_counts(node: MemoryNode) -> None:
     """Its records have no counts, and a purge that raised no floor."""
     write(node, A, B, A)
