@@ -44,6 +44,7 @@ _OPEN_FLAGS: Final = (
     | OpenFlag.INCLUDE_DELETE_TIMES
     | OpenFlag.NO_VALUE_WITH_DATATYPE
     | OpenFlag.INCLUDE_DELETED_USER_XATTRS
+    | OpenFlag.SKIP_DELETES_IN_BACKFILL
 )
 # Plain numbers: asking for 1,024 streams tests them thousands of times, and an IntFlag's operators
 # take 1 us each.
@@ -107,6 +108,7 @@ class DcpCommands:
         self._open_flags = int(flags)
         producer = Producer(request.key, state.engine, state.hub, state.schedule)
         state.producer = producer
+        producer.terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         self._set_codec(producer)
         state.hub.open(request.key, producer)
         state.answer(request)
@@ -394,4 +396,6 @@ def _refusal_of_takeover(state: SessionState, producer: Producer) -> tuple[int, 
         return Status.NOT_SUPPORTED, "a takeover (flag 0x01) takes collections (HELLO 0x12)"
     if not producer.terms.has_values:
         return Status.EINVAL, "a takeover (flag 0x01) takes values: open without 0x08 and 0x40"
+    if producer.terms.skips_deletions:
+        return Status.EINVAL, "a takeover (flag 0x01) takes deletions: open without 0x200"
     return Status.OK, ""

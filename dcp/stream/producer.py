@@ -133,6 +133,7 @@ class Producer:
         part = self._engine.partitions[vb_id]
         stream = Stream(part, opaque, request, stream_id, stream_filter)
         assert stream.key not in self._streams
+        stream.skips_deletions = self.terms.skips_deletions and not request.start_seqno
         if request.start_seqno >= request.end_seqno:
             self._send_end(stream, EndReason.OK)
             return

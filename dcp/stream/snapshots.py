@@ -38,6 +38,7 @@ from vbucket.store import FrameBatch
 _MEMORY: Final = int(MarkerFlag.MEMORY)
 _DISK: Final = int(MarkerFlag.DISK)
 _ACK: Final = int(MarkerFlag.ACK)
+_DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 _HISTORY: Final = int(MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
 
 Message = bytes | bytearray
@@ -95,7 +96,12 @@ class SnapshotWriter:
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
         previous = self._previous_value if self._terms.has_previous_values else None
-        takes_runs = previous is None and stream.accepts is None and not stream.framing
+        # History snapshots promise every version, deletions too.
+        skips_deletions = stream.skips_deletions and stream.is_backlog and not stream.is_history
+        takes_runs = (
+            previous is None and stream.accepts is None and not stream.framing
+            and not skips_deletions
+        )  # fmt: skip
         if takes_runs and self.plain is not None:
             run = self._engine.runs(
                 stream.vb_id, stream.next_seqno, end_seqno, stream.opaque, stream.skip, bytes_max,
@@ -108,6 +114,8 @@ class SnapshotWriter:
             stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
             stream.accepts,
         )  # fmt: skip
+        if skips_deletions:
+            batch = _without_deletions(stream, batch)
         self.refused_bytes += batch.refused_bytes
         codec = self._codec_of(stream)
         if codec is None and previous is None:
@@ -216,6 +224,23 @@ def _last_seqno(batch: FrameBatch) -> int:
         return 0
     last_seqno: int = U64.unpack_from(batch.frames[-1], HEADER_BYTES)[0]
     return last_seqno
+
+
+def _without_deletions(stream: Stream, batch: FrameBatch) -> FrameBatch:
+    """Take the deletions out, but for one that ends the snapshot of a client which does not know
+    SEQNO_ADVANCED.
+    """
+    end_seqno = stream.snap_end_seqno
+    assert end_seqno is not None
+    keeps_last = not stream.filter.may_advance and batch.next_seqno > end_seqno
+    kept = [frame for frame in batch.frames if frame[1] not in _DELETIONS]
+    if keeps_last and batch.frames[-1][1] in _DELETIONS:
+        kept.append(batch.frames[-1])
+    wire_bytes = sum(map(len, kept))
+    left_out_bytes = batch.wire_bytes - wire_bytes
+    return batch._replace(
+        frames=kept, wire_bytes=wire_bytes, refused_bytes=batch.refused_bytes + left_out_bytes
+    )
 
 
 def _encode(

@@ -44,6 +44,7 @@ class Stream:
         "purge_seqno",
         "rate",
         "skip",
+        "skips_deletions",
         "snap_end_seqno",
         "snap_start_seqno",
         "stream_id",
@@ -80,6 +81,8 @@ class Stream:
         self.is_history = False
         """Whether the snapshot under way has every version."""
         self.skip: Collection[int] = ()
+        self.skips_deletions = False
+        """Whether its backlog leaves deletions out: the client has nothing to delete."""
         self.filter = stream_filter
         self.accepts: Accepts | None = None
         """What the filter lets through in the snapshot under way; None: everything."""

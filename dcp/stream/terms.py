@@ -32,6 +32,7 @@ class Terms:
         "has_values",
         "has_version_lists",
         "marker_version",
+        "skips_deletions",
     )
 
     def __init__(self) -> None:
@@ -54,6 +55,8 @@ class Terms:
         self.has_json = False
         """HELLO 0x0b: the client knows the datatype bit JSON."""
         self.marker_version = MarkerVersion.V1
+        self.skips_deletions = False
+        """DCP_OPEN asked for no deletions in the backlog of who begins with nothing (0x200)."""
 
     @property
     def takes_values(self) -> bool:

@@ -9,6 +9,7 @@ from dcp.wire.message import EndReason, StreamFlag, parse_mutation, parse_stream
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from stream.follower import Follower
+from stream.shape import set_all
 from support.memory_node import MemoryNode, Peer
 from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import put_state
@@ -16,32 +17,6 @@ from vbucket.partition import VbState
 from vbucket.store import RecordDamagedError
 
 VB = 7
-
-
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
-@pytest.fixture
-def writer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    return peer
-
-
-@pytest.fixture
-def peer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    peer.open()
-    return peer
-
-
-def set_all(node: MemoryNode, writer: Peer, keys: str) -> None:
-    for key in keys:
-        writer.set(VB, key.encode(), b"value")
-    node.commit()
 
 
 def ends(frames: list[Frame]) -> list[EndReason]:

@@ -19,11 +19,6 @@ EXPIRED_S = START_NS // 1_000_000_000 + 20
 WITH_TIMES = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
 
 
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
 def expire(node: MemoryNode, key: bytes = KEY) -> None:
     """A document is stored, its time passes, and somebody looks for it."""
     peer = node.connect()

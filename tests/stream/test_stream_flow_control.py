@@ -19,11 +19,6 @@ VB = 7
 SECOND_NS = 1_000_000_000
 
 
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
 def open_with(node: MemoryNode, window_bytes: int, flags: int = OpenFlag.PRODUCER) -> Peer:
     peer = node.connect()
     peer.hello()

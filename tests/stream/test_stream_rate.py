@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,26 +14,6 @@ from support.memory_node import START_NS, MemoryNode, Peer
 
 VB = 7
 SECOND_NS = 1_000_000_000
-
-
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
-@pytest.fixture
-def writer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    return peer
-
-
-@pytest.fixture
-def peer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    peer.open()
-    return peer
 
 
 def write(node: MemoryNode, writer: Peer, count: int, vb_id: int = VB) -> None:

@@ -14,11 +14,11 @@ from dcp.wire.message import (
     parse_deletion,
     parse_marker,
     parse_mutation,
-    parse_stream_end,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from stream.follower import Follower
+from stream.shape import marker_flags, shape
 from support.memory_node import START_NS, MemoryNode, Peer
 
 VB = 7
@@ -26,50 +26,10 @@ MARKER, MUTATION = Opcode.DCP_SNAPSHOT_MARKER, Opcode.DCP_MUTATION
 DELETION, END = Opcode.DCP_DELETION, Opcode.DCP_STREAM_END
 
 
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
-@pytest.fixture
-def writer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    return peer
-
-
-@pytest.fixture
-def peer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    peer.open()
-    return peer
-
-
 def set_all(writer: Peer, keys: str, vb_id: int = VB) -> None:
     """Set each letter of `keys` as a key; nothing is committed."""
     for key in keys:
         writer.set(vb_id, key.encode(), b"value")
-
-
-def shape(frames: list[Frame]) -> list[object]:
-    """Return the messages as markers (start, end), items (seqno, key), and end reasons."""
-    rows: list[object] = []
-    for frame in frames:
-        if frame.opcode == MARKER:
-            rows.append(tuple(parse_marker(frame)[:2]))
-        elif frame.opcode == MUTATION:
-            rows.append(f"{parse_mutation(frame).by_seqno}:{frame.key.decode()}")
-        elif frame.opcode == DELETION:
-            rows.append(f"{parse_deletion(frame).by_seqno}:-{frame.key.decode()}")
-        else:
-            assert frame.opcode == END
-            rows.append(EndReason(parse_stream_end(frame)))
-    return rows
-
-
-def marker_flags(frames: list[Frame]) -> list[int]:
-    return [parse_marker(frame).flags for frame in frames if frame.opcode == MARKER]
 
 
 # -- where a marker starts ---------------------------------------------------------------------

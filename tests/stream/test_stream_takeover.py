@@ -27,18 +27,6 @@ SECOND_NS = 1_000_000_000
 PENDING, ACTIVE = int(VbState.PENDING), int(VbState.ACTIVE)
 
 
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
-
-
-@pytest.fixture
-def writer(node: MemoryNode) -> Peer:
-    peer = node.connect()
-    peer.hello()
-    return peer
-
-
 def connect(node: MemoryNode, name: bytes = b"owner", flags: int = 1) -> Peer:
     """Return a connection that may take a partition over."""
     peer = node.connect()

@@ -17,26 +17,17 @@ from dcp.wire.message import (
     EndReason,
     MarkerFlag,
     OpenFlag,
-    parse_deletion,
     parse_marker,
-    parse_mutation,
-    parse_previous_value,
-    parse_snapshot_end,
-    parse_stream_end,
     stream_id_framing,
     stream_id_of,
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
+from stream.shape import connect, marker_flags, shape
 from support.memory_node import MemoryNode, Peer
 
 VB = 7
 HISTORY = MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS
-
-
-@pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
 
 
 @pytest.fixture
@@ -46,44 +37,11 @@ def writer(node: MemoryNode) -> Peer:
     return peer
 
 
-def connect(node: MemoryNode, *features: int, flags: int = 1, **controls: str) -> Peer:
-    peer = node.connect()
-    peer.hello(*features)
-    assert peer.open(b"terms", flags).status == Status.OK
-    for key, value in controls.items():
-        assert peer.control(key.encode(), value.encode()).status == Status.OK, key
-    return peer
-
-
 def set_all(node: MemoryNode, writer: Peer, keys: str) -> None:
     """Set each letter; its value is the letter and how often it was set before, e.g. a0, a1."""
     for at, key in enumerate(keys):
         writer.set(VB, key.encode(), f"{key}{keys[:at].count(key)}".encode())
     node.commit()
-
-
-def shape(frames: list[Frame]) -> list[object]:
-    rows: list[object] = []
-    for frame in frames:
-        if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
-            rows.append((parse_marker(frame).start_seqno, parse_marker(frame).end_seqno))
-        elif frame.opcode == Opcode.DCP_MUTATION:
-            rows.append(f"{parse_mutation(frame).by_seqno}:{frame.key.decode()}")
-        elif frame.opcode == Opcode.DCP_DELETION:
-            rows.append(f"{parse_deletion(frame).by_seqno}:-{frame.key.decode()}")
-        elif frame.opcode == Opcode.DCP_SNAPSHOT_END:
-            rows.append(("end", parse_snapshot_end(frame)))
-        elif frame.opcode == Opcode.DCP_PREVIOUS_VALUE:
-            by_seqno, prev_seqno = parse_previous_value(frame)
-            rows.append(f"{by_seqno} was {prev_seqno}={frame.value.decode()}")
-        else:
-            rows.append(EndReason(parse_stream_end(frame)))
-    return rows
-
-
-def flags_of(frames: list[Frame]) -> list[int]:
-    markers = [frame for frame in frames if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER]
-    return [parse_marker(frame).flags for frame in markers]
 
 
 # -- stream ids ----------------------------------------------------------------------------------
@@ -275,7 +233,7 @@ def test_history_streams_carry_every_version(
     set_all(node, writer, "cc")
     frames += (live := peer.drain())
     assert shape(live) == [(6, 7), "6:c", "7:c"]
-    assert flags_of(frames) == [MarkerFlag.DISK | HISTORY, MarkerFlag.MEMORY | HISTORY]
+    assert marker_flags(frames) == [MarkerFlag.DISK | HISTORY, MarkerFlag.MEMORY | HISTORY]
 
 
 def test_history_begins_with_a_deduplicated_backfill_below_the_floor(
@@ -290,7 +248,7 @@ def test_history_begins_with_a_deduplicated_backfill_below_the_floor(
     assert shape(frames) == [
         (0, 4), "2:b", "4:a", ("end", 4), (5, 7), "5:b", "6:b", "7:b", ("end", 7),
     ]  # fmt: skip
-    assert flags_of(frames) == [MarkerFlag.DISK, MarkerFlag.DISK | HISTORY]
+    assert marker_flags(frames) == [MarkerFlag.DISK, MarkerFlag.DISK | HISTORY]
     assert peer.producer._backlogs == 0
 
 
@@ -304,7 +262,7 @@ def test_history_from_the_floor_on_has_no_backfill_before_it(
     peer.stream(VB, 3, uuid=part.vb_uuid)
     frames = peer.drain()
     assert shape(frames) == [(3, 5), "4:a", "5:b"]
-    assert flags_of(frames) == [MarkerFlag.DISK | HISTORY]
+    assert marker_flags(frames) == [MarkerFlag.DISK | HISTORY]
 
 
 def test_history_is_only_for_who_asked(node: MemoryNode, writer: Peer) -> None:
@@ -313,7 +271,7 @@ def test_history_is_only_for_who_asked(node: MemoryNode, writer: Peer) -> None:
     peer.stream(VB)
     frames = peer.drain()
     assert shape(frames) == [(0, 3), "3:a"]
-    assert flags_of(frames) == [MarkerFlag.DISK]
+    assert marker_flags(frames) == [MarkerFlag.DISK]
 
 
 # -- snapshot ends -------------------------------------------------------------------------------
