@@ -1,7 +1,10 @@
 """Checkpoints: where a consumer stands, kept in a file or in memory.
 
-    file = CBOR {"format": "dcpd-checkpoint", "version": 1, "crc32": u32, "positions": bytes}
-    positions = CBOR {vb: [versions, seqno, snap_start, snap_end, complete, base_seqno]}
+    file = CBOR {"format": "dcpd-checkpoint", "version": 2, "crc32": u32, "positions": bytes}
+    positions = CBOR {vb: position}
+    position = [versions, seqno, snap_start, snap_end, complete, base_seqno, collections]
+
+Version 1 had no collections, and is read as well.
 
 A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so a crash leaves the
 old or the new one. What cannot be read is a CheckpointError that says what to do, never a silent
@@ -24,7 +27,11 @@ from clients.position import Position
 from vbucket.ids import SEQNO_MAX
 
 FORMAT: Final = "dcpd-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+_READ: Final = (1, VERSION)
+_FIELDS_1: Final = 6
+"""Fields of a position of version 1."""
+_COLLECTION_ID_MAX: Final = 0xFFFF_FFFF
 
 Checkpoint = dict[int, Position]
 """Position by partition."""
@@ -142,9 +149,9 @@ def decode_checkpoint(raw: bytes) -> Checkpoint:
     document = _cbor(raw, "the file")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError("this is not a checkpoint of ours")
-    if document.get("version") != VERSION:
+    if document.get("version") not in _READ:
         raise ValueError(
-            f"checkpoint format {document.get('version')!r}; this program reads {VERSION}"
+            f"checkpoint format {document.get('version')!r}; this program reads up to {VERSION}"
         )
     positions = document.get("positions")
     if not isinstance(positions, bytes) or crc32(positions) != document.get("crc32"):
@@ -167,10 +174,14 @@ def _position(vb_id: object, entry: Any) -> Position:
     where = f"partition {vb_id!r}: "
     if not isinstance(vb_id, int) or not 0 <= vb_id < 65536:
         raise ValueError(f"{where}not a partition")
-    if not isinstance(entry, list) or len(entry) != len(Position._fields):
+    if not isinstance(entry, list) or len(entry) not in {_FIELDS_1, len(Position._fields)}:
         raise ValueError(f"{where}a position has {len(Position._fields)} fields")
-    versions, seqno, snap_start, snap_end, complete, base_seqno = entry
-    if any(len(pair) != 2 for pair in [*versions, *complete]):
+    versions, seqno, snap_start, snap_end, complete, base_seqno = entry[:_FIELDS_1]
+    if (
+        not isinstance(versions, list)
+        or not isinstance(complete, list)
+        or any(not isinstance(pair, list) or len(pair) != 2 for pair in [*versions, *complete])
+    ):
         raise ValueError(f"{where}versions and ranges are pairs")
     numbers = [seqno, snap_start, snap_end, base_seqno]
     numbers += [number for pair in [*versions, *complete] for number in pair]
@@ -180,7 +191,20 @@ def _position(vb_id: object, entry: Any) -> Position:
         raise ValueError(f"{where}seqno {seqno} is outside of snapshot {snap_start}..{snap_end}")
     pairs = tuple((vb_uuid, began) for vb_uuid, began in versions)
     ranges = tuple((first, last) for first, last in complete)
-    return Position(pairs, seqno, snap_start, snap_end, ranges, base_seqno)
+    collections = _collections(where, entry[_FIELDS_1:])
+    return Position(pairs, seqno, snap_start, snap_end, ranges, base_seqno, collections)
+
+
+def _collections(where: str, rest: list[Any]) -> tuple[int, ...] | None:
+    """Return the ids of collections that a position's last field holds, where it has one."""
+    ids = rest[0] if rest else None
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or any(
+        type(number) is not int or not 0 <= number <= _COLLECTION_ID_MAX for number in ids
+    ):
+        raise ValueError(f"{where}a collection id is not one")
+    return tuple(ids)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -138,6 +138,7 @@ class Consumer:
         self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
         self._collections = chosen_collections(collections)
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
+        self._was_closed = False
         self._older_than: dict[int, int] = {}
         """By partition: a CAS below which changes are left out on this side."""
         self._core_options: dict[str, Any] = {
@@ -190,10 +191,13 @@ class Consumer:
     async def open(self) -> None:
         """Load the checkpoint, connect, ask for the streams.
 
-        Raises CheckpointError, ConnectError, AuthenticationError, TopologyError, ValueError.
+        Raises CheckpointError, ConnectError, AuthenticationError, TopologyError, ValueError, and
+        RuntimeError for one that was closed: what it received and did not hand out is in its way.
         """
         if self._reader.is_open:
             return
+        if self._was_closed:
+            raise RuntimeError("this consumer was closed: make a new one, from its checkpoint()")
         try:
             await self._open()
         except BaseException:
@@ -227,6 +231,7 @@ class Consumer:
     async def close(self) -> None:
         """Close all connections. Streams can be resumed from `checkpoint()`."""
         was_open, self._reader.is_open = self._reader.is_open, False
+        self._was_closed = self._was_closed or was_open
         await self._supervisor.stop()
         self._reader.wake.set()
         try:

@@ -42,6 +42,7 @@ class Extensions:
         key_prefixes: tuple[bytes, ...] = (),
     ) -> None:
         self.key_prefixes = key_prefixes
+        self.collections = collections
         self._filter: dict[str, object] = {}
         if has_collections and collections:
             self._filter["collections"] = [f"{collection_id:x}" for collection_id in collections]
@@ -70,6 +71,12 @@ class Extensions:
     def leaves_out_here(self) -> bool:
         """Whether keys of other prefixes come and have to be left out on this side."""
         return bool(self.key_prefixes) and bool(self._status[KEY_PREFIX])
+
+    def is_for(self, position: Position) -> bool:
+        """Whether a position is one in the collections that are followed, as far as it tells."""
+        if position.collections is None or not position.seqno:
+            return True
+        return set(position.collections) == set(self.collections)
 
     def must_wait(self, position: Position) -> bool:
         """Whether a request would have to say more than may be said yet."""

@@ -9,7 +9,10 @@ Invariants
   iteration in the middle of a batch gets the rest of it from the next one;
 - piece_start <= count <= len(batch): up to `_piece_start` the user came back for more, up to
   `_count` events were handed out; no position that is told runs ahead of the latter;
-- a batch goes back to its session, and with it to flow control, when the user asks for the next.
+- a batch goes back to its session, and with it to flow control, when the user asks for the next;
+- only the iteration that was begun last may go on: two at once would each take the other's batch
+  for processed;
+- a rollback is settled once, also where who waited for it was cancelled before it was handed out.
 """
 
 from __future__ import annotations
@@ -81,7 +84,10 @@ class Reader:
         self._current: tuple[ConsumerSession, Batch] | None = None
         self._piece_start = self._count = 0
         self._looked_at = 0
+        self._settled: Rollback | None = None
+        """The one in the batch in hand that was settled last, as it is to be handed out."""
         self._is_single = False
+        self._iteration: object = None
 
     # -- what comes in -------------------------------------------------------------------------
 
@@ -107,27 +113,34 @@ class Reader:
     # -- what goes out -------------------------------------------------------------------------
 
     async def batches(self, source: Source) -> AsyncIterator[list[Event]]:
-        """Yield events as they came, in pieces where they have to be cut."""
+        """Yield events as they came, in pieces where they have to be cut.
+
+        Raises RuntimeError where another iteration was begun meanwhile.
+        """
         self._is_single = False
+        iteration = self._iteration = object()
+        self.wake.set()  # another one that waits finds that it may not
         while True:
+            self._check_newest(iteration)
             self._piece_start = self._count
             if self._current is None or self._count >= len(self._current[1].events):
                 self._finish_current()
-                self._current = await self._next_batch(source)
+                self._current = await self._next_batch(source, iteration)
                 if self._current is None:
                     return
             batch = self._current[1]
             for stop in self._piece_ends(batch.events, asks=source.asks):
                 if stop > self._piece_start:
                     await self.pace.wait(stop - self._piece_start)
+                    self._check_newest(iteration)
                     self._count = stop
                     self._look_at(batch.events, stop)
                     yield batch.events[self._piece_start : stop]
+                    self._check_newest(iteration)
                     self._piece_start = stop
-                is_next = stop == self._piece_start and stop < len(batch.events)
-                if source.asks and is_next and isinstance(batch.events[stop], Rollback):
-                    # All before it is processed; the stream waits for what is decided.
-                    await source.settle(batch, stop)
+                if source.asks and stop == self._piece_start and stop < len(batch.events):
+                    await self._settle(source, batch, stop)
+                    self._check_newest(iteration)
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
         """Yield the events of the piece that was handed out last, each as handed out now."""
@@ -178,6 +191,22 @@ class Reader:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _check_newest(self, iteration: object) -> None:
+        if iteration is not self._iteration:
+            raise RuntimeError(
+                "another iteration of this consumer was begun meanwhile: one at a time; for several"
+                " workers give each a consumer with a Group"
+            )
+
+    async def _settle(self, source: Source, batch: Batch, at: int) -> None:
+        """Let a rollback be decided. All before it is processed; its stream waits for that."""
+        event = batch.events[at]
+        if isinstance(event, Rollback) and event is not self._settled:
+            await source.settle(batch, at)
+            settled = batch.events[at]
+            assert isinstance(settled, Rollback)
+            self._settled = settled
+
     def _piece_ends(self, events: list[Event], *, asks: bool) -> list[int]:
         """Return where to cut a batch: for the rate, and before what has to be decided."""
         ends = {len(events), *self.pace.cuts(len(events))}
@@ -203,13 +232,17 @@ class Reader:
             return
         session, batch = self._current
         self._current = None
+        self._settled = None
         self._piece_start = self._count = self._looked_at = 0
         self._saver.moved(batch.events, self.delivered)
         self.delivered.update(batch.positions)
         session.done_with(batch)
 
-    async def _next_batch(self, source: Source) -> tuple[ConsumerSession, Batch] | None:
+    async def _next_batch(
+        self, source: Source, iteration: object
+    ) -> tuple[ConsumerSession, Batch] | None:
         while not self._queue or self.is_paused:
+            self._check_newest(iteration)
             if self.failure is not None:
                 raise self.failure
             if not self.is_open or source.is_finished:
@@ -224,4 +257,5 @@ class Reader:
             except TimeoutError:
                 continue  # time to save
         await self._saver.save_when_due(self.delivered)
+        self._check_newest(iteration)
         return self._queue.popleft()

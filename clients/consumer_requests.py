@@ -207,6 +207,9 @@ class StreamRequests:
     def _request(self, stream: Stream) -> None:
         position = stream.position()
         stream.state = StreamState.ASKED
+        if not self._extensions.is_for(position):
+            self._begin_anew(stream)
+            return
         if self._extensions.must_wait(position):
             self._awaiting_lists.append(stream)
             return
@@ -219,6 +222,24 @@ class StreamRequests:
         self._sent_ns[opaque] = self._now_ns
         value = self._extensions.request_value(position)
         self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
+
+    def _begin_anew(self, stream: Stream) -> None:
+        """What is held is of other collections: a rollback to 0, told with the answer to a NOOP."""
+        held, wanted = (
+            ", ".join(map(str, ids or ())) or "all"
+            for ids in (stream.collections, self._extensions.collections)
+        )
+        why = (
+            f"the position is one in collections {held}, followed are {wanted}: made again since,"
+            " or another choice"
+        )
+
+        def on_reply(_frame: Frame) -> None:
+            if stream.state is StreamState.ASKED:
+                self._touch(stream)
+                self._roll_back(stream, 0, b"", why=why)
+
+        self._send(lambda opaque: pack_request(Opcode.NOOP, opaque=opaque), on_reply)
 
     def _again(self, stream: Stream) -> None:
         """Ask at once; with `until_now` for the end that holds after a branch."""
@@ -255,6 +276,7 @@ class StreamRequests:
         status = frame.status
         if status == Status.OK:
             stream.open(tuple(parse_failover_log(frame.value)))
+            stream.collections = self._extensions.collections
             self._open[frame.opaque] = stream
             self._events.append(
                 StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)

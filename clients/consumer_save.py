@@ -104,7 +104,8 @@ class Saver:
             if hasattr(store, "save_changes"):
                 await self._call(store.save_changes, changed)
             else:
-                await self._call(store.save, checkpoint)
+                # Partitions that this consumer does not follow keep their places.
+                await self._call(store.save, self._saved | checkpoint)
             self._saved.update(changed)
             self._told.difference_update(changed)
             self._metrics.saves += 1

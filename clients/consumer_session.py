@@ -70,6 +70,8 @@ class ConsumerSession:
         """When the core's tick is due, where its timer runs."""
         self._has_heard = True
         self._stalls: dict[int, int] = {}
+        self._asking: set[asyncio.Future[None]] = set()
+        """Who waits for high seqnos; told when the connection is lost, too."""
 
     def begin(self) -> None:
         """Take the connection over and ask for the partitions that were added."""
@@ -122,9 +124,13 @@ class ConsumerSession:
                 answer.set_result(None)
 
         if not self.link.is_closed:
-            self.core.ask_high_seqnos(on_seqnos)
-            self.flush()
-            await asyncio.wait([answer], timeout=timeout_s)
+            self._asking.add(answer)
+            try:
+                self.core.ask_high_seqnos(on_seqnos)
+                self.flush()
+                await asyncio.wait([answer], timeout=timeout_s)
+            finally:
+                self._asking.discard(answer)
         return self.high_seqnos
 
     def close(self) -> None:
@@ -226,4 +232,6 @@ class ConsumerSession:
         self._cancel_timers()
         if self.core.notes:
             self._tell_notes()
+        for answer in self._asking:
+            answer.cancel()
         self._owner.session_lost(self, error)

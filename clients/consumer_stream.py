@@ -65,6 +65,7 @@ class Stream:
     __slots__ = (
         "base_seqno",
         "ceiling",
+        "collections",
         "has_position",
         "is_marker_new",
         "marker_end",
@@ -104,6 +105,7 @@ class Stream:
         self.seqno = position.seqno
         self.snap_start, self.snap_end = position.snap_start, position.snap_end
         self.base_seqno = position.base_seqno
+        self.collections = position.collections
         ranges = list(position.complete) or [(0, 0)]
         if self.seqno == self.snap_end and ranges[-1][1] < self.seqno:
             ranges.append((self.seqno, self.seqno))
@@ -123,6 +125,7 @@ class Stream:
             self.snap_end,
             (*self.older_ranges, (self.range_start, self.range_end)),
             self.base_seqno,
+            self.collections,
         )
 
     def open(self, versions: Versions) -> None:
@@ -228,4 +231,4 @@ def _back_at(position: Position, seqno: int) -> Position:
     is_below = seqno < position.base_seqno
     complete = ((seqno, seqno),) if is_below else clipped(position.complete, seqno)
     base_seqno = min(position.base_seqno, seqno)
-    return Position(versions, seqno, seqno, seqno, complete, base_seqno)
+    return Position(versions, seqno, seqno, seqno, complete, base_seqno, position.collections)

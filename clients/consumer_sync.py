@@ -199,8 +199,9 @@ class SyncConsumer(_Looped[Consumer]):
 
     def _iterate(self, source: AsyncIterator[_T]) -> Iterator[_T]:
         async def following() -> tuple[_T] | None:
-            async for item in source:
-                return (item,)
+            if self._thread is not None:  # else closed meanwhile: nothing can be begun
+                async for item in source:
+                    return (item,)
             return None
 
         while (thread := self._thread) is not None:

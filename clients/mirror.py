@@ -68,6 +68,7 @@ class Mirror:
         self._moved = asyncio.Event()
         self._failure: BaseException | None = None
         self._num_vbuckets = NUM_VBUCKETS
+        self._was_opened = False
         self.consumer: Consumer
         """What follows the server: its metrics, lag and more. There once the mirror is open."""
 
@@ -108,16 +109,20 @@ class Mirror:
     async def _open_consumer(self) -> None:
         # Partitions that are not in the store begin at 0.
         self.consumer = Consumer(self._server, start=self._store.positions(), **self._options)
+        self._was_opened = True
         await self.consumer.open()
 
     async def close(self) -> None:
         """Stop following. What is in a file stays there."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-            await self.consumer.close()
-        self._store.close()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        try:
+            if self._was_opened:
+                await self.consumer.close()
+        finally:
+            self._store.close()
 
     async def caught_up(self, timeout_s: float | None = None) -> None:
         """Return when everything is here that the server had when this was called.
@@ -204,6 +209,11 @@ class Mirror:
                     collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
                 )  # fmt: skip
                 self._moved.set()
+            if not self._options.get("until_now"):
+                raise DcpdError(
+                    "nothing more comes: the collection was dropped, or the consumer was closed",
+                    hint="Open a new mirror; a collection that is made again is another one.",
+                )
         except BaseException as error:
             self._failure = error
             raise

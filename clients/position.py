@@ -9,7 +9,9 @@ Invariants of a `Position`
 - `complete` are ranges (first seqno, last seqno), rising and apart: at every seqno in them the
   consumer held the partition's whole state. Only to those it can go back: where a snapshot leaves
   seqnos out, older versions of keys are missing until its end. A range begins at a snapshot's end
-  and goes on while seqnos come without a gap. Seqno 0 always counts.
+  and goes on while seqnos come without a gap. Seqno 0 always counts;
+- `collections` are those that the stream was opened for: an id is never given again, so a name
+  that means another one by now is noticed.
 
 Ranges are thinned out with age (`RANGES_MAX`): a rollback is mostly shallow.
 """
@@ -38,6 +40,8 @@ class Position(NamedTuple):
     complete: Ranges = ()
     base_seqno: int = 0
     """The consumer began here and never asked for what lies below (a start at "now")."""
+    collections: tuple[int, ...] | None = None
+    """Ids of the collections that it is a place in, () all; None: not known."""
 
     @property
     def vb_uuid(self) -> int:
@@ -82,7 +86,7 @@ def rolled_back(
     kept = tuple(version for version in versions if version[1] <= seqno)
     if not kept or seqno <= 0:
         return Position()
-    return Position(kept, seqno, seqno, seqno, complete, base_seqno)
+    return Position(kept, seqno, seqno, seqno, complete, base_seqno, position.collections)
 
 
 def gone_back(position: Position, seqno: int) -> Position:
@@ -92,7 +96,11 @@ def gone_back(position: Position, seqno: int) -> Position:
     if not at or at < position.base_seqno:
         return Position()
     versions = tuple(version for version in position.versions if version[1] <= at)
-    return Position(versions, at, at, at, complete, position.base_seqno) if versions else Position()
+    if not versions:
+        return Position()
+    return Position(
+        versions, at, at, at, complete, position.base_seqno, position.collections
+    )  # fmt: skip
 
 
 def clipped(complete: Ranges, seqno: int) -> Ranges:

@@ -1,3 +1,5 @@
+import contextlib
+
 import cbor2
 import pytest
 from hypothesis import given
@@ -7,12 +9,17 @@ from clients.checkpoint import (
     CheckpointFile,
     MemoryCheckpoint,
     decode_checkpoint,
+    decode_position,
     encode_checkpoint,
 )
 from clients.errors import CheckpointError
 from clients.position import RANGES_MAX, RANGES_NEWEST, Position, rolled_back, thinned
 
 POSITION = Position(((7, 5), (9, 0)), 12, 10, 20, ((0, 4), (8, 8)), 0)
+GOLDEN_1 = (
+    "a466666f726d61746f646370642d636865636b706f696e746776657273696f6e016563726333321a81a967f569"
+    "706f736974696f6e7355a11186828207058209000c0a148282000482080800"
+)
 
 
 def test_file_keeps_what_was_saved(tmp_path):
@@ -36,13 +43,35 @@ def test_memory_keeps_a_copy():
     st.dictionaries(
         st.integers(0, 1023),
         st.builds(
-            lambda uuid, a, b, c: Position(((uuid, a),), a + b, a, a + b + c, ((0, a),), 0),
+            lambda uuid, a, b, c, ids: Position(
+                ((uuid, a),), a + b, a, a + b + c, ((0, a),), 0, ids
+            ),
             *[st.integers(0, 2**50)] * 4,
+            st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
         ),
     )
 )
 def test_encoding_is_reversible(checkpoint):
     assert decode_checkpoint(encode_checkpoint(checkpoint)) == checkpoint
+
+
+def test_a_checkpoint_of_the_first_version_is_read():
+    """Made by the program that wrote version 1."""
+    raw = bytes.fromhex(GOLDEN_1)
+    assert decode_checkpoint(raw) == {17: POSITION}
+    assert decode_checkpoint(encode_checkpoint(decode_checkpoint(raw))) == {17: POSITION}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.binary(max_size=3),
+        lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.integers(), inner),
+        max_leaves=20,
+    )
+)
+def test_what_is_no_position_is_a_value_error(document):
+    with contextlib.suppress(ValueError):
+        decode_position(cbor2.dumps(document))
 
 
 @given(st.data())
@@ -66,8 +95,8 @@ def test_damage_is_an_error_and_never_a_position(data):
         (b"", "cut short"),
         (b"hello world", "not a checkpoint|damaged"),
         (
-            cbor2.dumps({"format": "dcpd-checkpoint", "version": 2}),
-            "format 2; this program reads 1",
+            cbor2.dumps({"format": "dcpd-checkpoint", "version": 3}),
+            "format 3; this program reads up to 2",
         ),
         (cbor2.dumps([1]), "not a checkpoint"),
     ],
@@ -102,6 +131,22 @@ def test_position_that_breaks_its_invariants_is_refused(entry):
     }  # fmt: skip
     with pytest.raises(ValueError, match="partition 1"):
         decode_checkpoint(cbor2.dumps(document))
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "pathlib.Path.replace"])
+def test_a_file_that_cannot_be_written_whole_stays_what_it_was(tmp_path, monkeypatch, step):
+    store = CheckpointFile(tmp_path / "c")
+    store.save({17: POSITION})
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, fails)
+        with pytest.raises(CheckpointError, match="cannot be written: No space left"):
+            store.save({17: Position()})
+    assert store.load() == {17: POSITION}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_file_in_a_folder_that_is_not_there(tmp_path):

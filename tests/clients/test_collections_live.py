@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_consumer_steering import until
 
+from clients.checkpoint import CheckpointFile, decode_position, encode_position
+from clients.checkpoint_lmdb import LmdbCheckpoint
+from clients.checkpoint_server import ServerCheckpoint
 from clients.consumer import Consumer
-from clients.errors import NotFoundError, UnknownCollectionError
-from clients.event import Mutation, StreamEnded, SystemEvent
+from clients.errors import DcpdError, HistoryBranchedError, NotFoundError, UnknownCollectionError
+from clients.event import Mutation, Rollback, StreamEnded, SystemEvent
 from clients.kv import KvClient
 from clients.mirror import Mirror
 from dcp.wire.message import EndReason
@@ -159,3 +163,94 @@ async def test_a_kept_mirror_of_a_collection_made_again_holds_nothing_of_the_one
             await view.caught_up()
             assert dict(view.items()) == {b"new": b"2"}
     assert "is a mirror of other documents" in caplog.text
+
+
+async def test_who_was_away_while_a_collection_was_made_again_is_told_to_begin_anew(
+    server: DcpdProcess, tmp_path: Path
+) -> None:
+    for kind in ("file", "lmdb", "server", "positions"):
+        create(server, kind)
+        await made_again_meanwhile(server, tmp_path / kind, kind)
+
+
+async def made_again_meanwhile(server: DcpdProcess, path: Path, kind: str) -> None:
+    name, positions = f"_default.{kind}", dict[int, bytes]()
+
+    def options() -> dict[str, Any]:
+        if kind == "positions":
+            return {"start": {vb: decode_position(raw) for vb, raw in positions.items()}}
+        makers = {
+            "file": lambda: CheckpointFile(path),
+            "lmdb": lambda: LmdbCheckpoint(path),
+            "server": lambda: ServerCheckpoint(server.address, "me"),
+        }
+        return {"store": makers[kind]()}
+
+    async def follow() -> list[Any]:
+        async with Consumer(
+            server.address, vbuckets=[VB], collections=name, until_now=True, validate=True,
+            **options(),
+        ) as consumer:  # fmt: skip
+            events = [event async for event in consumer]
+            held = consumer.checkpoint()
+            positions.update({vb: encode_position(place) for vb, place in held.items()})
+            if kind != "positions":
+                await consumer.save()
+        return [event for event in events if isinstance(event, Mutation | SystemEvent | Rollback)]
+
+    async with KvClient.connect(server.address) as kv:
+        await kv.collection(name).set("k", b"old")
+        assert [type(event) for event in await follow()] == [SystemEvent, Mutation]
+        assert await follow() == []
+        drop(server, kind)
+        create(server, kind)
+        await kv.collection(name).set("k", b"new")
+    told = await follow()
+    assert [type(event) for event in told] == [Rollback, SystemEvent, Mutation]
+    assert (told[0].to_seqno, told[2].value) == (0, b"new")
+    new_id = told[1].collection_id
+    assert f"collections {new_id - 1}, followed are {new_id}" in told[0].reason
+    assert await follow() == []
+
+
+async def test_another_choice_of_collections_is_no_silent_gap(
+    server: DcpdProcess, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        create(server, name)
+    async with KvClient.connect(server.address) as kv:
+        for name in ("a", "b"):
+            await kv.collection(f"_default.{name}").set("k", name.encode())
+
+    async def values(collections: list[str], **options: Any) -> list[bytes]:
+        async with Consumer(
+            server.address, vbuckets=[VB], collections=collections, until_now=True,
+            store=CheckpointFile(tmp_path / "state"), **options,
+        ) as consumer:  # fmt: skip
+            told = [event.value async for event in consumer if isinstance(event, Mutation)]
+            await consumer.save()
+        return told
+
+    both = ["_default.a", "_default.b"]
+    assert await values(["_default.a"]) == [b"a"]
+    with pytest.raises(HistoryBranchedError, match="collections 8, followed are 8, 9"):
+        await values(both, on_rollback="fail")
+    assert await values(both) == [b"a", b"b"]
+    assert await values(both[::-1]) == []
+
+
+async def test_a_mirror_of_a_collection_that_is_dropped_does_not_pretend_to_follow(
+    server: DcpdProcess,
+) -> None:
+    create(server, "a")
+    async with (
+        KvClient.connect(server.address) as kv,
+        Mirror(server.address, collection="_default.a", vbuckets=[VB]) as view,
+    ):
+        await kv.collection("_default.a").set("k", b"1")
+        await view.caught_up()
+        assert view["k"] == b"1"
+        drop(server, "a")
+        await until(lambda: view._task is not None and view._task.done())
+        with pytest.raises(DcpdError, match="nothing more comes"):
+            view.get("k")

@@ -131,7 +131,7 @@ def test_events_of_a_snapshot(has_collections):
         SnapshotEnd(17, 4),
     ]
     assert session.batch.positions == {
-        17: Position(((77, 0),), 4, 4, 4, ((0, 2), (4, 4))),
+        17: Position(((77, 0),), 4, 4, 4, ((0, 2), (4, 4)), collections=(0,)),
     }
 
 
@@ -276,6 +276,44 @@ def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_s
     assert f"the server is at {high}" in event.reason
     assert parse_stream_request(session.stream_request().extras)[1] == to_seqno
     assert [note.kind for note in session.core.notes] == ["ahead", "rollback"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("until_now", [False, True])
+def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until_now):
+    held = Position(((77, 0),), 9, 9, 9, ((0, 9),), collections=(8,))
+    session = Session(
+        {17: Wanted(held)}, collections=(9,), asks_on_rollback=asks, until_now=until_now
+    )
+    if until_now:
+        question = next(f for f in session.open_requests if f.opcode == Opcode.GET_ALL_VB_SEQNOS)
+        session.reply(question, value=high_seqnos(v17=20))
+        session.open_requests = session.sent
+    question = next(f for f in session.open_requests if f.opcode == Opcode.NOOP)
+    assert session.position() == held
+    (event,) = session.reply(question)
+    assert isinstance(event, Rollback)
+    assert (event.from_seqno, event.to_seqno) == (9, 0)
+    assert "in collections 8, followed are 9" in event.reason
+    assert [note.kind for note in session.core.notes] == ["rollback"]
+    if asks:
+        session.core.go_on(17, None)
+        session.sent = session.decoder.feed(session.core.take_output())
+    if until_now:
+        (question,) = session.sent
+        session.reply(question, value=high_seqnos(v17=20))
+    assert parse_stream_request(session.stream_request().extras)[1] == 0
+    session.accept()
+    assert session.position().collections == (9,)
+
+
+@pytest.mark.parametrize("collections", [None, (8, 9), (9, 8)])
+def test_a_place_in_the_same_collections_or_unknown_ones_is_gone_on_from(collections):
+    held = Position(((77, 0),), 9, 9, 9, ((0, 9),), collections=collections)
+    session = Session({17: Wanted(held)}, collections=(8, 9))
+    assert parse_stream_request(session.stream_request().extras)[1] == 9
+    session.accept()
+    assert session.position().collections == (8, 9)
 
 
 def test_partition_that_is_elsewhere_is_handed_back():

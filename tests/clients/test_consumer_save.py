@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from clients import CheckpointError, Position
+from clients import CheckpointError, MemoryCheckpoint, Position
 from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_save import Saver
 
@@ -71,3 +71,12 @@ async def test_an_error_of_the_system_is_one_of_the_checkpoint():
         await saver.save(at(5))
     await saver.save_by_itself(at(5))
     assert (metrics.saves, metrics.saves_failed) == (0, 1)
+
+
+async def test_a_store_that_writes_everything_keeps_partitions_that_are_not_followed_now():
+    store = MemoryCheckpoint()
+    store.save({1: at(5)[1], 2: at(9)[1]})
+    saver = Saver(store, None, ConsumerMetrics(), "saves")
+    await saver.load()
+    await saver.save(at(6))
+    assert {vb_id: position.seqno for vb_id, position in store.load().items()} == {1: 6, 2: 9}

@@ -320,3 +320,19 @@ def test_options_that_cannot_be_are_refused_at_once_and_say_what_can(options, wh
 
 async def test_one_collection_needs_no_list(server):
     assert len(await changes(server, collections="_default._default")) >= 200
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_checkpoint_of_a_few_events_keeps_the_moment_of_the_start(server, count):
+    """Also for partitions of which nothing, or only the opening, was handed out."""
+    async with Consumer(server.address, start="now") as consumer:
+        opened = []
+        async for event in consumer:
+            opened.append(event)
+            if len(opened) == count:
+                break
+        checkpoint = consumer.checkpoint()
+    for event in opened:
+        assert checkpoint[event.vb_id].base_seqno == event.start_seqno
+    assert sum(position.seqno for position in checkpoint.values()) > 0
+    assert await changes(server, start=checkpoint) == []

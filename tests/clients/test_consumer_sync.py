@@ -11,6 +11,7 @@ import pytest
 from clients import MemoryCheckpoint, Mutation, SyncConsumer
 from clients.consumer_sync import LoopThread
 from clients.testing import DcpServer
+from vbucket.ids import vbucket_of
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,61 @@ def test_stopping_the_loop_ends_who_waits_for_it():
 async def _others():
     """Return how many other tasks the loop has."""
     return len(asyncio.all_tasks()) - 1
+
+
+def test_the_loops_own_thread_cannot_wait_for_itself(server):
+    """A function of the user's runs there: it is told so, and nothing stands still."""
+    key = b"k1"
+    asked = []
+
+    def decide(_event):
+        try:
+            consumer.checkpoint()
+        except RuntimeError as error:
+            asked.append(str(error))
+        return "restart"
+
+    values = []
+    with SyncConsumer(
+        server.address, vbuckets=[vbucket_of(key)], on_rollback=decide, validate=True
+    ) as consumer:
+        for event in consumer:
+            if isinstance(event, Mutation) and event.key == key:
+                values.append(event.value)
+                if len(values) == 1:
+                    server.branch(vbucket_of(key), 0)
+                    with server.connect() as kv:
+                        kv.set(key, b"2")
+            if values and values[-1] == b"2":
+                break
+    assert len(asked) == 1
+    assert "cannot wait for itself" in asked[0]
+    with server.connect() as kv:  # as the other tests know it
+        for n in range(100):
+            kv.set(b"k%d" % n, b"1")
+
+
+def test_threads_that_iterate_at_once_are_told(server):
+    """Each would take the other's batch for processed."""
+    told = []
+
+    def follow():
+        try:
+            for _ in consumer.batches():
+                pass
+        except RuntimeError as error:
+            told.append(str(error))
+
+    with SyncConsumer(server.address, start="now") as consumer:
+        older = threading.Thread(target=follow)
+        older.start()
+        while consumer.consumer._reader._iteration is None:
+            pass
+        assert next(consumer.batches())
+        older.join(20)
+        assert not older.is_alive()
+    assert len(told) == 1
+    assert "one at a time" in told[0]
 
 
 def test_outside_of_its_block_it_says_so(server):

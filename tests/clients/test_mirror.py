@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_consumer_steering import until
 
 from clients import (
+    CheckpointError,
     CheckpointFile,
     DcpdError,
     KvClient,
@@ -190,6 +191,19 @@ async def test_a_mirror_that_cannot_follow_says_so(server):
         await until(lambda: view._failure is not None)
         with pytest.raises(DcpdError, match="on fire"):
             view["k1"]
+
+
+async def test_a_mirror_that_cannot_be_opened_leaves_nothing_behind(server, tmp_path, monkeypatch):
+    def fails(*_):
+        raise CheckpointError("the file is damaged")
+
+    monkeypatch.setattr(LmdbStore, "follow", fails)
+    before = asyncio.all_tasks()
+    mirror = Mirror(server.address, tmp_path / "view")
+    with pytest.raises(CheckpointError, match="damaged"):
+        await mirror.open()
+    assert mirror.consumer._placement.sessions == {}
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_mirror_of_a_prefix_holds_nothing_else(server):

@@ -1,0 +1,127 @@
+"""What is handed out: to one iteration at a time; batches go back, rollbacks are settled once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_consumer_steering import until
+
+from clients.consumer_core import Batch
+from clients.consumer_metrics import ConsumerMetrics
+from clients.consumer_reader import Reader
+from clients.consumer_save import Saver
+from clients.event import Mutation, Rollback
+from clients.position import Position
+
+
+class Streams:
+    """In the place of a session and of who looks after the streams."""
+
+    def __init__(self, *, asks=False):
+        self.asks, self.is_finished = asks, False
+        self.given_back, self.settled = [], []
+        self.decided = asyncio.Event()
+        self.decided.set()
+
+    def done_with(self, batch):
+        self.given_back.append(batch)
+
+    async def settle(self, batch, at):
+        self.settled.append(batch.events[at].to_seqno)
+        await self.decided.wait()
+        batch.events[at] = Rollback(1, 0, 5, 9, "decided")
+
+
+def mutation(seqno):
+    return Mutation(1, b"k", b"v", seqno, 1, 1, 0, 0)
+
+
+def batch_of(*events):
+    last = events[-1]
+    seqno = last.to_seqno if isinstance(last, Rollback) else last.seqno
+    return Batch(list(events), {1: Position(((7, 0),), seqno, 0, 99)}, 10, {1: (0, 99)})
+
+
+def reader_of(streams, *batches, events_per_s=None):
+    metrics = ConsumerMetrics()
+    reader = Reader(Saver(None, None, metrics, "reader"), metrics, None, events_per_s)
+    reader.is_open = True
+    for batch in batches:
+        reader.put(streams, batch)
+    return reader
+
+
+async def test_of_two_iterations_the_newer_one_counts_and_no_batch_is_lost():
+    streams = Streams()
+    batches = [batch_of(mutation(1)), batch_of(mutation(2)), batch_of(mutation(3))]
+    reader = reader_of(streams, batches[0])
+    older = reader.batches(streams)
+    assert await anext(older) == batches[0].events
+    waiting = asyncio.create_task(anext(older))
+    await until(lambda: streams.given_back == batches[:1])
+    newer = reader.batches(streams)
+    reader.put(streams, batches[1])
+    assert await anext(newer) == batches[1].events
+    with pytest.raises(RuntimeError, match="one at a time"):
+        await waiting
+    reader.put(streams, batches[2])
+    assert await anext(newer) == batches[2].events
+    assert streams.given_back == batches[:2]
+    streams.is_finished = True
+    with pytest.raises(StopAsyncIteration):
+        await anext(newer)
+    assert streams.given_back == batches
+
+
+async def test_an_older_iteration_that_is_taken_up_again_is_refused():
+    streams = Streams()
+    reader = reader_of(streams, batch_of(mutation(1)), batch_of(mutation(2)))
+    older, newer = reader.batches(streams), reader.batches(streams)
+    await anext(older)
+    (event,) = await anext(newer)
+    assert event.seqno == 2
+    with pytest.raises(RuntimeError, match="one at a time"):
+        await anext(older)
+    assert reader.checkpoint()[1].seqno == 2
+    assert reader.processed()[1].seqno == 1
+
+
+async def test_a_rollback_is_settled_once_although_its_wait_was_cancelled():
+    """First while the user decides, then after that and before it was handed out."""
+    streams = Streams(asks=True)
+    batch = batch_of(mutation(9), Rollback(1, 5, 5, 9, "asked"), mutation(6))
+    reader = reader_of(streams, batch, events_per_s=1)
+    reader.pace._events_per_s = 0.001  # for the second piece
+    assert await anext(reader.batches(streams)) == batch.events[:1]
+    streams.decided.clear()
+    waiting = asyncio.create_task(anext(reader.batches(streams)))
+    await until(lambda: streams.settled)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    streams.decided.set()
+    waiting = asyncio.create_task(anext(reader.batches(streams)))
+    await until(lambda: batch.events[1].reason == "decided")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert streams.settled == [5, 5]
+    reader.pace._events_per_s = None
+    told = await anext(reader.batches(streams))
+    assert (told[0].reason, streams.settled) == ("decided", [5, 5])
+
+
+async def test_what_was_handed_out_is_processed_only_when_more_is_asked_for():
+    streams = Streams()
+    reader = reader_of(streams, batch_of(mutation(1), mutation(2)), batch_of(mutation(3)))
+    reading = reader.batches(streams)
+    piece = await anext(reading)
+    assert (reader.processed(), streams.given_back) == ({}, [])
+    assert reader.checkpoint()[1].seqno == 2
+    for count, event in enumerate(reader.one_by_one(piece)):
+        assert reader.checkpoint()[1].seqno == event.seqno
+        assert reader.processed().get(1, Position()).seqno == count
+    await anext(reading)
+    assert reader.processed()[1].seqno == 2
+    assert len(streams.given_back) == 1
