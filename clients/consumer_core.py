@@ -62,11 +62,11 @@ from dcp.wire.frame import (
 )
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,
-    U64,
     EndReason,
     OpenFlag,
     pack_buffer_ack,
     pack_open,
+    parse_advanced,
     parse_deletion,
     parse_marker,
     parse_previous_value,
@@ -371,7 +371,9 @@ class ConsumerCore(StreamRequests):
 
     def on_advanced(self, stream: Stream, frame: Frame) -> None:
         """A seqno passed that has nothing for us."""
-        seqno: int = U64.unpack_from(frame.extras)[0]
+        self._pass(stream, parse_advanced(frame))
+
+    def _pass(self, stream: Stream, seqno: int) -> None:
         self._move(stream, seqno)
         self._events.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
@@ -384,7 +386,7 @@ class ConsumerCore(StreamRequests):
         try:
             event = parse_system_event(kind, version, frame.key, frame.value)
         except ValueError:
-            self.on_advanced(stream, frame)
+            self._pass(stream, seqno)
             return
         self._move(stream, seqno)
         self._events.append(
@@ -406,9 +408,7 @@ class ConsumerCore(StreamRequests):
                 f" (at seqno {stream.seqno})",
                 vb_id=stream.vb_id, node=self.node,
             )  # fmt: skip
-        self._move(stream, end_seqno)
-        self._events.append(SeqnoAdvanced(stream.vb_id, end_seqno))
-        self._complete_at(stream, end_seqno)
+        self._pass(stream, end_seqno)
 
     def on_previous_value(self, _stream: Stream, frame: Frame) -> None:
         """What the change that comes next replaces (x_previous_value)."""

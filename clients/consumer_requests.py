@@ -27,11 +27,11 @@ from clients.position import Position, rollback_reason, rolled_back
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (
     U64,
-    VB_SEQNO,
     StreamRequest,
     pack_control,
     pack_stream_request,
     parse_failover_log,
+    parse_vb_seqnos,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -167,7 +167,7 @@ class StreamRequests:
 
         def on_reply(frame: Frame) -> None:
             self._check(frame, "GET_ALL_VB_SEQNOS")
-            on_seqnos(dict(VB_SEQNO.iter_unpack(frame.value)))
+            on_seqnos(parse_vb_seqnos(frame.value))
 
         self._send(lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply)
 

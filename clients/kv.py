@@ -56,7 +56,7 @@ from clients.operation import (
 )
 from clients.topology import Node, Topology, parse_topology, single_node
 from dcp.wire.frame import Frame
-from dcp.wire.message import VB_SEQNO, parse_failover_log
+from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX
@@ -260,7 +260,7 @@ class KvClient:
         for node in await self._nodes():
             frame = await self._ask(node, Opcode.GET_ALL_VB_SEQNOS, extras=active)
             self._check(frame, "get all vbucket seqnos", node)
-            seqnos.update(VB_SEQNO.iter_unpack(frame.value))
+            seqnos.update(parse_vb_seqnos(frame.value))
         return dict(sorted(seqnos.items()))
 
     async def failover_log(self, vb_id: int) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ from clients.operation import (
     store_operation,
 )
 from dcp.wire.frame import Frame
-from dcp.wire.message import VB_SEQNO, parse_failover_log
+from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.ids import vbucket_of
@@ -115,7 +115,7 @@ class SyncKv:
                 Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big")
             )
             _check(frame, "get all vbucket seqnos", node.name)
-            seqnos.update(VB_SEQNO.iter_unpack(frame.value))
+            seqnos.update(parse_vb_seqnos(frame.value))
         return dict(sorted(seqnos.items()))
 
     def stats(self, group: str = "") -> dict[str, str]:

@@ -336,6 +336,13 @@ def parse_stream_end(frame: Frame) -> int:
     return reason
 
 
+def parse_advanced(frame: Frame) -> int:
+    """Return the seqno of a SEQNO_ADVANCED."""
+    _need(frame, U64)
+    seqno: int = U64.unpack(frame.extras)[0]
+    return seqno
+
+
 def pack_buffer_ack(processed_bytes: int) -> bytes:
     """Return BUFFER_ACK; the server never answers it."""
     return pack_request(Opcode.DCP_BUFFER_ACK, extras=U32.pack(processed_bytes))
@@ -346,6 +353,16 @@ def parse_failover_log(value: bytes) -> list[tuple[int, int]]:
     if len(value) % FAILOVER_ENTRY.size:
         raise RemoteProtocolError(f"failover log of {len(value)} bytes is not whole entries of 16")
     return list(FAILOVER_ENTRY.iter_unpack(value))
+
+
+def parse_vb_seqnos(value: bytes) -> dict[int, int]:
+    """Return by vbucket id the seqno that an answer to GET_ALL_VB_SEQNOS tells.
+
+    Raises RemoteProtocolError on a torn entry.
+    """
+    if len(value) % VB_SEQNO.size:
+        raise RemoteProtocolError(f"seqnos of {len(value)} bytes are not whole entries of 10")
+    return dict(VB_SEQNO.iter_unpack(value))
 
 
 def pack_failover_log(entries: list[tuple[int, int]]) -> bytes:

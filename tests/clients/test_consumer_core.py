@@ -1,11 +1,15 @@
 """The consumer's core with hand-made frames: what it asks, counts, answers and gives up."""
 
+import struct
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clients.consumer_core import ConsumerCore
 from clients.consumer_requests import RETRY_FIRST_NS
 from clients.consumer_stream import Wanted
-from clients.errors import InvalidRequestError, StreamViolationError
+from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,
     Mutation,
@@ -472,3 +476,43 @@ def test_body_above_the_limit_is_refused_before_it_is_buffered():
     head[8:12] = (MAX_BODY_BYTES + 1).to_bytes(4, "big")
     with pytest.raises(RemoteProtocolError, match=r"limit|extras"):
         session.feed(bytes(head[:40]))
+
+
+SERVER_SAYS = [
+    Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SNAPSHOT_MARKER,
+    Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_SYSTEM_EVENT, Opcode.DCP_SNAPSHOT_END,
+    Opcode.DCP_PREVIOUS_VALUE, Opcode.DCP_STREAM_END, Opcode.DCP_STREAM_REQ, Opcode.NOOP,
+    Opcode.GET_ALL_VB_SEQNOS, Opcode.DCP_GET_FAILOVER_LOG, Opcode.DCP_CONTROL,
+]  # fmt: skip
+NUMBERS = st.lists(st.integers(0, 20), max_size=4).map(lambda n: struct.pack(f">{len(n)}Q", *n))
+BODIES = NUMBERS | st.binary(max_size=33) | st.builds(lambda a, b: a + b, NUMBERS, st.binary())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    start=st.sampled_from([None, Position(), Position(((77, 0),), 9, 9, 9, ((0, 9),))]),
+    collections=st.sampled_from([(0,), (8,), ()]),
+    until_now=st.booleans(),
+    said=st.lists(
+        st.tuples(
+            st.sampled_from(SERVER_SAYS), st.booleans(), st.integers(1, 12),
+            st.sampled_from([0, 0, 0, 4, 7, *Status]), st.binary(max_size=3), BODIES, BODIES,
+        ),
+        max_size=12,
+    ),
+)  # fmt: skip
+def test_whatever_a_server_says_is_understood_or_a_named_error(start, collections, until_now, said):
+    core = ConsumerCore(b"c", has_collections=True, collections=collections, until_now=until_now)
+    core.add(17, Wanted(start))
+    core.begin(0)
+    try:
+        for opcode, is_reply, opaque, status, key, extras, value in said:
+            parts = {"opaque": opaque, "key": key, "extras": extras[:200], "value": value}
+            if is_reply:
+                core.receive(pack_response(opcode, int(status), **parts), 0)
+            else:
+                core.receive(pack_request(opcode, vb_id=17, **parts), 0)
+    except (RemoteProtocolError, DcpdError):
+        return
+    for position in core.positions().values():
+        assert position.snap_start <= position.seqno <= position.snap_end

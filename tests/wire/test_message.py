@@ -22,12 +22,14 @@ from dcp.wire.message import (
     pack_open,
     pack_stream_end,
     pack_stream_request,
+    parse_advanced,
     parse_deletion,
     parse_failover_log,
     parse_marker,
     parse_mutation,
     parse_stream_end,
     parse_stream_request,
+    parse_vb_seqnos,
 )
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import ERROR_TABLE, Status
@@ -73,9 +75,13 @@ def test_a_failover_log_comes_back(entries: list[tuple[int, int]]) -> None:
     assert len(pack_failover_log(entries)) == 16 * len(entries)
 
 
-def test_a_failover_log_of_half_an_entry_is_refused() -> None:
+def test_torn_answers_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="24 bytes"):
         parse_failover_log(bytes(24))
+    with pytest.raises(RemoteProtocolError, match="15 bytes"):
+        parse_vb_seqnos(bytes(15))
+    with pytest.raises(RemoteProtocolError, match="extras"):
+        parse_advanced(decode(pack_request(Opcode.DCP_SEQNO_ADVANCED, extras=bytes(7))))
 
 
 def test_extras_of_changes_are_as_long_as_flow_control_counts_them() -> None:
