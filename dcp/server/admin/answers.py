@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES_MAX: Final = 64 * 1024
+DIGITS_MAX: Final = 20
+"""Longest number in a path or a query: 2^64."""
 JSON_TYPE: Final = "application/json"
 _SECRET_FIELDS: Final = frozenset({"password", "value"})
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
@@ -83,14 +85,23 @@ def peer_of(request: Request) -> str:
 def vb_of(request: Request) -> int:
     """Return the partition that the path names."""
     text: str = request.path_params["vb"]
-    if not (text.isascii() and text.isdigit() and int(text[:9]) < NUM_VBUCKETS):
+    vb_id = number_in(text, NUM_VBUCKETS - 1)
+    if vb_id is None:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
-            f"there is no vbucket {text}",
+            f"there is no vbucket {text[:30]}",
             why=f"vbuckets are numbered 0 to {NUM_VBUCKETS - 1}",
             try_this="dcpctl seqnos lists them",
         )
-    return int(text)
+    return vb_id
+
+
+def number_in(text: str, maximum: int) -> int | None:
+    """Return the number 0 to `maximum` that a text is in decimal digits, None where it is none."""
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
+        return None
+    number = int(text)
+    return number if number <= maximum else None
 
 
 async def read_object(
@@ -101,6 +112,8 @@ async def read_object(
     body = await _read_body(request, JSON_TYPE)
     try:
         document = json.loads(body or b"{}") if not required else json.loads(body)
+        # Half a surrogate pair is JSON, and no text that could be stored, logged or answered.
+        json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from error
     wanted = ", ".join(

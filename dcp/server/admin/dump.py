@@ -11,7 +11,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, vb_of
+from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, vb_of
 from dcp.server.admin.view import NodeView
 from dcp.session.rights import Role
 from dcp.wire.opcode import Opcode
@@ -60,6 +60,7 @@ def _at(request: Request) -> int | None:
     text = request.query_params.get("at")
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= SEQNO_MAX):
+    at_seqno = number_in(text, SEQNO_MAX)
+    if at_seqno is None:
         raise invalid(f'"at" is a seqno, not {text[:30]!r}')
-    return int(text)
+    return at_seqno

@@ -17,6 +17,7 @@ from dcp.server.admin.answers import (
     RouteSpec,
     invalid,
     json_answer,
+    number_in,
     read_object,
 )
 from dcp.server.admin.view import NodeView
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+FAULT_ID_MAX: Final = 1 << 63
 _RULE: Final[Kinds] = {
     "opcode": (str, int),
     "vb": int,
@@ -66,7 +68,7 @@ def routes(node: NodeView) -> list[RouteSpec]:
                 delay_ms=body.get("delay_ms", 0),
                 disconnects=body.get("disconnect", False),
                 count=body.get("count"),
-                probability=float(body.get("probability", 1)),
+                probability=body.get("probability", 1),
                 seed=body.get("seed"),
                 rollback_seqno=rollback_seqno,
             )
@@ -79,11 +81,11 @@ def routes(node: NodeView) -> list[RouteSpec]:
 
     async def clear_one(request: Request) -> Response:
         text = request.path_params["id"]
-        is_number = text.isascii() and text.isdigit()
-        if not is_number or not operations.clear_faults(int(text[:18])):
+        fault_id = number_in(text, FAULT_ID_MAX)
+        if fault_id is None or not operations.clear_faults(fault_id):
             raise AdminError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no fault {text}",
+                f"there is no fault {text[:30]}",
                 why="it was never set, is cleared, or has met as many requests as it should",
                 try_this="dcpctl fault list",
             )

@@ -30,6 +30,7 @@ from dcp.server.admin.answers import (
     RouteSpec,
     invalid,
     json_answer,
+    number_in,
     raw_answer,
     read_form,
 )
@@ -48,6 +49,8 @@ KEEPALIVE_S: Final = 10.0
 POLL_S: Final = 0.25
 """How soon a change of the map is told, and how soon a stream notices that the server stops."""
 NAME_CHARS_MAX: Final = 251
+TTL_MAX_S: Final = 10**10
+"""Beyond what the manifest takes, which says why it refuses the rest."""
 
 
 def routes(node: NodeView) -> list[RouteSpec]:
@@ -202,11 +205,11 @@ class _Field:
         """POST name=C, and maxTTL=SECONDS where documents should not live for ever."""
         collections = self._collections(request)
         form = await read_form(request)
-        max_ttl = form.get("maxTTL", "0")
-        if not (max_ttl.isascii() and max_ttl.isdigit() and len(max_ttl) <= 10):
+        max_ttl_s = number_in(form.get("maxTTL", "0"), TTL_MAX_S)
+        if max_ttl_s is None:
             raise invalid("maxTTL is a number of seconds, 0 for none")
         scope = request.path_params["scope"]
-        change = collections.create_collection(scope, _name_of(form), int(max_ttl))
+        change = collections.create_collection(scope, _name_of(form), max_ttl_s)
         return await _changed(change)
 
     async def drop_collection(self, request: Request) -> Response:

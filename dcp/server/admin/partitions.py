@@ -19,6 +19,7 @@ from dcp.server.admin.answers import (
     RouteSpec,
     invalid,
     json_answer,
+    number_in,
     read_object,
     vb_of,
 )
@@ -124,10 +125,10 @@ def _seqno(number: Any, name: str) -> int:
 
 
 def _uuid(value: Any) -> int:
-    text = str(value)
-    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= VB_UUID_MAX):
-        raise invalid(f"a vb_uuid is a number from 0 to 2^64-1, not {value!r}")
-    return int(text)
+    vb_uuid = number_in(str(value), VB_UUID_MAX)
+    if vb_uuid is None:
+        raise invalid(f"a vb_uuid is a number from 0 to 2^64-1, not {value!r:.40}")
+    return vb_uuid
 
 
 def _question_of(body: dict[str, Any]) -> Question:

@@ -16,7 +16,14 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
+from dcp.server.admin.answers import (
+    AdminError,
+    RouteSpec,
+    invalid,
+    json_answer,
+    number_in,
+    read_object,
+)
 from dcp.server.admin.view import NodeView
 from dcp.server.operations import StreamChoice
 from dcp.wire.message import EndReason
@@ -37,9 +44,10 @@ def routes(node: NodeView) -> list[RouteSpec]:
 
     async def listed(request: Request) -> Response:
         vb = request.query_params.get("vb")
-        if vb is not None and not (vb.isascii() and vb.isdigit() and int(vb[:9]) < NUM_VBUCKETS):
-            raise invalid(f"there is no vbucket {vb}")
-        choice = StreamChoice(request.query_params.get("name"), None if vb is None else int(vb))
+        vb_id = None if vb is None else number_in(vb, NUM_VBUCKETS - 1)
+        if vb is not None and vb_id is None:
+            raise invalid(f"there is no vbucket {vb[:30]}")
+        choice = StreamChoice(request.query_params.get("name"), vb_id)
         return json_answer({"streams": operations.streams(choice)})
 
     async def close(request: Request) -> Response:
