@@ -29,7 +29,6 @@ ROLLBACK: Final = OPS.index("rollback")
 _OP_OF: Final = np.zeros(256, dtype=np.int8)
 _OP_OF[Opcode.DCP_DELETION] = OPS.index("delete")
 _OP_OF[Opcode.DCP_EXPIRATION] = OPS.index("expire")
-_OP_TEXTS: Final = pa.array(OPS)
 _MUTATION_EXTRAS_BYTES: Final = 31
 _TIME_BITS: Final = np.uint64(2**64 - 2**16)
 """Of a CAS: ns since 1970; the others count."""
@@ -204,7 +203,8 @@ def record_batch(
         "vb": pa.array(heads.vb_ids.astype(np.int32)),
         "seqno": pa.array(heads.seqnos.view(np.int64)),
         "vb_uuid": pa.array(changes.vb_uuids.view(np.int64)),
-        "op": _OP_TEXTS.take(pa.array(changes.ops)),
+        # Not made once, at import: pa.array loads pandas, which would be half of a query's start.
+        "op": pa.array(OPS).take(pa.array(changes.ops)),
         "key": text_or_bytes(changes.keys, schema.field("key").type),
         "value": parse(changes.values),
         "cas": pa.array(heads.cas.view(np.int64)),

@@ -196,7 +196,9 @@ def _level(wants: Sequence[int], left: int) -> int:
 def steps_between(start: Offset, end: Offset) -> list[Step]:
     """Return what a batch between two offsets reads, by partition.
 
-    Partitions without a difference are left out, and those where only a version began.
+    Partitions without a difference are left out, and those where only a version began. The first
+    batch begins where its end says that the query began: Spark does not keep where that was, and
+    asks anew when it repeats that batch, for a `latest` that has moved on.
     """
     steps = []
     for name, text in end.items():
@@ -205,9 +207,12 @@ def steps_between(start: Offset, end: Offset) -> list[Step]:
         before = decode(start[name]) if name in start else NOTHING
         after = decode(text)
         versions, seqno = before.position.versions, before.seqno
+        began = after.position.base_seqno
         if after.rollback_to is not None:
             seqno = after.rollback_to
             versions = trimmed(after.position.versions, seqno) if seqno else ()
+        elif began != before.position.base_seqno:
+            seqno, versions = began, trimmed(after.position.versions, began) if began else ()
         if seqno == after.seqno and after.rollback_to is None:
             continue
         steps.append(

@@ -110,7 +110,7 @@ class _Planner:
         starting = self.settings.starting
         if starting == "earliest":
             return {}
-        facts = {fact.vb_id: fact for fact in self.survey.facts()}
+        facts = {fact.vb_id: fact for fact in self.survey.facts(all_of_them=True)}
         if starting == "latest":
             seqnos = {vb_id: fact.high_seqno for vb_id, fact in facts.items()}
             return _based(seqnos, facts)
@@ -168,7 +168,7 @@ class DcpReader(DataSourceReader):
         planner = _Planner(self._settings)
         try:
             first = planner.first_entries()
-            facts = planner.survey.facts()
+            facts = planner.survey.facts(all_of_them=True)
             last, gone_back = next_entries(first, facts, history=self._settings.history)
             if gone_back:
                 raise _branched(gone_back)
@@ -210,7 +210,8 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Note where everything stands: nothing newer is read."""
-        self._targets = _in_words(self._planner.survey.high_seqnos)
+        survey = self._planner.survey
+        self._targets = _in_words(lambda: survey.high_seqnos(all_of_them=True))
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
         """Return where the next batch ends; `start` as it is where there is nothing new."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import TemporaryError, UnsupportedError, error_from_status
+from clients.errors import TemporaryError, TopologyError, UnsupportedError, error_from_status
 from clients.link_sync import SyncLink
 from clients.position import Versions
 from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
@@ -33,6 +33,8 @@ SAMPLE_ROWS: Final = 64
 """What is read to learn how large changes are (option maxBytesPerTrigger)."""
 ROW_BYTES: Final = 80
 """What a row takes beside key and value."""
+NAMED_MAX: Final = 8
+"""Partitions that an error lists."""
 _ACTIVE: Final = (1).to_bytes(4, "big")
 _WANTED: Final = {"high_seqno": 0, "purge_seqno": 1, "history_floor": 2, "uuid": 3}
 
@@ -60,13 +62,20 @@ class Survey:
         """Return which node has which partition now."""
         return self._patiently(lambda: topology_of(self._servers))
 
-    def high_seqnos(self) -> dict[int, int]:
-        """Return the high seqno of every wanted partition that is active somewhere."""
-        return self._patiently(self._high_seqnos)
+    def high_seqnos(self, *, all_of_them: bool = False) -> dict[int, int]:
+        """Return the high seqno of every wanted partition that is active somewhere.
 
-    def facts(self) -> list[Facts]:
-        """Return what there is to know of every wanted partition that is active somewhere."""
-        return self._patiently(self._facts)
+        With `all_of_them` those that are active nowhere are waited for; raises TopologyError.
+        """
+        return self._patiently(lambda: self._all(self._high_seqnos(), all_of_them=all_of_them))
+
+    def facts(self, *, all_of_them: bool = False) -> list[Facts]:
+        """Return what there is to know of every wanted partition that is active somewhere.
+
+        With `all_of_them` those that are active nowhere are waited for; raises TopologyError.
+        """
+        found = self._patiently(lambda: self._all(self._facts(), all_of_them=all_of_them))
+        return [found[vb_id] for vb_id in sorted(found)]
 
     def seqnos_at(self, time_ns: int) -> dict[int, int]:
         """Return for every partition the seqno right before its first change at or after a moment.
@@ -139,7 +148,7 @@ class Survey:
         rows = VB_SEQNO.iter_unpack(frame.value)
         return {vb_id: seqno for vb_id, seqno in rows if vb_id in self._partitions}
 
-    def _facts(self) -> list[Facts]:
+    def _facts(self) -> dict[int, Facts]:
         found: dict[int, Facts] = {}
         for node in self._nodes():
             for _ in range(SURVEYS_MAX):
@@ -155,7 +164,20 @@ class Survey:
                 found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
         if len(found) < len(self._partitions):
             self._topology = None  # some are elsewhere, or nowhere: look again next time
-        return [found[vb_id] for vb_id in sorted(found)]
+        return found
+
+    def _all(self, found: dict[int, _T], *, all_of_them: bool) -> dict[int, _T]:
+        """Return what was found. Raises TopologyError where all is wanted and some is missing."""
+        missing = sorted(self._partitions.difference(found)) if all_of_them else []
+        if missing:
+            names = ", ".join(map(str, missing[:NAMED_MAX])) + ", ..." * (len(missing) > NAMED_MAX)
+            raise TopologyError(
+                f"no node is active for {len(missing)} of {len(self._partitions)} partitions"
+                f" ({names})",
+                node=", ".join(server.node for server in self._servers),
+                hint="Are nodes down? See: dcpctl status. Others alone: the option partitions.",
+            )
+        return found
 
     def _told(self, node: Node) -> dict[int, list[int]]:
         """Return high seqno, purge seqno, history floor and newest version, by partition."""
@@ -212,7 +234,7 @@ class Survey:
             self._logs[vb_id] = tuple(parse_failover_log(frame.value))
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
-        high = self._high_seqnos()
+        high = self._all(self._high_seqnos(), all_of_them=True)
         assert self._topology is not None, "the nodes were asked"
         seqnos = {}
         for vb_id in sorted(high):

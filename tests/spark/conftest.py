@@ -32,6 +32,8 @@ def worker_environment() -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     paths = [str(ROOT), str(ROOT / "tests" / "spark"), *os.environ.get("PYTHONPATH", "").split(":")]
     os.environ["PYTHONPATH"] = ":".join(dict.fromkeys(filter(None, paths)))
+    # Of a JVM that lives for seconds the second compiler and a parallel collector cost a quarter.
+    os.environ["JDK_JAVA_OPTIONS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def has_java() -> str:

@@ -230,3 +230,18 @@ def test_a_start_at_a_seqno_never_asks_for_what_lies_below():
 def test_how_much_of_a_planned_step_is_left(server, common):
     step = Step(0, 2, ((V1, 0),), 10, ((V2, 6), (V1, 0)))
     assert common_seqno(step.end_versions, step.end_seqno, server) == common
+
+
+@pytest.mark.parametrize(
+    ("moved_on", "start_seqno"),
+    [({"0": "8 a1@0 base=8"}, 8), ({"0": "12 a1@0 base=12"}, 8), ({}, 8)],
+)
+def test_a_repeated_first_batch_begins_where_it_began_although_latest_moved_on(
+    moved_on, start_seqno
+):
+    end = {"0": "10 a1@0 base=8"}
+    assert steps_between(moved_on, end) == [Step(0, start_seqno, ((V1, 0),), 10, ((V1, 0),))]
+    assert steps_between({"0": "5 a1@0 base=5"}, {"0": "3 b2@2,a1@0"}) == [
+        Step(0, 0, (), 3, ((V2, 2), (V1, 0)))
+    ], "it was empty when the query began"
+    assert steps_between({"0": "9 a1@0 base=9"}, {"0": "8 a1@0 base=8"}) == [], "nothing came"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from clients.errors import DcpdError
 from clients.kv import KvClient
 from clients.spark import check_java, rows_behind
 from clients.spark.java import JavaMissingError
+from clients.spark.offset import entries_of
 from clients.spark.options import parse_options
-from clients.spark.source import DcpStreamReader, ReadTask
+from clients.spark.source import DcpReader, DcpStreamReader, ReadTask
 
 DOCUMENTS = {
     b"k%d" % number: b'{"n": %d, "text": "t%d"}' % (number, number) for number in range(40)
@@ -158,6 +160,46 @@ def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
 
 
 @pytest.mark.timeout(120)
+def test_a_first_batch_that_fails_is_repeated_from_where_latest_was(spark, dcpd, tmp_path):
+    """Spark asks anew where the query begins; what came meanwhile must not move the beginning."""
+
+    def fail(batch_df, batch_id):
+        raise KeyError("the sink fails")
+
+    def query(take, **trigger):
+        frame = spark.readStream.format("dcp").option("servers", dcpd.address)
+        return (
+            frame.option("startingOffsets", "latest").load()
+            .writeStream.foreachBatch(take).option("checkpointLocation", str(tmp_path / "c"))
+            .trigger(**trigger).start()
+        )  # fmt: skip
+
+    with dcpd.connect() as kv:
+        vb = kv.set(b"key", b"before").vb_id
+        failing = query(fail, processingTime="0 seconds")
+        with pytest.raises(StreamingQueryException, match="the sink fails"):
+            write_while_it_runs(failing, lambda number: kv.set(b"key", b"%d" % number))
+        last = kv.set(b"key", b"after")
+    planned = json.loads((tmp_path / "c" / "offsets" / "0").read_text().splitlines()[-1])
+    begin = entries_of(planned)[vb].position.base_seqno
+    assert 1 <= begin < last.seqno - 1
+    seqnos: list[int] = []
+
+    def take(batch_df, batch_id):
+        seqnos.extend(sorted(row["seqno"] for row in batch_df.collect()))
+
+    query(take, availableNow=True).awaitTermination()
+    assert seqnos == list(range(begin + 1, last.seqno + 1))
+
+
+def write_while_it_runs(query, write) -> None:
+    for number in itertools.count():
+        write(number)
+        if query.awaitTermination(0.05):
+            return
+
+
+@pytest.mark.timeout(120)
 def test_wrong_options_are_named_through_spark(spark, dcpd):
     with pytest.raises(PySparkException, match="option history takes true or false, not 'maybe'"):
         read(spark, dcpd, history="maybe").schema  # noqa: B018
@@ -250,6 +292,30 @@ def test_available_now_reads_nothing_newer(dcpd, driver):
     end = reader.latestOffset({}, ReadAllAvailable())
     assert end[str(vb)].startswith("1 ")
     assert reader.latestOffset(end, ReadAllAvailable()) is end
+
+
+def test_partitions_that_are_active_nowhere_are_named_where_all_are_needed(
+    dcpd, driver, monkeypatch
+):
+    """A start at `latest` must not become one at the beginning, "everything" not the rest of it."""
+    with dcpd.connect() as kv:
+        vb = kv.set(b"key", b"1").vb_id
+    reader = driver()
+    end = reader.latestOffset({}, ReadAllAvailable())
+    dcpd.set_state(vb, "dead")
+    monkeypatch.setattr("clients.spark.survey.PATIENCE_S", 0.2)
+    settings = parse_options({"servers": dcpd.address})
+    for ask in (
+        driver(startingOffsets="latest").initialOffset,
+        driver(startingOffsets="0").initialOffset,
+        driver().prepareForTriggerAvailableNow,
+        DcpReader(settings, StructType([])).partitions,
+    ):
+        with pytest.raises(DcpdError, match=rf"1 of 1024 partitions \({vb}\).*dcpctl status"):
+            ask()
+    assert driver().latestOffset(end, ReadAllAvailable()) is end, "a stream goes on with others"
+    others = ",".join(part for part in (f"0-{vb - 1}", f"{vb + 1}-1023"))
+    assert driver(startingOffsets="latest", partitions=others).initialOffset() == {}
 
 
 def test_tasks_are_at_most_as_many_as_wanted(dcpd, driver):
