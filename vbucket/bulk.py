@@ -36,7 +36,7 @@ from vbucket.entry import (
     PREFIX,
     PREFIX_BYTES,
 )
-from vbucket.manifest import DEFAULT_COLLECTION, decode_leb128
+from vbucket.manifest import decode_leb128
 
 REV_SEQNO_MAX: Final = 2**48 - 1
 CAS_MAX: Final = 2**63 - 1
@@ -83,9 +83,11 @@ _TIME_AT: Final = 40
 """Of an expiration."""
 _ALIKE: Final = (
     (0, _MAGIC), (1, _MUTATION), (2, 0), (4, MUTATION_EXTRAS_BYTES),
+    (_REV_SEQNO_AT, 0), (_REV_SEQNO_AT + 1, 0),
     *((at, 0) for at in range(_TAIL_AT, _KEY_AT)),
 )  # fmt: skip
-"""Bytes that are the same in all heads, and what they are; the partition's come to them."""
+"""Bytes that are the same in all heads, and what they are: keys are short, revisions have 48 bits,
+nothing is behind the expiry. The partition's bytes come to them."""
 _pack_prefix: Final = PREFIX.pack
 _unpack_row: Final = _ROW.unpack_from
 
@@ -115,7 +117,7 @@ class Frames:
 
     __slots__ = (
         "_ends", "_heads", "_starts", "_value", "cas", "datatypes", "expiries",
-        "has_default_keys_only", "keys", "opcodes", "removals", "rev_seqnos", "vb_id",
+        "has_default_keys_only", "keys", "opcodes", "removals", "vb_id",
     )  # fmt: skip
 
     def __init__(self, value: bytes, count: int, vb_id: int) -> None:
@@ -123,7 +125,9 @@ class Frames:
         self.vb_id = vb_id
         self._value = value
         body_sizes = _table(value, count)
-        edges = list(accumulate([size + HEADER_BYTES for size in body_sizes], initial=count * U32.size))
+        edges = list(
+            accumulate([size + HEADER_BYTES for size in body_sizes], initial=count * U32.size)
+        )
         if edges[-1] != len(value):
             said, there = edges[-1] - edges[0], len(value) - edges[0]
             raise MalformedFramesError(f"frames of {said} bytes are announced, {there} are there")
@@ -134,7 +138,6 @@ class Frames:
         self.opcodes: Sequence[int] = b""
         self.datatypes: Sequence[int] = b""
         self.cas: Sequence[int] = ()
-        self.rev_seqnos: Sequence[int] = ()
         self.expiries: Sequence[int] = ()
         """Of mutations; empty: none has any."""
         self.removals: Sequence[int] = ()
@@ -150,13 +153,17 @@ class Frames:
         """Return how many there are."""
         return len(self.keys)
 
+    @property
+    def rev_seqnos(self) -> Sequence[int]:
+        """Return the revision of each; who has nothing to compare them with need not."""
+        return _numbers(b"".join(self._heads), _REV_SEQNO_AT, len(self))
+
     def _take_columns(self, body_sizes: Sequence[int]) -> bool:
         """Take all as mutations; return False, and take nothing, where a check fails."""
         count = len(body_sizes)
         heads, value = b"".join(self._heads), self._value
         key_sizes = heads[_KEY_SIZE_AT::_HEAD_BYTES]
         cas = _numbers(heads, _CAS_AT, count)
-        rev_seqnos = _numbers(heads, _REV_SEQNO_AT, count)
         is_plain = (
             all(
                 heads[at::_HEAD_BYTES] == bytes((byte,)) * count
@@ -172,8 +179,11 @@ class Frames:
             and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
             and min(cas) > 0
             and max(cas) <= CAS_MAX
-            and min(rev_seqnos) > 0
-            and max(rev_seqnos) <= REV_SEQNO_MAX
+            # Low revisions mostly: none ends with a zero byte.
+            and (
+                0 not in heads[_REV_SEQNO_AT + 7 :: _HEAD_BYTES]
+                or min(_numbers(heads, _REV_SEQNO_AT, count)) > 0
+            )
         )
         if not is_plain:
             return False
@@ -181,7 +191,7 @@ class Frames:
             value[(at := start + _KEY_AT) : at + size]
             for start, size in zip(self._starts, key_sizes, strict=True)
         ]
-        self.cas, self.rev_seqnos = cas, rev_seqnos
+        self.cas = cas
         self.opcodes = heads[1::_HEAD_BYTES]
         self.datatypes = heads[_DATATYPE_AT::_HEAD_BYTES]
         self.has_default_keys_only = not any(heads[_KEY_AT::_HEAD_BYTES])
@@ -204,14 +214,13 @@ class Frames:
         self.opcodes = bytes(row.opcode for row in rows)
         self.datatypes = bytes(row.datatype for row in rows)
         self.cas = [row.cas for row in rows]
-        self.rev_seqnos = [row.rev_seqno for row in rows]
         self.expiries = [row.expiry for row in rows]
         self.removals = _removals_of(self.opcodes)
         self.keys = [
             value[(at := start + HEADER_BYTES + row.extras_bytes) : at + row.key_bytes]
             for start, row in zip(self._starts, rows, strict=True)
         ]
-        # Those of removals are not looked at, but are as long as the others.
+        # Those of removals may reach into what follows, or be cut; only their revision is read.
         self._heads = [head.ljust(_HEAD_BYTES, b"\0") for head in self._heads]
         self.has_default_keys_only = not any(key[0] for key in self.keys)
 
@@ -227,7 +236,6 @@ class Frames:
         some = copy(self)
         for name in (
             "_ends", "_heads", "_starts", "cas", "datatypes", "expiries", "keys", "opcodes",
-            "rev_seqnos",
         ):  # fmt: skip
             column = getattr(self, name)
             if column:
@@ -265,7 +273,8 @@ class Frames:
 
     def _removal(self, index: int, prev_seqno: int, epoch: int, seqno: int) -> bytes:
         """Return the stored form: a stream's deletions may carry a time, which is their CAS's."""
-        key, cas, rev_seqno = self.keys[index], self.cas[index], self.rev_seqnos[index]
+        key, cas = self.keys[index], self.cas[index]
+        rev_seqno: int = U64.unpack_from(self._heads[index], _REV_SEQNO_AT)[0]
         if self.opcodes[index] == _DELETION:
             head = DELETION_ENTRY.pack(
                 prev_seqno, epoch, _MAGIC, _DELETION, len(key), DELETION_EXTRAS_BYTES, 0,

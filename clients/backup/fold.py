@@ -139,14 +139,15 @@ def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:
 
 def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int], base: Leg) -> Iterator[Piece]:
     """Yield the frames that the states at these seqnos (rising) are made of, in order."""
-    views = [reader.view(vb_id, Point(seqnos={vb_id: seqno})) for seqno in seqnos]
+    points = [Point(seqnos={vb_id: seqno}) for seqno in seqnos]
+    views = [reader.view(vb_id, point, names_winners=True) for point in points]
     damages = [damage for view in views for damage in view.damages]
     if damages:
         raise ArchiveDamagedError(
             str(damages[0]), vb_id=vb_id,
             hint="Runs with damage cannot be folded; dcpctl backup verify names all of it.",
         )  # fmt: skip
-    winners = set().union(*(view.winners for view in views))
+    winners: set[int] = set().union(*(view.winners or () for view in views))
     frames: list[bytes] = []
     size = first = last = 0
     for data, start, stop in reader.frames(views[-1]._replace(winners=winners)):

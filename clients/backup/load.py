@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, pack
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES, pack_request
-from dcp.wire.message import PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX, U32
+from dcp.wire.message import PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX, PUT_FRAMES_REQUEST, U32
 from dcp.wire.opcode import Opcode
 
 SKIP_CONFLICT_RESOLUTION: Final = 0x01
 IS_EXPIRATION: Final = 0x10
 
-_BODY: Final = Struct(">8xI")
+FRAMES_BYTES_MAX: Final = PUT_FRAMES_BYTES_MAX - PUT_FRAMES_MAX * U32.size
+"""Frames of a packet: its table of lengths needs room, too."""
+
 _HEAD: Final = Struct(">xBHBBHIIQQQII")
 """Opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS, seqno, revision;
 of a mutation flags and expiry, of an expiry its time."""
@@ -36,7 +38,13 @@ class Load(NamedTuple):
 
     vb_id: int
     frames: bytes
-    changes: int
+    body_sizes: Sequence[int]
+    """The length of each frame's body."""
+
+    @property
+    def changes(self) -> int:
+        """How many frames there are."""
+        return len(self.body_sizes)
 
 
 class Loader:
@@ -45,27 +53,31 @@ class Loader:
     def __init__(self, vb_id: int) -> None:
         self._vb_id = vb_id
         self._parts: list[bytes] = []
-        self._count = self._size_bytes = 0
+        self._body_sizes: list[int] = []
+        self._size_bytes = 0
         self._full: list[Load] = []
 
     def add(self, frame: bytes) -> None:
         """Take a frame."""
-        if self._size_bytes + len(frame) > PUT_FRAMES_BYTES_MAX:
+        if self._size_bytes + len(frame) > FRAMES_BYTES_MAX:
             self._close()
-        self._gather(frame, 1)
+        self._gather(frame, (len(frame) - HEADER_BYTES,))
 
-    def add_run(self, data: bytes, starts: Sequence[int], ends: Sequence[int]) -> None:
+    def add_run(
+        self, data: bytes, starts: Sequence[int], ends: Sequence[int], body_sizes: Sequence[int]
+    ) -> None:
         """Take frames that follow each other without gaps."""
         at, end = 0, len(starts)
         while at < end:
-            limit = starts[at] + PUT_FRAMES_BYTES_MAX - self._size_bytes
-            stop = bisect_right(ends, limit, at, min(end, at + PUT_FRAMES_MAX - self._count))
+            limit = starts[at] + FRAMES_BYTES_MAX - self._size_bytes
+            room = PUT_FRAMES_MAX - len(self._body_sizes)
+            stop = bisect_right(ends, limit, at, min(end, at + room))
             if stop == at:
                 if self._parts:
                     self._close()
                     continue
                 stop = at + 1  # larger than a packet: alone
-            self._gather(data[starts[at] : ends[stop - 1]], stop - at)
+            self._gather(data[starts[at] : ends[stop - 1]], body_sizes[at:stop])
             at = stop
 
     def take(self, *, is_last: bool) -> list[Load]:
@@ -75,37 +87,43 @@ class Loader:
         full, self._full = self._full, []
         return full
 
-    def _gather(self, frames: bytes, count: int) -> None:
+    def _gather(self, frames: bytes, body_sizes: Sequence[int]) -> None:
         self._parts.append(frames)
-        self._count += count
+        self._body_sizes += body_sizes
         self._size_bytes += len(frames)
-        if self._count >= PUT_FRAMES_MAX or self._size_bytes >= PUT_FRAMES_BYTES_MAX:
+        if len(self._body_sizes) >= PUT_FRAMES_MAX or self._size_bytes >= FRAMES_BYTES_MAX:
             self._close()
 
     def _close(self) -> None:
         if self._parts:
-            self._full.append(Load(self._vb_id, b"".join(self._parts), self._count))
-        self._parts = []
-        self._count = self._size_bytes = 0
+            self._full.append(Load(self._vb_id, b"".join(self._parts), self._body_sizes))
+        self._parts, self._body_sizes = [], []
+        self._size_bytes = 0
+
+
+def load_of(vb_id: int, frames: Sequence[bytes]) -> Load:
+    """Return these frames as a load."""
+    return Load(vb_id, b"".join(frames), [len(frame) - HEADER_BYTES for frame in frames])
 
 
 def frames_of_load(load: Load) -> list[bytes]:
     """Return a load's frames one by one."""
-    data = load.frames
     found = []
     at = 0
-    while at < len(data):
-        stop = at + HEADER_BYTES + _BODY.unpack_from(data, at)[0]
-        found.append(data[at:stop])
+    for body_bytes in load.body_sizes:
+        stop = at + HEADER_BYTES + body_bytes
+        found.append(load.frames[at:stop])
         at = stop
     return found
 
 
 def packet(load: Load, options: int) -> bytes:
     """Return a load as one request."""
+    count = load.changes
     return pack_request(
-        Opcode.X_PUT_FRAMES, vb_id=load.vb_id, extras=U32.pack(options), value=load.frames
-    )
+        Opcode.X_PUT_FRAMES, vb_id=load.vb_id, extras=PUT_FRAMES_REQUEST.pack(options, count),
+        value=pack(f">{count}I", *load.body_sizes) + load.frames,
+    )  # fmt: skip
 
 
 def single_packets(load: Load, options: int) -> list[bytes]:

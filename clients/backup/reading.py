@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from struct import Struct
 from typing import Final, NamedTuple
 
 from clients.backup.archive import Archive
@@ -24,38 +23,18 @@ from clients.backup.legs import Interval, end_of, intervals, newest_whole, whole
 from clients.backup.manifest import RunRecord, SegmentRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.segment import DamagedError, Footer, parse_chunk
-from dcp.wire.frame import HEADER_BYTES
-from dcp.wire.message import SYSTEM_EVENT_EXTRAS
-from dcp.wire.opcode import Opcode
-from vbucket.ids import time_ns_from_cas
-from vbucket.manifest import SystemEventKind, collection_of, parse_system_event
+from clients.backup.strip import Stretch, Strip
 
 CACHE_BYTES: Final = 32 * 1024 * 1024
 """Chunks that are kept: those of a partition are read twice, shared ones by many partitions."""
 
-_CHANGE: Final = Struct(">xBHBxxxIxxxxQQ")
-"""Opcode, key length, extras length, body length, CAS, seqno."""
-_BODY: Final = Struct(">8xI")
-_SEQNO: Final = Struct(">24xQ")
-_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
-_MUTATION: Final = int(Opcode.DCP_MUTATION)
+STRIP_FRAMES_MAX: Final = 100_000
+"""Frames whose places are kept from the first pass for the second, some 80 bytes each."""
+
+_NO_STOP: Final = 2**64
 
 Frame = tuple[bytes, int, int]
 """A chunk's bytes, and where in them a frame is."""
-
-
-Bounds = tuple[list[int], list[int]]
-"""Where frames begin, and where they end."""
-
-
-class Stretch(NamedTuple):
-    """Frames of one chunk, in seqno order: its bytes, and where in them each begins and ends."""
-
-    data: bytes
-    starts: Sequence[int]
-    ends: Sequence[int]
-    is_dense: bool
-    """Between the first and the last nothing is left out."""
 
 
 class Damage(NamedTuple):
@@ -91,8 +70,22 @@ class View(NamedTuple):
     """Where the point is; `seqno` below it is where the archive has a whole state."""
     seqno: int
     parts: list[Part]
-    winners: frozenset[int] | set[int]
-    """Seqnos of the newest versions, deletions too."""
+    winners: frozenset[int] | set[int] | None
+    """Seqnos of the newest versions, deletions too; None: every change there is."""
+    damages: list[Damage]
+
+
+class _Newest(NamedTuple):
+    """What the first pass found."""
+
+    seqnos: dict[bytes, int]
+    """Key -> seqno of its newest version."""
+    is_all: bool
+    """No key was there twice, and no event took any away: these are all changes there are."""
+    stop_seqno: int
+    """The first seqno that does not count; `_NO_STOP` if all do."""
+    is_late: bool
+    """That one is later than what was asked for, not damaged."""
     damages: list[Damage]
 
 
@@ -111,12 +104,16 @@ class Reader:
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._chunk_bytes = 0
         self._damaged_chunks: dict[tuple[str, int], str] = {}
-        self._known_bounds: dict[tuple[str, int, int], Bounds] = {}
+        self._strips: dict[tuple[str, int, int], Strip] = {}
         """By path, chunk and offset in it, of the partition that was asked for last."""
+        self._strip_frames = 0
 
-    def view(self, vb_id: int, point: Point) -> View:
-        """Return a partition as of a point. Raises PointError."""
-        self._known_bounds.clear()
+    def view(self, vb_id: int, point: Point, *, names_winners: bool = False) -> View:
+        """Return a partition as of a point; `names_winners`: its `winners` are never None. Raises
+        PointError.
+        """
+        self._strips.clear()
+        self._strip_frames = 0
         chain = chain_of(self._runs, vb_id)
         end = end_of(chain)
         wanted = end if point.seqnos is None else point.seqnos.get(vb_id, end)
@@ -130,85 +127,81 @@ class Reader:
         damages: list[Damage] = []
         while True:
             parts, lost = self._parts(vb_id, intervals(chain, seqno))
-            newest, stop, is_late, more = self._newest(parts, time_ns)
-            damages += [damage for damage in (*lost, *more) if damage not in damages]
+            newest = self._newest(parts, time_ns)
+            stop = newest.stop_seqno
+            damages += [damage for damage in (*lost, *newest.damages) if damage not in damages]
             if lost and not self._salvage:
                 stop = min((stop, *(damage.first_seqno for damage in lost)))
-                is_late = is_late and stop <= min(damage.first_seqno for damage in lost)
             if stop > seqno:
                 break
-            if is_late:
+            if newest.is_late and stop == newest.stop_seqno:
                 wanted, time_ns = stop - 1, None
             seqno = newest_whole(ranges, stop - 1)
-        return View(vb_id, wanted, seqno, parts, set(newest.values()), damages)
+        is_all = newest.is_all and not names_winners
+        winners = None if is_all else set(newest.seqnos.values())
+        return View(vb_id, wanted, seqno, parts, winners, damages)
 
     def frames(self, view: View) -> Iterator[Frame]:
         """Yield the newest versions in seqno order."""
-        for data, starts, ends, _ in self.stretches(view):
-            yield from zip(repeat(data), starts, ends)
+        for stretch in self.stretches(view):
+            yield from zip(repeat(stretch.data), stretch.starts, stretch.ends)
 
     def stretches(self, view: View) -> Iterator[Stretch]:
         """Yield the same, all that a section has of them at once."""
-        winners = view.winners
         for part in view.parts:
             data = self._chunk(part)
             if data is None:
                 continue
-            starts, ends = self._bounds(part, data)
-            if not starts:
+            strip = self._strip(part, data)
+            if view.winners is None:
+                yield strip.whole(data)
                 continue
-            seqnos = [seqno for (seqno,) in map(_SEQNO.unpack_from, repeat(data), starts)]
-            low, high = part.low_seqno, part.high_seqno
-            if winners.issuperset(seqnos) and low < min(seqnos) and max(seqnos) <= high:
-                yield Stretch(data, starts, ends, is_dense=True)
-                continue
-            chosen = [
-                index
-                for index, seqno in enumerate(seqnos)
-                if seqno in winners and low < seqno <= high
-            ]
-            if chosen:
-                yield Stretch(
-                    data, [starts[at] for at in chosen], [ends[at] for at in chosen], is_dense=False
-                )
+            chosen = strip.chosen(data, view.winners, part.low_seqno, part.high_seqno)
+            if chosen is not None:
+                yield chosen
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _bounds(self, part: Part, data: bytes) -> Bounds:
-        """Return where each frame of a section begins and ends; both passes need it."""
+    def _strip(self, part: Part, data: bytes) -> Strip:
+        """Return where a section's frames are; both passes need it."""
         place = (part.path, part.chunk[0], part.section.offset)
-        bounds = self._known_bounds.get(place)
-        if bounds is None:
-            bounds = self._known_bounds[place] = _bounds_of(data, part.section)
-        return bounds
+        strip = self._strips.get(place)
+        if strip is None:
+            strip = Strip(data, part.section)
+            self._strip_frames += len(strip)
+            if self._strip_frames <= STRIP_FRAMES_MAX:
+                self._strips[place] = strip
+        return strip
 
-    def _newest(
-        self, parts: list[Part], time_ns: int | None
-    ) -> tuple[dict[bytes, int], int, bool, list[Damage]]:
-        """Return key -> seqno of its newest version; the first seqno that does not count, and
-        whether that is for its time; and what is damaged.
-        """
+    def _newest(self, parts: list[Part], time_ns: int | None) -> _Newest:
+        """Read all changes, and note the newest of each key."""
         newest: dict[bytes, int] = {}
         damages: list[Damage] = []
+        changes, is_within = 0, True
         for part in parts:
             data = self._chunk(part)
+            low, high = part.low_seqno, part.high_seqno
             if data is None:
                 section = part.section
-                first = max(section.first_seqno, part.low_seqno + 1)
+                first = max(section.first_seqno, low + 1)
                 what = self._damaged_chunks[part.path, part.chunk[0]]
                 damages.append(
                     Damage(
                         part.path, f"the chunk at {part.chunk[0]}: {what}", section.vb_id, first,
-                        min(section.last_seqno, part.high_seqno),
+                        min(section.last_seqno, high),
                     )
                 )  # fmt: skip
                 if not self._salvage:
-                    return newest, first, False, damages
+                    return _Newest(newest, False, first, False, damages)
                 continue
-            late_seqno = _fold(newest, data, self._bounds(part, data), part, time_ns)
+            strip = self._strip(part, data)
+            late_seqno = strip.fold(newest, data, low, high, time_ns)
             if late_seqno:
-                return newest, late_seqno, True, damages
-        return newest, 2**64, False, damages
+                return _Newest(newest, False, late_seqno, True, damages)
+            changes += len(strip)
+            is_within = is_within and strip.is_within(low, high)
+        is_all = is_within and changes == len(newest)
+        return _Newest(newest, is_all, _NO_STOP, False, damages)
 
     def _parts(self, vb_id: int, visible: list[Interval]) -> tuple[list[Part], list[Damage]]:
         """Return what is to be read of a partition, in seqno order, and what is lost."""
@@ -270,61 +263,3 @@ class Reader:
         while self._chunk_bytes > CACHE_BYTES and len(self._chunks) > 1:
             self._chunk_bytes -= len(self._chunks.popitem(last=False)[1])
         return data
-
-
-def _bounds_of(data: bytes, section: Section) -> Bounds:
-    """Return where each frame of a section begins, and where it ends."""
-    unpack = _BODY.unpack_from
-    at, end = section.offset, section.offset + section.size_bytes
-    starts: list[int] = []
-    while at < end:
-        starts.append(at)
-        at += HEADER_BYTES + unpack(data, at)[0]
-    return starts, [*starts[1:], at]
-
-
-def _fold(
-    newest: dict[bytes, int], data: bytes, bounds: Bounds, part: Part, time_ns: int | None
-) -> int:
-    """Note a section's changes; return the first seqno that is later than `time_ns`, or 0."""
-    starts, ends = bounds
-    if not starts:
-        return 0
-    low, high = part.low_seqno, part.high_seqno
-    rows = list(map(_CHANGE.unpack_from, repeat(data), starts))
-    opcodes, key_sizes, extras_sizes, _, all_cas, seqnos = zip(*rows, strict=True)
-    is_early = time_ns is None or time_ns_from_cas(max(all_cas)) <= time_ns
-    if is_early and _SYSTEM_EVENT not in opcodes and low < min(seqnos) and max(seqnos) <= high:
-        # Mostly so; the loop below does the same, change by change.
-        keys = [
-            data[(key_at := at + HEADER_BYTES + extras_len) : key_at + key_len]
-            for at, extras_len, key_len in zip(starts, extras_sizes, key_sizes, strict=True)
-        ]
-        newest.update(zip(keys, seqnos, strict=True))
-        return 0
-    for row, at, stop in zip(rows, starts, ends, strict=True):
-        opcode, key_len, extras_len, _, cas, seqno = row
-        if low < seqno <= high:
-            if time_ns is not None and time_ns_from_cas(cas) > time_ns:
-                return int(seqno)
-            if opcode == _SYSTEM_EVENT:
-                _apply_event(newest, data[at:stop])
-            else:
-                key_at = at + HEADER_BYTES + extras_len
-                newest[data[key_at : key_at + key_len]] = seqno
-    return 0
-
-
-def _apply_event(newest: dict[bytes, int], frame: bytes) -> None:
-    """Forget what was in a collection that is dropped."""
-    key_at = HEADER_BYTES + frame[4]
-    value_at = key_at + int.from_bytes(frame[2:4], "big")
-    _, kind, version = SYSTEM_EVENT_EXTRAS.unpack_from(frame, HEADER_BYTES)
-    try:
-        event = parse_system_event(kind, version, frame[key_at:value_at], frame[value_at:])
-    except ValueError:
-        return  # of a kind that is not known here: it drops nothing that we know of
-    if event.kind == SystemEventKind.DROP_COLLECTION:
-        gone = [key for key in newest if collection_of(key) == event.collection_id]
-        for key in gone:
-            del newest[key]

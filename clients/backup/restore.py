@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import compress, count, repeat
+from itertools import compress, count
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -27,10 +27,11 @@ from clients.backup.errors import BackupError
 from clients.backup.load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Reader, Stretch, View
+from clients.backup.reading import Damage, Reader, View
 from clients.backup.restore_link import RESTORE_FEATURES, Writer
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
+from clients.backup.strip import Stretch
 from clients.link import Link
 from clients.topology import parse_topology, single_node
 from dcp.wire.frame import HEADER_BYTES
@@ -39,7 +40,6 @@ from dcp.wire.opcode import Opcode
 _KIND: Final = Struct(">xBHB")
 """Opcode, key length, extras length."""
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
-_MUTATIONS: Final = frozenset({_MUTATION})
 
 
 class RestorePlan(NamedTuple):
@@ -84,7 +84,7 @@ class _Counts:
 
     def view(self, view: View) -> None:
         """Take note of a partition."""
-        self.partitions += bool(view.winners)
+        self.partitions += bool(view.parts if view.winners is None else view.winners)
         if view.seqno != view.wanted_seqno:
             self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
         self.damages += view.damages
@@ -223,33 +223,25 @@ class Restore:
 
     def _take(self, stretch: Stretch, loader: Loader) -> None:
         """Take a stretch of a partition's frames, as the target wants them."""
-        data, starts, ends, is_dense = stretch
-        rows = zip(*map(_KIND.unpack_from, repeat(data), starts), strict=True)
-        opcodes, key_sizes, extras_sizes = rows
-        firsts = [
-            data[at + HEADER_BYTES + extras]
-            for at, extras in zip(starts, extras_sizes, strict=True)
-        ]
-        if self._prefix or not all(map(self._is_same, set(firsts))):
-            for start, stop in zip(starts, ends, strict=True):
-                frame = self._frame(data, start, stop)
+        kinds = set(stretch.first_bytes)
+        if self._prefix or not all(map(self._is_same, kinds)):
+            for start, stop in zip(stretch.starts, stretch.ends, strict=True):
+                frame = self._frame(stretch.data, start, stop)
                 if frame is not None:
                     loader.add(frame)
             return
-        has_removals = not _MUTATIONS.issuperset(opcodes)
-        documents = Counter(
-            compress(firsts, (opcode == _MUTATION for opcode in opcodes))
-            if has_removals
-            else firsts
-        )
+        data, starts, ends, opcodes, key_sizes, extras_sizes, firsts, body_sizes = stretch
+        documents = opcodes.count(_MUTATION)
         counts = self._counts
-        for first, number in documents.items():
-            counts.by_source[bytes((first,))] += number
-        counts.deletions += len(starts) - documents.total()
+        if documents < len(opcodes):
+            firsts = bytes(compress(firsts, (opcode == _MUTATION for opcode in opcodes)))
+        for first in kinds:
+            counts.by_source[bytes((first,))] += firsts.count(first)
+        counts.deletions += len(opcodes) - documents
         counts.value_bytes += sum(ends) - sum(starts) - len(starts) * HEADER_BYTES
         counts.value_bytes -= sum(key_sizes) + sum(extras_sizes)
-        if is_dense:
-            loader.add_run(data, starts, ends)
+        if body_sizes is not None:
+            loader.add_run(data, starts, ends, body_sizes)
         else:
             for start, stop in zip(starts, ends, strict=True):
                 loader.add(data[start:stop])

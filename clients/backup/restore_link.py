@@ -16,7 +16,14 @@ from collections import Counter, deque
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.backup.load import Load, frames_of_load, packet, single_packets
+from clients.backup.load import (
+    FRAMES_BYTES_MAX,
+    Load,
+    frames_of_load,
+    load_of,
+    packet,
+    single_packets,
+)
 from clients.backup.run import STREAM_FEATURES
 from clients.errors import (
     ConnectionLostError,
@@ -29,7 +36,7 @@ from clients.link import Link
 from clients.topology import Topology, parse_topology
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
-from dcp.wire.message import PUT_FRAMES_ANSWER, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_REFUSED
+from dcp.wire.message import PUT_FRAMES_ANSWER, PUT_FRAMES_REFUSED
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -144,7 +151,7 @@ class Writer:
         if batch.retried:
             frames = frames_of_load(batch.load)
             chosen = [frames[at] for at in batch.retried]
-            self._again.append(Load(batch.load.vb_id, b"".join(chosen), len(chosen)))
+            self._again.append(load_of(batch.load.vb_id, chosen))
 
     def fail(self, error: DcpdError) -> None:
         """A connection is gone."""
@@ -207,7 +214,7 @@ class _Channel:
     def send(self, load: Load, *, may_be_whole: bool) -> None:
         """Send a load."""
         options = self._writer.options
-        is_small = len(load.frames) <= PUT_FRAMES_BYTES_MAX
+        is_small = len(load.frames) <= FRAMES_BYTES_MAX
         is_whole = may_be_whole and self._takes_whole and is_small
         if is_whole:
             self.link.write(packet(load, options))

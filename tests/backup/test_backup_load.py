@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clients.address import parse_address
 from clients.backup import restore_link
 from clients.backup.archive import create_archive, open_archive
-from clients.backup.load import Load, Loader, frames_of_load, single_packets
+from clients.backup.load import FRAMES_BYTES_MAX, Loader, frames_of_load, load_of, single_packets
 from clients.backup.point import Point
 from clients.backup.reading import Reader
 from clients.backup.restore import Restore
@@ -24,7 +24,7 @@ from clients.backup.selection import Selection
 from clients.cli.main import run
 from clients.link_sync import SyncLink
 from clients.topology import single_node
-from dcp.wire.frame import pack_request
+from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import MUTATION_EXTRAS, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -59,7 +59,8 @@ def test_loads_hold_all_frames_in_order_and_are_no_larger_than_a_packet(runs, th
             for item in frames:
                 at += len(item)
                 ends.append(at)
-            loader.add_run(data, [5, *ends][: len(ends)], ends)
+            sizes = [len(item) - HEADER_BYTES for item in frames]
+            loader.add_run(data, [5, *ends][: len(ends)], ends, sizes)
         else:
             for item in frames:
                 loader.add(item)
@@ -68,10 +69,10 @@ def test_loads_hold_all_frames_in_order_and_are_no_larger_than_a_packet(runs, th
     assert [item for load in loads for item in frames_of_load(load)] == sent
     for load in loads:
         assert 0 < load.changes == len(frames_of_load(load)) <= PUT_FRAMES_MAX
-        assert len(load.frames) <= PUT_FRAMES_BYTES_MAX or load.changes == 1
+        assert len(load.frames) <= FRAMES_BYTES_MAX or load.changes == 1
     for first, second in pairwise(loads):
         whole = first.changes + second.changes, len(first.frames) + len(second.frames)
-        is_needed = whole[0] > PUT_FRAMES_MAX or whole[1] > PUT_FRAMES_BYTES_MAX
+        is_needed = whole[0] > PUT_FRAMES_MAX or whole[1] > FRAMES_BYTES_MAX
         assert is_needed, "no more packets than it takes"
 
 
@@ -224,8 +225,8 @@ def test_a_packet_that_is_refused_goes_frame_by_frame(tmp_path, sent):
 
     async def send(address):
         writer = Writer(address, single_node(address.host, address.port), 0)
-        await writer.send(Load(3, sound + locked, 2))
-        await writer.send(Load(3, sound + unknown, 2))
+        await writer.send(load_of(3, [sound, locked]))
+        await writer.send(load_of(3, [sound, unknown]))
         await writer.finish()
         await writer.close()
         return writer

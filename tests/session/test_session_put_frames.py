@@ -15,7 +15,7 @@ from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 from dcp.session.state import Limits
 from dcp.wire.feature import Feature
-from dcp.wire.frame import pack_request
+from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import (
     DELETION_EXTRAS,
     DELETION_V2_EXTRAS,
@@ -24,6 +24,7 @@ from dcp.wire.message import (
     PUT_FRAMES_BYTES_MAX,
     PUT_FRAMES_MAX,
     PUT_FRAMES_REFUSED,
+    PUT_FRAMES_REQUEST,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -68,8 +69,17 @@ def connect(node, *features, **more):
 
 
 def put(peer, *frames, options=0, vb_id=VB):
-    extras = struct.pack(">I", options)
-    return peer.ask(Opcode.X_PUT_FRAMES, vb_id=vb_id, extras=extras, value=b"".join(frames))
+    return put_value(peer, value_of(*frames), len(frames), options=options, vb_id=vb_id)
+
+
+def value_of(*frames):
+    sizes = [len(frame) - HEADER_BYTES for frame in frames]
+    return struct.pack(f">{len(sizes)}I", *sizes) + b"".join(frames)
+
+
+def put_value(peer, value, count, *, options=0, vb_id=VB):
+    extras = PUT_FRAMES_REQUEST.pack(options, count)
+    return peer.ask(Opcode.X_PUT_FRAMES, vb_id=vb_id, extras=extras, value=value)
 
 
 def counts(answer):
@@ -101,7 +111,8 @@ def state_of(node, vb_id=VB):
 keys = st.sampled_from([b"\0a", b"\0b", b"\0c", b"\x08a", b"\x08b", b"\x09a"])
 puts = st.tuples(
     keys, st.integers(1, 3), st.integers(START_NS, START_NS + 3), st.binary(max_size=3),
-    st.sampled_from(KINDS), st.integers(0, 3), st.sampled_from([0, 0, START_NS // 10**9 + 50]),
+    st.sampled_from([*KINDS, *KINDS[:1] * 6]), st.integers(0, 3),
+    st.sampled_from([0, 0, START_NS // 10**9 + 50]),
     st.integers(0, 1),
 )  # fmt: skip
 steps = st.one_of(
@@ -234,7 +245,6 @@ WRONG = {
     ),
     "a key beyond its frame": frame()[:2] + b"\0\x0f" + frame()[4:],
     "cut short": frame()[:-1],
-    "half a header": frame()[:20],
 }  # fmt: skip
 
 
@@ -250,20 +260,46 @@ def test_a_frame_that_is_not_sound_refuses_the_packet(wrong, beside):
     assert state_of(node) == before
 
 
+TABLES = {
+    "no frames": (b"", 0),
+    "no table": (b"", 1),
+    "half a table": (value_of(frame(), frame())[:6], 2),
+    "no frames behind it": (value_of(frame())[:4], 1),
+    "half a header": (value_of(frame())[:24], 1),
+    "a byte too many": (value_of(frame()) + b"\0", 1),
+    "fewer than there are": (value_of(frame(), frame()), 1),
+    "more than there are": (struct.pack(">II", 33, 33) + frame(), 2),
+    "another border": (
+        struct.pack(">II", len(frame()) - 23, len(frame()) - 25) + frame() + frame(), 2
+    ),
+    "a length of 4 GiB": (struct.pack(">I", 0xFFFF_FFFF) + frame(), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "count"), TABLES.values(), ids=list(TABLES))
+def test_a_table_that_does_not_fit_refuses_the_packet(value, count):
+    node = MemoryNode()
+    before = state_of(node)
+    answer = put_value(connect(node), value, count)
+    assert answer.status == Status.EINVAL
+    assert answer.value
+    assert state_of(node) == before
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_garbage_changes_nothing_or_is_stored_soundly(data):
     vb_id = next(_FRESH)
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     frames = [frame(b"\0k%d" % n, kind=kind, vb_id=vb_id) for n, kind in enumerate(kinds)]
-    packet = bytearray(b"".join(frames))
+    packet = bytearray(value_of(*frames))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(packet) - 1))
         packet[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
     node = _TARGETS.pop() if _TARGETS else ShopNode()
     part = node.engine.partitions[vb_id]
     first, before = part.high_seqno + 1, state_of(node, vb_id)
-    answer = put(connect(node), bytes(packet), vb_id=vb_id)
+    answer = put_value(connect(node), bytes(packet), len(frames), vb_id=vb_id)
     if answer.status:
         assert answer.status == Status.EINVAL
         assert state_of(node, vb_id) == before
@@ -284,12 +320,13 @@ def test_limits_of_a_packet():
     frames = [frame(b"\0%d" % n) for n in range(PUT_FRAMES_MAX + 1)]
     assert put(peer, *frames).status == Status.EINVAL
     assert counts(put(peer, *frames[1:])) == (PUT_FRAMES_MAX, 0)
-    room = PUT_FRAMES_BYTES_MAX - len(frame(value=b""))
+    room = PUT_FRAMES_BYTES_MAX - len(value_of(frame(value=b"")))
     assert put(peer, frame(rev=2, value=bytes(room + 1))).status == Status.EINVAL
     assert counts(put(peer, frame(rev=2, value=bytes(room)))) == (1, 0)
     assert put(peer).status == Status.EINVAL, "a packet without frames"
     assert put(peer, frame(rev=3), options=2).status == Status.EINVAL
-    assert peer.ask(Opcode.X_PUT_FRAMES, vb_id=VB, value=frame(rev=3)).status == Status.EINVAL
+    bare = peer.ask(Opcode.X_PUT_FRAMES, vb_id=VB, value=value_of(frame(rev=3)))
+    assert bare.status == Status.EINVAL
 
 
 def test_it_has_to_be_negotiated():
