@@ -79,7 +79,7 @@ def read_count(value: object, option: Option) -> int:
     """Return a whole number in the range of the option."""
     text = str(value).strip()
     is_number = not isinstance(value, bool) and text.isascii() and text.isdigit()
-    if not is_number or not option.minimum <= int(text[:20]) <= option.maximum:
+    if not (is_number and len(text) <= 20 and option.minimum <= int(text) <= option.maximum):
         raise ValueError(
             f"must be a whole number from {option.minimum:.0f} to {option.maximum:.0f}"
         )

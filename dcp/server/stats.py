@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from dcp.session.controls import is_decimal
 from dcp.stream.moment import seqno_before
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.partition import Partition, VbState
@@ -28,7 +29,7 @@ def stats(node: Node, request: bytes) -> Stats | None:
         return None
     if not argument:
         return [item for part in node.engine.partitions for item in per_partition(part)]
-    if not argument.isdigit() or int(argument) >= NUM_VBUCKETS:
+    if not is_decimal(argument) or int(argument) >= NUM_VBUCKETS:
         return None
     return per_partition(node.engine.partitions[int(argument)])
 
@@ -122,7 +123,7 @@ def _seqno_at(node: Node, arguments: list[str]) -> Stats | None:
 
     One partition per request, because each takes some twenty reads.
     """
-    if len(arguments) != 2 or not all(map(str.isdecimal, arguments)):
+    if len(arguments) != 2 or not all(map(is_decimal, arguments)):
         return None
     vb_id, time_ns = map(int, arguments)
     if vb_id >= NUM_VBUCKETS or time_ns > SEQNO_MAX:

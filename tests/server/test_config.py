@@ -105,6 +105,7 @@ def test_duration_texts_read_back(duration_us):
         ("port", "65536", "must be a whole number from 0 to 65535"),
         ("port", "-1", "must be a whole number from 0 to 65535"),
         ("port", "9" * 5000, "must be a whole number from 0 to 65535"),
+        ("port", "0" * 20 + "99999", "must be a whole number from 0 to 65535"),
         ("host", "", "must be an address"),
         ("host", "*", "0.0.0.0"),
         ("data", "", "must be the path of a folder"),

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import parse_qs
 
+from dcp.session.controls import is_decimal
 from dcp.session.rights import Role
 from vbucket.ids import NUM_VBUCKETS
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Awaitable[Response]]
 
 BODY_BYTES_MAX: Final = 64 * 1024
-DIGITS_MAX: Final = 20
-"""Longest number in a path or a query: 2^64."""
 JSON_TYPE: Final = "application/json"
 _SECRET_FIELDS: Final = frozenset({"password", "value"})
 FORM_TYPE: Final = "application/x-www-form-urlencoded"
@@ -98,10 +97,7 @@ def vb_of(request: Request) -> int:
 
 def number_in(text: str, maximum: int) -> int | None:
     """Return the number 0 to `maximum` that a text is in decimal digits, None where it is none."""
-    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX):
-        return None
-    number = int(text)
-    return number if number <= maximum else None
+    return number if is_decimal(text) and (number := int(text)) <= maximum else None
 
 
 async def read_object(

@@ -1,0 +1,34 @@
+"""STAT: what a group's name and argument may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dcp.server.stats import Stats, stats
+from support.memory_node import START_NS, MemoryNode
+
+
+def ask(request: bytes) -> Stats | None:
+    node = MemoryNode()
+    return stats(SimpleNamespace(engine=node.engine), request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("argument", [b"1024", b"-1", b"\xc2\xb2", b"1 2", b"9" * 5000, b" 1"])
+@pytest.mark.parametrize("group", [b"vbucket-seqno", b"failovers"])
+def test_an_argument_that_is_no_partition_has_no_statistics(group: bytes, argument: bytes) -> None:
+    assert ask(group + b" " + argument) is None
+
+
+@pytest.mark.parametrize(
+    "argument", [b"", b"1", b"1024 1", b"1 -1", b"1 %d" % 2**64, b"1 " + b"9" * 5000, b"1 1 1"]
+)
+def test_an_argument_that_is_no_moment_has_no_statistics(argument: bytes) -> None:
+    assert ask(b"seqno-at " + argument) is None
+
+
+def test_a_partition_and_a_moment_have() -> None:
+    assert len(ask(b"vbucket-seqno 1023") or ()) == 11
+    assert len(ask(b"vbucket-seqno") or ()) == 11 * 1024
+    assert ask(b"seqno-at 1023 %d" % START_NS) is not None
