@@ -53,19 +53,18 @@ from clients.event import (
     SystemEvent,
 )
 from clients.frame_buffer import FrameBuffer, frame_at
+from clients.pending_requests import ignored
 from clients.position import Position
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
     RemoteProtocolError,
-    pack_response,
 )
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,
     EndReason,
     OpenFlag,
     pack_buffer_ack,
-    pack_open,
     parse_advanced,
     parse_deletion,
     parse_marker,
@@ -163,17 +162,14 @@ class ConsumerCore(StreamRequests):
 
     def begin(self, now_ns: int) -> bytes:
         """Return the first bytes: DCP_OPEN, DCP_CONTROLs and requests for all partitions added."""
-        self._now_ns = now_ns
+        requests = self._requests
+        requests.now_ns = now_ns
         self._is_begun = True
-        self._send(lambda opaque: pack_open(self._name, OpenFlag.PRODUCER, opaque), self._on_open)
-        controls = [
-            (b"enable_noop", b"true", True),
-            (b"set_noop_interval", f"{self._noop_interval_s:g}".encode(), False),
-            (b"connection_buffer_size", str(self._buffer_bytes).encode(), True),
-            (b"send_stream_end_on_client_close_stream", b"true", False),
-        ]
-        for key, value, is_needed in controls:
-            self._send_control(key, value, is_needed=is_needed)
+        window = str(self._buffer_bytes).encode()
+        needed = [(b"enable_noop", b"true"), (b"connection_buffer_size", window)]
+        requests.open(self._name, OpenFlag.PRODUCER, needed)
+        requests.control(b"set_noop_interval", f"{self._noop_interval_s:g}".encode(), ignored)
+        requests.control(b"send_stream_end_on_client_close_stream", b"true", ignored)
         for key in self._extensions.controls():
             self._send_extension(key)
         self._ask_for(list(self._streams.values()))
@@ -193,7 +189,7 @@ class ConsumerCore(StreamRequests):
 
         Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
         """
-        self._now_ns = now_ns
+        self._requests.now_ns = now_ns
         self._events = []
         buffer = self._buffer.take(data)
         if buffer is None:
@@ -213,12 +209,12 @@ class ConsumerCore(StreamRequests):
         """Note that the user is done with a batch; acknowledges at half the window."""
         self._unacked_bytes += batch.wire_bytes
         if self._buffer_bytes and self._unacked_bytes * 2 >= self._buffer_bytes:
-            self._output.append(pack_buffer_ack(self._unacked_bytes))
+            self._requests.write(pack_buffer_ack(self._unacked_bytes))
             self._unacked_bytes = 0
 
     def tick(self, now_ns: int) -> None:
         """Ask again for streams whose pause is over."""
-        self._now_ns = now_ns
+        self._requests.now_ns = now_ns
         due = [stream for stream in self._waiting if stream.retry_at_ns <= now_ns]
         self._waiting.difference_update(due)
         self._ask_for(due)
@@ -230,8 +226,7 @@ class ConsumerCore(StreamRequests):
 
     def take_output(self) -> bytes:
         """Return the bytes to send, each once."""
-        output, self._output = self._output, []
-        return b"".join(output)
+        return self._requests.take_output()
 
     def positions(self) -> dict[int, Position]:
         """Return where each partition stands by what was received (processed or not)."""
@@ -323,11 +318,7 @@ class ConsumerCore(StreamRequests):
         if found is None:
             return 0, 0
         frame, stop = found
-        if frame.magic == Magic.RESPONSE:
-            self._on_reply(frame)
-            return stop, 0
-        if frame.opcode == Opcode.DCP_NOOP:
-            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
+        if self._requests.take(frame):
             return stop, 0
         handler = _MESSAGES.get(frame.opcode)
         stream = self._open.get(frame.opaque)
@@ -430,6 +421,7 @@ class ConsumerCore(StreamRequests):
         """The server ended the stream."""
         reason = parse_stream_end(frame)
         del self._open[frame.opaque]
+        stream.opaque = 0
         stream.leave_snapshot()
         is_whole = reason == EndReason.OK and stream.target is not None
         will_resume = not is_whole and reason != _FINAL

@@ -5,7 +5,7 @@ stream goes back and forth between them; this half knows requests and replies, t
 the messages of streams.
 
 Invariants
-- each request has an opaque of its own, and one handler for its reply;
+- a stream has one request under way, or is open, under its `opaque`; else that is 0;
 - a rollback goes down, in seqno or in the number of versions, so the rounds are bounded;
 - a stream that knows several versions is asked for when it is known whether the server takes them
   all, so that the first answer is the final one where it does;
@@ -23,12 +23,12 @@ from clients.consumer_stall import StallWatch
 from clients.consumer_stream import FINAL_STATES, Stream, StreamState, Wanted, wanted_of
 from clients.errors import error_context, error_from_status
 from clients.event import Event, Rollback, StreamFailed, StreamOpened
+from clients.pending_requests import PendingRequests
 from clients.position import Position, rollback_reason, rolled_back
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (
     U64,
     StreamRequest,
-    pack_control,
     pack_stream_request,
     parse_failover_log,
     parse_vb_seqnos,
@@ -75,12 +75,11 @@ class StreamRequests:
         node: str | None,
     ) -> None:
         self.node = node
+        self._requests = PendingRequests(node)
         self.notes: list[Note] = []
         """What happened out of the ordinary; the caller empties it."""
         self._asks_on_rollback = asks_on_rollback
         self._stalls = StallWatch()
-        self._sent_ns: dict[int, int] = {}
-        """By opaque: when a request was sent that has no reply yet, the oldest first."""
         self.homeless: list[Homeless] = []
         """Partitions for the caller to place elsewhere; the caller empties it."""
         self._extensions = extensions
@@ -90,17 +89,10 @@ class StreamRequests:
         """By partition."""
         self._open: dict[int, Stream] = {}
         """By opaque: streams that were accepted and have not ended."""
-        self._asked: dict[int, Stream] = {}
-        """By opaque: stream requests under way."""
-        self._replies: dict[int, Callable[[Frame], None]] = {}
-        """By opaque: what to do with the reply of any other request."""
         self._awaiting_seqnos: list[Stream] = []
         self._awaiting_lists: list[Stream] = []
         """Streams that know several versions, until we know whether the server takes them all."""
         self._waiting: set[Stream] = set()
-        self._output: list[bytes] = []
-        self._next_opaque = 1
-        self._now_ns = 0
         self._events: list[Event] = []
         self._touched: set[Stream] = set()
         self._markers: dict[int, tuple[int, int]] = {}
@@ -146,15 +138,11 @@ class StreamRequests:
 
     def _take_off(self, stream: Stream) -> None:
         """Forget what was asked for a stream, and close what the server has or will have of it."""
-        for table in (self._open, self._asked):
-            for opaque in [opaque for opaque, other in table.items() if other is stream]:
-                del table[opaque]
-                self._send(
-                    lambda closing: pack_request(
-                        Opcode.DCP_CLOSE_STREAM, vb_id=stream.vb_id, opaque=closing
-                    ),
-                    _ignore,
-                )
+        if stream.opaque:
+            self._requests.forget(stream.opaque)
+            self._open.pop(stream.opaque, None)
+            stream.opaque = 0
+            self._requests.close_stream(stream.vb_id)
         for waiting in (self._awaiting_seqnos, self._awaiting_lists):
             if stream in waiting:
                 waiting.remove(stream)
@@ -166,15 +154,17 @@ class StreamRequests:
         """Ask for the high seqnos of the node's partitions."""
 
         def on_reply(frame: Frame) -> None:
-            self._check(frame, "GET_ALL_VB_SEQNOS")
+            self._requests.check(frame, "GET_ALL_VB_SEQNOS")
             on_seqnos(parse_vb_seqnos(frame.value))
 
-        self._send(lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply)
+        self._requests.send(
+            lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply
+        )
 
     @property
     def oldest_request_ns(self) -> int | None:
         """When the oldest request was sent that has no reply yet."""
-        return next(iter(self._sent_ns.values()), None)
+        return self._requests.oldest_ns
 
     def restart_stalled(self, high_seqnos: dict[int, int]) -> list[int]:
         """Close streams that do not move and ask again; return their partitions."""
@@ -217,11 +207,11 @@ class StreamRequests:
         request = StreamRequest(
             0, position.seqno, end_seqno, position.vb_uuid, position.snap_start, position.snap_end
         )
-        opaque = self._take_opaque()
-        self._asked[opaque] = stream
-        self._sent_ns[opaque] = self._now_ns
         value = self._extensions.request_value(position)
-        self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
+        stream.opaque = self._requests.send(
+            lambda opaque: pack_stream_request(stream.vb_id, request, opaque, value),
+            lambda frame: self._on_stream_reply(stream, frame),
+        )
 
     def _begin_anew(self, stream: Stream) -> None:
         """What is held is of other collections: a rollback to 0, told with the answer to a NOOP."""
@@ -239,7 +229,7 @@ class StreamRequests:
                 self._touch(stream)
                 self._roll_back(stream, 0, b"", why=why)
 
-        self._send(lambda opaque: pack_request(Opcode.NOOP, opaque=opaque), on_reply)
+        self._requests.send(lambda opaque: pack_request(Opcode.NOOP, opaque=opaque), on_reply)
 
     def _again(self, stream: Stream) -> None:
         """Ask at once; with `until_now` for the end that holds after a branch."""
@@ -250,7 +240,7 @@ class StreamRequests:
     def _retry_later(self, stream: Stream) -> None:
         stream.state = StreamState.WAITING
         stream.retry_ns = min(max(RETRY_FIRST_NS, stream.retry_ns * 2), RETRY_MAX_NS)
-        stream.retry_at_ns = self._now_ns + stream.retry_ns
+        stream.retry_at_ns = self._requests.now_ns + stream.retry_ns
         self._waiting.add(stream)
 
     def _give_up(self, stream: Stream, config: bytes) -> None:
@@ -261,19 +251,10 @@ class StreamRequests:
 
     # -- replies -------------------------------------------------------------------------------
 
-    def _on_reply(self, frame: Frame) -> None:
-        self._sent_ns.pop(frame.opaque, None)
-        stream = self._asked.pop(frame.opaque, None)
-        if stream is not None:
-            self._touch(stream)
-            self._on_stream_reply(stream, frame)
-            return
-        handler = self._replies.pop(frame.opaque, None)
-        if handler is not None:
-            handler(frame)
-
     def _on_stream_reply(self, stream: Stream, frame: Frame) -> None:
+        self._touch(stream)
         status = frame.status
+        stream.opaque = 0 if status else frame.opaque
         if status == Status.OK:
             stream.open(tuple(parse_failover_log(frame.value)))
             stream.collections = self._extensions.collections
@@ -353,9 +334,6 @@ class StreamRequests:
         self._events.append(StreamFailed(stream.vb_id, status, what, hint))
         self.notes.append(Note("stream_failed", stream.vb_id, f"{what}; {hint}"))
 
-    def _on_open(self, frame: Frame) -> None:
-        self._check(frame, "DCP_OPEN")
-
     def _on_seqnos(self, high: dict[int, int]) -> None:
         streams, self._awaiting_seqnos = self._awaiting_seqnos, []
         for stream in streams:
@@ -377,25 +355,18 @@ class StreamRequests:
             if frame.status == Status.NOT_MY_VBUCKET:
                 self._give_up(stream, frame.value)
                 return
-            self._check(frame, "DCP_GET_FAILOVER_LOG")
+            self._requests.check(frame, "DCP_GET_FAILOVER_LOG")
             versions = tuple(parse_failover_log(frame.value))
             stream.place(Position(versions, seqno, seqno, seqno, base_seqno=seqno))
             self._touch(stream)
             self._request(stream)
 
-        self._send(
+        self._requests.send(
             lambda opaque: pack_request(
                 Opcode.DCP_GET_FAILOVER_LOG, vb_id=stream.vb_id, opaque=opaque
             ),
             on_log,
         )
-
-    def _send_control(self, key: bytes, value: bytes, *, is_needed: bool) -> None:
-        def on_control(frame: Frame) -> None:
-            if frame.status and is_needed:
-                self._check(frame, f"DCP_CONTROL {key.decode()}")
-
-        self._send(lambda opaque: pack_control(key, value, opaque), on_control)
 
     def _send_extension(self, key: bytes) -> None:
         def on_control(frame: Frame) -> None:
@@ -404,23 +375,4 @@ class StreamRequests:
             for stream in streams:
                 self._request(stream)
 
-        self._send(lambda opaque: pack_control(key, b"true", opaque), on_control)
-
-    def _send(self, pack: Callable[[int], bytes], on_reply: Callable[[Frame], None]) -> None:
-        opaque = self._take_opaque()
-        self._replies[opaque] = on_reply
-        self._sent_ns[opaque] = self._now_ns
-        self._output.append(pack(opaque))
-
-    def _take_opaque(self) -> int:
-        opaque = self._next_opaque
-        self._next_opaque = opaque % 0xFFFF_FFFF + 1
-        return opaque
-
-    def _check(self, frame: Frame, operation: str) -> None:
-        if frame.status:
-            raise error_from_status(frame.status, operation, body=frame.value, node=self.node)
-
-
-def _ignore(_frame: Frame) -> None:
-    """A stream that is closed may be gone already: both answers are right."""
+        self._requests.control(key, b"true", on_control)

@@ -71,6 +71,7 @@ class Stream:
         "marker_end",
         "marker_start",
         "older_ranges",
+        "opaque",
         "range_end",
         "range_start",
         "retry_at_ns",
@@ -91,6 +92,8 @@ class Stream:
         """Where the stream shall end (until now); None: nowhere, or not known yet."""
         self.ceiling: int | None = None
         """The target before a rollback: the new one is never above it."""
+        self.opaque = 0
+        """Of its request, while that is under way or the stream open."""
         self.retry_ns = 0
         self.retry_at_ns = 0
         self.marker_start = self.marker_end = 0

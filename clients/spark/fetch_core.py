@@ -35,6 +35,7 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from clients.errors import DcpdError, StreamViolationError, error_from_status
+from clients.pending_requests import PendingRequests
 from clients.position import Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
 from clients.spark.plan import Step, common_seqno
@@ -44,8 +45,6 @@ from dcp.wire.frame import (
     Frame,
     FrameDecoder,
     RemoteProtocolError,
-    pack_request,
-    pack_response,
 )
 from dcp.wire.message import (
     U64,
@@ -53,8 +52,6 @@ from dcp.wire.message import (
     MarkerFlag,
     OpenFlag,
     StreamRequest,
-    pack_control,
-    pack_open,
     pack_stream_request,
     parse_failover_log,
     parse_marker,
@@ -171,8 +168,7 @@ class FetchCore:
         self._by_opaque: dict[int, Stream] = {}
         """By opaque: the stream that asked with it, and has not given it up."""
         self._versions_of: dict[int, Versions] = {}
-        self._pending: dict[int, str] = {}
-        """By opaque: what was asked of the connection as a whole."""
+        self._requests = PendingRequests(node)
         self._has_collections = has_collections
         self._filter: dict[str, Any] = {}
         if has_collections:
@@ -187,15 +183,12 @@ class FetchCore:
         self._parts_bytes = 0
         self._packet_bytes = HEADER_BYTES
         """How much of it has to be there before it is looked at."""
-        self._output: list[bytes] = []
-        self._next_opaque = 1
         self._rollbacks: list[tuple[int, int, int]] = []
 
     # -- what the shell calls ------------------------------------------------------------------
 
     def begin(self) -> bytes:
         """Return the first bytes."""
-        self._ask("DCP_OPEN", lambda opaque: pack_open(self._name, self._open_flags, opaque))
         controls = [
             (b"enable_noop", b"true"),
             (b"set_noop_interval", str(NOOP_INTERVAL_S).encode()),
@@ -205,11 +198,7 @@ class FetchCore:
         ]
         if self._history:
             controls.append((b"change_streams", b"true"))
-        for key, value in controls:
-            self._ask(
-                f"DCP_CONTROL {key.decode()}",
-                lambda opaque, key=key, value=value: pack_control(key, value, opaque),
-            )
+        self._requests.open(self._name, self._open_flags, controls)
         self.retry()
         return self.take_output()
 
@@ -235,8 +224,7 @@ class FetchCore:
 
     def take_output(self) -> bytes:
         """Return what is to be sent."""
-        output, self._output = self._output, []
-        return b"".join(output)
+        return self._requests.take_output()
 
     def receive(self, data: bytes) -> Arrived:
         """Take what a read brought.
@@ -298,11 +286,7 @@ class FetchCore:
         return changes_of(chunk.data, heads, self._versions_of, has_prefix=self._has_collections)
 
     def _on_frame(self, frame: Frame) -> None:
-        if not frame.is_request:
-            self._on_reply(frame)
-            return
-        if frame.opcode == Opcode.DCP_NOOP:
-            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
+        if self._requests.take(frame):
             return
         stream = self._by_opaque.get(frame.opaque)
         if stream is None:
@@ -332,16 +316,9 @@ class FetchCore:
 
     # -- requests and replies ------------------------------------------------------------------
 
-    def _ask(self, what: str, pack: Any) -> None:
-        opaque = self._take_opaque()
-        self._pending[opaque] = what
-        self._output.append(pack(opaque))
-
     def _request(self, stream: Stream) -> None:
         self._by_opaque.pop(stream.opaque, None)
-        stream.opaque = opaque = self._take_opaque()
         stream.state = StreamState.ASKED
-        self._by_opaque[opaque] = stream
         start, snap_start, snap_end = stream.place()
         vb_uuid = stream.versions[0][0] if stream.versions and start else 0
         document = dict(self._filter)
@@ -349,16 +326,13 @@ class FetchCore:
             document["version_log"] = [[str(number), str(at)] for number, at in stream.versions]
         request = StreamRequest(0, start, stream.end_seqno, vb_uuid, snap_start, snap_end)
         value = json.dumps(document, separators=(",", ":")).encode() if document else b""
-        self._output.append(pack_stream_request(stream.vb_id, request, opaque, value))
+        stream.opaque = self._requests.send(
+            lambda opaque: pack_stream_request(stream.vb_id, request, opaque, value),
+            lambda frame: self._on_reply(stream, frame),
+        )
+        self._by_opaque[stream.opaque] = stream
 
-    def _on_reply(self, frame: Frame) -> None:
-        what = self._pending.pop(frame.opaque, None)
-        if what is not None:
-            self._check(frame, what)
-            return
-        stream = self._by_opaque.get(frame.opaque)
-        if stream is None:
-            return
+    def _on_reply(self, stream: Stream, frame: Frame) -> None:
         status = frame.status
         if status == Status.OK:
             self._opened(stream, tuple(parse_failover_log(frame.value)))
@@ -374,7 +348,7 @@ class FetchCore:
                 status, "stream request", body=frame.value, node=self.node
             )
         else:
-            self._check(frame, f"stream request from seqno {stream.seqno}", stream.vb_id)
+            self._requests.check(frame, f"stream request from seqno {stream.seqno}", stream.vb_id)
 
     def _opened(self, stream: Stream, server: Versions) -> None:
         """The server streams: is the planned end still on its branch?"""
@@ -392,19 +366,12 @@ class FetchCore:
         # one, so the stream is asked for again, with the end that both histories have.
         self._by_opaque.pop(stream.opaque)
         if stream.end_seqno > stream.seqno:
-            self._ask_close(stream)
+            self._requests.close_stream(stream.vb_id)
         stream.end_seqno = common
         if common <= stream.seqno:
             stream.state = StreamState.DONE
         else:
             self._request(stream)
-
-    def _ask_close(self, stream: Stream) -> None:
-        opaque = self._take_opaque()
-        self._pending[opaque] = ""
-        self._output.append(
-            pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=stream.vb_id, opaque=opaque)
-        )
 
     def _gone_back(self, stream: Stream, server: Versions) -> None:
         """The server cannot go on from where the stream stands: why?"""
@@ -432,15 +399,3 @@ class FetchCore:
             vb_uuid = versions[0][0] if versions else 0
             self._rollbacks.append((stream.vb_id, stream.rollback_to, vb_uuid))
             stream.rollback_to = None
-
-    def _check(self, frame: Frame, what: str, vb_id: int | None = None) -> None:
-        # An empty `what`: whether a stream could be closed does not matter.
-        if frame.status and what:
-            raise error_from_status(
-                frame.status, what, body=frame.value, vb_id=vb_id, node=self.node
-            )
-
-    def _take_opaque(self) -> int:
-        opaque = self._next_opaque
-        self._next_opaque = opaque + 1
-        return opaque
