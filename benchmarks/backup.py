@@ -7,8 +7,8 @@ The raw stream is the same connection, requests and decoding, with what comes th
 fastest that a consumer of ours can count. In each round: raw stream, backup into a new archive,
 restore into an empty server, each in a process of its own, so that memory is theirs alone. It
 prints one JSON document, and a table before it. Beside the rates stand the microseconds of CPU that
-a restore takes for a document: of itself, of the server, of the server's store process (which may
-go on merging after the restore). Those hold on a machine that others use, too.
+a change takes: of the client, of the server with all its threads, of the server's store process
+(which may go on merging after the restore). Those hold better on a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
     from clients.backup.run import STREAM_FEATURES
     from clients.link import Link
 
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     link = await Link.connect(parse_address(server), features=STREAM_FEATURES)
     intake = Intake(b"raw", history=history)
     for vb_id in range(NUM_VBUCKETS):
@@ -83,7 +83,8 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
     link.hand_over(take, lambda _error: done.set())
     await done.wait()
     link.close()
-    return {"changes": changes, "seconds": time.perf_counter() - began}
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+    return {"changes": changes, "seconds": seconds, "client_cpu": cpu_seconds}
 
 
 async def backup(server: str, archive: str, history: bool) -> dict[str, Any]:
@@ -91,12 +92,13 @@ async def backup(server: str, archive: str, history: bool) -> dict[str, Any]:
     from clients.backup.archive import create_archive
     from clients.backup.run import Backup
 
+    began = time.process_time()
     made = create_archive(archive, time.time_ns())
     report = await Backup(made, parse_address(server), history=history).run()
     record = report.record
     return {
         "changes": record.changes, "seconds": report.seconds, "raw_bytes": record.raw_bytes,
-        "stored_bytes": record.stored_bytes,
+        "stored_bytes": record.stored_bytes, "client_cpu": time.process_time() - began,
     }  # fmt: skip
 
 
@@ -113,16 +115,24 @@ async def restore(server: str, archive: str) -> dict[str, Any]:
     assert report.written == report.plan.documents, report
     return {
         "changes": report.written, "seconds": report.seconds,
-        "cpu_us": {"client": (time.process_time() - began) / report.written * 1e6},
+        "client_cpu": time.process_time() - began,
     }  # fmt: skip
 
 
-def step(name: str, *arguments: str) -> dict[str, Any]:
-    """Run one of the above in a process of its own; return what it says, and its memory."""
+def step(server: DcpServer, name: str, *arguments: str) -> dict[str, Any]:
+    """Run one of the above in a process of its own; return what it says, its memory, and the CPU
+    that each side took for a change.
+    """
+    before = cpu_seconds(server.pid)
     command = [sys.executable, "-m", "benchmarks.backup", "--step", name, *arguments]
+    command += ["--server", server.address]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     document: dict[str, Any] = json.loads(done.stdout)
-    document["rate"] = document["changes"] / document["seconds"]
+    changes = document["changes"]
+    document["rate"] = changes / document["seconds"]
+    document["cpu_us"] = {"client": document["client_cpu"] / changes * 1e6}
+    for side, seconds in cpu_seconds(server.pid).items():
+        document["cpu_us"][side] = (seconds - before[side]) / changes * 1e6
     return document
 
 
@@ -150,18 +160,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             load(source.port, options.documents, options.value_bytes)
             for number in range(options.rounds):
                 archive = str(folder / f"archive{number}")
-                rounds["raw"].append(step("raw", "--server", source.address, *history))
-                rounds["backup"].append(
-                    step("backup", "--server", source.address, "--archive", archive, *history)
-                )
+                rounds["raw"].append(step(source, "raw", *history))
+                rounds["backup"].append(step(source, "backup", "--archive", archive, *history))
         for number in range(options.rounds):
             archive = str(folder / f"archive{number}")
             with DcpServer(folder / f"target{number}") as target:
-                before = cpu_seconds(target.pid)
-                found = step("restore", "--server", target.address, "--archive", archive)
-                for name, seconds in cpu_seconds(target.pid).items():
-                    found["cpu_us"][name] = (seconds - before[name]) / found["changes"] * 1e6
-                rounds["restore"].append(found)
+                rounds["restore"].append(step(target, "restore", "--archive", archive))
             shutil.rmtree(folder / f"target{number}")
     finally:
         shutil.rmtree(folder)
@@ -176,9 +180,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "backup_to_raw": round(rates["backup"] / rates["raw"], 3),
         "restore_to_raw": round(rates["restore"] / rates["raw"], 3),
         "stored_to_raw_bytes": round(last["stored_bytes"] / last["raw_bytes"], 3),
-        "restore_cpu_us": {
-            name: round(statistics.median(item["cpu_us"][name] for item in rounds["restore"]), 2)
-            for name in ("client", "server", "store")
+        "cpu_us": {
+            name: {
+                side: round(statistics.median(item["cpu_us"][side] for item in items), 2)
+                for side in ("client", "server", "store")
+            }
+            for name, items in rounds.items()
         },
         "memory_mib": {
             name: max(item["memory_mib"] for item in items) for name, items in rounds.items()
@@ -201,8 +208,8 @@ def main() -> int:
     if options.step is None:
         result = measure(options)
         for name, rate in result["rate"].items():
-            print(f"{name:<8} {rate:>10,} changes/s   {result['memory_mib'][name]:>5} MiB")
-        print("restore", ", ".join(f"{n} {us} us" for n, us in result["restore_cpu_us"].items()))
+            cpu = ", ".join(f"{side} {us:.2f} us" for side, us in result["cpu_us"][name].items())
+            print(f"{name:<8} {rate:>10,} changes/s {result['memory_mib'][name]:>5} MiB   {cpu}")
         print(json.dumps(result))
         return 0
     if options.step == "raw":
