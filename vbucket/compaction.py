@@ -21,8 +21,8 @@ Invariants
 - a version goes only after, or in one transaction with, all older ones of its key: what a reader
   sees in between is a history of the key that begins later, never one with a hole or without its
   deletion. So a partition is first looked through from the floor down, where memory is bounded by
-  its keys (of each, one version at most is known to be superseded and was not passed yet) and a byte
-  for each version, and then rewritten from the bottom up;
+  its keys (of each, one version at most is known to be superseded and was not passed yet) and a
+  byte for each version, and then rewritten from the bottom up;
 - the chain of blocks (`seqno_before`) is whole after every step, and a step that finds it broken,
   or a block damaged, changes nothing;
 - a partition whose failover log changed between two slices is begun anew: it may have been rolled
@@ -63,6 +63,12 @@ from vbucket.store import (
 
 STEP_BYTES: Final = 1 << 20
 """What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""
+SLICE_BYTES: Final = 16 << 20
+"""What one transaction rewrites at most. Pages that it frees can be used again two transactions
+later, so the file has to be larger by some of these; a transaction's sync takes some milliseconds.
+"""
+FREE_PAGES_BYTES: Final = 3 * SLICE_BYTES
+"""What waits to be used again meanwhile: of two slices, and of one that a reader still sees."""
 
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
@@ -135,20 +141,23 @@ class PartitionCompaction:
         mine = (self.vb_id, self.failover, self.floor, self.purge)
         return mine == (other.vb_id, other.failover, other.floor, other.purge)
 
-    def step(self, write: KvWrite, rows: ExpiryRows) -> None:
-        """Go on by about STEP_BYTES. Raises StoreDamagedError before it changed anything."""
+    def step(self, write: KvWrite, rows: ExpiryRows) -> int:
+        """Go on by about STEP_BYTES; return how many bytes were written.
+
+        Raises StoreDamagedError before it changed anything.
+        """
         if self._seqno_below == 0:
-            self._step_up(write, rows, self._read_up(write))
-            return
+            return self._step_up(write, rows, self._read_up(write))
         is_first = self._seqno_below is None
         blocks = self._step_down(write)
         if self._seqno_below != 0:
-            return
+            return 0
         if not (self._marked or self._gone or self.purge):
             self.is_done = True
         elif is_first:
             # All of it was read in one step, as is usual: no need to read it again.
-            self._step_up(write, rows, blocks[::-1])
+            return self._step_up(write, rows, blocks[::-1])
+        return 0
 
     def save(self, write: KvWrite) -> None:
         """Put the counts right; to be done before the transaction of the steps ends."""
@@ -224,14 +233,14 @@ class PartitionCompaction:
 
     # -- up: what goes -------------------------------------------------------------------------
 
-    def _step_up(self, write: KvWrite, rows: ExpiryRows, blocks: list[Block]) -> None:
+    def _step_up(self, write: KvWrite, rows: ExpiryRows, blocks: list[Block]) -> int:
         view = StoreView(write)
         if not blocks:
             self.is_done = True
-            return
+            return 0
         masks: list[bytes | None] = []
         gone: list[bytes] = []
-        tombstones = 0
+        tombstones = written_bytes = 0
         for block in blocks:
             kept = self._marked.pop(block.first_seqno, None)
             if kept is not None:
@@ -244,7 +253,7 @@ class PartitionCompaction:
             masks.append(kept)
         versions = sum(kept.count(0) for kept in masks if kept is not None)
         if versions:
-            self._rewrite(write, blocks, masks)
+            written_bytes = self._rewrite(write, blocks, masks)
             for key in gone:
                 rows.replace(self._prefix + key, view.meta(self.vb_id, key), 0)
                 write.delete(BY_KEY_TABLE, self._prefix + key)
@@ -254,6 +263,7 @@ class PartitionCompaction:
             self._unsaved_keys += len(gone)
         self._up_seqno = blocks[-1].last_seqno + 1
         self.is_done = self._up_seqno > self.floor
+        return written_bytes
 
     def _read_up(self, write: KvWrite) -> list[Block]:
         """Return the next blocks up, as far as the floor; raise where one is missing."""
@@ -301,8 +311,8 @@ class PartitionCompaction:
             tombstones += is_deletion
         return (bytes(mask) if 0 in mask else None), keys, tombstones
 
-    def _rewrite(self, write: KvWrite, blocks: list[Block], masks: Sequence[bytes | None]) -> None:
-        """Replace blocks by what is kept of them."""
+    def _rewrite(self, write: KvWrite, blocks: list[Block], masks: Sequence[bytes | None]) -> int:
+        """Replace blocks by what is kept of them; return how many bytes that took."""
         items: list[tuple[bytes, bytes]] = []
         run: list[tuple[Block, bytes | None]] = []
         run_bytes = 0
@@ -337,6 +347,7 @@ class PartitionCompaction:
             if key not in written:
                 write.delete(BY_SEQNO_TABLE, key)
         write.put_sorted(BY_SEQNO_TABLE, items)
+        return sum(len(value) for _, value in items)
 
     def _following(
         self, write: KvWrite, block: Block, seqno_before: int
@@ -372,7 +383,8 @@ class Compactor:
         floors: Mapping[int, Floors] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> SliceReport:
-        """Go on with these partitions until all are done or `is_over` says that it is time.
+        """Go on with these partitions until all are done, SLICE_BYTES are written, or `is_over`
+        says that it is time.
 
         `floors` are those that the log has, where the stored ones may be lower. At least one step
         is made. Raises StoreFullError, StoreFailedError: nothing happened then.
@@ -381,6 +393,7 @@ class Compactor:
         finished: list[int] = []
         damages: list[tuple[int, str]] = []
         versions = tombstones = 0
+        left_bytes = SLICE_BYTES
         with env.write() as write:
             view = StoreView(write)
             rows = ExpiryRows()
@@ -388,7 +401,7 @@ class Compactor:
                 try:
                     job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
                     before = job.versions, job.tombstones
-                    _go_on(job, write, rows, is_over)
+                    left_bytes -= _go_on(job, write, rows, is_over, left_bytes)
                 except StoreDamagedError as error:
                     damages.append((vb_id, str(error)))
                     finished.append(vb_id)
@@ -400,7 +413,7 @@ class Compactor:
                     break
                 finished.append(vb_id)
                 job = None
-                if is_over():
+                if left_bytes <= 0 or is_over():
                     break
             rows.write(write)
             before_commit()
@@ -424,16 +437,25 @@ def _job_of(
 
 
 def _go_on(
-    job: PartitionCompaction, write: KvWrite, rows: ExpiryRows, is_over: Callable[[], bool]
-) -> None:
-    """Make at least one step; the counts are right afterwards, whatever happens."""
+    job: PartitionCompaction,
+    write: KvWrite,
+    rows: ExpiryRows,
+    is_over: Callable[[], bool],
+    bytes_max: int,
+) -> int:
+    """Make at least one step, and more until `bytes_max` are written; return how many were.
+
+    The counts are right afterwards, whatever happens.
+    """
+    written_bytes = 0
     try:
         while not job.is_done:
-            job.step(write, rows)
-            if is_over():
+            written_bytes += job.step(write, rows)
+            if written_bytes >= bytes_max or is_over():
                 break
     finally:
         job.save(write)
+    return written_bytes
 
 
 def _kept_bytes(block: Block, kept: bytes | None) -> int:

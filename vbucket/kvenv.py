@@ -9,7 +9,7 @@ Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -89,8 +89,8 @@ class KvEnv(Protocol):
         Raises StoreFullError, StoreFailedError; then nothing of it happened.
         """
 
-    def used_bytes(self) -> int:
-        """Return what the tables take, without what is free for use again."""
+    def used_bytes(self, tables: Collection[str] | None = None) -> int:
+        """Return what these tables take, or all, without what is free for use again."""
 
     def close(self) -> None:
         """Close the database and every snapshot of it."""

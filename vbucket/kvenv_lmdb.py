@@ -7,7 +7,7 @@ into a thread beside a busy one: it is for a process of its own, or for short re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -196,10 +196,11 @@ class LmdbEnv:
                 "Check the disk, then start again"
             ) from error
 
-    def used_bytes(self) -> int:
+    def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
+        names = self._tables if tables is None else tables
         with self._env.begin() as transaction:
-            stats = [transaction.stat(table) for table in self._tables.values()]
+            stats = [transaction.stat(self._tables[name]) for name in names]
         pages = ("branch_pages", "leaf_pages", "overflow_pages")
         return int(sum(stat[name] for stat in stats for name in pages) * stats[0]["psize"])  # type: ignore[literal-required]
 

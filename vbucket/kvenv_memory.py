@@ -6,7 +6,7 @@ it. A commit can be made to fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from sortedcontainers import SortedDict
@@ -123,9 +123,10 @@ class MemoryEnv:
                 raise StoreFullError("memory store: the armed commit fault")
         self.tables = dict(write.tables)
 
-    def used_bytes(self) -> int:
+    def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
-        rows = (row for table in self.tables.values() for row in table.items())
+        names = self.tables if tables is None else tables
+        rows = (row for name in names for row in self.tables[name].items())
         return sum(len(key) + len(value) for key, value in rows)
 
     def close(self) -> None:

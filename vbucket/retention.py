@@ -9,6 +9,11 @@ a partition's versions are at most half as many again as its keys (and what is i
 and a rewritten byte is paid for by at least half a written one. What is looked for by reading the
 store is remembered, so that planning every few seconds costs little.
 
+History by bytes is planned so that the store's file, which never shrinks, stays within three times
+what is newest and `history_bytes`, whatever else is in it (`_Budget`): other tables, free pages,
+what waits until it is worth a compaction, what merges bring before the next one. At least
+HISTORY_SHARE_MIN of the setting is kept all the same.
+
 Invariants of a step: purge < floor, or both are 0; floor is the seqno of a version in the store and
 not below the stored one; likewise purge.
 
@@ -18,18 +23,21 @@ Who calls it: the store process; the node applies the steps, within what streams
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from struct import Struct
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import Block
+from vbucket.block import BODY_BYTES_TARGET, Block
 from vbucket.entry import PREFIX_BYTES, seqno_of
 from vbucket.kvenv import StoreDamagedError
 from vbucket.store import PartitionRecord, StoreView
 
 WORTH_VERSIONS_MIN: Final = 128
 """Fewer versions than these are not worth a transaction: some 25 KB."""
+HISTORY_SHARE_MIN: Final = 0.5
+"""Of `history_bytes`, what a floor leaves at least. Where merges bring more than three times the
+live data and the history, they decide about the file's size."""
 WALKED_BLOCKS: Final = 8
 """What is looked at of a partition to find how far a number of bytes reaches."""
 _UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
@@ -41,8 +49,23 @@ class Windows(NamedTuple):
 
     history_ns: int
     history_bytes: int
-    """Of the whole node; shared out by how many superseded versions a partition has."""
+    """What history may take of the disk, of the whole node; shared out by how many superseded
+    versions a partition has.
+    """
     purge_age_ns: int
+
+
+class DiskUse(NamedTuple):
+    """What the store takes, and what it needs room for."""
+
+    blocks_bytes: int
+    """by_seqno."""
+    other_bytes: int
+    """All other tables."""
+    inflow_bytes: int
+    """What merges may bring between a plan and the end of its compaction."""
+    compaction_bytes: int
+    """Pages that are free because of compaction itself."""
 
 
 class Step(NamedTuple):
@@ -66,6 +89,49 @@ class PlanReport(NamedTuple):
     """How many partitions were looked at; the rest is for another call."""
 
 
+class _Budget(NamedTuple):
+    """What history a floor leaves, of all partitions.
+
+    `spare`: superseded versions that there are.
+    """
+
+    now_ns: int
+    history_bytes: int
+    spare: int
+
+    @classmethod
+    def of(
+        cls,
+        records: Collection[PartitionRecord],
+        windows: Windows,
+        now_ns: int,
+        use: DiskUse | None,
+    ) -> _Budget:
+        """Return what the records and the disk's use give.
+
+        Free pages are estimated: a merge may write every page of by_key anew, and the last block of
+        every partition, and LMDB uses a page again two transactions after it was freed.
+        """
+        spare = sum(map(_spare, records))
+        if use is None:
+            return cls(now_ns, windows.history_bytes, spare)
+        written = [record for record in records if record.last_seqno]
+        versions = sum(record.versions for record in written)
+        version_bytes = use.blocks_bytes / max(1, versions)
+        live_bytes = version_bytes * sum(record.item_count for record in written)
+        newest_bytes = version_bytes * sum(record.keys for record in written)
+        merge_bytes = use.other_bytes + len(written) * BODY_BYTES_TARGET // 2
+        free_bytes = 2 * merge_bytes + use.compaction_bytes
+        waiting_bytes = version_bytes * sum(_worth(record.keys) for record in written)
+        room_bytes = (
+            windows.history_bytes + 3 * live_bytes - newest_bytes
+            - use.other_bytes - free_bytes - waiting_bytes - use.inflow_bytes
+        )  # fmt: skip
+        least_bytes = HISTORY_SHARE_MIN * windows.history_bytes
+        history_bytes = max(least_bytes, min(windows.history_bytes, room_bytes))
+        return cls(now_ns, int(history_bytes), spare)
+
+
 class _Seen(NamedTuple):
     """When a partition was looked at, and how far it was then."""
 
@@ -78,8 +144,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        self._total = (0, 0)
-        """Time of a plan, and how many superseded versions all partitions have."""
+        self._budget = _Budget(0, 0, 0)
 
     def plan(
         self,
@@ -88,17 +153,19 @@ class Planner:
         windows: Windows,
         now_ns: int,
         *,
+        use: DiskUse | None = None,
         is_forced: bool = False,
         is_over: Callable[[], bool] = lambda: False,
     ) -> PlanReport:
         """Return the steps that are worth doing, or all that free anything, if forced.
 
+        Without `use`, history is what `history_bytes` says and nothing else counts.
         Ends early when `is_over` says so. A plan may be made in pieces: it is one as long as
         `now_ns` is the same.
         """
         planned = 0
-        if self._total[0] != now_ns:
-            self._total = (now_ns, sum(map(_spare, view.partitions().values())))
+        if self._budget.now_ns != now_ns:
+            self._budget = _Budget.of(view.partitions().values(), windows, now_ns, use)
         manifest_uid = view.manifest().uid
         steps: list[Step] = []
         damages: list[tuple[int, str]] = []
@@ -106,7 +173,7 @@ class Planner:
             try:
                 record = view.partition(vb_id)
                 if record is not None and record.last_seqno:
-                    look = _Look(view, vb_id, record, windows, now_ns, self._total[1], manifest_uid)
+                    look = _Look(view, vb_id, record, windows, self._budget, manifest_uid)
                     steps += self._steps(look, is_forced=is_forced)
             except StoreDamagedError as error:
                 damages.append((vb_id, str(error)))
@@ -147,16 +214,15 @@ class _Look:
         vb_id: int,
         record: PartitionRecord,
         windows: Windows,
-        now_ns: int,
-        spare_total: int,
+        budget: _Budget,
         manifest_uid: int,
     ) -> None:
         self.vb_id = vb_id
         self.record = record
         self.windows = windows
-        self.now_ns = now_ns
+        self.now_ns = budget.now_ns
         self._view = view
-        self._spare_total = spare_total
+        self._budget = budget
         self._manifest_uid = manifest_uid
         self._done_floor, self._done_purge, self._done_uid = record.compacted or (0, 0, 0)
 
@@ -190,7 +256,8 @@ class _Look:
         view, record, windows = self._view, self.record, self.windows
         if not (windows.history_ns and windows.history_bytes):
             return record.last_seqno
-        share_bytes = windows.history_bytes * _spare(record) // max(1, self._spare_total)
+        budget = self._budget
+        share_bytes = budget.history_bytes * _spare(record) // max(1, budget.spare)
         return max(
             seqno_at(view, self.vb_id, record.last_seqno, self.now_ns - windows.history_ns),
             seqno_below(view, self.vb_id, record.last_seqno, share_bytes),

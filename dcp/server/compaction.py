@@ -46,10 +46,12 @@ that keeps it merging without a pause it would fall behind for ever otherwise. D
 takes about as long as merging one."""
 SECONDS_MIN, SECONDS_MAX = 0.2, 8.0
 """Bounds of that; the memtable takes what is written meanwhile."""
+MERGES_BETWEEN: Final = 2
+"""Merges whose versions may come into the store before a compaction that was planned is through."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
-REFRESH_S: Final = 0.1
-"""About as long as a slice takes; it costs the loop some ten microseconds."""
+REFRESH_S: Final = 0.05
+"""No longer than a slice takes; it costs the loop some ten microseconds."""
 _ALL: Final = range(NUM_VBUCKETS)
 _FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
@@ -76,6 +78,7 @@ class Compaction:
         self.windows = windows_of(
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
         )
+        self._inflow_bytes = MERGES_BETWEEN * settings.memtable_bytes
         self._turn = asyncio.Lock()
         self._raised: dict[int, _Raised] = {}
         """By partition: floors that are not compacted down to yet."""
@@ -149,8 +152,9 @@ class Compaction:
         todo = list(vb_ids)
         while todo:
             plan = partial(
-                StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns, is_forced=is_forced
-            )
+                StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
+                inflow_bytes=self._inflow_bytes, is_forced=is_forced,
+            )  # fmt: skip
             report = await self._asked(plan)
             steps += report.steps
             await self._raise(report.steps)

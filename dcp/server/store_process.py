@@ -34,15 +34,15 @@ import cbor2
 
 from dcp.server.folder import log_path, store_path
 from vbucket.block import BlockDamagedError
-from vbucket.compaction import Compactor, Floors, SliceReport
+from vbucket.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_segment
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.log import LogDamagedError
 from vbucket.merge import MergeRefusedError, MergeReport, merge
-from vbucket.retention import Planner, PlanReport, Step, Windows
-from vbucket.store import TABLES, RecordDamagedError, StoreView, put_failover
+from vbucket.retention import DiskUse, Planner, PlanReport, Step, Windows
+from vbucket.store import BY_SEQNO_TABLE, TABLES, RecordDamagedError, StoreView, put_failover
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
 SLICE_S: Final = 0.15
-"""One transaction of a compaction: some megabytes are rewritten in it."""
+"""One transaction of a compaction, or SLICE_BYTES of it."""
 PLAN_S: Final = 1.0
 """After this long a plan is continued with another request."""
 _LENGTH: Final = struct.Struct(">I")
@@ -121,13 +121,16 @@ class StoreProcess:
         await self._request({"op": "failover", "vb": vb_id, "log": log})
 
     async def plan(
-        self, vb_ids: list[int], windows: Windows, now_ns: int, is_forced: bool
+        self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
     ) -> PlanReport:
         """Find floors worth raising, for some time; `planned` tells how many partitions it got
-        through.
+        through. `inflow_bytes`: what merges may bring until there is another plan.
         """
-        request = {"op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns}
-        report = PlanReport(*await self._request(request | {"forced": is_forced}))
+        request = {
+            "op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns,
+            "inflow": inflow_bytes, "forced": is_forced,
+        }  # fmt: skip
+        report = PlanReport(*await self._request(request))
         return report._replace(steps=[Step(*step) for step in report.steps])
 
     async def compact(self, floors: dict[int, Floors], seconds: float) -> SliceReport:
@@ -225,6 +228,8 @@ class StoreWork:
     def plan(self, request: dict[str, Any]) -> PlanReport:
         """Find floors worth raising."""
         end_s = time.monotonic() + PLAN_S
+        blocks_bytes = self._env.used_bytes([BY_SEQNO_TABLE])
+        other_bytes = self._env.used_bytes() - blocks_bytes
         snapshot = self._env.snapshot()
         try:
             return self._planner.plan(
@@ -232,6 +237,7 @@ class StoreWork:
                 request["vbs"],
                 Windows(*request["windows"]),
                 request["now_ns"],
+                use=DiskUse(blocks_bytes, other_bytes, request["inflow"], FREE_PAGES_BYTES),
                 is_forced=request["forced"],
                 is_over=lambda: time.monotonic() >= end_s,
             )

@@ -13,7 +13,7 @@ from support.memory_node import START_NS, MemoryNode
 from vbucket import block, retention
 from vbucket.engine import SET
 from vbucket.kvenv_memory import MemoryEnv
-from vbucket.retention import Planner, Step, Windows, seqno_at, seqno_below
+from vbucket.retention import DiskUse, Planner, Step, Windows, seqno_at, seqno_below
 from vbucket.store import BY_KEY_TABLE
 
 VB = 7
@@ -49,13 +49,18 @@ def delete(node: MemoryNode, *names: str) -> None:
 
 
 def plan(
-    node: MemoryNode, windows: Windows, *, forced: bool = True, planner: Planner | None = None
+    node: MemoryNode,
+    windows: Windows,
+    *,
+    forced: bool = True,
+    planner: Planner | None = None,
+    use: DiskUse | None = None,
 ) -> Floors | None:
     """Merge and plan the one partition."""
     node.merge()
     planner = planner or Planner()
     steps, damages, planned = planner.plan(
-        node.store, [VB, VB + 1], windows, node.now_ns, is_forced=forced
+        node.store, [VB, VB + 1], windows, node.now_ns, use=use, is_forced=forced
     )
     assert (damages, planned) == ([], 2)
     if not steps:
@@ -99,6 +104,33 @@ def test_what_lies_within_the_bytes_stays(node: MemoryNode) -> None:
     assert plan(node, ALL._replace(history_bytes=100_000)) is None
     assert plan(node, Windows(0, 1 << 60, 10**18)) == (5, 0), "the smaller window counts"
     assert plan(node, Windows(10**18, 0, 10**18)) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("use", "floor"),
+    [
+        (DiskUse(10_000, 0, 0, 0), 4),  # twice the live data is left for all the rest
+        (DiskUse(10_000, 500, 0, 0), 4),
+        (DiskUse(10_000, 700, 0, 0), 5),
+        (DiskUse(10_000, 0, 1_500, 0), 4),
+        (DiskUse(10_000, 0, 2_000, 0), 5),
+        (DiskUse(10_000, 0, 0, 2_000), 5),
+        (DiskUse(20_000, 0, 2_000, 0), 4),  # the data are larger, so there is more room
+        (DiskUse(10_000, 0, 1 << 40, 0), 7),  # half of it stays whatever happens
+    ],
+)
+def test_history_leaves_room_for_what_else_the_file_holds(
+    node: MemoryNode, use: DiskUse, floor: int
+) -> None:
+    """Ten versions of one key, 1,057 bytes each; one of them waits for its compaction."""
+    windows = ALL._replace(history_bytes=6_000)
+    with (
+        mock.patch.object(retention, "BODY_BYTES_TARGET", 0),
+        mock.patch.object(retention, "WORTH_VERSIONS_MIN", 1),
+    ):
+        write(node, *"aaaaaaaaaa", value=bytes(1_000))
+        assert plan(node, windows) == (4, 0)
+        assert plan(node, windows, use=use) == (floor, 0)
 
 
 def test_bytes_are_shared_out_by_what_partitions_have_to_spare(node: MemoryNode) -> None:
