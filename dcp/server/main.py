@@ -268,6 +268,7 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
         print(text, flush=True)
     try:
         await node.run_until_stopped()
+        await node.stop()  # it has stopped; if that failed, here it is told
     except _run_failures() as error:
         _say(f"stopped: {error}. {_KEPT[settings.durability]}; start again once the cause is gone.")
         with contextlib.suppress(TimeoutError, *_run_failures()):
@@ -285,11 +286,18 @@ def _stop_on_signals(node: Node) -> None:
             # At once is safe: what was answered is in the log, as after SIGKILL.
             os._exit(128 + signal.SIGINT)
         _say("stopping; a second signal stops at once")
-        stopping.append(loop.create_task(node.stop()))
+        task = loop.create_task(node.stop())
+        task.add_done_callback(_retrieved)  # `_serve` tells how it ended
+        stopping.append(task)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGHUP, node.reload)
+
+
+def _retrieved(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 def _start_failures() -> tuple[type[Exception], ...]:

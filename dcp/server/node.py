@@ -17,13 +17,11 @@ import contextlib
 import os
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from dcp import __version__
-from dcp.compiled import compiled_modules
 from dcp.server.access import Access
 from dcp.server.admin.view import CollectionsView
 from dcp.server.collections import Collections
@@ -33,7 +31,6 @@ from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
-from dcp.server.folder import DataFolder, open_folder
 from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
@@ -41,27 +38,26 @@ from dcp.server.logins import PeerLogins
 from dcp.server.merging import merge_patiently
 from dcp.server.meter import Meter
 from dcp.server.operations import Operations
-from dcp.server.stats import stats
+from dcp.server.stats import stats, status_document
+from dcp.server.storage import Storage
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.users import Users
+from dcp.server.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
 from dcp.wire.status import Status
-from vbucket.device_files import FileLogDevice, sync_folder
+from vbucket.device import SyncFailedError
+from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine
 from vbucket.expiry import Pager
-from vbucket.ids import NUM_VBUCKETS, vb_uuid_from_random
+from vbucket.ids import NUM_VBUCKETS
 from vbucket.keyspace import Group
 from vbucket.kvenv import StoreFailedError, StoreFullError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log import TornTail
-from vbucket.partition import VbState
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
-from vbucket.recovery import start
-from vbucket.store import STORE_FORMAT_VERSION, TABLES, Store
+from vbucket.store import STORE_FORMAT_VERSION
 from vbucket.view import Views
 
 TICK_S: Final = 0.25
@@ -99,16 +95,14 @@ class Node:
         """Why the merge under way is put off; "" where it is not."""
         self.pid = os.getpid()
         self.is_ready: bool = False
-        self.torn: TornTail | None = None
-        self.new_versions = 0
-        """Partitions that got a new version at start-up."""
         self._started_ns = time.monotonic_ns()
         self._log = log
         self._limiter = LogLimiter()
         self._metrics_page: Callable[..., bytes] | None = None
         self.access = Access(settings, users, log)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._commit_waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiters = CommitWaiters()
+        self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._failure: Exception | None = None
@@ -128,10 +122,7 @@ class Node:
         self.pager: Pager
         self.views: Views
         self.scans: RangeScans
-        self._folder: DataFolder
-        self._device: FileLogDevice
-        self._env: LmdbEnv
-        self._store: Store
+        self._storage: Storage
         self._map: PartitionMap
         self._bucket_config: bytes
         self._global_config: bytes
@@ -143,14 +134,13 @@ class Node:
 
         Raises FolderError, LogDamagedError, UnknownFormatError, StoreDamagedError, OSError.
         """
-        self._folder = open_folder(self.data_dir)
+        self._recover()
         try:
-            self._recover()
             self._store_process = await self._start_store_process()
             self._merge_what_is_replayed()
             await self._listen()
         except BaseException:
-            self._folder.close()
+            await self.stop()
             raise
         self.is_ready = True
         self._tick()
@@ -169,7 +159,21 @@ class Node:
             raise self._failure
 
     async def stop(self) -> None:
-        """Answer what was received, write the clean mark, close."""
+        """Answer what was received, write the clean mark, close.
+
+        Raises what the log or the store ended with. Whoever calls it again waits for the same.
+        """
+        if self._stopping is None:
+            self._stopping = self.loop.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
+        try:
+            await self._stop_in_order()
+        finally:
+            self._stopped.set()
+
+    async def _stop_in_order(self) -> None:
         self.is_ready = False
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
@@ -184,9 +188,10 @@ class Node:
             await self._drain()
         for connection in tuple(self.connections):
             connection.abort("the server stops")
-        await self._stop_storage()
-        await asyncio.to_thread(self.access.audit.close)
-        self._stopped.set()
+        try:
+            await self._stop_storage()
+        finally:
+            await asyncio.to_thread(self.access.audit.close)
 
     async def _drain(self) -> None:
         await self.committer.drain()
@@ -203,49 +208,34 @@ class Node:
             await asyncio.wait([self._deleting])
         if self._store_process is not None:
             await self._store_process.stop()
-        self.committer.stop()
-        if self._failure is None:
-            self._store.refresh()
-            node = self._store.node()
-            assert node is not None
-            try:
-                self._store.set_node(node._replace(clean_shutdown=True))
-            except (StoreFullError, StoreFailedError) as error:
-                # The next start takes it for a crash, which loses nothing that was promised.
-                self._log.error("no clean mark", reason=str(error))
-        self._store.close()
-        self._env.close()
-        self._device.close()
-        self._folder.close()
+        is_clean = self._failure is None
+        try:
+            self.committer.stop()
+        except SyncFailedError:
+            is_clean = False
+            raise
+        finally:
+            # Without the mark the next start takes it for a crash, which loses nothing that was
+            # promised.
+            if why := self._storage.close(is_clean=is_clean):
+                self._log.error("no clean mark", reason=why)
 
     # -- start-up ----------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        self._device = FileLogDevice(self._folder.log_path, _draw_salt)
-        self._env = LmdbEnv(
-            self._folder.store_path, TABLES, map_size_bytes=self._settings.map_size_bytes
-        )
-        for path in (self._folder.store_path, self._folder.path):
-            sync_folder(path)  # LMDB syncs its file, nobody the names above it
-        self._store, self.engine, self.torn, self.new_versions = start(
-            self._env,
-            self._device,
-            durability=self.durability,
-            draw_uuid=_draw_uuid,
-            draw_node_id=lambda: secrets.token_hex(16),
-            memtable_bytes_max=self._settings.memtable_bytes,
-        )
-        if self.torn is not None:
-            self._log.warning("torn tail cut from the log", **self.torn._asdict())
-        if self.new_versions:
-            self._log.warning("new versions after an unclean stop", vbuckets=self.new_versions)
-        self.pager = Pager(self.engine, self._store)
-        self.views = Views(self.engine, self._store)
+        self._storage = storage = Storage(self.data_dir, self._settings)
+        self.engine = storage.engine
+        if storage.torn is not None:
+            self._log.warning("torn tail cut from the log", **storage.torn._asdict())
+        if storage.new_versions:
+            self._log.warning("new versions after an unclean stop", vbuckets=storage.new_versions)
+        self.pager = Pager(self.engine, storage.store)
+        self.views = Views(self.engine, storage.store)
         self.scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
         self.committer = Committer(
             self.engine,
-            self._device,
+            storage.device,
             syncs_groups=self.durability == "commit",
             on_commit=self._committed,
             on_rotated=self._rotated,
@@ -257,16 +247,17 @@ class Node:
 
     async def _start_store_process(self) -> StoreProcess:
         return await StoreProcess.start(
-            self.data_dir, self._folder.lock_fd, map_size_bytes=self._settings.map_size_bytes
+            self.data_dir,
+            self._storage.folder.lock_fd,
+            map_size_bytes=self._settings.map_size_bytes,
         )
 
     def _merge_what_is_replayed(self) -> None:
         """A merge also brings a store of an older format up to this one."""
-        node = self._store.node()
-        assert node is not None
-        if self.engine.wants_freeze or node.format_version < STORE_FORMAT_VERSION:
+        format_version = self._storage.node.format_version
+        if self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION:
             self.engine.freeze()
-            self._rotated(self._device.rotate())
+            self._rotated(self._storage.device.rotate())
 
     async def _listen(self) -> None:
         listeners = self.listeners
@@ -278,9 +269,7 @@ class Node:
             kv_tls_port=listeners.kv_tls_port,
             admin_tls_port=listeners.admin_tls_port,
         )
-        node = self._store.node()
-        assert node is not None
-        self._bucket_config = bucket_config(self._map, bucket_uuid=node.node_id)
+        self._bucket_config = bucket_config(self._map, bucket_uuid=self._storage.node.node_id)
         self._global_config = global_config(self._map)
 
     async def until_committed(self, vb_id: int) -> None:
@@ -291,10 +280,8 @@ class Node:
         """Return when a commit group is committed."""
         if group <= self.engine.committed_group:
             return
-        committed: asyncio.Future[None] = self.loop.create_future()
-        self._commit_waiters.append((group, committed))
         self.committer.kick()
-        await committed
+        await self._waiters.wait(group)
 
     # -- commits and merges ------------------------------------------------------------------------
 
@@ -307,8 +294,7 @@ class Node:
         for vb_id in group.restated:
             self.hub.restated(vb_id)
         self.hub.committed(group.high_seqnos)
-        while self._commit_waiters and self._commit_waiters[0][0] <= group.number:
-            self._commit_waiters.popleft()[1].set_result(None)
+        self._waiters.committed(group.number)
         waiting = self.waiting
         if waiting:
             self.waiting = {
@@ -344,7 +330,7 @@ class Node:
         """Read the store as it is now. What a merge under way may have put there already, and the
         engine does not know of, is behind the frozen layer until it does.
         """
-        self._store.refresh()
+        self._storage.store.refresh()
 
     async def wait_for_merge(self, timeout_s: float) -> None:
         """Return at the end of the next merge, or after a while."""
@@ -367,7 +353,7 @@ class Node:
 
     async def _merge(self, newest_segment: int) -> None:
         """Merge the sealed segments and let go of what was frozen, in slices."""
-        device = self._device
+        device = self._storage.device
         segments = [segment for segment in device.segments() if segment < newest_segment]
         began_ns = time.monotonic_ns()
         report = await merge_patiently(self, segments, self._log)
@@ -551,29 +537,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """Return what `dcpctl status` and the admin API show."""
-        parts = self.engine.partitions
-        return {
-            "version": self.version,
-            "compiled": bool(compiled_modules()),
-            "uptime_s": self.uptime_s,
-            "data": str(self.data_dir),
-            "durability": self.durability,
-            "key_value_port": self.listeners.kv_port,
-            "admin_port": self.listeners.admin_port,
-            "key_value_tls_port": self.listeners.kv_tls_port,
-            "admin_tls_port": self.listeners.admin_tls_port,
-            "vbuckets": {
-                state.name.lower(): sum(part.state == state for part in parts) for state in VbState
-            },
-            "items": sum(part.item_count for part in parts),
-            "connections": len(self.connections),
-            "dcp_connections": self.hub.connection_count,
-            "dcp_streams": self.hub.stream_count,
-            "memtable_bytes": self.engine.active_bytes + self.engine.frozen_bytes,
-            "merges": self.merge_count,
-            "write_refusal": self.write_refusal,
-            "merge_trouble": self.merge_trouble,
-        }
+        return status_document(self)
 
     def metrics(self, *, by_vbucket: bool) -> bytes:
         """Return the metrics as Prometheus reads them."""
@@ -587,11 +551,3 @@ class Node:
 def _delete(device: FileLogDevice, segments: list[int]) -> None:
     for segment in segments:
         device.delete(segment)
-
-
-def _draw_salt() -> int:
-    return secrets.randbits(64)
-
-
-def _draw_uuid() -> int:
-    return vb_uuid_from_random(secrets.randbits(64))

@@ -1,10 +1,13 @@
-"""Statistics as the STAT command groups them: names and texts that tools of the field expect."""
+"""Statistics as the STAT command groups them: names and texts that tools of the field expect. And
+the status, as the admin interface shows it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from dcp.compiled import compiled_modules
 from dcp.session.controls import is_decimal
 from dcp.stream.moment import seqno_before
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
@@ -32,6 +35,33 @@ def stats(node: Node, request: bytes) -> Stats | None:
     if not is_decimal(argument) or int(argument) >= NUM_VBUCKETS:
         return None
     return per_partition(node.engine.partitions[int(argument)])
+
+
+def status_document(node: Node) -> dict[str, Any]:
+    """Return what `dcpctl status` and the admin API show."""
+    parts = node.engine.partitions
+    return {
+        "version": node.version,
+        "compiled": bool(compiled_modules()),
+        "uptime_s": node.uptime_s,
+        "data": str(node.data_dir),
+        "durability": node.durability,
+        "key_value_port": node.listeners.kv_port,
+        "admin_port": node.listeners.admin_port,
+        "key_value_tls_port": node.listeners.kv_tls_port,
+        "admin_tls_port": node.listeners.admin_tls_port,
+        "vbuckets": {
+            state.name.lower(): sum(part.state == state for part in parts) for state in VbState
+        },
+        "items": sum(part.item_count for part in parts),
+        "connections": len(node.connections),
+        "dcp_connections": node.hub.connection_count,
+        "dcp_streams": node.hub.stream_count,
+        "memtable_bytes": node.engine.active_bytes + node.engine.frozen_bytes,
+        "merges": node.merge_count,
+        "write_refusal": node.write_refusal,
+        "merge_trouble": node.merge_trouble,
+    }
 
 
 def _server(node: Node) -> Stats:

@@ -26,21 +26,26 @@ for call in good:
 """
 
 
-@pytest.mark.crash
-@pytest.mark.parametrize("durability", ["commit", "interval"])
-def test_nothing_is_answered_after_a_failed_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str
-) -> None:
-    """The server's own Python imports a module that lets its syncs fail once a file is there."""
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The server's own Python imports a module that lets its syncs fail once this file is there."""
     flag = tmp_path / "fail"
     faults = tmp_path / "faults"
     faults.mkdir()
     (faults / "sitecustomize.py").write_text(FAILING.replace("FLAG", repr(str(flag))))
     monkeypatch.setenv("PYTHONPATH", str(faults), prepend=":")
+    return flag
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("durability", ["commit", "interval"])
+def test_nothing_is_answered_after_a_failed_sync(
+    tmp_path: Path, failing: Path, durability: str
+) -> None:
     with DcpdProcess(tmp_path / "data", "--durability", durability) as server:
         with RawClient(server.port) as client:
             assert client.set(b"before").status == Status.OK
-            flag.touch()
+            failing.touch()
             if durability == "interval":
                 assert client.set(b"seen").status == Status.OK
             else:
@@ -52,8 +57,26 @@ def test_nothing_is_answered_after_a_failed_sync(
         assert "could not be synced" in text
         assert "start again once the cause is gone" in text
         assert "Traceback" not in text
-        flag.unlink()
+        failing.unlink()
         server.kill()
         server.start()
         with RawClient(server.port) as client:
             assert client.ask(Opcode.GET, key=b"before", vb_id=0).value == b"v"
+
+
+@pytest.mark.crash
+def test_a_sync_that_fails_in_the_last_moment_ends_the_process_and_is_said(
+    tmp_path: Path, failing: Path
+) -> None:
+    """Without syncs of its own, the log is synced when the server stops."""
+    with DcpdProcess(tmp_path / "data", "--durability", "none") as server:
+        with RawClient(server.port) as client:
+            assert client.set(b"seen").status == Status.OK
+        failing.touch()
+        assert server.stop() == 1
+        text = server.log_path.read_text()
+        assert "could not be synced" in text
+        assert "may be lost; start again once the cause is gone" in text
+        assert "Traceback" not in text
+        failing.unlink()
+        server.start()

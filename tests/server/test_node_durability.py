@@ -288,7 +288,6 @@ async def test_a_start_that_dies_before_its_new_versions_leaves_them_to_the_next
         node = Node(settings, users, EventLog(logging.getLogger("test")))
         with pytest.raises(RuntimeError, match="killed here"):
             await node.start()
-        node._env.close()
     with DcpdProcess(tmp_path / "data", "--durability", "commit") as server:
         after = await failover_logs(server)
     assert [len(log) for log in after] == [len(log) + 1 for log in before]

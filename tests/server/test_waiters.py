@@ -1,0 +1,40 @@
+"""Whoever waits for a commit group goes on with it, whatever became of others who waited."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp.server.waiters import CommitWaiters
+
+
+async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:
+    waiters = CommitWaiters()
+    gone, stays = (asyncio.create_task(waiters.wait(1)) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    waiters.committed(1)
+    await stays
+    assert gone.cancelled()
+
+
+@given(
+    groups=st.lists(st.integers(1, 6), max_size=12),
+    commits=st.lists(st.integers(1, 6), unique=True).map(sorted),
+)
+def test_each_waits_for_its_group_and_no_other(groups: list[int], commits: list[int]) -> None:
+    async def live() -> None:
+        waiters = CommitWaiters()
+        tasks = [asyncio.create_task(waiters.wait(group)) for group in groups]
+        await asyncio.sleep(0)
+        for committed in commits:
+            waiters.committed(committed)
+            await asyncio.sleep(0)
+            assert [task.done() for task in tasks] == [group <= committed for group in groups]
+        waiters.committed(6)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(live())
