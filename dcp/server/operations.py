@@ -19,7 +19,7 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket import lifecycle
-from vbucket.keyspace import Branch, BranchRefusedError, FloorError
+from vbucket.keyspace import Branch, FloorError
 from vbucket.partition import VbState
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ class StreamChoice(NamedTuple):
     name: str | None
     """Name of the connection, as DCP_OPEN gave it."""
     vb_id: int | None
+
+
+class WritesRefusedError(Exception):
+    """Nothing is changed while the log has no room; the text says why."""
 
 
 class _Found(NamedTuple):
@@ -53,7 +57,7 @@ class Operations:
     # -- partitions ------------------------------------------------------------------------------
 
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
-        """Make a history branch. Raises BranchRefusedError."""
+        """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
         self._refuse_while_full()
         branch = self._node.engine.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
@@ -62,7 +66,7 @@ class Operations:
     async def branch_or_zero(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
         """Make a history branch; at 0 where history does not reach so far. "reason" says why then.
 
-        Raises BranchRefusedError.
+        Raises BranchRefusedError, WritesRefusedError.
         """
         try:
             return await self.branch(vb_id, at_seqno) | {"reason": None}
@@ -72,7 +76,7 @@ class Operations:
     async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
         """Do what a promotion does: a new version; streams end because the state changed.
 
-        Raises BranchRefusedError.
+        Raises BranchRefusedError, WritesRefusedError.
         """
         self._refuse_while_full()
         branch = lifecycle.failover(self._node.engine, vb_id, lost_seqnos)
@@ -82,7 +86,11 @@ class Operations:
         return _branch_document(branch)
 
     async def set_state(self, vb_id: int, state: VbState) -> dict[str, Any]:
-        """Put a partition into a state; becoming active makes a new version."""
+        """Put a partition into a state; becoming active makes a new version.
+
+        Raises WritesRefusedError.
+        """
+        self._refuse_while_full()
         node = self._node
         before = node.engine.partitions[vb_id].state
         branch = lifecycle.set_state(node.engine, vb_id, state)
@@ -99,7 +107,11 @@ class Operations:
         }
 
     async def purge(self, vb_id: int, upto_seqno: int | None) -> dict[str, Any]:
-        """Purge deletions; the next compaction drops them. Raises PurgeRefusedError."""
+        """Purge deletions; the next compaction drops them.
+
+        Raises PurgeRefusedError, WritesRefusedError.
+        """
+        self._refuse_while_full()
         purge_seqno = lifecycle.purge(self._node.engine, vb_id, upto_seqno)
         await self._node.until_committed(vb_id)
         self._node.log_event("purge", vb_id=vb_id, purge_seqno=purge_seqno)
@@ -132,7 +144,7 @@ class Operations:
 
     def _refuse_while_full(self) -> None:
         if self._node.engine.write_refusal:
-            raise BranchRefusedError(self._node.engine.write_refusal)
+            raise WritesRefusedError(self._node.engine.write_refusal)
 
     async def _durable(self, event: str, branch: Branch) -> None:
         await self._node.until_committed(branch.vb_id)

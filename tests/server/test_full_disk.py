@@ -116,6 +116,12 @@ def check_refusals(server: DcpdProcess) -> None:
     assert ask(server, "GET", "/readyz") == (503, b'{"status":"writes are refused"}')
     with pytest.raises(ServerRefusedError, match="until there is room"):
         server.branch(7, at=0)
+    for change in (
+        lambda: server.failover(7), lambda: server.purge(7), lambda: server.set_state(7, "dead")
+    ):  # fmt: skip
+        with pytest.raises(ServerRefusedError, match="until there is room") as refused:
+            change()
+        assert refused.value.status == 503
     status, body = ask(server, "POST", "/pools/default/buckets/default/scopes", "name=s")
     assert (status, b"until there is room" in body) == (503, True)
 

@@ -11,6 +11,7 @@ Each answers once it is durable.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,7 @@ from dcp.server.admin.answers import (
     vb_of,
 )
 from dcp.server.admin.view import NodeView
+from dcp.server.operations import WritesRefusedError
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
@@ -59,20 +61,17 @@ def routes(node: NodeView) -> list[RouteSpec]:
         vb_id = vb_of(request)
         body = await read_object(request, {"at": int}, {"or_zero": bool})
         at_seqno = _seqno(body["at"], "at")
-        try:
-            if body.get("or_zero"):
-                return json_answer(await operations.branch_or_zero(vb_id, at_seqno))
-            return json_answer(await operations.branch(vb_id, at_seqno))
-        except BranchRefusedError as error:
-            raise _refused(f"vbucket {vb_id} cannot branch at seqno {at_seqno}", error) from error
+        change = operations.branch_or_zero if body.get("or_zero") else operations.branch
+        return await _done(
+            change(vb_id, at_seqno), f"vbucket {vb_id} cannot branch at seqno {at_seqno}"
+        )
 
     async def failover(request: Request) -> Response:
         vb_id = vb_of(request)
-        lost = (await read_object(request, {}, {"lose": int})).get("lose", 0)
-        try:
-            return json_answer(await operations.failover(vb_id, _seqno(lost, "lose")))
-        except BranchRefusedError as error:
-            raise _refused(f"vbucket {vb_id} cannot lose {lost} changes", error) from error
+        lost = _seqno((await read_object(request, {}, {"lose": int})).get("lose", 0), "lose")
+        return await _done(
+            operations.failover(vb_id, lost), f"vbucket {vb_id} cannot lose {lost} changes"
+        )
 
     async def state(request: Request) -> Response:
         vb_id = vb_of(request)
@@ -80,16 +79,16 @@ def routes(node: NodeView) -> list[RouteSpec]:
         wanted = _STATES.get(name)
         if wanted is None:
             raise invalid(f'"state" is one of {", ".join(_STATES)}, not {name!r}')
-        return json_answer(await operations.set_state(vb_id, wanted))
+        return await _done(operations.set_state(vb_id, wanted), f"vbucket {vb_id} stays as it is")
 
     async def purge(request: Request) -> Response:
         vb_id = vb_of(request)
         upto = (await read_object(request, {}, {"upto": int})).get("upto")
-        try:
-            upto_seqno = None if upto is None else _seqno(upto, "upto")
-            return json_answer(await operations.purge(vb_id, upto_seqno))
-        except PurgeRefusedError as error:
-            raise _refused(f"vbucket {vb_id} cannot be purged up to {upto}", error) from error
+        upto_seqno = None if upto is None else _seqno(upto, "upto")
+        return await _done(
+            operations.purge(vb_id, upto_seqno),
+            f"vbucket {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
+        )
 
     async def explain(request: Request) -> Response:
         vb_id = vb_of(request)
@@ -109,13 +108,24 @@ def routes(node: NodeView) -> list[RouteSpec]:
 _STATES: Final = {state.name.lower(): state for state in VbState}
 
 
-def _refused(what: str, error: Exception) -> AdminError:
-    return AdminError(
-        HTTPStatus.CONFLICT,
-        what,
-        why=str(error),
-        try_this="dcpctl failover-log VB and dcpctl seqnos show what there is",
-    )
+async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
+    """Answer what a change did, or why there is none; `what` says what was wanted."""
+    try:
+        return json_answer(await change)
+    except WritesRefusedError as error:
+        raise AdminError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            what,
+            why=str(error),
+            try_this="the same again once there is room on the log's disk",
+        ) from error
+    except (BranchRefusedError, PurgeRefusedError) as error:
+        raise AdminError(
+            HTTPStatus.CONFLICT,
+            what,
+            why=str(error),
+            try_this="dcpctl failover-log VB and dcpctl seqnos show what there is",
+        ) from error
 
 
 def _seqno(number: Any, name: str) -> int:
