@@ -132,7 +132,7 @@ class AuditLog:
 
 
 def append_rotating(path: Path, data: bytes, bytes_max: int) -> None:
-    """Append to a file; one that is full is put aside first. Raises OSError."""
+    """Append to a file, all or nothing; one that is full is put aside first. Raises OSError."""
     try:
         is_full = path.stat().st_size + len(data) > bytes_max
     except FileNotFoundError:
@@ -144,5 +144,14 @@ def append_rotating(path: Path, data: bytes, bytes_max: int) -> None:
                 older.replace(path.with_name(f"{path.name}.{number + 1}"))
         path.replace(path.with_name(f"{path.name}.1"))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "ab") as file:
-        file.write(data)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError:
+            # Half a line would make one with what is written once there is room again.
+            os.ftruncate(descriptor, size_bytes)
+            raise
+    finally:
+        os.close(descriptor)

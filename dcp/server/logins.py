@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from typing import Final, NamedTuple
@@ -30,12 +31,16 @@ _ALL_NAMES: Final = ""
 
 
 class FailedLogins:
-    """Counts failures per (address, user) and per address. Pure: time is an argument."""
+    """Counts failures per (address, user) and per address. Time is an argument.
+
+    Called on the loop and, for the admin interface, in threads: hence the lock.
+    """
 
     def __init__(self, per_minute_max: int) -> None:
         self._max = per_minute_max
         self._failures: dict[tuple[str, str], tuple[float, int]] = {}
         """(address, user) -> (beginning of its minute, failures since)."""
+        self._lock = threading.Lock()
 
     def blocked_s(self, host: str, user: str, now_s: float) -> float:
         """Return how many seconds more such logins are refused, 0 if they are not."""
@@ -46,13 +51,14 @@ class FailedLogins:
 
     def failed(self, host: str, user: str, now_s: float) -> None:
         """Count a failure."""
-        for pair in ((host, user), (host, _ALL_NAMES)):
-            since_s, count = self._failures.pop(pair, (now_s, 0))
-            if now_s - since_s >= WINDOW_S:
-                since_s, count = now_s, 0
-            if len(self._failures) >= PAIRS_MAX:
-                del self._failures[next(iter(self._failures))]
-            self._failures[pair] = (since_s, count + 1)
+        with self._lock:
+            for pair in ((host, user), (host, _ALL_NAMES)):
+                since_s, count = self._failures.pop(pair, (now_s, 0))
+                if now_s - since_s >= WINDOW_S:
+                    since_s, count = now_s, 0
+                if len(self._failures) >= PAIRS_MAX:
+                    del self._failures[next(iter(self._failures))]
+                self._failures[pair] = (since_s, count + 1)
 
     def _blocked_s(self, pair: tuple[str, str], failures_max: int, now_s: float) -> float:
         since_s, count = self._failures.get(pair, (0.0, 0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import threading
 from datetime import UTC, datetime
 
@@ -126,3 +128,23 @@ def test_failures_are_logged_once_until_it_works_again(tmp_path, caplog):
     log._append([audit_line(NOON, "login", {})], 2)
     assert "audit log is written again" in caplog.text
     assert [line["event"] for line in lines(path)] == ["lost", "login"]
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_leaves_no_half_one(tmp_path, monkeypatch):
+    path = tmp_path / "audit.log"
+    append_rotating(path, b"first\n", bytes_max=1000)
+    write = os.write
+    room = [4]
+
+    def short_write(descriptor, data):
+        if not room:
+            raise OSError(errno.ENOSPC, "no room")
+        return write(descriptor, data[: room.pop()])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", short_write)
+        with pytest.raises(OSError, match="no room"):
+            append_rotating(path, b"second\n", bytes_max=1000)
+    assert path.read_bytes() == b"first\n"
+    append_rotating(path, b"third\n", bytes_max=1000)
+    assert path.read_bytes() == b"first\nthird\n"
