@@ -30,13 +30,6 @@ def is_decimal(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text) <= 20 and _DECIMAL.issuperset(text)
 
 
-def _noop(producer: Producer, _state: SessionState, value: str) -> int:
-    if value not in _BOOLEANS:
-        return Status.EINVAL
-    producer.noop_is_enabled = value == "true"
-    return Status.OK
-
-
 def _noop_interval(producer: Producer, _state: SessionState, value: str) -> int:
     try:
         interval_s = float(value)
@@ -52,20 +45,6 @@ def _window(producer: Producer, _state: SessionState, value: str) -> int:
     if not is_decimal(value) or int(value) > WINDOW_BYTES_MAX:
         return Status.EINVAL
     producer.set_window(int(value))
-    return Status.OK
-
-
-def _end_on_close(producer: Producer, _state: SessionState, value: str) -> int:
-    if value not in _BOOLEANS:
-        return Status.EINVAL
-    producer.sends_end_on_close = value == "true"
-    return Status.OK
-
-
-def _expiry_opcode(producer: Producer, _state: SessionState, value: str) -> int:
-    if value not in _BOOLEANS:
-        return Status.EINVAL
-    producer.has_expiry_opcode = value == "true"
     return Status.OK
 
 
@@ -95,6 +74,19 @@ def _previous_values(producer: Producer, _state: SessionState, value: str) -> in
     return Status.OK
 
 
+def _switch(name: str) -> Setter:
+    """Return what turns an attribute of the producer on and off."""
+
+    def set_switch(producer: Producer, _state: SessionState, value: str) -> int:
+        if value not in _BOOLEANS:
+            return Status.EINVAL
+        assert hasattr(producer, name)
+        setattr(producer, name, value == "true")
+        return Status.OK
+
+    return set_switch
+
+
 def _term(name: str) -> Setter:
     """Return what turns a term on and off."""
     assert name in Terms.__slots__
@@ -122,13 +114,13 @@ def _not_supported(_producer: Producer, _state: SessionState, _value: str) -> in
 
 
 CONTROLS: Final[dict[str, Setter]] = {
-    "enable_noop": _noop,
+    "enable_noop": _switch("noop_is_enabled"),
     "set_noop_interval": _noop_interval,
     "connection_buffer_size": _window,
     "set_priority": _accept("high", "medium", "low"),
     "backfill_order": _accept("round-robin", "sequential"),
-    "send_stream_end_on_client_close_stream": _end_on_close,
-    "enable_expiry_opcode": _expiry_opcode,
+    "send_stream_end_on_client_close_stream": _switch("sends_end_on_close"),
+    "enable_expiry_opcode": _switch("has_expiry_opcode"),
     "enable_stream_id": _stream_ids,
     "change_streams": _term("has_history"),
     "max_marker_version": _marker_version,
