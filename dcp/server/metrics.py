@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from dcp.server.folder import log_path, store_path
 from dcp.server.meter import Histogram
 from dcp.server.operations import lag_of
+from vbucket.keyspace import OVERFULL
 from vbucket.partition import VbState
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
-        "4 times the setting memtable_bytes: writers wait for merges",
+        f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
         _one(lambda node: node.engine.active_bytes + node.engine.frozen_bytes),
     ),
     MetricSpec(
