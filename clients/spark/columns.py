@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from clients.errors import DcpdError
 from clients.position import Versions
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
@@ -195,9 +196,11 @@ def record_batch(
     """Return changes as a batch with exactly this schema.
 
     `names`: collection id -> what the column `collection` says; None: there is no such column.
+    Raises DcpdError where text is wanted of bytes that are none.
     """
     heads = changes.heads
     is_set = changes.ops == 0
+    key_type = schema.field("key").type
     no_expiry = (changes.expiry_s == 0) | ~is_set
     columns = {
         "vb": pa.array(heads.vb_ids.astype(np.int32)),
@@ -205,8 +208,8 @@ def record_batch(
         "vb_uuid": pa.array(changes.vb_uuids.view(np.int64)),
         # Not made once, at import: pa.array loads pandas, which would be half of a query's start.
         "op": pa.array(OPS).take(pa.array(changes.ops)),
-        "key": text_or_bytes(changes.keys, schema.field("key").type),
-        "value": parse(changes.values),
+        "key": _named("key", heads, lambda keys: text_or_bytes(keys, key_type), changes.keys),
+        "value": _named("value", heads, parse, changes.values),
         "cas": pa.array(heads.cas.view(np.int64)),
         "revision": pa.array(heads.revisions.view(np.int64)),
         "flags": pa.array(changes.flags.astype(np.int64), mask=~is_set),
@@ -238,17 +241,43 @@ def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> 
 def text_or_bytes(array: Any, wanted: Any) -> Any:
     """Return an array of bytes as the type that is wanted: the same, or text.
 
-    Raises ValueError where bytes are not UTF-8.
+    Raises NotTextError where bytes are not UTF-8.
     """
     if wanted == pa.binary():
         return array
     try:
         return array.cast(pa.string())
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            "a key or value is not UTF-8 text: read it as it is with the options keyFormat=binary"
-            " and valueFormat=binary"
-        ) from error
+    except pa.ArrowInvalid:
+        raise NotTextError(_first_not_text(array)) from None
+
+
+class NotTextError(ValueError):
+    """Of an array of bytes one is not UTF-8: the one at `index`."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"item {index} is not UTF-8 text")
+        self.index = index
+
+
+def _first_not_text(array: Any) -> int:
+    for index, item in enumerate(array.to_pylist()):
+        try:
+            (item or b"").decode()
+        except UnicodeDecodeError:
+            return index
+    raise AssertionError("pyarrow and Python agree on what UTF-8 is")
+
+
+def _named(name: str, heads: Heads, make: ValueParser, array: Any) -> Any:
+    """Return what `make` makes of an array; raises DcpdError that names the change."""
+    try:
+        return make(array)
+    except NotTextError as error:
+        raise DcpdError(
+            f"the {name} of the change with seqno {heads.seqnos[error.index]} is not UTF-8 text",
+            vb_id=int(heads.vb_ids[error.index]),
+            hint=f"Read it as it is, with the option {name}Format=binary.",
+        ) from None
 
 
 def _moments(microseconds: Any, is_null: Any) -> Any:

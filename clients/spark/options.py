@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from typing import Any, Final
@@ -30,7 +30,8 @@ class OptionError(ValueError):
 class Settings:
     """The options, taken apart. Goes to the executors, so it can be pickled."""
 
-    servers: tuple[ServerAddress, ...]
+    servers: tuple[ServerAddress, ...] = field(repr=False)
+    """With user and password: never part of what Spark logs of a task."""
     collections: tuple[str, ...] | None = None
     """scope.collection; None: the default collection, and no column that tells it."""
     partitions: tuple[int, ...] = tuple(range(NUM_VBUCKETS))
@@ -80,13 +81,20 @@ def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> Sett
         try:
             found[name] = parse(text)
         except ValueError as error:
-            reason = f" ({error})" if str(error) else ""
             raise OptionError(
-                f"option {name} takes {takes}, not {text!r}{reason}"
-                if name != "password"
-                else f"option password takes {takes}"
+                f"option {name} takes {takes}, not {_shown(name, text, error)}"
             ) from None
     return _settings(found, is_batch=is_batch)
+
+
+def _shown(name: str, text: str, error: ValueError) -> str:
+    """Return a wrong value and the reason; nothing of one that has a password in it.
+
+    Spark writes the text into its logs.
+    """
+    if name == "password" or (name == "servers" and "@" in text):
+        return "what was given (not shown, as it has a password in it)"
+    return f"{text!r} ({error})" if str(error) else repr(text)
 
 
 def _settings(found: dict[str, Any], *, is_batch: bool) -> Settings:

@@ -17,6 +17,7 @@ else committed last (OPTIMIZE, say), that is read from the log itself.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any, Final
@@ -41,6 +42,9 @@ from clients.spark.sink_rules import (
 HIGH: Final = "dcpHigh"
 """Name of the commit's metadata: partition -> highest seqno, as JSON text."""
 APPLIED: Final = "applied"
+_DESCRIPTION: Final = "Change log of dcpd in {buckets} buckets"
+_BUCKETS: Final = re.compile(r"Change log of dcpd in (\d+) buckets")
+"""Where a log says how many buckets it was made with: whoever names another number means others."""
 _PREDICATE_PARTITIONS: Final = 128
 """Partitions in one predicate: each is a term of an expression that is worked off recursively."""
 
@@ -74,7 +78,13 @@ class _Tables:
         self._changes_path = f"{path.rstrip('/')}/changes"
         self._current_path = f"{path.rstrip('/')}/current"
         self._options = options or None
-        self._buckets = buckets
+        self._buckets = self._buckets_of_table() or buckets
+
+    def _buckets_of_table(self) -> int:
+        """Return the number that the table was made with; 0: there is none, or it does not say."""
+        table = self._open(self._changes_path)
+        found = _BUCKETS.fullmatch(table.metadata().description or "") if table else None
+        return int(found[1]) if found else 0
 
     def _open(self, path: str) -> DeltaTable | None:
         if not DeltaTable.is_deltatable(path, self._options):
@@ -109,13 +119,15 @@ class _Tables:
 
     def append(self, changes: pa.Table, attempt: str, high: Mapping[int, int]) -> None:
         """Step 1."""
-        if not changes.num_rows and DeltaTable.is_deltatable(self._changes_path, self._options):
+        is_there = DeltaTable.is_deltatable(self._changes_path, self._options)
+        if is_there and not changes.num_rows:
             return
         attempts = pa.array([attempt] * changes.num_rows, pa.string())
         write_deltalake(
             self._changes_path, self._bucketed(changes).append_column(APPLIED, attempts),
             mode="append", partition_by=["bucket"], storage_options=self._options,
             commit_properties=_metadata(high),
+            description=None if is_there else _DESCRIPTION.format(buckets=self._buckets),
         )  # fmt: skip
 
     def merge(self, final: pa.Table) -> None:

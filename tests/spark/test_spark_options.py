@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from clients.spark.options import _OPTIONS, OptionError, parse_options
+from clients.spark.source import ReadTask
 
 SERVER = {"servers": "127.0.0.1:11210"}
 
@@ -112,10 +113,28 @@ def test_what_does_not_fit_together_is_said(options, words):
         parse_options(options)
 
 
-def test_a_password_is_not_repeated():
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"servers": "dcpd://ada:sesame@host:99999"},
+        {"servers": "ada:sesame@host:x"},
+        {"servers": "http://ada:sesame@host"},
+        {"servers": "dcpd://ada:sesame,same@host:1"},
+        {**SERVER, "password": ""},
+        {**SERVER, "pasword": "sesame"},
+    ],
+)
+def test_a_password_is_not_repeated_in_errors(options):
     with pytest.raises(OptionError) as caught:
-        parse_options({**SERVER, "password": ""})
+        parse_options(options)
+    assert "sesame" not in str(caught.value)
     assert "not ''" not in str(caught.value)
+
+
+def test_a_password_is_in_no_description_of_what_goes_to_executors():
+    settings = parse_options({"servers": "dcpd://ada:sesame@a:1", "tls": "true", "tlsCa": "c.pem"})
+    assert settings.servers[0].password == "sesame"
+    assert "sesame" not in repr(ReadTask(settings, (), (0,)))
 
 
 def test_limits_are_for_streams():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -98,13 +99,14 @@ class ParquetTable:
 class DeltaTables:
     """The Delta sink."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, buckets: int = 4) -> None:
         self.path = str(folder)
+        self.buckets = buckets
 
     def apply(self, batch: pa.Table, *, interrupted: int = 0) -> None:
         steps = ("append", "merge", "remove")
         if not interrupted:
-            sink_delta.apply_batch(batch, self.path, 4, {})
+            sink_delta.apply_batch(batch, self.path, self.buckets, {})
             return
         whole = getattr(sink_delta._Tables, steps[interrupted - 1])
 
@@ -114,7 +116,7 @@ class DeltaTables:
 
         setattr(sink_delta._Tables, steps[interrupted - 1], stop)
         try:
-            sink_delta.apply_batch(batch, self.path, 4, {})
+            sink_delta.apply_batch(batch, self.path, self.buckets, {})
         except InterruptedError:
             pass
         finally:
@@ -266,3 +268,42 @@ def test_documents_of_several_collections_are_told_apart(tmp_path):
         assert len(sink.rows("current")) == 2
         sink.apply(rows(gone))
         assert [row["value"] for row in sink.rows("current")] == [b"in b"]
+
+
+def test_a_table_keeps_the_number_of_buckets_that_it_was_made_with(tmp_path):
+    """Another number would look for documents where they are not, and add them twice."""
+    for buckets in (4, 7):
+        DeltaTables(tmp_path / "d", buckets).apply(table(sets(900, 1, 10)))
+    sink = DeltaTables(tmp_path / "d", 16)
+    sink.apply(table([(900, 5, 7, "rollback", None, None, None), *sets(900, 6, 2)]))
+    assert sorted(row["seqno"] for row in sink.rows("changes")) == list(range(1, 8))
+    assert sorted(row["seqno"] for row in sink.rows("current")) == list(range(1, 8))
+
+
+def test_values_that_are_null_and_columns_of_all_types_go_through_the_sinks(tmp_path):
+    """A document whose value is no JSON is there, with null; a removal of it takes it away."""
+    shape = pa.struct([("n", pa.int32()), ("tags", pa.list_(pa.string()))])
+    moment = pa.timestamp("us", tz="UTC")
+    at = datetime(2013, 1, 5, 10, tzinfo=UTC)
+
+    def rows(*changes) -> pa.Table:
+        plain = table([(1, seqno, 7, op, key, None, seqno) for seqno, op, key, _ in changes])
+        values = pa.array([value for *_, value in changes], shape)
+        plain = plain.set_column(plain.column_names.index("value"), "value", values)
+        return plain.append_column("expiry", pa.array([None] * len(changes), moment)).append_column(
+            "time", pa.array([at] * len(changes), moment)
+        )
+
+    for sink in (ParquetTable(tmp_path / "p"), DeltaTables(tmp_path / "d")):
+        sink.apply(rows((1, "set", b"a", {"n": 1, "tags": ["x", None]}), (2, "set", b"b", None)))
+        sink.apply(rows((3, "set", b"a", None), (4, "set", b"c", {"n": None, "tags": None})))
+        found = {row["key"]: (row["value"], row["time"], row["expiry"]) for row in
+                 sink.rows("current")}  # fmt: skip
+        assert found == {
+            b"a": (None, at, None), b"b": (None, at, None),
+            b"c": ({"n": None, "tags": None}, at, None),
+        }  # fmt: skip
+        sink.apply(rows((5, "delete", b"b", None)))
+        sink.apply(rows((3, "rollback", None, None)))
+        assert {row["key"] for row in sink.rows("current")} == {b"a", b"b"}
+        assert len(sink.rows("changes")) == 3
