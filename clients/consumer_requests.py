@@ -332,7 +332,9 @@ class StreamRequests:
         stream.state = StreamState.FAILED
         self._touch(stream)
         self._events.append(StreamFailed(stream.vb_id, status, what, hint))
-        self.notes.append(Note("stream_failed", stream.vb_id, f"{what}; {hint}"))
+        self.notes.append(
+            Note("stream_failed", stream.vb_id, "; ".join(filter(None, (what, hint))))
+        )
 
     def _on_seqnos(self, high: dict[int, int]) -> None:
         streams, self._awaiting_seqnos = self._awaiting_seqnos, []

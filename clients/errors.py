@@ -190,6 +190,8 @@ class RollbackRequiredError(StatusError):
 class NoAccessError(StatusError):
     """The user may not do this."""
 
+    default_hint = "An admin sees what a user may, and grants more, with: dcpctl user"
+
 
 class UnknownCollectionError(StatusError):
     """The server has no such collection, or no such scope."""

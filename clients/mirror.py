@@ -137,7 +137,8 @@ class Mirror:
 
     async def _catch_up(self) -> None:
         targets: dict[int, int] | None = None
-        while targets is None or targets:
+        is_behind = True
+        while is_behind:
             self._check()
             asked = await self.consumer.high_seqnos()
             if targets is None and len(asked) == len(self.consumer.followed):
@@ -152,7 +153,10 @@ class Mirror:
                     for vb_id, seqno in targets.items()
                     if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
                 }
-            if targets or targets is None:
+            # A refused stream is not followed any more; once the event is here, it is an error.
+            is_refused = self.consumer.metrics.streams_failed > 0
+            is_behind = targets is None or bool(targets) or is_refused
+            if is_behind:
                 self._moved.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_AGAIN_S):

@@ -20,6 +20,7 @@ from struct import Struct
 from typing import Any, Final
 
 from clients.checkpoint import decode_position, encode_position
+from clients.errors import CheckpointError
 from clients.lmdb_file import LmdbFile, rows_from
 from clients.mirror_state import Changing
 from clients.position import Position
@@ -55,10 +56,15 @@ class LmdbStore:
     def positions(self) -> dict[int, Position]:
         """See MirrorStore."""
         with self._file.reading() as transaction:
-            return {
-                int.from_bytes(key[1:], "big"): decode_position(value)
-                for key, value in rows_from(transaction, b"p")
-            }
+            try:
+                return {
+                    int.from_bytes(key[1:], "big"): decode_position(value)
+                    for key, value in rows_from(transaction, b"p")
+                }
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self._file.path}: {error}", hint="Remove the file: the mirror comes anew."
+                ) from error
 
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
         """See MirrorStore."""

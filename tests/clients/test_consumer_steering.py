@@ -8,7 +8,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from clients import CheckpointFile, Consumer, Deletion, Group, KvClient, Mutation, Position
+from clients import (
+    CheckpointFile,
+    Consumer,
+    Deletion,
+    Group,
+    KvClient,
+    Mutation,
+    Position,
+    ServerCheckpoint,
+)
 from clients.consumer_start import time_ns_of
 from clients.errors import UnknownCollectionError
 from clients.kv_sync import SyncKv
@@ -92,6 +101,30 @@ async def test_members_of_one_name_do_not_end_each_other(server):
         await anext(second.batches())
         assert {row["name"] for row in server.streams()} >= {"shared:0", "shared:1"}
         assert first.metrics.connections_lost == 0
+
+
+async def test_a_group_of_another_size_goes_on_where_the_members_of_the_old_one_were(server):
+    """All members share a store: the new owner of a partition begins where the old one stopped."""
+
+    async def follow(size):
+        told = []
+        for member in range(size):
+            store = ServerCheckpoint(server.address, "group")
+            async with Consumer(
+                server.address, group=Group(member, size), store=store, until_now=True,
+                validate=True,
+            ) as consumer:  # fmt: skip
+                told += [event.key async for event in consumer if isinstance(event, Mutation)]
+                await consumer.save()
+        return told
+
+    before = await follow(2)
+    assert len(set(before)) == len(before) >= 200
+    with server.connect() as kv:
+        for n in range(0, 200, 10):
+            kv.set(b"k%d" % n, b"2")
+    assert sorted(await follow(3)) == sorted(b"k%d" % n for n in range(0, 200, 10))
+    assert await follow(2) == []
 
 
 # -- where to begin ------------------------------------------------------------------------------

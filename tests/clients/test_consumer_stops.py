@@ -10,13 +10,25 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from test_consumer_steering import until
 
-from clients import Consumer, HistoryBranchedError, KvClient, Mutation, Rollback, export_prometheus
+from clients import (
+    Consumer,
+    DcpdError,
+    HistoryBranchedError,
+    KvClient,
+    Mirror,
+    Mutation,
+    Rollback,
+    StreamFailed,
+    StreamOpened,
+    export_prometheus,
+)
 from clients.consumer_metrics import COUNTERS, GAUGES
 from clients.consumer_stall import PATIENCE, StallWatch
 from clients.consumer_stream import Stream
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.message import EndReason
+from dcp.wire.status import Status
 from vbucket.ids import vbucket_of
 
 KEY = b"stops"
@@ -152,6 +164,21 @@ async def test_strategy_fail_stops_before_anything_moved(server, caplog):
 
 
 @pytest.mark.parametrize(
+    "options", [{"on_rollback": "restart"}, {"rollback_to": "beginning"}, {"on_rollback": "undo"}]
+)
+async def test_strategies_by_name(server, options):
+    async with Following(server, **options) as following:
+        seqnos = await branched(server, following)
+        await until(lambda: following.has_come_back)
+    (told,) = [event for event in following.events if isinstance(event, Rollback)]
+    assert told.to_seqno == (seqnos[1] if "undo" in options.values() else 0)
+    anew = following.events[following.events.index(told) :]
+    values = [event.value for event in anew if isinstance(event, Mutation)]
+    assert values[-1] == b"new history"
+    assert following.consumer.validator.documents_of(VB)[KEY].value == b"new history"
+
+
+@pytest.mark.parametrize(
     ("choice", "to"),
     [("undo", "state"), ("restart", "zero"), (1_000_000, "state"), ("lower", "lower")],
 )
@@ -197,6 +224,41 @@ async def test_a_connection_that_breaks_while_the_user_decides(server):
         await until(lambda: following.has_come_back)
         (told,) = [event for event in following.events if isinstance(event, Rollback)]
         assert told.to_seqno == 0
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_is_refused_for_good_is_told_and_no_other_stands_still(server, caplog):
+    server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="EACCESS", count=1)
+    try:
+        async with Following(server, vbuckets=[VB, VB + 1], until_now=True) as following:
+            await asyncio.wait_for(following.task, 20)
+            (failed,) = [e for e in following.events if isinstance(e, StreamFailed)]
+            assert (failed.vb_id, failed.status) == (VB, Status.EACCESS)
+            assert failed.hint
+            (opened,) = [e for e in following.events if isinstance(e, StreamOpened)]
+            assert opened.vb_id == VB + 1
+        assert following.consumer.metrics.streams_failed == 1
+        assert f"partition {VB}: stream_failed: " in caplog.text
+        server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="EACCESS", count=1)
+        with pytest.raises(DcpdError, match="stream request from seqno 0"):
+            await Mirror(server.address, vbuckets=[VB]).open()
+    finally:
+        server.clear_faults()
+
+
+async def test_a_stream_that_is_refused_for_the_moment_is_asked_for_again(server, caplog):
+    caplog.set_level(logging.INFO, "dcpd.consumer")
+    server.fault(opcode="DCP_STREAM_REQ", vb=VB, status="ETMPFAIL", count=2)
+    try:
+        async with Following(server) as following:
+            await until(lambda: any(isinstance(e, StreamOpened) for e in following.events))
+    finally:
+        server.clear_faults()
+    assert following.consumer.metrics.streams_retried == 2
+    assert caplog.text.count(f"partition {VB}: retry: ") == 2
+    assert not any(isinstance(e, StreamFailed) for e in following.events)
 
 
 # -- silence -------------------------------------------------------------------------------------

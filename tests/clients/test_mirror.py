@@ -126,6 +126,16 @@ def test_an_lmdb_mirror_takes_a_batch_whole_or_not_at_all(tmp_path):
     store.close()
 
 
+def test_a_damaged_place_in_a_kept_mirror_is_named(tmp_path):
+    store = LmdbStore(tmp_path / "mirror", is_durable=False)
+    take(store, [mutation(1, b"a", b"1")], {VB: Position(((1, 0),), 1, 1, 1)})
+    with store._file.writing() as transaction:
+        transaction.put(b"p" + VB.to_bytes(2, "big"), b"\x80")
+    with pytest.raises(CheckpointError, match=r"mirror: .*fields"):
+        store.positions()
+    store.close()
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 async def test_one_line_gives_the_documents_and_keeps_them_up_to_date(server, tmp_path, is_kept):
     path = tmp_path / "view" if is_kept else None
