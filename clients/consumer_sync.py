@@ -193,6 +193,10 @@ class SyncConsumer(_Looped[Consumer]):
         """See Consumer.lag."""
         return self._running().call(self.consumer.lag())
 
+    def high_seqnos(self) -> dict[int, int]:
+        """See Consumer.high_seqnos."""
+        return self._running().call(self.consumer.high_seqnos())
+
     @staticmethod
     async def _now(function: Callable[[], _T]) -> _T:
         return function()

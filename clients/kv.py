@@ -11,6 +11,7 @@
 What it sees to
 - every operation goes to the node that holds its partition; NOT_MY_VBUCKET brings a newer
   configuration (from its body, else asked for) and the operation is sent again;
+- a node that cannot be reached: the others are asked for a newer configuration;
 - TemporaryError: nothing was done, so it is sent again too, after a pause; both up to
   `ATTEMPTS_MAX` times within the timeout;
 - after a lost connection only reads are repeated. A mutation whose reply did not come raises
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from copy import copy
 from typing import Any, Final, TypeVar
 
@@ -425,6 +426,21 @@ class KvClient:
             named = refusals[0].node
             node = next((n for n in topology.nodes if n.name == named), topology.nodes[0])
             await self._learn(body, node)
+        lost = {
+            outcome.node
+            for index in pending
+            if isinstance(outcome := results[index], ConnectError | ConnectionLostError)
+        }
+        if lost:
+            await self._learn_elsewhere(lost)
+
+    async def _learn_elsewhere(self, lost: set[str | None]) -> None:
+        """Ask another node: partitions of one that cannot be reached may have moved."""
+        for node in await self._nodes():
+            if node.name not in lost:
+                with suppress(ConnectError, ConnectionLostError, OperationTimeoutError):
+                    await self._learn(b"", node)
+                    return
 
     async def _learn(self, body: bytes, node: Node) -> None:
         """Adopt the configuration in a NOT_MY_VBUCKET body, or fetch the node's own."""

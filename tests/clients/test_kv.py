@@ -91,6 +91,15 @@ async def test_refusal_without_configuration_asks_for_it(peer):
             assert other.documents == {b"a": b"1"}
 
 
+async def test_a_node_that_is_gone_is_left_for_the_one_that_took_over(peer, unused_tcp_port):
+    ports = [peer.port, unused_tcp_port]
+    peer.config = config_of(ports, [1] * 1024, rev=1)
+    async with KvClient.connect(peer.address) as kv:
+        peer.config = config_of(ports, [0] * 1024, rev=2)
+        await kv.set("a", b"1")
+        assert peer.documents == {b"a": b"1"}
+
+
 async def test_partition_that_nobody_holds_is_given_up(peer):
     peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET)
     async with KvClient.connect(peer.address) as kv:

@@ -269,6 +269,7 @@ def test_leaving_the_block_ends_an_endless_iteration_and_its_thread(server):
         consumer.pause()
         consumer.resume()
         assert consumer.lag()
+        assert len(consumer.high_seqnos()) == 1024
     assert threading.active_count() == before
 
 
