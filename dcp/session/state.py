@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 from dcp.session.auth import Authenticator
@@ -15,6 +16,7 @@ from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine import Engine
+from vbucket.kvenv import StoreDamagedError
 from vbucket.manifest import decode_leb128
 from vbucket.updates import Flush
 
@@ -81,6 +83,7 @@ class SessionState:
         "faults",
         "flush",
         "flush_answer",
+        "flush_damaged",
         "has_collections",
         "has_json",
         "has_mutation_tokens",
@@ -169,6 +172,7 @@ class SessionState:
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
         self.flush_answer = b""
+        self.flush_damaged: Callable[[StoreDamagedError], None] = _not_flushing
 
     def answer(
         self,
@@ -266,10 +270,22 @@ class SessionState:
             return b""
         return json.dumps({"error": {"context": context}}).encode()
 
-    def begin_flush(self, flush: Flush, answer: bytes) -> None:
-        """Delete all documents in steps, one per `resume`; `answer` follows the last one."""
+    def answer_damage(self, opcode: int, opaque: int, error: StoreDamagedError) -> None:
+        """Answer a request whose data cannot be read; nothing more is changed by it."""
+        self.note("damaged data", opcode=opcode, reason=str(error))
+        body = self.error_body(f"the stored data is damaged: {error}")
+        self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
+
+    def begin_flush(
+        self, flush: Flush, answer: bytes, damaged: Callable[[StoreDamagedError], None]
+    ) -> None:
+        """Delete all documents in steps, one per `resume`; `answer` follows the last one, and
+        `damaged` is called instead where a step comes upon damaged data: what it has deleted by
+        then stays so.
+        """
         self.flush = flush
         self.flush_answer = answer
+        self.flush_damaged = damaged
         self.continue_flush(0)
 
     def continue_flush(self, now_ns: int) -> None:
@@ -279,8 +295,13 @@ class SessionState:
             self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return
-        if not self.flush.step():
-            self.is_full = True
+        try:
+            if not self.flush.step():
+                self.is_full = True
+                return
+        except StoreDamagedError as error:
+            self.flush = None
+            self.flush_damaged(error)
             return
         self.flush = None
         last_group = max(part.last_group for part in self.engine.partitions)
@@ -308,6 +329,10 @@ class SessionState:
         last_group = self.engine.partitions[vb_id].last_group
         if last_group > self.engine.committed_group:
             self.wait_group = max(self.wait_group, last_group)
+
+
+def _not_flushing(_error: StoreDamagedError) -> None:
+    """No flush is under way."""
 
 
 def _nothing_to_schedule() -> None:

@@ -75,6 +75,7 @@ _COMMON_ANSWERS: Final[dict[int, bytes]] = {
     Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
 }
 """Status of a refused change -> answer."""
+_DAMAGED: Final = b"SERVER_ERROR the stored data is damaged\r\n"
 
 
 def begins_text(first_byte: int) -> bool:
@@ -172,7 +173,7 @@ class TextSession:
                 position = step
         except StoreDamagedError as error:
             # A line of the protocol cannot be given half an answer: say it, and end.
-            state.send(b"SERVER_ERROR the stored data is damaged\r\n")
+            state.send(_DAMAGED)
             state.close(f"damaged data: {error}")
         del self._buffer[:position]
 
@@ -371,9 +372,15 @@ class TextSession:
             if not is_quiet:
                 self.state.send(self._not_now())
         elif arguments in ([], [b"0"]):
-            self.state.begin_flush(Flush(self._engine), b"" if is_quiet else b"OK\r\n")
+            answer = b"" if is_quiet else b"OK\r\n"
+            self.state.begin_flush(Flush(self._engine), answer, self._flush_damaged)
         elif not is_quiet:
             self.state.send(b"CLIENT_ERROR flush_all works at once; it takes no delay but 0\r\n")
+
+    def _flush_damaged(self, error: StoreDamagedError) -> None:
+        """Where quiet too: what is not gone may be taken for gone."""
+        self.state.note("damaged data", command="flush_all", reason=str(error))
+        self.state.send(_DAMAGED)
 
     def _answer_of(self, vb_id: int, outcome: Outcome, success: bytes) -> bytes:
         """Return the answer to a change, which waits for what it made or saw."""

@@ -174,11 +174,12 @@ class UpdateCommands:
         if self._state.engine.write_refusal:
             self._documents.refuse_outcome(request.opcode, request.opaque, Status.ETMPFAIL, 0)
             return
-        self._state.begin_flush(
-            Flush(self._state.engine),
-            b"" if request.opcode == Opcode.FLUSHQ
-            else pack_response(request.opcode, opaque=request.opaque),
-        )  # fmt: skip
+        opcode, opaque, state = request.opcode, request.opaque, self._state
+        state.begin_flush(
+            Flush(state.engine),
+            b"" if opcode == Opcode.FLUSHQ else pack_response(opcode, opaque=opaque),
+            lambda error: state.answer_damage(opcode, opaque, error),
+        )
 
     def verbosity(self, request: Frame) -> None:
         """Take note of nothing: how much is logged is the server's setting, not a client's."""

@@ -25,12 +25,11 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question
 from vbucket.keyspace import BranchRefusedError
+from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import PurgeRefusedError
 from vbucket.partition import VbState
 
 GUEST = "guest:guest"
-
-
 CONFIG = {
     "rev": 1,
     "uuid": "00",
@@ -76,6 +75,8 @@ class SmallOperations:
 
     async def branch(self, vb_id, at_seqno):
         await asyncio.sleep(0)
+        if at_seqno == 6:
+            raise StoreDamagedError("a block of vb 5")
         if at_seqno > 10:
             raise BranchRefusedError(f"vb {vb_id} ends at seqno 10")
         self.told.append((vb_id, at_seqno))
@@ -265,6 +266,8 @@ async def test_a_branch_that_cannot_be_says_why(ask):
         "why": "vb 5 ends at seqno 10",
         "try": "dcpctl failover-log VB and dcpctl seqnos show what there is",
     }
+    status, document, _ = await ask("POST", "/api/v1/vbuckets/5/branch", {"at": 6})
+    assert (status, "damaged: a block of vb 5" in document["error"]["why"]) == (500, True)
 
 
 async def test_vbuckets_that_do_not_exist(ask):

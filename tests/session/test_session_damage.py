@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dcp.session.text import TextSession
+from dcp.wire.frame import pack_request
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine import SET
 from vbucket.ids import vbucket_of
 from vbucket.keyspace import BranchRefusedError
 from vbucket.kvenv import StoreDamagedError
@@ -56,6 +58,24 @@ def test_a_store_over_a_damaged_record_changes_nothing() -> None:
     assert not node.engine.has_pending
 
 
+def test_a_damaged_record_refuses_its_store_alone_among_many() -> None:
+    node = MemoryNode()
+    stored(node)
+    flip(node, BY_KEY_TABLE)
+    peer = node.connect()
+    peer.hello(0x04, 0x07, 0x12)
+    keys = [b"\0b", b"\0c", b"\0a", b"\0b", b"\0c"]
+    answers = peer.send(
+        b"".join(
+            pack_request(Opcode.SET, vb_id=VB, key=key, extras=bytes(8), opaque=place)
+            for place, key in enumerate(keys)
+        )
+    )
+    assert [answer.opaque for answer in answers] == [0, 1, 2, 3, 4]
+    ok = Status.OK
+    assert [answer.status for answer in answers] == [ok, ok, Status.EINTERNAL, ok, ok]
+
+
 def test_the_text_protocol_says_so_and_ends() -> None:
     node = MemoryNode()
     stored(node)
@@ -89,3 +109,30 @@ def test_a_branch_over_a_damaged_block_changes_nothing() -> None:
     with pytest.raises((StoreDamagedError, BranchRefusedError)):
         node.engine.branch(VB, 1)
     assert (part.high_seqno, part.item_count, part.failover) == before
+
+
+@pytest.mark.parametrize("before", [0, 2_500])
+@pytest.mark.parametrize("opcode", [Opcode.FLUSH, Opcode.FLUSHQ])
+def test_a_flush_that_comes_upon_damage_is_refused_and_over(opcode: Opcode, before: int) -> None:
+    """In its first step, or in a later one, between which the connection goes on reading."""
+    node = MemoryNode()
+    peer = stored(node)
+    for number in range(before):
+        key = b"\0%d" % number
+        assert node.engine.store(SET, 0, key, key, 0, 0, 0, 0)[0] == Status.OK
+    flip(node, BY_KEY_TABLE)
+    (refused,) = peer.send(pack_request(opcode, opaque=9))
+    assert (refused.opcode, refused.opaque) == (opcode, 9)
+    assert refused.status == Status.EINTERNAL
+    assert b"damaged" in refused.value
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"\0b").value == b"value of b"
+    assert node.engine.partitions[0].item_count == 0, "what came before it is deleted"
+
+
+def test_a_flush_in_text_that_comes_upon_damage_says_so_and_goes_on() -> None:
+    node = MemoryNode()
+    stored(node)
+    flip(node, BY_KEY_TABLE)
+    text = TextSession(node.connect().state)
+    text.receive(b"flush_all noreply\r\nget b\r\n", node.now_ns)
+    assert b"".join(text.state.answers) == (b"SERVER_ERROR the stored data is damaged\r\nEND\r\n")

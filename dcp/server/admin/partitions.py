@@ -31,6 +31,7 @@ from failover.history import VB_UUID_MAX
 from failover.rollback import Question
 from vbucket.ids import SEQNO_MAX
 from vbucket.keyspace import BranchRefusedError
+from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import PurgeRefusedError
 from vbucket.partition import VbState
 
@@ -118,6 +119,13 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
             what,
             why=str(error),
             try_this="the same again once there is room on the log's disk",
+        ) from error
+    except StoreDamagedError as error:
+        raise AdminError(
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            what,
+            why=f"the stored data is damaged: {error}",
+            try_this="dcpctl verify, on the stopped server's folder, tells what else is",
         ) from error
     except (BranchRefusedError, PurgeRefusedError) as error:
         raise AdminError(
