@@ -58,7 +58,8 @@ def apply_changes(
 
         if storage_options:
             raise ValueError("storage_options are for format='delta'; parquet takes a folder")
-        sink_parquet.apply_batch(batch_df, Path(path), buckets)
+        # A relative path is the driver's: executors have other working folders.
+        sink_parquet.apply_batch(batch_df, Path(path).absolute(), buckets)
         return
     _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {})
 
@@ -84,7 +85,7 @@ def read_table(
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
     from clients.spark import sink_parquet
 
-    files = sink_parquet.files_of(Path(path), table)
+    files = sink_parquet.files_of(Path(path).absolute(), table)
     if not files:
         raise DcpdError(f"the table at {path} has no rows in {table} yet")
     return spark.read.parquet(*files)

@@ -37,7 +37,8 @@ def main() -> None:
         .getOrCreate()
     )
     spark.dataSource.register(DcpDataSource)
-    path = str(folder / "table")
+    os.chdir(folder)
+    path = "table"  # a relative one: the driver's, though executors work in folders of their own
     query = (
         spark.readStream.format("dcp")
         .option("servers", address)

@@ -10,19 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from conftest import has_java, worker_environment
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorial-spark.md").read_text()
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.timeout(240)
-def test_the_tutorial(tmp_path):
-    problem = has_java()
-    if problem:
-        pytest.skip(problem)
-    worker_environment()
+def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
+    """The look into the table gets the session that there is, instead of one more JVM."""
     script = BLOCKS["sh"].split()[1]
     done = subprocess.run(
         [sys.executable, str(ROOT / script), "--rows", "3000"],
@@ -40,9 +35,7 @@ def test_the_tutorial(tmp_path):
     ]
     picture = (tmp_path / "spark-ingest" / "lag.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
-    look = subprocess.run(
-        [sys.executable, "-c", BLOCKS["python"]], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
-    )  # fmt: skip
-    assert look.returncode == 0, look.stderr[-4000:]
-    assert re.search(r"\| *set\|", look.stdout)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    exec(BLOCKS["python"], {})
+    assert re.search(r"\| *set\|", capsys.readouterr().out)

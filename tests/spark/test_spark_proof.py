@@ -125,10 +125,6 @@ def broken() -> None:
     raise BrokenError("broken on purpose")
 
 
-def nothing(query: Query, load: Workload) -> None:
-    """The run is left alone."""
-
-
 def fail_before(query: Query, load: Workload) -> None:
     query.before = broken
 
@@ -222,15 +218,15 @@ def compact(query: Query, load: Workload) -> None:
 
 
 TROUBLES = (
-    nothing, fail_before, branch_before_reading, fail_after, forget_commit, fail_after_and_branch,
-    kill_server_while_reading, forget_commit_and_branch, task_fails, cut_connections, purge,
-    branch_twice_before_reading, refuse_for_now, fail_after_and_branch,
+    fail_before, branch_before_reading, fail_after, forget_commit, kill_server_while_reading,
+    forget_commit_and_branch, task_fails, cut_connections, purge, branch_twice_before_reading,
+    refuse_for_now, fail_after_and_branch,
 )  # fmt: skip
 
 
 AT_THE_EDGES = (
     fail_before, branch_before_reading, fail_after_and_branch, forget_commit_and_branch, purge,
-    kill_server_while_reading, branch_twice_before_reading, nothing,
+    kill_server_while_reading, branch_twice_before_reading,
 )  # fmt: skip
 """Where formats and de-duplicated streams differ from the first case."""
 

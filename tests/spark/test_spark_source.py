@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import subprocess
 import sys
+import threading
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 from pyspark.sql.types import StructType
 
+from clients.address import parse_address
 from clients.errors import DcpdError
 from clients.kv import KvClient
+from clients.link_sync import SyncLink
 from clients.spark import check_java, rows_behind
 from clients.spark.java import JavaMissingError
 from clients.spark.offset import entries_of
@@ -205,6 +211,81 @@ def test_wrong_options_are_named_through_spark(spark, dcpd):
         read(spark, dcpd, history="maybe").schema  # noqa: B018
     with pytest.raises(PySparkException, match="did you mean numPartitions"):
         spark.readStream.format("dcp").option("servers", "x").option("numPartition", "3").load()
+
+
+@pytest.mark.timeout(120)
+def test_what_goes_wrong_on_an_executor_reaches_the_user_in_words(spark, dcpd):
+    with dcpd.connect() as kv:
+        kv.set(b"fine", b"text")
+        stored = kv.set(b"key", b"\xff\xfe")
+    with pytest.raises(PySparkException) as caught:
+        read(spark, dcpd, valueFormat="string").collect()
+    text = str(caught.value)
+    assert "the value of the change with seqno 1 is not UTF-8 text" in text
+    assert f"vbucket {stored.vb_id}" in text
+    assert "valueFormat=binary" in text
+
+
+@pytest.mark.timeout(120)
+def test_a_password_is_in_no_plan_and_no_error(spark, dcpd):
+    frame = read(spark, dcpd, username="ada", password="sesame")
+    plan = frame._jdf.queryExecution().toString()
+    assert "dcp" in plan
+    with pytest.raises(PySparkException, match="'ada' was refused") as caught:
+        frame.collect()
+    assert "sesame" not in plan + str(caught.value)
+
+
+@pytest.mark.timeout(120)
+def test_a_query_that_is_stopped_leaves_no_connection_process_or_thread(spark, dcpd, tmp_path):
+    asyncio.run(store(dcpd, DOCUMENTS))
+    seen = threading.Event()
+    query = (
+        spark.readStream.format("dcp").option("servers", dcpd.address).load()
+        .writeStream.foreachBatch(lambda batch_df, batch_id: (batch_df.count(), seen.set()))
+        .option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    )  # fmt: skip
+    assert seen.wait(60)
+    threads = threading.active_count()
+    assert planners(), "the query's driver half"
+    assert connections(dcpd) > 1
+    query.stop()
+    until(lambda: not planners())
+    until(lambda: connections(dcpd) == 1)
+    assert threading.active_count() <= threads
+
+
+def connections(server) -> int:
+    """Return how many connections the server has, this one among them."""
+    with SyncLink(parse_address(server.address)) as link:
+        told = {frame.key: frame.value for frame in link.request_stat(b"")}
+    return int(told[b"curr_connections"])
+
+
+def planners() -> list[str]:
+    """Return the processes below this one that plan for a query."""
+    parents, names = {}, {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            rest = status.read_text().rpartition(")")[2].split()
+            names[status.parent.name] = (status.parent / "cmdline").read_bytes()
+            parents[status.parent.name] = rest[1]
+        except OSError:
+            continue  # it ended meanwhile
+    found = []
+    for pid, name in names.items():
+        above = pid
+        while above in parents and above != str(os.getpid()):
+            above = parents[above]
+        if above == str(os.getpid()) and b"python_streaming_source_runner" in name:
+            found.append(pid)
+    return found
+
+
+def until(is_so) -> None:
+    """Wait for a condition; pytest's timeout ends it."""
+    while not is_so():
+        time.sleep(0.05)
 
 
 # -- the driver's half, called as Spark calls it ---------------------------------------------------
