@@ -34,6 +34,7 @@ COMPILED: Final = (
     "vbucket/block.py",
     "vbucket/engine.py",
     "vbucket/entry.py",
+    "vbucket/key_record.py",
     "vbucket/keyspace.py",
     "vbucket/kvenv_lmdb.py",
     "vbucket/log.py",

@@ -37,12 +37,12 @@ from vbucket.entry import (
     key_of,
     seqno_of,
 )
+from vbucket.key_record import StoredMeta
 from vbucket.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
 from vbucket.manifest import (
     collection_of,
 )
 from vbucket.partition import Hold, Partition, VbState
-from vbucket.store import StoredMeta
 
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack

@@ -9,7 +9,7 @@ Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias
 
@@ -62,6 +62,9 @@ class KvSnapshot(KvReader, Protocol):
 
 class KvWrite(KvReader, Protocol):
     """A write transaction; its reads see its writes. Writes raise StoreFullError."""
+
+    def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+        """Return the pairs of those keys that are there; fast when they ascend."""
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """Set a key's value."""

@@ -122,6 +122,14 @@ class LmdbSnapshot(_Reader):
 class LmdbWrite(_Reader):
     """`KvWrite`. Values that it reads are copies, because any write may move pages."""
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvWrite."""
+        try:
+            found: list[tuple[bytes, bytes]] = self._cursor(table).getmulti(keys)
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+        return found
+
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""
         self._transaction.put(key, value, db=self._tables[table])

@@ -75,6 +75,11 @@ class MemoryWrite(_Reader):
         """All tables as this transaction leaves them."""
         return self._tables
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvWrite."""
+        rows = self._tables[table]
+        return [(key, rows[key]) for key in keys if key in rows]
+
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""
         assert 1 <= len(key) <= 511, "LMDB takes keys of 1 to 511 bytes"

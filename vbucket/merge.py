@@ -14,8 +14,8 @@ Memory is bounded by the segments of one merge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress, islice, repeat
 from operator import itemgetter
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -31,19 +31,24 @@ from vbucket.entry import (
     seqno_of,
 )
 from vbucket.expiry_index import ExpiryRows, build_expiry_table
+from vbucket.key_record import (
+    BY_KEY_RECORD,
+    NO_EXPIRY,
+    by_key_items,
+    check_records,
+    checked_meta,
+    expiry_bytes_of,
+)
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.manifest import Manifest, collection_of
 from vbucket.store import (
-    BY_KEY_RECORD,
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
-    StoredMeta,
     StoreView,
-    by_key_item,
     put_manifest,
     put_node,
     put_partition,
@@ -56,12 +61,12 @@ _LENGTHS: Final = Struct(">14xHB").unpack_from
 """Key length and extras length of an entry: `vbucket.entry.key_of`, without a call for each."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
-_EXPIRY_AT: Final = BY_KEY_RECORD.size - 8
-"""Where a by_key record has its expiry."""
-_NEVER: Final = bytes(4)
+_NOTHING: Final = bytes(BY_KEY_RECORD.size)
+"""In place of a record that is not there."""
 _NO_SEQNO: Final = bytes(8)
 _cas_of: Final = itemgetter(slice(28, 36))
-_collection_byte_of: Final = itemgetter(0)
+_first_of: Final = itemgetter(0)
+_prev_seqno_of: Final = itemgetter(slice(8))
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _EMPTIED_AT_ONCE: Final = 1000
 """Keys that are held in memory while a partition is emptied."""
@@ -283,39 +288,16 @@ def _merge_partition(
             gone.append(key)
     tally = Tally(record.tally)
     default_documents = record.item_count - tally.documents
-    keys = record.keys
-    vb_prefix = vb_id.to_bytes(2, "big")
-    for key in gone:
-        old = view.meta(vb_id, key)
-        rows.replace(vb_prefix + key, old, 0)
-        keys -= old is not None
-        default_documents += _count(tally, manifest, key, -_is_live(old))
-    items: list[tuple[bytes, bytes]] = []
-    for key in sorted(newest):
-        entry = newest[key]
-        documents, fields = int(entry[OPCODE_AT] == _MUTATION), None
-        # A key without a previous version was not there, so it need not be looked up.
-        if entry[:8] != _NO_SEQNO or key in undone:
-            fields = view.meta_fields(vb_id, key)
-            documents -= fields is not None and fields[0] == _MUTATION
-        keys += fields is None
-        default_documents += _count(tally, manifest, key, documents) if key[0] else documents
-        item = by_key_item(vb_prefix, key, entry)
-        items.append(item)
-        if item[1][_EXPIRY_AT : _EXPIRY_AT + 4] != _NEVER or (fields is not None and fields[6]):
-            old = None if fields is None else StoredMeta._make(fields[:-1])
-            rows.replace(item[0], old, int.from_bytes(item[1][_EXPIRY_AT : _EXPIRY_AT + 4], "big"))
-
-    for key in gone:
-        write.delete(BY_KEY_TABLE, vb_prefix + key)
-    write.put_sorted(BY_KEY_TABLE, items)
+    changes = _KeyChanges(write, vb_id, newest, gone, may_be_old=bool(undone))
+    default_documents += changes.count(tally, manifest)
+    changes.write(write, rows)
     versions = record.versions + len(entries)
     if stage.trim_to is not None:
         versions -= _trim_blocks(write, vb_id, stage.trim_to)
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
-    if any(map(_collection_byte_of, newest)):
+    if any(map(_first_of, newest)):
         _note(tally, manifest, entries, last_seqno)
     tally.forget(manifest.collections)
     write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
@@ -326,20 +308,72 @@ def _merge_partition(
         item_count=default_documents + tally.documents,
         tally=tally.to_document(),
         versions=versions,
-        keys=keys,
+        keys=record.keys + changes.more_keys,
     )
     put_partition(write, vb_id, record)
     return record
 
 
-def _count(tally: Tally, manifest: Manifest, key: bytes, documents: int) -> int:
-    """Count live documents of a key; return what concerns the default collection."""
-    if not key[0]:
-        return documents
-    collection_id = collection_of(key)
-    if documents and collection_id in manifest.collections:
-        tally.count(collection_id, documents)
-    return 0
+class _KeyChanges:
+    """What becomes of a partition's by_key records; all that is there of them is read at first.
+
+    `more_keys`: how many records there are more. Keys that are new or change are in `newest`, with
+    their entries, others are `gone`.
+    """
+
+    def __init__(
+        self,
+        write: KvWrite,
+        vb_id: int,
+        newest: Mapping[bytes, bytes],
+        gone: Sequence[bytes],
+        *,
+        may_be_old: bool,
+    ) -> None:
+        prefix = vb_id.to_bytes(2, "big")
+        keys = sorted(newest)
+        entries = [newest[key] for key in keys]
+        self._items = by_key_items(prefix, keys, entries)
+        self._gone = list(map(prefix.__add__, gone))
+        asked: Iterable[bytes] = map(_first_of, self._items)
+        if not may_be_old:
+            # A key without a previous version was not there, so it need not be looked up.
+            asked = compress(asked, map(_NO_SEQNO.__ne__, map(_prev_seqno_of, entries)))
+        self._old = dict(write.get_many(BY_KEY_TABLE, [*asked, *self._gone]))
+        check_records(self._old)
+        self.more_keys = len(newest) - len(self._old)
+        self._are_default = not any(map(_first_of, keys)) and not any(map(_first_of, gone))
+
+    def count(self, tally: Tally, manifest: Manifest) -> int:
+        """Count live documents, more or less; return what concerns the default collection."""
+        if self._are_default:
+            return _live(map(itemgetter(1), self._items)) - _live(self._old.values())
+        default_documents = 0
+        for full_key, record in chain(self._items, zip(self._gone, repeat(_NOTHING))):
+            old = self._old.get(full_key, _NOTHING)
+            documents = (record[0] == _MUTATION) - (old[0] == _MUTATION)
+            key = full_key[2:]
+            if not key[0]:
+                default_documents += documents
+            elif documents and (collection_id := collection_of(key)) in manifest.collections:
+                tally.count(collection_id, documents)
+        return default_documents
+
+    def write(self, write: KvWrite, rows: ExpiryRows) -> None:
+        """Write it; what becomes of the expiry table is left in `rows`."""
+        records = chain(map(itemgetter(1), self._items), self._old.values())
+        if set(map(expiry_bytes_of, records)) - {NO_EXPIRY}:
+            for full_key, record in chain(self._items, zip(self._gone, repeat(_NOTHING))):
+                old = self._old.get(full_key)
+                meta = None if old is None else checked_meta(full_key, old)
+                rows.replace(full_key, meta, int.from_bytes(expiry_bytes_of(record), "big"))
+        for full_key in self._gone:
+            write.delete(BY_KEY_TABLE, full_key)
+        write.put_sorted(BY_KEY_TABLE, self._items)
+
+
+def _live(records: Iterable[bytes]) -> int:
+    return bytes(map(_first_of, records)).count(_MUTATION)
 
 
 def _note(tally: Tally, manifest: Manifest, entries: list[bytes], seqno_before: int) -> None:
@@ -421,7 +455,3 @@ def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
     if document["kind"] == "purge":
         return document["upto"] + 1, document["upto"]
     return document["seqno"], document["purge"]
-
-
-def _is_live(meta: StoredMeta | None) -> bool:
-    return meta is not None and meta.opcode == _MUTATION

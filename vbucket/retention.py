@@ -38,6 +38,10 @@ WORTH_VERSIONS_MIN: Final = 128
 HISTORY_SHARE_MIN: Final = 0.5
 """Of `history_bytes`, what a floor leaves at least. Where merges bring more than three times the
 live data and the history, they decide about the file's size."""
+COLUMN_BYTES: Final = 16
+BLOCK_FILL: Final = 0.95
+"""Bytes of a version besides its frame, and how much of their pages blocks fill: what a number of
+bytes on disk holds of frames."""
 WALKED_BLOCKS: Final = 8
 """What is looked at of a partition to find how far a number of bytes reaches."""
 _UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
@@ -92,7 +96,7 @@ class PlanReport(NamedTuple):
 class _Budget(NamedTuple):
     """What history a floor leaves, of all partitions.
 
-    `spare`: superseded versions that there are.
+    `history_bytes` of frames; `spare`: superseded versions that there are.
     """
 
     now_ns: int
@@ -129,7 +133,8 @@ class _Budget(NamedTuple):
         )  # fmt: skip
         least_bytes = HISTORY_SHARE_MIN * windows.history_bytes
         history_bytes = max(least_bytes, min(windows.history_bytes, room_bytes))
-        return cls(now_ns, int(history_bytes), spare)
+        frames_share = max(0.5, BLOCK_FILL - COLUMN_BYTES / max(1, version_bytes))
+        return cls(now_ns, int(history_bytes * frames_share), spare)
 
 
 class _Seen(NamedTuple):

@@ -4,7 +4,7 @@
               b"manifest"         vbucket.manifest.Manifest.to_document        (CBOR)
     failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
     state     vb                  the rest of PartitionRecord                  (CBOR)
-    by_key    vb + key            BY_KEY_RECORD: the key's newest version
+    by_key    vb + key            the key's newest version (vbucket.key_record)
     by_seqno  vb + first seqno    blocks of versions (vbucket.block)
     expiry    due + vb + key      when documents are due to expire (vbucket.due); stores of format
                                   1 have none, the first merge makes it and the store format 2
@@ -26,24 +26,28 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from itertools import pairwise
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import cbor2
 import google_crc32c
 
-from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key, find_frame
 from vbucket.device import UnknownFormatError
 from vbucket.due import rows_end
-from vbucket.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES, key_in_frame, key_of, seqno_of
+from vbucket.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.key_record import (
+    MetaFields,
+    RecordDamagedError,
+    StoredMeta,
+    checked_fields,
+    checked_meta,
+)
 from vbucket.kvenv import (
     Buffer,
     KvEnv,
     KvReader,
     KvWrite,
-    StoreDamagedError,
     StoreFailedError,
 )
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
@@ -63,17 +67,11 @@ TABLES: Final = (
 )  # fmt: skip
 """What a KvEnv for a store is made with."""
 
-BY_KEY_RECORD: Final = Struct(">BBQQQIII")
-"""opcode, datatype, CAS, seqno, rev seqno, flags, expiry; CRC-32C of the key and these."""
-_unpack_by_key: Final = BY_KEY_RECORD.unpack
-MetaFields = tuple[int, int, int, int, int, int, int, int]
-"""The fields of BY_KEY_RECORD."""
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CRC_BYTES: Final = 4
-_CAS_AT: Final = PREFIX_BYTES + 16
 _crc32c = google_crc32c.value
 
 
@@ -82,22 +80,6 @@ Accepts = Callable[[bytes], bool]
 
 REFUSED_BYTES_MAX: Final = 1 << 20
 """What one call looks through for a filter that takes little of it: some milliseconds."""
-
-
-class RecordDamagedError(StoreDamagedError):
-    """A record of the store is not what was written, or is missing."""
-
-
-class StoredMeta(NamedTuple):
-    """A key's newest version; `opcode` tells a mutation from a deletion."""
-
-    opcode: int
-    datatype: int
-    cas: int
-    seqno: int
-    rev_seqno: int
-    flags: int
-    expiry: int
 
 
 class PartitionRecord(NamedTuple):
@@ -216,7 +198,7 @@ class StoreView:
         """Return `meta` as a plain tuple, the checksum at its end: for the way of a write."""
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
-        return None if value is None else _checked_fields(full_key, bytes(value))
+        return None if value is None else checked_fields(full_key, bytes(value))
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
         """Return the entry that `meta_fields` tells of, without the prefix's content: zeros.
@@ -526,36 +508,6 @@ def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
     if record is None:
         raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
     put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
-
-
-def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, bytes]:
-    """Return key and value of the by_key record for an entry; `vb_prefix` is the id, 2 bytes.
-
-    The record's fields stand in the entry in the same order, so they are copied, not decoded.
-    """
-    full_key = vb_prefix + key
-    if entry[OPCODE_AT] == Opcode.DCP_MUTATION:
-        record = entry[OPCODE_AT : DATATYPE_AT + 1 : 4] + entry[_CAS_AT : _CAS_AT + 32]
-    else:
-        record = entry[OPCODE_AT : DATATYPE_AT + 1 : 4] + entry[_CAS_AT : _CAS_AT + 24] + bytes(8)
-    crc: int = _crc32c(full_key + record)
-    return full_key, record + crc.to_bytes(4, "big")
-
-
-def checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
-    """Return what a by_key record says. Raises RecordDamagedError."""
-    return StoredMeta._make(_checked_fields(full_key, value)[:-1])
-
-
-def _checked_fields(full_key: bytes, value: bytes) -> MetaFields:
-    if len(value) == BY_KEY_RECORD.size:
-        fields: MetaFields = _unpack_by_key(value)
-        if _crc32c(full_key + value[:-4]) == fields[7]:
-            return fields
-    raise RecordDamagedError(
-        f"vb {int.from_bytes(full_key[:2], 'big')}: the record of key {full_key[2:]!r} does "
-        "not match its checksum; check the disk and restore a backup"
-    )
 
 
 def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 from dcp.wire.status import Status
 from vbucket.engine import SET, Document, Engine, Outcome
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.key_record import StoredMeta
 from vbucket.keyspace import MUTATION
-from vbucket.store import StoredMeta
 
 COUNTER_MODULUS: Final = 2**64
 _COUNTER_DIGITS_MAX: Final = 20

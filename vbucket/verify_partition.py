@@ -27,18 +27,10 @@ from vbucket.block import Block, BlockDamagedError, block_key
 from vbucket.due import due_item
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
 from vbucket.finding import Finding, Kind
+from vbucket.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
 from vbucket.kvenv import KvReader, StoreDamagedError
 from vbucket.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
-from vbucket.store import (
-    BY_KEY_RECORD,
-    BY_KEY_TABLE,
-    BY_SEQNO_TABLE,
-    EXPIRY_TABLE,
-    PartitionRecord,
-    RecordDamagedError,
-    by_key_item,
-    checked_meta,
-)
+from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE, PartitionRecord
 from vbucket.tally import Tally
 
 SLICE_KEYS: Final = 250_000

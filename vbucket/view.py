@@ -35,10 +35,11 @@ from vbucket.entry import (
     prev_seqno_of,
     seqno_of,
 )
+from vbucket.key_record import StoredMeta
 from vbucket.keyspace import MUTATION
 from vbucket.kvenv import StoreDamagedError
 from vbucket.partition import ABSENT, Partition
-from vbucket.store import Store, StoredMeta
+from vbucket.store import Store
 from vbucket.versions import Versions
 
 VIEWS_MAX: Final = 256

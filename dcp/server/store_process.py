@@ -37,12 +37,13 @@ from vbucket.block import BlockDamagedError
 from vbucket.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_segment
+from vbucket.key_record import RecordDamagedError
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.log import LogDamagedError
 from vbucket.merge import MergeRefusedError, MergeReport, merge
 from vbucket.retention import DiskUse, Planner, PlanReport, Step, Windows
-from vbucket.store import BY_SEQNO_TABLE, TABLES, RecordDamagedError, StoreView, put_failover
+from vbucket.store import BY_SEQNO_TABLE, TABLES, StoreView, put_failover
 
 if TYPE_CHECKING:
     import asyncio

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
+from vbucket.key_record import StoredMeta
 from vbucket.kvenv import KvEnv
 from vbucket.log import pack_group
-from vbucket.store import NodeRecord, PartitionRecord, Store, StoredMeta
+from vbucket.store import NodeRecord, PartitionRecord, Store
 
 MUTATION = 0x57
 DELETION = 0x58

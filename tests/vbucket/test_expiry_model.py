@@ -19,10 +19,11 @@ from support.memory_node import MemoryNode
 from vbucket.due import read_due
 from vbucket.engine import SET
 from vbucket.expiry import Pager
+from vbucket.key_record import checked_meta
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.lifecycle import put_state
 from vbucket.partition import VbState
-from vbucket.store import BY_KEY_TABLE, EXPIRY_TABLE, TABLES, Store, checked_meta
+from vbucket.store import BY_KEY_TABLE, EXPIRY_TABLE, TABLES, Store
 from vbucket.updates import touch
 
 VBUCKETS = (3, 1000)

@@ -10,6 +10,7 @@ from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from vbucket.block import BlockDamagedError
 from vbucket.device import UnknownFormatError
+from vbucket.key_record import RecordDamagedError
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
@@ -23,7 +24,6 @@ from vbucket.store import (
     TABLES,
     NodeRecord,
     PartitionRecord,
-    RecordDamagedError,
     Store,
 )
 

@@ -14,10 +14,11 @@ from support.memory_node import MemoryNode
 from vbucket.block import build_blocks
 from vbucket.finding import ADVICE, HARMLESS, Finding, Kind
 from vbucket.ids import vbucket_of
+from vbucket.key_record import by_key_item
 from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.merge import merge
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, Store, by_key_item, put_partition
+from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, Store, put_partition
 from vbucket.verify import StoreCheck
 from vbucket.verify_log import LogCheck
 
