@@ -22,7 +22,7 @@ What it sees to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from typing import Any, Final, TypeVar
@@ -434,7 +434,7 @@ class KvClient:
         if lost:
             await self._learn_elsewhere(lost)
 
-    async def _learn_elsewhere(self, lost: set[str | None]) -> None:
+    async def _learn_elsewhere(self, lost: Collection[str | None]) -> None:
         """Ask another node: partitions of one that cannot be reached may have moved."""
         for node in await self._nodes():
             if node.name not in lost:

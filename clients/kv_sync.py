@@ -191,6 +191,9 @@ class SyncKv:
 
     def _link(self, place: tuple[str, int]) -> SyncLink:
         link = self._links.get(place)
+        if link is not None and not link.is_usable:
+            link.close()
+            link = None
         if link is None:
             link = SyncLink(self.address.at(*place), timeout_s=self._timeout_s)
             self._links[place] = link

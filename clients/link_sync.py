@@ -34,6 +34,8 @@ class SyncLink:
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
         self._next_opaque = 1
+        self.is_usable = True
+        """Not while a request is under way: where it was given up, its reply may still come."""
         try:
             self._socket = socket.create_connection((address.host, address.port), timeout_s)
         except TimeoutError:
@@ -77,8 +79,11 @@ class SyncLink:
 
     def exchange(self, packet: bytes, opaque: int) -> Frame:
         """Send one packet and return its reply."""
+        self.is_usable = False
         self._write(packet)
-        return self._reply(opaque)
+        frame = self._reply(opaque)
+        self.is_usable = True
+        return frame
 
     def request(
         self,
@@ -99,15 +104,12 @@ class SyncLink:
     def request_stat(self, group: bytes) -> list[Frame]:
         """Send STAT and return its replies; a refusal is the only one then."""
         opaque = self.take_opaque()
-        self._write(pack_request(Opcode.STAT, opaque=opaque, key=group))
-        frames: list[Frame] = []
-        while True:
-            frame = self._reply(opaque)
-            if frame.status:
-                return [frame]
-            if not frame.key:
-                return frames
-            frames.append(frame)
+        frames = [self.exchange(pack_request(Opcode.STAT, opaque=opaque, key=group), opaque)]
+        self.is_usable = False
+        while frames[-1].key and not frames[-1].status:
+            frames.append(self._reply(opaque))
+        self.is_usable = True
+        return frames[-1:] if frames[-1].status else frames[:-1]
 
     def _with_tls(self) -> socket.socket:
         from clients.tls import client_context, connect_error

@@ -267,6 +267,25 @@ async def test_blocking_client_repeats_what_was_refused_for_now(peer):
     assert (await in_thread(peer, lambda kv: kv.get(b"a"))).value == b"x"
 
 
+async def test_blocking_client_connects_again_after_an_error(peer):
+    """Also where an answer was late: it must not meet the next request."""
+    peer.handlers[Opcode.GET] = lambda _: None
+
+    def work(kv):
+        with pytest.raises(ConnectionLostError):
+            kv.get(b"a")
+        assert kv.stats()["uptime"] == "3"
+        kv._links[next(iter(kv._links))]._socket.settimeout(0.05)
+        peer.handlers[Opcode.STAT] = lambda _: b""
+        with pytest.raises(OperationTimeoutError):
+            kv.stats()
+        del peer.handlers[Opcode.STAT]
+        assert kv.stats()["uptime"] == "3"
+
+    await in_thread(peer, work)
+    assert peer.connections == 3
+
+
 async def test_blocking_client_says_what_went_wrong(peer):
     peer.handlers[Opcode.GET] = lambda _: None
     with pytest.raises(ConnectionLostError):
