@@ -39,6 +39,7 @@ from clients.event import (
 )
 from clients.position import Position
 from dcp.wire.message import EndReason, MarkerFlag
+from vbucket.manifest import SystemEventKind
 
 
 class Held(NamedTuple):
@@ -202,9 +203,17 @@ class StreamValidator:
         held = Held(None, event.cas, event.seqno)
         partition.held.setdefault((event.collection_id, event.key), []).append(held)
 
-    def on_advanced(self, partition: _Partition, event: SeqnoAdvanced | SystemEvent) -> None:
+    def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
         """A seqno passed."""
         self._move(partition, event.vb_id, event.seqno)
+
+    def on_system_event(self, partition: _Partition, event: SystemEvent) -> None:
+        """A collection came or went; the documents of one that went are held no more."""
+        self._move(partition, event.vb_id, event.seqno)
+        if event.kind == SystemEventKind.DROP_COLLECTION:
+            for (of_id, _), versions in partition.held.items():
+                if of_id == event.collection_id:
+                    versions.append(Held(None, 0, event.seqno))
 
     def on_complete(self, partition: _Partition, event: SnapshotEnd) -> None:
         """A snapshot is complete."""
@@ -315,7 +324,7 @@ _CHECKS: Final[dict[type, Callable[[StreamValidator, _Partition, Any], None]]] =
     Mutation: StreamValidator.on_mutation,
     Deletion: StreamValidator.on_deletion,
     SeqnoAdvanced: StreamValidator.on_advanced,
-    SystemEvent: StreamValidator.on_advanced,
+    SystemEvent: StreamValidator.on_system_event,
     SnapshotEnd: StreamValidator.on_complete,
     StreamEnded: StreamValidator.on_ended,
     Rollback: StreamValidator.on_rollback,

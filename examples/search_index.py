@@ -18,13 +18,14 @@ from clients import (
     Delivery,
     Mutation,
     Rollback,
+    StreamFailed,
     decode_position,
     encode_position,
 )  # fmt: skip
 
 SCHEMA = """
 CREATE VIRTUAL TABLE IF NOT EXISTS texts USING fts5(text);
-CREATE TABLE IF NOT EXISTS keys (key TEXT PRIMARY KEY, id INTEGER, vb INTEGER);
+CREATE TABLE IF NOT EXISTS keys (key BLOB PRIMARY KEY, id INTEGER, vb INTEGER);
 CREATE INDEX IF NOT EXISTS keys_by_vb ON keys (vb);
 CREATE TABLE IF NOT EXISTS positions (vb INTEGER PRIMARY KEY, position BLOB);
 """
@@ -41,15 +42,16 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
         for event in delivery.events:
             match event:
                 case Mutation():
-                    key = event.key.decode(errors="replace")
-                    forget(db, "key", key)
+                    forget(db, "key", event.key)
                     text = event.value.decode(errors="replace")
                     row = db.execute("INSERT INTO texts VALUES (?)", (text,)).lastrowid
-                    db.execute("INSERT INTO keys VALUES (?, ?, ?)", (key, row, event.vb_id))
+                    db.execute("INSERT INTO keys VALUES (?, ?, ?)", (event.key, row, event.vb_id))
                 case Deletion():
-                    forget(db, "key", event.key.decode(errors="replace"))
+                    forget(db, "key", event.key)
                 case Rollback():
                     forget(db, "vb", event.vb_id)
+                case StreamFailed():  # it would stand still
+                    raise RuntimeError(f"{event.what}; {event.hint}")
         db.executemany(
             "INSERT OR REPLACE INTO positions VALUES (?, ?)",
             [(vb_id, encode_position(place)) for vb_id, place in delivery.positions.items()],
@@ -69,7 +71,7 @@ async def main(server: str, path: str, *search: str) -> None:
             " FROM texts JOIN keys ON id = texts.rowid WHERE texts MATCH ? ORDER BY rank",
             search[1:],
         ):
-            print(f"{key}: {text}")
+            print(f"{key.decode(errors='replace')}: {text}")
 
 
 if __name__ == "__main__":

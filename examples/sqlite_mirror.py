@@ -19,6 +19,7 @@ from clients import (
     Delivery,
     Mutation,
     Rollback,
+    StreamFailed,
     decode_position,
     encode_position,
 )  # fmt: skip
@@ -66,6 +67,8 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
                     change(db, event, None)
                 case Rollback():
                     undo(db, event.vb_id, event.to_seqno)
+                case StreamFailed():  # it would stand still
+                    raise RuntimeError(f"{event.what}; {event.hint}")
         db.executemany(
             "INSERT OR REPLACE INTO positions VALUES (?, ?)",
             [(vb_id, encode_position(place)) for vb_id, place in delivery.positions.items()],

@@ -11,10 +11,12 @@ from clients.event import (
     StreamEnded,
     StreamFailed,
     StreamOpened,
+    SystemEvent,
 )
 from clients.position import Position
 from clients.validator import Held, StreamValidator
 from dcp.wire.message import MarkerFlag
+from vbucket.manifest import SystemEventKind
 
 LOG = ((5, 0),)
 
@@ -225,3 +227,18 @@ def test_differences_are_said_in_words():
     assert missing == "b'z': the server has it, the consumer does not"
     assert extra == "b'c': the consumer has it (seqno 3), the server does not"
     assert other == "b'b': the consumer has b'v' of seqno 2, the server b'w'"
+
+
+def test_documents_of_a_dropped_collection_are_held_no_more_until_that_is_rolled_back():
+    def of(collection_id, event):
+        event.collection_id = collection_id
+        return event
+
+    drop = SystemEvent(1, 3, SystemEventKind.DROP_COLLECTION, 2, 0, 8, "")
+    validator = feed(
+        opened(), marker(0, 3), of(8, change(1, b"a")), of(9, change(2, b"a")), drop, end(3)
+    )
+    assert validator.documents(8) == {}
+    assert set(validator.documents(9)) == {b"a"}
+    feed(StreamEnded(1, 6, will_resume=True), Rollback(1, 2, 2, 3, "r"), validator=validator)
+    assert set(validator.documents(8)) == {b"a"}

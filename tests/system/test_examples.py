@@ -94,6 +94,8 @@ def test_search_index_finds_what_is_there_and_nothing_else(server, tmp_path):
         kv.set(b"page:2", b"the lazy dog")
         kv.set(b"page:3", b"a fox and a dog")
         kv.delete(b"page:3")
+        for key in (b"\xfe", b"\xff"):  # which read alike
+            kv.set(key, b"an owl")
     branch = branch_away(server, b"page:4", [b"a red fox", b"a blue whale"])
     found = run("search_index", server.address, path, "--search", "fox")
     assert found == "page:1: the quick brown [fox]\n"
@@ -101,6 +103,21 @@ def test_search_index_finds_what_is_there_and_nothing_else(server, tmp_path):
     branch()
     assert run("search_index", server.address, path, "--search", "whale") == ""
     assert "red [fox]" in run("search_index", server.address, path, "--search", "fox")
+    assert run("search_index", server.address, path, "--search", "owl").count("an [owl]") == 2
+
+
+@pytest.mark.parametrize("options", [("sqlite_mirror",), ("search_index", "--search", "fox")])
+def test_an_example_that_is_refused_a_partition_does_not_pretend_to_follow_it(
+    server, tmp_path, options
+):
+    server.fault(opcode="DCP_STREAM_REQ", vb=7, status="EACCESS", count=1)
+    name, *others = options
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", server.address, tmp_path / "db", *others],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "RuntimeError: stream request from seqno 0" in done.stderr
 
 
 async def test_cache_invalidation_forgets_what_changed_and_what_never_was(server):
