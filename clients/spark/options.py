@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
 from clients.spark.offset import Offset, decode, partition_number
+from clients.spark.value_schema import check_columns
 from vbucket.ids import NUM_VBUCKETS
 
 NUM_PARTITIONS: Final = 4
@@ -247,6 +248,11 @@ def _text(text: str) -> str:
     return text
 
 
+def _columns(text: str) -> str:
+    check_columns(_text(text))
+    return text
+
+
 _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "servers": ("HOST:PORT or dcpd://HOST:PORT, several with commas", _addresses),
     "username": ("a user's name", _text),
@@ -269,7 +275,10 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "onRollback": ("emit or fail", _choice("emit", "fail")),
     "history": ("true or false", _boolean),
     "valueFormat": ("binary, string or json", _choice("binary", "string", "json")),
-    "valueSchema": ("the columns of a JSON value as Spark's DDL", _text),
+    "valueSchema": (
+        "the columns of a JSON value as Spark's DDL, for example carrier STRING, flight INT",
+        _columns,
+    ),
     "keyFormat": ("binary or string", _choice("binary", "string")),
 }
 """Name -> what it takes in words, and the function that takes it."""

@@ -1,4 +1,4 @@
-"""The command of the tutorial, with fewer flights, and its look into the table."""
+"""What the pages on Spark show: the tutorial's command with fewer flights, and the code."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     exec(BLOCKS["python"], {})
     assert re.search(r"\| *set\|", capsys.readouterr().out)
+
+
+@pytest.mark.timeout(120)
+def test_the_code_on_the_first_page(spark, dcpd, tmp_path, capsys):
+    page = (ROOT / "docs" / "spark.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code = code.replace("127.0.0.1:11210", dcpd.address).replace("/data/", f"{tmp_path}/")
+    begin, look, _ = re.split(r"^(read_table.*)$", code, maxsplit=1, flags=re.MULTILINE)
+    with dcpd.connect() as kv:
+        kv.set(b"ada", b"lovelace")
+    names: dict = {}
+    exec(begin, names)
+    try:
+        names["query"].processAllAvailable()
+        exec(look, names)
+    finally:
+        names["query"].stop()
+    assert re.search(r"\b1\b.*61 64 61", capsys.readouterr().out)
