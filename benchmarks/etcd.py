@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-import re
 import socket
 from pathlib import Path
 from struct import Struct
@@ -33,7 +32,6 @@ _HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE = 0x1, 0x4
 _WINDOW_BYTES: Final = (1 << 31) - 1
 _FIRST_WINDOW_BYTES: Final = 65_535
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_CLIENT_URL: Final = re.compile(r"127\.0\.0\.1:(\d+)")
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
@@ -142,27 +140,15 @@ class EtcdCounter:
         return True
 
 
-def command(folder: Path) -> list[str]:
-    """The command line: one member, ports of its own choice, its defaults otherwise."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as client,
-        socket.create_server(("127.0.0.1", 0)) as peer,
-    ):
-        urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in (client, peer)]
+def command(folder: Path, port: int, peer_port: int) -> list[str]:
+    """The command line: one member, its defaults but for where it listens."""
+    urls = [f"http://127.0.0.1:{number}" for number in (port, peer_port)]
     return [
         "etcd", "--data-dir", str(folder), "--logger", "zap", "--log-level", "error",
         "--listen-client-urls", urls[0], "--advertise-client-urls", urls[0],
         "--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1],
         "--initial-cluster", f"default={urls[1]}", "--quota-backend-bytes", str(8 << 30),
     ]  # fmt: skip
-
-
-def port_in(command_line: list[str]) -> int:
-    """The port for clients in a command line that `command` made."""
-    url = command_line[command_line.index("--listen-client-urls") + 1]
-    found = _CLIENT_URL.search(url)
-    assert found is not None
-    return int(found[1])
 
 
 def get(port: int, key: bytes) -> bytes | None:

@@ -96,16 +96,8 @@ class Probe:
 def serve() -> None:
     """Run dcpd with a probe on its loop."""
     from dcp.server.main import main as run_server
-    from dcp.server.node import Node
 
-    start = Node.start
-
-    async def start_with_probe(node: Node) -> None:
-        await start(node)
-        Probe(Path(os.environ[REPORT_PATH]))
-
-    Node.start = start_with_probe  # type: ignore[method-assign, assignment]
-    run_server()
+    run_server(lambda _node: Probe(Path(os.environ[REPORT_PATH])))
 
 
 class ProbedDcpd(Dcpd):

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Final
 
@@ -29,6 +29,15 @@ KEY_VALUE_PORT: Final = re.compile(r"key-value\D*127\.0\.0\.1:(\d+)")
 """Where dcpd's first lines name the port it listens on."""
 READY_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.001
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 on which nothing listens, each another."""
+    with ExitStack() as listening:
+        found = [
+            listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [int(listener.getsockname()[1]) for listener in found]
 
 
 class PeerError(Exception):
@@ -150,27 +159,30 @@ class Dcpd(Peer):
         return body[head[4] :] if status == 0 else None
 
 
-class Redis(Peer):
-    """redis-server, as its distribution packages it."""
-
-    name = "redis"
-    protocol = "resp"
+class PeerOfChosenPort(Peer):
+    """A server that is told where to listen: it picks no free port, or does not say which."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._chosen = 0
 
+    def find_port(self) -> int:
+        return self._chosen
+
+
+class Redis(PeerOfChosenPort):
+    """redis-server, as its distribution packages it."""
+
+    name = "redis"
+    protocol = "resp"
+
     def command(self) -> list[str]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._chosen = int(free.getsockname()[1])
+        (self._chosen,) = free_ports(1)
         return [
             "redis-server", "--bind", "127.0.0.1", "--port", str(self._chosen),
             "--appendonly", "yes", "--appendfsync", "always", "--save", "",
             "--daemonize", "no", "--dir", str(self.folder),
         ]  # fmt: skip
-
-    def find_port(self) -> int:
-        return self._chosen
 
     def get(self, key: bytes) -> bytes | None:
         with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
@@ -190,45 +202,29 @@ class BoundedRedis(Redis):
     protocol = "resp-bounded"
 
 
-class Etcd(Peer):
+class Etcd(PeerOfChosenPort):
     """etcd, one member, as its distribution packages it."""
 
     name = "etcd"
     protocol = "etcd"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._chosen = 0
-
     def command(self) -> list[str]:
-        command = etcd.command(self.folder)
-        self._chosen = etcd.port_in(command)
-        return command
-
-    def find_port(self) -> int:
-        return self._chosen
+        self._chosen, peer_port = free_ports(2)
+        return etcd.command(self.folder, self._chosen, peer_port)
 
     def get(self, key: bytes) -> bytes | None:
         return etcd.get(self.port, key)
 
 
-class Nats(Peer):
+class Nats(PeerOfChosenPort):
     """nats-server with a JetStream key-value bucket, as its distribution packages it."""
 
     name = "nats"
     protocol = "nats"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._chosen = 0
-
     def command(self) -> list[str]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._chosen = int(free.getsockname()[1])
+        (self._chosen,) = free_ports(1)
         return nats.command(self.folder, self._chosen)
-
-    def find_port(self) -> int:
-        return self._chosen
 
     def get(self, key: bytes) -> bytes | None:
         return nats.get(self.port, key)

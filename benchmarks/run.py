@@ -33,7 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -303,6 +304,33 @@ def names_of(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """What `reported` reads."""
+    parser.add_argument("--folder", type=Path, help="where the servers keep their data")
+    parser.add_argument("--json", type=Path, help="write every run's figures here")
+
+
+def check_names(parser: argparse.ArgumentParser, given: list[str], known: Iterable[str]) -> None:
+    """End with a message of usage where a name is none of those that there are."""
+    for name in given:
+        if name not in known:
+            parser.error(f"{name!r} is none of {', '.join(known)}")
+
+
+@contextmanager
+def reported(options: argparse.Namespace) -> Iterator[tuple[Report, Path]]:
+    """A report to fill and a folder for servers. The report is told at the end, the folder gone."""
+    report = Report(about(options))
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
+    try:
+        yield report, folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(report.to_markdown())
+    if options.json:
+        options.json.write_text(json.dumps(report.to_document(), indent=1) + "\n")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmarks.run", description=__doc__,
@@ -314,21 +342,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each SET run")
     parser.add_argument("--keys", type=int, default=500_000)
-    parser.add_argument("--folder", type=Path, help="where the servers keep their data")
-    parser.add_argument("--json", type=Path, help="write every run's figures here")
+    add_output_options(parser)
     options = parser.parse_args()
-    for given, known in ((options.only, PARTS), (options.peers, tuple(PEERS))):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is none of {', '.join(known)}")
+    check_names(parser, options.only, PARTS)
+    check_names(parser, options.peers, PEERS)
     return options
 
 
 def main() -> int:
     options = parse_arguments()
-    report = Report(about(options))
-    folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
-    try:
+    with reported(options) as (report, folder):
         if "generator" in options.only:
             measure_generator(report, options)
         if "set" in options.only:
@@ -337,11 +360,6 @@ def main() -> int:
             measure_loaded(report, options, folder)
         if "serve" in options.only:
             measure_large_values(report, options, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(report.to_markdown())
-    if options.json:
-        options.json.write_text(json.dumps(report.to_document(), indent=1) + "\n")
     return 0
 
 

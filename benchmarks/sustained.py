@@ -12,16 +12,22 @@ after SIGKILL.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import Final
 
 from benchmarks.peers import PEERS, Peer, folder_bytes, memory_bytes
 from benchmarks.report import Report
-from benchmarks.run import LOAD_SHAPE, MIB, about, generate, names_of, record_sets, say
+from benchmarks.run import (
+    LOAD_SHAPE,
+    MIB,
+    add_output_options,
+    check_names,
+    generate,
+    names_of,
+    record_sets,
+    reported,
+    say,
+)
 
 PREBUILT_MIN: Final = 524_288
 PREBUILT_PER_KEY: Final = 2
@@ -71,20 +77,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--keys", type=int, default=1_000_000)
     parser.add_argument("--load", action="store_true", help="write every key once before")
     parser.add_argument("--restart", action="store_true", help="kill and start again at the end")
-    parser.add_argument("--folder", type=Path, help="where the servers keep their data")
-    parser.add_argument("--json", type=Path, help="write every run's figures here")
+    add_output_options(parser)
     options = parser.parse_args()
-    for name in options.peers:
-        if name not in PEERS:
-            parser.error(f"{name!r} is none of {', '.join(PEERS)}")
+    check_names(parser, options.peers, PEERS)
     return options
 
 
 def main() -> int:
     options = parse_arguments()
-    report = Report(about(options))
-    folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
-    try:
+    with reported(options) as (report, folder):
         for run in range(options.runs):
             for name in options.peers:
                 peer = PEERS[name](folder / f"{name}-{run}")
@@ -92,11 +93,6 @@ def main() -> int:
                     measure(report, options, peer, run)
                 finally:
                     peer.discard()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(report.to_markdown())
-    if options.json:
-        options.json.write_text(json.dumps(report.to_document(), indent=1) + "\n")
     return 0
 
 

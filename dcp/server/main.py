@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from dcp.server.logging_setup import EventLog
     from dcp.server.node import Node
     from dcp.server.users import Users
+
+    OnReady = Callable[[Node], None]
 
 STOP_AFTER_FAILURE_S: Final = 10.0
 SWITCH_INTERVAL_S: Final = 0.0002
@@ -209,7 +212,7 @@ def listen_error(host: str, port: int) -> OSError | None:
     return None
 
 
-def run(resolved: Resolved) -> ExitCode:
+def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
     """Run a server until it is told to stop; return what the process should end with."""
     from dcp.server.logging_setup import set_up_logging
     from dcp.server.users import USERS_FILE, Users
@@ -230,7 +233,7 @@ def run(resolved: Resolved) -> ExitCode:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(plan.settings, users, log))
+            return runner.run(_serve(plan.settings, users, log, on_ready))
     except StartError as error:
         _say(str(error))
         return error.exit_code
@@ -239,7 +242,9 @@ def run(resolved: Resolved) -> ExitCode:
         return ExitCode.FOLDER
 
 
-async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
+async def _serve(
+    settings: Settings, users: Users, log: EventLog, on_ready: OnReady | None
+) -> ExitCode:
     from dcp.server.node import Node
     from dcp.server.tls import TlsError
 
@@ -266,6 +271,8 @@ async def _serve(settings: Settings, users: Users, log: EventLog) -> ExitCode:
     # Whoever started us may have closed our stdout; that is no reason to stop.
     with contextlib.suppress(OSError):
         print(text, flush=True)
+    if on_ready is not None:
+        on_ready(node)
     try:
         await node.run_until_stopped()
         await node.stop()  # it has stopped; if that failed, here it is told
@@ -373,7 +380,7 @@ def _say(text: str) -> None:
 # -- the command line ------------------------------------------------------------------------------
 
 
-def _command() -> click.Command:
+def _command(on_ready: OnReady | None) -> click.Command:
     """Make the command of the table of settings."""
     options: list[click.Parameter] = [
         click.Option(
@@ -389,7 +396,7 @@ def _command() -> click.Command:
     command = click.Command(
         "dcpd",
         params=options,
-        callback=_from_command_line,
+        callback=partial(_from_command_line, on_ready),
         help=(
             "A key-value server whose every change is a resumable stream over 1,024 partitions. "
             "Without arguments it serves this machine, and keeps its data in ./dcpd-data."
@@ -400,7 +407,7 @@ def _command() -> click.Command:
     return click.version_option(version_text(__version__), prog_name="dcpd")(command)
 
 
-def _from_command_line(config: str | None, **flags: Any) -> None:
+def _from_command_line(on_ready: OnReady | None, config: str | None, **flags: Any) -> None:
     try:
         path = config or os.environ.get(ENV_CONFIG)
         resolved = resolve(
@@ -410,15 +417,15 @@ def _from_command_line(config: str | None, **flags: Any) -> None:
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    sys.exit(run(resolved))
+    sys.exit(run(resolved, on_ready))
 
 
-def main() -> None:
-    """Run the command `dcpd`."""
+def main(on_ready: OnReady | None = None) -> None:
+    """Run the command `dcpd`; `on_ready` is called on its event loop once it serves."""
     if not __debug__:
         _say("python -O removes the checks that guard the data; start without -O.")
         sys.exit(ExitCode.USAGE)
-    _command()(prog_name="dcpd")
+    _command(on_ready)(prog_name="dcpd")
 
 
 if __name__ == "__main__":
