@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
-import pyarrow as pa
 import pytest
 
 from clients.address import parse_address
@@ -19,7 +17,6 @@ from clients.spark.fetch import fetch, topology_of
 from clients.spark.offset import entry_at, offset_of
 from clients.spark.plan import next_entries, steps_between
 from clients.spark.survey import Survey
-from clients.spark.values import fitted, value_parser
 
 KEY = b"key1"
 VB = 92
@@ -351,36 +348,3 @@ def test_moments_and_sizes(dcpd, reader):
     assert reader.survey.seqnos_at(2**62)[VB] == 2
     assert {fact.vb_id for fact in facts} == set(range(1024))
     assert entry_at(2, facts[VB].versions).seqno == 2
-
-
-@pytest.mark.parametrize(
-    ("documents", "wanted"),
-    [
-        ([{"a": 1, "b": "x"}, {"a": 2, "c": 3}], [{"a": 1, "b": "x"}, {"a": 2, "b": None}]),
-        ([{"a": "no number", "b": "x"}], [{"a": None, "b": "x"}]),
-        ([[1]], [None]),
-        (["text"], [None]),
-    ],
-)
-def test_json_values(documents, wanted):
-    shape = pa.struct([("a", pa.int32()), ("b", pa.string())])
-    values = [json.dumps(document).encode() for document in documents]
-    parsed = value_parser("json", shape)(pa.array([*values, b"{broken", None], pa.binary()))
-    assert parsed.type == shape
-    assert parsed.to_pylist() == [*wanted, None, None]
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted", "result"),
-    [
-        ("2013-01-05", pa.date32(), "2013-01-05"),
-        ("2013-01-05T10:00:00Z", pa.timestamp("us", tz="UTC"), "2013-01-05 10:00:00+00:00"),
-        ("1.50", pa.decimal128(10, 2), "1.50"),
-        (2**40, pa.int32(), "None"),
-        (True, pa.int32(), "None"),
-        ([1, "x"], pa.list_(pa.int64()), "[1, None]"),
-        ({"k": 1}, pa.map_(pa.string(), pa.int64()), "[('k', 1)]"),
-    ],
-)
-def test_members_of_other_types(value, wanted, result):
-    assert str(fitted(value, wanted)) == result
