@@ -31,8 +31,11 @@ from vbucket.entry import (
     EXPIRATION_EXTRAS_BYTES,
     META,
     MUTATION_ENTRY,
+    MUTATION_EXTRAS,
     MUTATION_EXTRAS_BYTES,
+    MUTATION_FORM,
     MUTATION_KEY_AT,
+    NEWEST,
     OPCODE_AT,
     key_of,
     seqno_of,
@@ -48,6 +51,7 @@ _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack
 _PACK_EXPIRATION: Final = EXPIRATION_ENTRY.pack
 _UNPACK_META: Final = META.unpack_from
+_UNPACK_NEWEST: Final = NEWEST.unpack_from
 FLAGS_AT: Final = 52
 _EXPIRY_AT: Final = 56
 _NO_EXPIRY: Final = b"\0\0\0\0"
@@ -112,40 +116,56 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
-        entry = part.newest.get(key)
-        if entry:
-            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = _UNPACK_META(entry)
-        else:
-            opcode, _, _, _, old_cas, prev_seqno, rev_seqno = self._versions.meta_below(
-                part, key, entry
-            )
         if mode or cas:
-            if opcode == MUTATION and self._expire_if_due(part, key):
-                return self.store(mode, vb_id, key, body, flags, expiry, datatype, cas)
-            refusal = _refusal(mode, cas, old_cas, is_live=opcode == MUTATION)
+            self._expire_if_due(part, key)
+            meta = self._newest_meta(part, key)
+            is_live = meta is not None and meta.opcode == MUTATION
+            refusal = _refusal(mode, cas, meta.cas if meta else 0, is_live=is_live)
             if refusal is not None:
                 return refusal
+        return 0, self.put(part, key, body, flags, expiry, datatype), part.high_seqno
+
+    def put(
+        self, part: Partition, key: bytes, body: bytes, flags: int, expiry: int, datatype: int
+    ) -> int:
+        """Store a document whatever is there; return its CAS. The partition takes writes; the
+        document's seqno is its newest one now. Where it raises, nothing was changed.
+
+        What `_applied` does stands here once more: this is what every SET costs.
+        """
+        entry = part.newest.get(key)
+        if entry:
+            opcode, prev_seqno, rev_seqno = _UNPACK_NEWEST(entry)
+        else:
+            opcode, _, _, _, _, prev_seqno, rev_seqno = self._versions.meta_below(part, key, entry)
         if opcode != MUTATION:
             part.item_count += 1
             if key[0]:
                 part.tally.count(collection_of(key), 1)
-        new_cas = self._cas_floor
-        if new_cas <= part.max_cas:
-            new_cas = part.max_cas + 1
-        part.max_cas = new_cas
+        cas = self._cas_floor
+        if cas <= part.max_cas:
+            cas = part.max_cas + 1
+        part.max_cas = cas
         part.high_seqno = seqno = part.high_seqno + 1
         entry = (
             _PACK_MUTATION(
-                prev_seqno, part.epoch, 0x80, MUTATION, len(key), MUTATION_EXTRAS_BYTES, datatype,
-                vb_id, MUTATION_EXTRAS_BYTES + len(body), 0, new_cas, seqno, rev_seqno + 1,
-                flags, expiry, 0, 0, 0,
+                prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
+                part.vb_id, MUTATION_EXTRAS_BYTES + len(body), cas, seqno, rev_seqno + 1,
+                flags, expiry,
             )
             + body
         )  # fmt: skip
-        self._applied(part, key, entry)
+        part.newest[key] = entry
+        part.append_entry(entry)
+        self._pending.append(entry)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self._touched.append(part)
+        if key[0]:
+            part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
         if expiry:
             self.due.active.add(expiry, entry)
-        return 0, new_cas, seqno
+        return cas
 
     def delete(self, vb_id: int, key: bytes, cas: int) -> Outcome:
         """Delete a document, leaving a tombstone with a seqno of its own."""
@@ -207,9 +227,9 @@ class Engine(Keyspace):
         part.high_seqno = seqno = part.high_seqno + 1
         if opcode == MUTATION:
             head = _PACK_MUTATION(
-                prev_seqno, part.epoch, 0x80, MUTATION, len(key), MUTATION_EXTRAS_BYTES, datatype,
-                vb_id, MUTATION_EXTRAS_BYTES + len(body), 0, new_cas, seqno, rev_seqno,
-                flags, expiry, 0, 0, 0,
+                prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
+                vb_id, MUTATION_EXTRAS_BYTES + len(body), new_cas, seqno, rev_seqno,
+                flags, expiry,
             )  # fmt: skip
         elif opcode == DELETION:
             head = _PACK_DELETION(

@@ -21,6 +21,7 @@ from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine import ADD, FLAGS_AT, REPLACE, SET
 from vbucket.entry import META, MUTATION_KEY_AT
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.kvenv import StoreDamagedError
 from vbucket.manifest import Collection, collection_of, decode_leb128
 from vbucket.updates import expiry_of
 
@@ -31,6 +32,11 @@ STORE_EXTRAS: Final = Struct(">II")
 """Flags, expiry."""
 TOKEN_RESPONSE: Final = Struct(">BBHBBHIIQQQ")
 """A header and a mutation token."""
+SET_REQUEST: Final = Struct(">HHHHIIQII")
+"""All of a SET before its key: magic and opcode, key length, extras length and datatype, vbucket,
+body length, opaque, CAS; flags, expiry."""
+SET_RESPONSE: Final = Struct(">12sIQQQ")
+"""A header up to the opaque, opaque, CAS, and a mutation token."""
 GET_RESPONSE: Final = Struct(">BBHBBHIIQ4s")
 """A header and four bytes of flags."""
 
@@ -54,12 +60,17 @@ _STORE_FORMS: Final = {
     Opcode.REPLACEQ: (REPLACE, True),
 }
 _COME_BACK: Final = "writers have to wait until a takeover has caught up; try again soon"
+_SET_FORM: Final = 0x80 << 8 | Opcode.SET
+_SET_EXTRAS: Final = STORE_EXTRAS.size << 8
+_SET_ANSWER: Final = HEADER.pack(0x81, Opcode.SET, 0, 16, 0, 0, 16, 0, 0)[:12]
 _GET: Final = int(Opcode.GET)
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
+_unpack_set: Final = SET_REQUEST.unpack_from
+_pack_set_answer: Final = SET_RESPONSE.pack
 _pack_token: Final = TOKEN_RESPONSE.pack
 _pack_get: Final = GET_RESPONSE.pack
 _unpack_meta: Final = META.unpack_from
@@ -155,6 +166,48 @@ class DocumentCommands:
             )  # fmt: skip
         else:
             state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+
+    @property
+    def takes_runs(self) -> bool:
+        """Whether the client sends and expects what `store_run` takes and answers."""
+        return self._state.has_collections and self._state.has_mutation_tokens
+
+    def store_run(self, position: int, end: int) -> int:
+        """Take the SETs from `position` on that go the usual way: whatever is there, for ever, into
+        the default collection. Return where the first request begins that is no such one; it is
+        for `store`, which knows them all.
+        """
+        state = self._state
+        buffer, answer = state.buffer, state.answers.append
+        has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
+        engine = self._engine
+        partitions, put = engine.partitions, engine.put
+        first = position
+        while end - position >= SET_REQUEST.size:
+            form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
+                buffer, position
+            )
+            body_end = position + HEADER_BYTES + body_len
+            if form != _SET_FORM or extras & ~DATATYPE_JSON != _SET_EXTRAS or body_end > end:
+                break
+            body = buffer[position + SET_REQUEST.size : body_end]
+            key = body[:key_len]
+            if not 1 < key_len <= MAX_KEY_BYTES + 1 or len(key) != key_len or key[0]:
+                break
+            if cas or expiry or vb_id >= NUM_VBUCKETS or len(body) - key_len > value_bytes_max:
+                break
+            part = partitions[vb_id]
+            if part.state != 1 or part.is_backed_up:
+                break
+            try:
+                new_cas = put(part, key, body, flags, 0, extras & has_json)
+            except StoreDamagedError:
+                break
+            answer(_pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno))
+            position = body_end
+        if position > first:
+            state.wait_group = engine.group
+        return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
         """A store that leaves an existing document the expiry it has (frame info 5)."""
@@ -420,4 +473,5 @@ class DocumentCommands:
         return _pack_header(0x81, opcode, 0, 0, datatype, status, len(body), opaque, 0) + body
 
 
-assert TOKEN_RESPONSE.size == HEADER_BYTES + 16
+assert TOKEN_RESPONSE.size == SET_RESPONSE.size == HEADER_BYTES + 16
+assert SET_REQUEST.size == HEADER_BYTES + STORE_EXTRAS.size

@@ -45,6 +45,7 @@ from dcp.wire.status import Status
 from vbucket.kvenv import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
+_SET: Final = int(Opcode.SET)
 
 BODY_EXTRA_BYTES: Final = 4096
 """Room for extras, key and framing beside the value in a body."""
@@ -149,7 +150,9 @@ class Session:
         end = len(buffer)
         position = missing_bytes = 0
         body_bytes_max = self._body_bytes_max
+        documents = self._documents
         hot = self._document_handlers()
+        takes_runs = hot is self._hot and documents.takes_runs
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -166,6 +169,8 @@ class Session:
                     except StoreDamagedError as error:
                         self._answer_damage(opcode, opaque, error)
                     position = body_end
+                    if takes_runs and opcode == _SET:
+                        position = documents.store_run(position, end)
                     continue
             problem = self._problem_of(magic, opcode, body_len)
             if problem:
@@ -179,6 +184,7 @@ class Session:
             elif self._gate.is_waiting:
                 break
             hot = self._document_handlers()
+            takes_runs = hot is self._hot and documents.takes_runs
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
 

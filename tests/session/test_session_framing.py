@@ -17,6 +17,7 @@ from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_str
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
+from vbucket.partition import Hold, VbState
 
 VALUE_MAX = 300
 LIMITS = Limits(value_bytes_max=VALUE_MAX)
@@ -280,6 +281,9 @@ class Outcome(NamedTuple):
     answers: bytes
     is_closing: bool
     high_seqnos: list[int]
+    entries: bytes
+    """What would go into the log."""
+    wait_group: int
 
 
 def outcome(pieces: list[bytes]) -> Outcome:
@@ -295,8 +299,11 @@ def outcome(pieces: list[bytes]) -> Outcome:
     after = [part.high_seqno for part in node.engine.partitions[:2]]
     if peer.state.producer is not None:
         peer.state.producer.close()
+    group = node.engine.take_group()
+    wait_group = peer.state.wait_group - node.engine.committed_group
     node.crash()
-    return Outcome(b"".join(answers), peer.state.is_closing, after)
+    entries = b"" if group is None else group.payload
+    return Outcome(b"".join(answers), peer.state.is_closing, after, entries, wait_group)
 
 
 PIPELINE_NODE = MemoryNode()
@@ -325,6 +332,76 @@ def test_byte_by_byte_is_the_same_as_at_once() -> None:
         + pack_request(Opcode.QUIT)
     )
     assert outcome([bytes([byte]) for byte in stream]) == outcome([stream])
+
+
+# -- runs of SETs ------------------------------------------------------------------------------
+
+TOKENS_AND_COLLECTIONS = pack_request(Opcode.HELLO, value=b"\0\x04\0\x07\0\x0b\0\x12")
+LONGEST_KEY = b"\0" + b"k" * 250
+
+
+def one_set(opcode: int = Opcode.SET, **fields: int | bytes) -> bytes:
+    """Return a SET as a run takes it, but for these fields."""
+    usual = {"key": b"\0a", "value": b"v", "extras": store_extras(), "vb_id": 1, "opaque": 7}
+    return pack_request(opcode, **(usual | fields))
+
+
+NO_PART_OF_A_RUN = (
+    one_set(Opcode.SETQ),
+    one_set(Opcode.ADD),
+    one_set(Opcode.GET, extras=b"", value=b""),
+    one_set(cas=1),
+    one_set(extras=store_extras(5)),
+    one_set(extras=b""),
+    one_set(extras=bytes(9)),
+    one_set(datatype=2),
+    one_set(vb_id=1024),
+    one_set(value=bytes(VALUE_MAX + 1)),
+    one_set(key=b""),
+    one_set(key=b"\0"),
+    one_set(key=b"\x08c"),
+    one_set(key=LONGEST_KEY + b"k"),
+    pack_response(Opcode.SET),
+    pack_flex(Opcode.SET, b"\0", key=b"\0a", extras=bytes(8)),
+    HEADER.pack(0x80, Opcode.SET, 20, 8, 0, 1, 8 + 10, 0, 0) + store_extras() + b"\0short key",
+    oversized(Opcode.SET, BODY_MAX + 1) + bytes(40),
+    one_set()[:-1],
+    one_set()[:30],
+)
+
+
+@pytest.mark.parametrize("odd", [*NO_PART_OF_A_RUN, one_set(datatype=1), one_set(key=LONGEST_KEY)])
+def test_a_run_of_sets_is_what_each_of_them_is_alone(odd: bytes) -> None:
+    around = [one_set(), one_set(opaque=8), odd, one_set(vb_id=0), one_set(opaque=9)]
+    for packets in (around, around[:3], around[2:4]):
+        alone = outcome([TOKENS_AND_COLLECTIONS, *packets])
+        assert outcome([TOKENS_AND_COLLECTIONS + b"".join(packets)]) == alone
+
+
+def test_a_run_is_for_partitions_that_take_writes(node: MemoryNode) -> None:
+    peer = node.connect()
+    peer.send(TOKENS_AND_COLLECTIONS)
+    node.engine.partitions[1].state = VbState.REPLICA
+    node.engine.partitions[2].hold_writes(Hold.LOG_FULL, is_held=True)
+    answers = peer.send(one_set(vb_id=0) + one_set(vb_id=1) + one_set(vb_id=2))
+    assert [answer.status for answer in answers] == [
+        Status.OK, Status.NOT_MY_VBUCKET, Status.ETMPFAIL,
+    ]  # fmt: skip
+
+
+def test_sets_that_go_the_usual_way_are_taken_together(node: MemoryNode) -> None:
+    peer = node.connect()
+    peer.send(TOKENS_AND_COLLECTIONS)
+    taken: list[bytes] = []
+    store = peer.session._documents.store
+
+    def one_by_one(*fields: int) -> None:
+        taken.append(b"one")
+        store(*fields)
+
+    peer.session._hot[Opcode.SET] = one_by_one
+    assert len(peer.send(one_set() * 9)) == 9
+    assert len(taken) == 1, "the first one began the run"
 
 
 # -- garbage -----------------------------------------------------------------------------------
