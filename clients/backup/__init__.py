@@ -4,8 +4,10 @@
     intake            one DCP connection that gathers stored frames                        pure
     chunk, segment,   frames -> chunks -> segments, and the manifests                      pure
     manifest
-    archive           an fsspec folder with a lock
-    run               a backup, over links to all nodes
+    place, lock       an fsspec folder, and who may write to it
+    archive           what such a folder holds
+    run               a backup, over links to all nodes; segment_writer its thread's part
+    strip             the frames of a section, as columns                                  pure
     reading           a partition as of a point, newest version per key
     restore, fold,    what is done with an archive
     verify, export

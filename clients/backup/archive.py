@@ -6,40 +6,28 @@
     runs/000001/0000.seg    its segments
     runs/000003/base-0000.seg   what older runs were folded into
 
-Who calls it: everything that reads or writes an archive; nothing else knows of fsspec.
+Who calls it: everything that reads or writes an archive.
 
 Invariants
 - a file is written as a whole and never changed; a manifest names only files that are there;
-- local files are synced, then renamed; object stores show a file when it is whole; what another
-  file system shows half-written has no sound trailer and counts as not there;
-- only who holds the lock writes. Local archives are locked by the system, which lets go of a
-  process that dies; elsewhere a lease is renewed while the holder lives (LEASE_S).
+- only who holds the lock writes (clients.backup.lock).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import secrets
-import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from clients.backup.errors import (
-    EXTRA_HINT,
     ArchiveDamagedError,
     ArchiveError,
     ArchiveFormatError,
-    ArchiveLockedError,
     ArchiveMissingError,
-    BackupError,
-    MissingExtraError,
 )
+from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import (
     ArchiveRecord,
     RunRecord,
@@ -48,6 +36,7 @@ from clients.backup.manifest import (
     parse_archive,
     parse_run,
 )
+from clients.backup.place import PARTIAL, Place
 from clients.backup.segment import (
     MAGIC,
     TRAILER,
@@ -59,78 +48,30 @@ from clients.backup.segment import (
 )
 
 ARCHIVE_FILE: Final = "dcpd-archive"
-LOCK_FILE: Final = "lock"
 RUNS_FOLDER: Final = "runs"
 RUNS_MAX: Final = 999_999
-LEASE_S: Final = 300
-"""A lease that was not renewed for so long belongs to nobody: its holder was killed."""
+"""Runs that an archive ever has: names of their files have six digits."""
 FOOTER_READ_BYTES: Final = 256 * 1024
 """What is read of a segment's end at first: mostly all of the footer."""
 
 _RUN_FILE: Final = re.compile(r"runs/(\d{6})\.run")
 _SEGMENT_FILE: Final = re.compile(r"runs/(\d{6})/(base-)?(\d{4,})\.seg")
-_PARTIAL: Final = ".part"
 
 
 class Archive:
     """See the module. Made by `open_archive` or `create_archive`."""
 
-    def __init__(self, fs: Any, root: str, url: str) -> None:
-        self.url = url
+    def __init__(self, place: Place) -> None:
+        self.url = place.url
         self.record = ArchiveRecord("", 0)
-        self._fs = fs
-        self._root = root.rstrip("/")
-        protocols = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
-        self.is_local = bool({"file", "local"} & set(protocols))
-
-    # -- files ---------------------------------------------------------------------------------
-
-    def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return a file's bytes, or a range of them (a negative `start` counts from the end).
-
-        Raises FileNotFoundError, ArchiveError.
-        """
-        try:
-            data: bytes = self._fs.cat_file(f"{self._root}/{path}", start=start, end=end)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise _io_error(self.url, f"{path} cannot be read", error) from error
-        return data
-
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file as a whole, durably where that is ours to see to. Raises ArchiveError."""
-        try:
-            if self.is_local:
-                _write_local(Path(self._root, path), data)
-            else:
-                self._fs.pipe_file(f"{self._root}/{path}", data)
-        except OSError as error:
-            raise _io_error(self.url, f"{path} cannot be written", error) from error
-
-    def delete(self, path: str) -> None:
-        """Delete a file if it is there."""
-        try:
-            self._fs.rm_file(f"{self._root}/{path}")
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise _io_error(self.url, f"{path} cannot be deleted", error) from error
+        self._place = place
+        self.read = place.read
+        self.write = place.write
+        self.delete = place.delete
 
     def files(self) -> dict[str, int]:
-        """Return the files below runs/ and their sizes."""
-        folder = f"{self._root}/{RUNS_FOLDER}"
-        try:
-            self._fs.invalidate_cache()
-            found = self._fs.find(folder, detail=True)
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            raise _io_error(self.url, "it cannot be listed", error) from error
-        return {
-            name[name.rindex(f"/{RUNS_FOLDER}/") + 1 :]: int(info["size"] or 0)
-            for name, info in found.items()
-        }
+        """Return the files below runs/ and their sizes. Raises ArchiveError."""
+        return self._place.files(RUNS_FOLDER)
 
     # -- runs ----------------------------------------------------------------------------------
 
@@ -169,6 +110,16 @@ class Archive:
             elif not damages:
                 records.append(found[run])
         return records, damages
+
+    def next_run(self, runs: Sequence[RunRecord]) -> int:
+        """Return the number of the run after these. Raises ArchiveError where there is none."""
+        run = runs[-1].run + 1 if runs else 1
+        if run > RUNS_MAX:
+            raise ArchiveError(
+                f"the archive had {RUNS_MAX} runs, and has no room for another one",
+                node=self.url, hint="Begin a new archive: name another folder.",
+            )  # fmt: skip
+        return run
 
     def write_run(self, record: RunRecord) -> None:
         """Write a run's manifest: from then on the run is there."""
@@ -210,7 +161,7 @@ class Archive:
             name
             for name in self.files()
             if name not in keep
-            and (_RUN_FILE.fullmatch(name) or _SEGMENT_FILE.fullmatch(name.removesuffix(_PARTIAL)))
+            and (_RUN_FILE.fullmatch(name) or _SEGMENT_FILE.fullmatch(name.removesuffix(PARTIAL)))
         ]
         for name in sorted(spare):
             self.delete(name)
@@ -218,101 +169,7 @@ class Archive:
 
     def lock(self, purpose: str) -> ArchiveLock:
         """Return the lock, to be used with `with`."""
-        return ArchiveLock(self, purpose)
-
-
-class ArchiveLock:
-    """The right to write to an archive; a context manager. Raises ArchiveLockedError."""
-
-    def __init__(self, archive: Archive, purpose: str) -> None:
-        self._archive = archive
-        self._file: int | None = None
-        self._document = {
-            "purpose": purpose, "host": socket.gethostname(), "pid": os.getpid(),
-            "token": secrets.token_hex(8),
-        }  # fmt: skip
-
-    def __enter__(self) -> ArchiveLock:
-        """Lock."""
-        if self._archive.is_local:
-            self._lock_local()
-        else:
-            self._take_lease()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Unlock."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        elif self._holder().get("token") == self._document["token"]:
-            self._archive.delete(LOCK_FILE)
-
-    def renew(self) -> None:
-        """Say that the holder lives. Raises ArchiveLockedError where somebody took the lease."""
-        if self._file is None:
-            holder = self._holder()
-            if holder.get("token") != self._document["token"]:
-                raise self._refusal(holder)
-            self._archive.write(LOCK_FILE, self._bytes())
-
-    def _lock_local(self) -> None:
-        import fcntl
-
-        path = Path(self._archive._root, LOCK_FILE)  # noqa: SLF001  one module
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.truncate(self._file, 0)
-            os.pwrite(self._file, self._bytes(), 0)
-        except BlockingIOError:
-            os.close(self._file or 0)
-            self._file = None
-            raise self._refusal(self._holder()) from None
-        except OSError as error:
-            raise _io_error(self._archive.url, "it cannot be locked", error) from error
-
-    def _take_lease(self) -> None:
-        archive = self._archive
-        place = f"{archive._root}/{LOCK_FILE}"  # noqa: SLF001  one module
-        try:
-            archive._fs.pipe_file(place, self._bytes(), mode="create")  # noqa: SLF001
-        except FileExistsError:
-            holder = self._holder()
-            age_s = time.time() - float(holder.get("renewed_s", 0))
-            if age_s < LEASE_S:
-                raise self._refusal(holder) from None
-            archive.write(LOCK_FILE, self._bytes())
-        except OSError as error:
-            raise _io_error(archive.url, "it cannot be locked", error) from error
-        holder = self._holder()
-        if holder.get("token") != self._document["token"]:
-            raise self._refusal(holder)
-
-    def _bytes(self) -> bytes:
-        return json.dumps({**self._document, "renewed_s": time.time()}).encode()
-
-    def _holder(self) -> dict[str, Any]:
-        try:
-            holder = json.loads(self._archive.read(LOCK_FILE))
-        except (FileNotFoundError, ValueError):
-            return {}
-        return holder if isinstance(holder, dict) else {}
-
-    def _refusal(self, holder: dict[str, Any]) -> ArchiveLockedError:
-        who = f"{holder.get('purpose', 'a command')} of process {holder.get('pid', '?')}"
-        hint = "Wait until it has ended."
-        if not self._archive.is_local:
-            hint += f" Was it killed? The lock is free {LEASE_S} s after its last sign of life."
-        return ArchiveLockedError(
-            f"the archive is in use by {who} on {holder.get('host', '?')}",
-            node=self._archive.url, hint=hint,
-        )  # fmt: skip
+        return ArchiveLock(self._place, purpose)
 
 
 def run_file(run: int) -> str:
@@ -336,7 +193,7 @@ def open_archive(url: str) -> Archive:
 
     Raises ArchiveError where there is none, MissingExtraError, ArchiveFormatError.
     """
-    archive = _place(url)
+    archive = Archive(Place.of(url))
     try:
         archive.record = parse_archive(archive.read(ARCHIVE_FILE))
     except FileNotFoundError:
@@ -350,67 +207,14 @@ def open_archive(url: str) -> Archive:
 
 def create_archive(url: str, now_ns: int) -> Archive:
     """Return the archive at a path or fsspec URL, a new one where there is none."""
-    archive = _place(url)
     with suppress(ArchiveMissingError):
         return open_archive(url)
-    if archive.files() or (archive.is_local and _is_foreign(Path(archive._root))):  # noqa: SLF001
+    place = Place.of(url)
+    archive = Archive(place)
+    if archive.files() or place.is_taken:
         raise ArchiveError(
             "the folder is not empty, and it is no archive", node=url, hint="Name a new folder."
         )
     archive.record = ArchiveRecord(secrets.token_hex(8), now_ns)
     archive.write(ARCHIVE_FILE, pack_archive(archive.record))
     return archive
-
-
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it. Raises BackupError."""
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError:
-        raise MissingExtraError("fsspec is not installed, archives are reached by it") from None
-    try:
-        fs, root = url_to_fs(url)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"no driver for this URL: {error}", node=url,
-            hint=f"{EXTRA_HINT} brings local files; for others install what fsspec names.",
-        ) from None  # fmt: skip
-    except ValueError as error:
-        raise ArchiveError(
-            f"the URL cannot be used: {error}", node=url,
-            hint="A path, or a URL that fsspec knows, such as s3://bucket/folder",
-        ) from error  # fmt: skip
-    except OSError as error:
-        raise _io_error(url, "the URL cannot be used", error) from error
-    return fs, str(root)
-
-
-def _place(url: str) -> Archive:
-    if not url:
-        raise ArchiveError("no archive is named", hint="--archive takes a path or a URL.")
-    fs, root = filesystem_of(url)
-    return Archive(fs, root, url)
-
-
-def _is_foreign(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-
-
-def _io_error(url: str, what: str, error: OSError) -> BackupError:
-    return ArchiveError(f"{what}: {error.strerror or error}", node=url)
-
-
-def _write_local(path: Path, data: bytes) -> None:
-    """Write, sync, rename, sync the folder: after a crash the file is whole or not there."""
-    partial = path.with_name(path.name + _PARTIAL)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

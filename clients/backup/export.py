@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any, Final, NamedTuple
 
-from clients.backup.archive import Archive, filesystem_of
-from clients.backup.errors import ArchiveError, MissingExtraError
+from clients.backup.archive import Archive
+from clients.backup.errors import MissingExtraError
+from clients.backup.place import Place, io_error
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Reader
+from clients.backup.reading import Damage, Findings, Reader
 from clients.backup.selection import Routes, Selection, split_key
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import MUTATION_EXTRAS
@@ -73,8 +75,8 @@ class Export:
         self._prefix = selection.prefix
         self._reader = Reader(archive, self._runs, salvage=salvage)
         self._on_progress = on_progress or (lambda _done, _total: None)
-        self._earlier: dict[int, tuple[int, int]] = {}
-        self._damages: list[Damage] = []
+        self._url = archive.url
+        self.findings = Findings()
         self._documents = self._value_bytes = 0
 
     def rows(self) -> Iterator[Row]:
@@ -82,9 +84,7 @@ class Export:
         vb_ids = sorted({vb_id for record in self._runs for vb_id in record.legs})
         for index, vb_id in enumerate(vb_ids):
             view = self._reader.view(vb_id, self._point)
-            self._damages += view.damages
-            if view.seqno != view.wanted_seqno:
-                self._earlier[vb_id] = (view.wanted_seqno, view.seqno)
+            self.findings.take(view)
             for data, start, stop in self._reader.frames(view):
                 row = self._row(data, start, stop)
                 if row is not None:
@@ -92,6 +92,7 @@ class Export:
                     self._value_bytes += len(row.value)
                     yield row
             self._on_progress(index + 1, len(vb_ids))
+        self.findings.check(self._url)
 
     def to_json_lines(self, file: IO[bytes]) -> ExportReport:
         """Write one JSON object a line."""
@@ -155,7 +156,8 @@ class Export:
         return Row(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)
 
     def _report(self) -> ExportReport:
-        return ExportReport(self._documents, self._value_bytes, self._earlier, self._damages)
+        found = self.findings
+        return ExportReport(self._documents, self._value_bytes, found.earlier, found.damages)
 
 
 def json_line(row: Row) -> bytes:
@@ -174,11 +176,15 @@ def json_line(row: Row) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def open_target(url: str) -> IO[bytes]:
-    """Return a file to write an export to, at a path or fsspec URL. Raises BackupErrors."""
-    fs, path = filesystem_of(url)
+@contextmanager
+def open_target(url: str) -> Iterator[IO[bytes]]:
+    """Open a file to write an export to, at a path or fsspec URL: it is there when all of it is.
+
+    Raises BackupErrors.
+    """
+    place = Place.of(url)
     try:
-        file: IO[bytes] = fs.open(path, "wb")
+        with place.open_whole() as file:
+            yield file
     except OSError as error:
-        raise ArchiveError(f"it cannot be written: {error.strerror or error}", node=url) from error
-    return file
+        raise io_error(url, "it cannot be written", error) from error

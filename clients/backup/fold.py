@@ -24,10 +24,11 @@ from clients.backup.chunk import CHUNK_BYTES, Chunker
 from clients.backup.errors import ArchiveDamagedError, BackupError
 from clients.backup.feed import Piece
 from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
+from clients.backup.lock import RENEW_S
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import Reader
-from clients.backup.run import RENEW_S, SegmentWriter
+from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import U64
 
@@ -110,6 +111,7 @@ def fold(
         first = kept[0]
         merged = first._replace(
             base_through=into_run - 1,
+            base_ended_ns=old[-1].ended_ns,
             segments=[*writer.records, *first.segments],
             legs={
                 vb_id: [*([bases[vb_id]] if vb_id in bases else []), *first.legs.get(vb_id, [])]

@@ -67,6 +67,13 @@ class RunRecord(NamedTuple):
     raw_bytes: int
     wire_bytes: int
     """Bytes of stream messages that the server sent for it."""
+    base_ended_ns: int = 0
+    """When the last run ended that was folded into it; 0: none was, or it is not known."""
+
+    @property
+    def begins_ns(self) -> int:
+        """The time up to which there are no states where older runs are folded into this one."""
+        return self.base_ended_ns or self.started_ns
 
     @property
     def stored_bytes(self) -> int:
@@ -97,10 +104,13 @@ def parse_archive(data: bytes) -> ArchiveRecord:
 
 def pack_run(record: RunRecord) -> bytes:
     """Return a run's manifest."""
+    fields = record._asdict()
+    if not record.base_ended_ns:
+        del fields["base_ended_ns"]  # as it was before there was this field
     return _pack(
         RUN_MAGIC,
         {
-            **record._asdict(),
+            **fields,
             "segments": [
                 [path, size, [list(item) for item in held]] for path, size, held in record.segments
             ],
@@ -116,8 +126,12 @@ def pack_run(record: RunRecord) -> bytes:
 
 
 def parse_run(data: bytes) -> RunRecord:
-    """Return a run. Raises DamagedError, ArchiveFormatError."""
-    document = _parse(RUN_MAGIC, data)
+    """Return a run; fields that came with later programs are passed over.
+
+    Raises DamagedError, ArchiveFormatError.
+    """
+    found = _parse(RUN_MAGIC, data)
+    document = {name: found[name] for name in RunRecord._fields if name in found}
     try:
         return RunRecord(**document)._replace(
             segments=[

@@ -53,6 +53,12 @@ class Point(NamedTuple):
                 )
             return self.run
         if self.time_ns is not None:
+            if runs[0].base_through and self.time_ns <= runs[0].begins_ns:
+                raise PointError(
+                    f"the archive holds no state as of {time_text(self.time_ns)}: the runs up to"
+                    f" {time_text(runs[0].begins_ns)} are folded into run {runs[0].run}",
+                    hint=f"Name a later time, or the oldest run that is left: --run {runs[0].run}",
+                )
             for record in runs:
                 if record.ended_ns >= self.time_ns:
                     return record.run

@@ -75,6 +75,33 @@ class View(NamedTuple):
     damages: list[Damage]
 
 
+class Findings:
+    """What is told of the partitions that were read as of a point."""
+
+    def __init__(self) -> None:
+        self.earlier: dict[int, tuple[int, int]] = {}
+        """Partition -> (wanted seqno, the whole state at or below that is taken)."""
+        self.damages: list[Damage] = []
+        self._has_state = False
+
+    def take(self, view: View) -> None:
+        """Take note of a partition."""
+        self._has_state = self._has_state or view.seqno > 0
+        self.damages += view.damages
+        if view.seqno != view.wanted_seqno:
+            self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
+
+    def check(self, url: str) -> None:
+        """Raise PointError where there was no state at all, and something was to be."""
+        if self.earlier and not (self._has_state or self.damages):
+            raise PointError(
+                f"of no partition does the archive hold a whole state at or before that point,"
+                f" so that nothing can be taken from it: {url}",
+                hint="Name a later one: dcpctl backup list tells when runs ended, info --run N the"
+                " whole states of each partition.",
+            )
+
+
 class _Newest(NamedTuple):
     """What the first pass found."""
 

@@ -27,7 +27,7 @@ from clients.backup.errors import BackupError
 from clients.backup.load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Reader, View
+from clients.backup.reading import Damage, Findings, Reader, View
 from clients.backup.restore_link import RESTORE_FEATURES, Writer
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
@@ -79,15 +79,12 @@ class _Counts:
         self.deletions = self.value_bytes = self.partitions = 0
         self.by_source: Counter[bytes] = Counter()
         """Documents by the collection id that they have in the archive."""
-        self.earlier: dict[int, tuple[int, int]] = {}
-        self.damages: list[Damage] = []
+        self.findings = Findings()
 
     def view(self, view: View) -> None:
         """Take note of a partition."""
         self.partitions += bool(view.parts if view.winners is None else view.winners)
-        if view.seqno != view.wanted_seqno:
-            self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
-        self.damages += view.damages
+        self.findings.take(view)
 
     def plan(self, runs: Sequence[RunRecord], names: Mapping[bytes, str]) -> RestorePlan:
         """Return what was counted. `names`: where each collection id's documents go."""
@@ -96,7 +93,8 @@ class _Counts:
             by_collection[names[source]] += documents
         return RestorePlan(
             tuple(record.run for record in runs), self.partitions, self.by_source.total(),
-            self.deletions, self.value_bytes, dict(by_collection), self.earlier, self.damages,
+            self.deletions, self.value_bytes, dict(by_collection),
+            self.findings.earlier, self.findings.damages,
         )  # fmt: skip
 
 
@@ -118,6 +116,7 @@ class Restore:
     ) -> None:
         """Raises BackupErrors for a point or a selection that the archive does not have."""
         self.runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
+        self._url = archive.url
         self._point = point
         self._selection = selection
         self._routes = Routes(selection, self.runs)
@@ -213,6 +212,7 @@ class Restore:
             self._counts.view(view)
             yield view
             self._on_progress(index + 1, len(self._vb_ids))
+        self._counts.findings.check(self._url)
 
     def _loads(self, view: View) -> Iterator[Load]:
         loader = Loader(view.vb_id)

@@ -10,8 +10,8 @@ Invariants
 - the manifest is written when every partition has reached the seqno that it had when the run
   asked, and every segment was read back and found to be what was written;
 - memory is bounded: chunks that wait for the thread (QUEUE_CHUNKS), an open segment
-  (SEGMENT_BYTES), partitions under way (chunk.GATHERED_BYTES_MAX). Reading stops meanwhile, and
-  the window of flow control then stops the server.
+  (segment_writer.SEGMENT_BYTES), partitions under way (chunk.GATHERED_BYTES_MAX). Reading stops
+  meanwhile, and the window of flow control then stops the server.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive, ArchiveLock, needed_files, segment_file
+from clients.backup.archive import Archive, needed_files
 from clients.backup.chunk import Chunker, RawChunk
-from clients.backup.errors import ArchiveDamagedError, ArchiveError
+from clients.backup.errors import ArchiveError
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.backup.manifest import RunRecord, SegmentRecord
-from clients.backup.segment import Footer, SegmentBuilder
+from clients.backup.lock import RENEW_S, ArchiveLock
+from clients.backup.manifest import RunRecord
+from clients.backup.segment import Footer
+from clients.backup.segment_writer import SegmentWriter
 from clients.backup.zstd import LEVEL
 from clients.errors import (
     ConnectError,
@@ -52,8 +54,6 @@ from dcp.wire.frame import ProtocolError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
-SEGMENT_BYTES: Final = 16 * 1024 * 1024
-"""A segment is written when it has so many: what a killed run repeats, and what memory it takes."""
 QUEUE_CHUNKS: Final = 64
 """Chunks that wait for the thread: 16 MiB, a fraction of a second."""
 GIVE_UP_AFTER_S: Final = 60.0
@@ -61,8 +61,6 @@ GIVE_UP_AFTER_S: Final = 60.0
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0
 TICK_S: Final = 0.1
-RENEW_S: Final = 60.0
-"""How often the lock is renewed; a fifth of its lease."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
 """What a link to stream from asks for: the datatype is kept too."""
@@ -92,72 +90,6 @@ class RunReport(NamedTuple):
     seconds: float
     history_was_refused: bool
     """Every version was wanted, and a server does not stream them."""
-
-
-class SegmentWriter:
-    """Makes and writes segments; used by one thread at a time."""
-
-    def __init__(
-        self, archive: Archive, run: int, started_ns: int, *, is_history: bool, level: int = LEVEL
-    ) -> None:
-        self.records: list[SegmentRecord] = []
-        self.changes = self.raw_bytes = 0
-        self._archive = archive
-        self._run = run
-        self._started_ns = started_ns
-        self._is_history = is_history
-        self._level = level
-        self._is_base = False
-        self._builder = self._new()
-
-    @classmethod
-    def of_base(cls, archive: Archive, run: int, now_ns: int) -> SegmentWriter:
-        """Return the writer of what older runs are folded into."""
-        writer = cls(archive, run, now_ns, is_history=False)
-        writer._is_base = True
-        return writer
-
-    def adopt(self, found: Iterable[tuple[str, int, Footer]]) -> None:
-        """Go on after segments that are there already."""
-        for path, size_bytes, footer in found:
-            self.records.append(SegmentRecord(path, size_bytes, footer.held()))
-            sections = [footer.section(index) for index in range(footer.section_count())]
-            self.changes += sum(section.changes for section in sections)
-            self.raw_bytes += sum(section.size_bytes for section in sections)
-        self._builder = self._new()
-
-    def add(self, chunk: RawChunk) -> None:
-        """Compress a chunk; write the segment when it is full."""
-        self._builder.add(chunk, self._level)
-        self.changes += sum(section.changes for section in chunk.sections)
-        self.raw_bytes += len(chunk.data)
-        if self._builder.size_bytes >= SEGMENT_BYTES:
-            self.close()
-
-    @property
-    def open_bytes(self) -> int:
-        """Bytes of the open segment."""
-        return self._builder.size_bytes
-
-    def close(self) -> None:
-        """Write the open segment, if there is anything in it, and read it back."""
-        if self._builder.is_empty:
-            return
-        data = self._builder.finish()
-        path = segment_file(self._run, len(self.records), is_base=self._is_base)
-        self._archive.write(path, data)
-        if self._archive.read(path) != data:
-            raise ArchiveDamagedError(
-                f"{path} was read back and is not what was written", node=self._archive.url,
-                hint="The disk or the store behind the archive is failing.",
-            )  # fmt: skip
-        self.records.append(SegmentRecord(path, len(data), self._builder.held()))
-        self._builder = self._new()
-
-    def _new(self) -> SegmentBuilder:
-        return SegmentBuilder(
-            self._run, len(self.records), self._started_ns, is_history=self._is_history
-        )
 
 
 class _Session:
@@ -256,7 +188,7 @@ class Backup:
         self._loop = asyncio.get_running_loop()
         with self._archive.lock("backup run") as lock:
             runs = self._archive.runs()
-            run = runs[-1].run + 1 if runs else 1
+            run = self._archive.next_run(runs)
             found = self._archive.unfinished(run)
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
@@ -271,10 +203,16 @@ class Backup:
                 self._prepare_feeds(topology, run, runs, found)
                 await self._follow(topology, lock)
                 await self._finish_writing()
+            except DcpdError as error:
+                if not isinstance(error, ArchiveError):
+                    await self._finish_writing()  # the open segment too, for the next run
+                raise
             finally:
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
+                # What waits after a failure has nothing to say that is not said.
+                await asyncio.gather(*self._queue, return_exceptions=True)
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
             await asyncio.to_thread(lock.renew)  # or it is somebody else's turn by now
@@ -397,10 +335,18 @@ class Backup:
             link.close()
 
     async def _place(self, topology: Topology) -> None:
-        """Stream homeless partitions from the nodes that have them."""
+        """Stream homeless partitions from the nodes that have them.
+
+        Raises TopologyError for one that is nowhere, once the others stream.
+        """
         by_place: dict[tuple[str, int], list[Feed]] = {}
+        nowhere: TopologyError | None = None
         for feed in self._homeless:
-            node = topology.node_of(feed.vb_id)
+            try:
+                node = topology.node_of(feed.vb_id)
+            except TopologyError as error:
+                nowhere = nowhere or error
+                continue
             by_place.setdefault((node.host, node.kv_port), []).append(feed)
         for place, feeds in by_place.items():
             session = self._sessions.get(place)
@@ -421,6 +367,8 @@ class Backup:
                 session.flush()
             placed = set(feeds)
             self._homeless = [feed for feed in self._homeless if feed not in placed]
+        if nowhere is not None:
+            raise nowhere
 
     # -- writing -------------------------------------------------------------------------------
 

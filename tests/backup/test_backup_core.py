@@ -43,6 +43,7 @@ steps = st.one_of(
     st.tuples(st.just("branch"), vb_ids, st.integers(0, 12)),
     st.tuples(st.sampled_from(["merge", "create", "drop"])),
     st.tuples(st.just("fold"), st.integers(0, 3)),
+    st.tuples(st.just("killed_run"), st.booleans(), st.integers(0, 1500)),
 )
 
 
@@ -116,9 +117,10 @@ class Story:
             del states[seqno]
         self.note()
 
-    def run(self, history, piece_bytes, kills):
+    def run(self, history, piece_bytes, kills, *, comes_through=True):
         self.node.commit()
-        for kill_after_bytes in [*kills, None]:
+        record = None
+        for kill_after_bytes in [*kills, *([None] if comes_through else [])]:
             try:
                 record = back_up(
                     self.node, self.archive, VB_IDS, history=history, piece_bytes=piece_bytes,
@@ -127,7 +129,13 @@ class Story:
             except KilledError:
                 continue
             break
+        if record is None:
+            return
         self.runs[record.run] = {vb_id: dict(states) for vb_id, states in self.states.items()}
+
+    def killed_run(self, history, kill_after_bytes):
+        """A run that goes on later, or not: there may be folds and branches before."""
+        self.run(history, 100, [kill_after_bytes], comes_through=False)
 
     def fold(self, keep):
         if not self.runs:
@@ -174,7 +182,18 @@ CUT = [
 """Later runs stand on states in the middle of what is folded."""
 
 
+KILLED = [
+    ("write", [(3, b"\0a", 90), (3, b"\0b", 90)]), ("run", True, 300, []),
+    ("write", [(3, b"\0a", 150) for _ in range(9)]), ("run", True, 300, []),
+    ("write", [(3, b"\0c", 150) for _ in range(9)]), ("branch", 3, 15),
+    ("write", [(3, b"\0c", 150) for _ in range(9)]), ("killed_run", True, 1500), ("fold", 0),
+    ("write", [(3, b"\0b", 1)]),
+]  # fmt: skip
+"""A run that rolled back into what is folded while it lies there, killed."""
+
+
 @settings(max_examples=40)
+@example(seed=0, story=KILLED)
 @example(seed=0, story=CUT)
 @example(seed=0, story=DROPPED)
 @example(seed=0, story=UNSEEN)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.backup.archive import ARCHIVE_FILE, Archive, open_archive, run_file
+from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
 from clients.backup.errors import ArchiveDamagedError
 from clients.backup.export import Export
 from clients.backup.fold import fold
@@ -58,7 +58,7 @@ def whole(made):
         archive.delete(path)
     for path, data in files.items():
         archive.write(path, data)
-    return Archive(archive._fs, archive._root, archive.url)
+    return open_archive(archive.url)
 
 
 def flip(archive, path, at):
@@ -72,7 +72,7 @@ def export_of(archive, *, salvage=False):
     found = {vb_id: {} for vb_id in VB_IDS}
     for row in work.rows():
         found[row.vb][row.key] = row.value
-    return found, work._damages
+    return found, work.findings.damages
 
 
 def segments_of(archive):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import struct
 import subprocess
@@ -14,11 +16,16 @@ import time
 import pytest
 
 from clients.address import parse_address
+from clients.backup import archive as archive_module
+from clients.backup import place, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
-from clients.backup.errors import ArchiveLockedError
+from clients.backup.chunk import Chunker
+from clients.backup.errors import ArchiveError, ArchiveLockedError
 from clients.backup.run import Backup
+from clients.backup.verify import verify
 from clients.cli.main import run
+from clients.errors import TopologyError
 from clients.link import Link
 from clients.link_sync import SyncLink
 from clients.topology import Node, Topology
@@ -306,7 +313,7 @@ def test_two_runs_at_once_are_refused(ctl, server, archive):
 
 
 def test_two_leases_at_once_are_refused_and_dead_ones_are_taken(monkeypatch):
-    from clients.backup import archive as archive_module
+    from clients.backup import lock as lock_module
 
     url = "memory://leases"
     create_archive(url, 1)
@@ -317,7 +324,7 @@ def test_two_leases_at_once_are_refused_and_dead_ones_are_taken(monkeypatch):
     ):
         second.__enter__()
     with open_archive(url).lock("third") as dead:
-        monkeypatch.setattr(archive_module, "LEASE_S", 0)
+        monkeypatch.setattr(lock_module, "LEASE_S", 0)
         with (
             open_archive(url).lock("fourth"),
             pytest.raises(ArchiveLockedError, match="in use by fourth"),
@@ -392,12 +399,12 @@ def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from clients.backup import archive, chunk, run
+from clients.backup import chunk, place, segment_writer
 from clients.cli.main import run as dcpctl
 
-run.SEGMENT_BYTES = 20_000
+segment_writer.SEGMENT_BYTES = 20_000
 chunk.Chunker.__init__.__defaults__ = (4_000, 48 << 20)
-write = archive._write_local
+write = place._write_local
 
 
 def write_or_die(path, data):
@@ -407,7 +414,7 @@ def write_or_die(path, data):
     write(path, data)
 
 
-archive._write_local = write_or_die
+place._write_local = write_or_die
 sys.exit(dcpctl(sys.argv[1:]))
 """
 """dcpctl with small segments, that is killed while it writes the fourth."""
@@ -473,6 +480,10 @@ def in_pieces(data_received):
     return receive
 
 
+def ends_of(record):
+    return {vb_id: legs[-1].to_seqno for vb_id, legs in record.legs.items()}
+
+
 def test_any_number_of_nodes(server, other, archive, monkeypatch):
     """Half of the partitions are on each of two servers; nothing is twice, nothing is missing."""
     fill(server, b"half", 2000)
@@ -492,8 +503,89 @@ def test_any_number_of_nodes(server, other, archive, monkeypatch):
     record = report.record
     wanted = {vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if vb_id < half}
     wanted |= {vb_id: seqno for vb_id, seqno in high_seqnos(other).items() if vb_id >= half}
-    ends = {vb_id: legs[-1].to_seqno for vb_id, legs in record.legs.items()}
-    assert ends == {vb_id: seqno for vb_id, seqno in wanted.items() if seqno}
+    assert ends_of(record) == {vb_id: seqno for vb_id, seqno in wanted.items() if seqno}
+
+
+def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, monkeypatch):
+    """They are streamed and kept; the error names it, and the next run goes on."""
+    fill(server, b"nowhere", 2000)
+    node = Node("127.0.0.1", server.port)
+    lost = Topology((1,), (node,), (0,) * 7 + (-1,) + (0,) * (NUM_VBUCKETS - 8))
+    made, address = create_archive(str(archive), 1), parse_address(server.address)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "parse_topology", lambda *_, **__: lost)
+        with pytest.raises(TopologyError, match="no node is active") as info:
+            asyncio.run(Backup(made, address, give_up_after_s=0.3).run())
+    assert info.value.vb_id == 7
+    assert made.runs() == []
+    assert made.unfinished(1), "though less than a segment came"
+    report = asyncio.run(Backup(made, address).run())
+    assert report.resumed_segments == 1
+    assert ends_of(report.record) == {
+        vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
+    }
+    assert report.record.wire_bytes < report.record.raw_bytes / 20 + NUM_VBUCKETS * 80
+
+
+def test_a_full_disk_is_told_of_and_the_run_goes_on_when_there_is_room(
+    server, archive, monkeypatch
+):
+    fill(server, b"full", 4000)
+    made, address = create_archive(str(archive), 1), parse_address(server.address)
+    synced = []
+
+    def fsync(file):
+        synced.append(file)
+        if len(synced) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment_writer, "SEGMENT_BYTES", 10_000)
+        patch.setattr(Chunker.__init__, "__defaults__", (4_000, 48 << 20))
+        patch.setattr(place.os, "fsync", fsync)
+        with pytest.raises(ArchiveError, match="cannot be written: No space left") as info:
+            asyncio.run(Backup(made, address).run())
+    assert "Make room" in info.value.hint
+    assert made.runs() == []
+    assert not list(archive.rglob("*.part")), "what was not written takes no room"
+    kept = len(made.unfinished(1))
+    assert kept >= 2
+    report = asyncio.run(Backup(made, address).run())
+    assert report.resumed_segments == kept
+    assert verify(made).is_sound
+    assert ends_of(report.record) == {
+        vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
+    }
+
+
+def test_an_archive_of_as_many_runs_as_it_may_have(archive, monkeypatch):
+    monkeypatch.setattr(archive_module, "RUNS_MAX", 0)
+    made = create_archive(str(archive), 1)
+    with pytest.raises(ArchiveError, match="no room for another one") as info:
+        asyncio.run(Backup(made, parse_address("127.0.0.1:1")).run())
+    assert "new archive" in info.value.hint
+
+
+def test_times_without_a_state_are_refused(ctl, tmp_path, archive):
+    """Before the first whole state, or folded away: nothing would be restored."""
+    with DcpdProcess(tmp_path / "data") as server:
+        with Keys(server) as keys:
+            time_text = seconds(keys.set(b"early", b"1") & ~0xFFFF)
+            keys.set(b"early", b"2")
+        for _ in range(2):
+            backup(ctl, server, archive, "--newest-only")
+        exported = tmp_path / "x.jsonl"
+        for command in (["restore"], ["restore", "--dry-run"], ["export", "--to", exported]):
+            code, _, err = ctl(server, "backup", *command, "--archive", archive, "--time",
+                               time_text)  # fmt: skip
+            assert (code, "hold a whole state at or before" in err) == (1, True), err
+            assert "Name a later one" in err
+        assert not exported.exists(), "no half of an export"
+        assert ctl(server, "backup", "prune", "--archive", archive, "--keep", 1)[0] == 0
+        code, _, err = ctl(server, "backup", "restore", "--archive", archive, "--time", time_text)
+        assert (code, "are folded into run 2" in err) == (1, True), err
+        assert "--run 2" in err
+        assert restore(ctl, server, archive, "--run", "2")["documents"] == 1
 
 
 def test_a_server_that_is_gone_is_given_up_in_words(server, archive):

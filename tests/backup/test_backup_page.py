@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cbor2
 
-from clients.backup import archive, chunk, legs, manifest, run, segment
+from clients.backup import chunk, legs, lock, manifest, segment, segment_writer
 from clients.cli.backup import backup
 from clients.cli.main import run as dcpctl
 from support.server import DcpdProcess
@@ -51,8 +51,8 @@ def test_the_page_tells_the_format_as_it_is():
     assert f"records of {segment.SECTION.size} bytes" in PAGE
     assert f"Number {legs.BASE_LEG} is a base" in PAGE
     assert f"{chunk.CHUNK_BYTES >> 10} KiB before" in PAGE
-    assert f"a segment {run.SEGMENT_BYTES >> 20} MiB" in PAGE
-    assert f"free {archive.LEASE_S} s" in PAGE
+    assert f"a segment {segment_writer.SEGMENT_BYTES >> 20} MiB" in PAGE
+    assert f"free {lock.LEASE_S} s" in PAGE
     builder = segment.SegmentBuilder(1, 0, 1, is_history=True)
     data = builder.finish()
     trailer = data[-segment.TRAILER.size :]

@@ -80,6 +80,21 @@ def test_the_run_that_a_point_stands_on(point, last):
     assert [item.run for item in point.runs_of(RUNS)] == list(range(2, last + 1))
 
 
+@pytest.mark.parametrize(("base_ended_s", "begins_s"), [(100, 100), (0, 150)])
+def test_times_that_were_folded_away_are_refused(base_ended_s, begins_s):
+    """Of an archive that older programs folded, the base's run begins no earlier than it did."""
+    base = record(3, 200)._replace(
+        base_through=2, base_ended_ns=base_ended_s * SECOND, started_ns=150 * SECOND
+    )
+    runs = [base, record(4, 300)]
+    for time_ns in (0, 50 * SECOND, begins_s * SECOND):
+        with pytest.raises(PointError, match="folded into run 3") as info:
+            Point(time_ns=time_ns).runs_of(runs)
+        assert "--run 3" in info.value.hint
+    assert Point(time_ns=begins_s * SECOND + 1).runs_of(runs) == runs[:1]
+    assert Point(time_ns=201 * SECOND).runs_of(runs) == runs
+
+
 @pytest.mark.parametrize(
     ("point", "runs", "text"),
     [(Point(), [], "no finished run"), (Point(run=1), RUNS, "no run 1; its runs are 2 to 4"),

@@ -15,7 +15,7 @@ from clients.backup.intake import Intake
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import Reader, View
-from clients.backup.run import SegmentWriter
+from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER
 from dcp.wire.opcode import Opcode

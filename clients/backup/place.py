@@ -1,0 +1,202 @@
+"""The folder of an archive: files behind any fsspec URL, each written as a whole.
+
+Who calls it: `clients.backup.archive` and its lock, and exports for where they go to; nothing else
+knows of fsspec.
+
+Invariants
+- local files are synced, then renamed; object stores show a file when it is whole; what another
+  file system shows half-written has no sound trailer and counts as not there;
+- a write that fails leaves nothing behind that takes room.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+from clients.backup.errors import EXTRA_HINT, ArchiveError, BackupError, MissingExtraError
+
+PARTIAL: Final = ".part"
+"""What the names of files end in that are being written."""
+
+_HINTS: Final = {
+    errno.ENOSPC: "Make room there and run it again: what is written is kept.",
+    errno.EDQUOT: "Make room in the quota and run it again: what is written is kept.",
+    errno.EACCES: "The user that runs this has to own the archive's files.",
+    errno.EPERM: "The user that runs this has to own the archive's files.",
+    errno.EROFS: "The file system is mounted for reading only.",
+}
+"""What to try, by the reason."""
+
+
+class Place:
+    """See the module."""
+
+    def __init__(self, fs: Any, root: str, url: str) -> None:
+        self.url = url
+        self._fs = fs
+        self._root = root.rstrip("/")
+        protocols = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
+        self.is_local = bool({"file", "local"} & set(protocols))
+
+    @classmethod
+    def of(cls, url: str) -> Place:
+        """Return the place of a path or fsspec URL. Raises BackupErrors."""
+        if not url:
+            raise ArchiveError("no archive is named", hint="--archive takes a path or a URL.")
+        fs, root = filesystem_of(url)
+        return cls(fs, root, url)
+
+    def local_path(self, path: str) -> Path:
+        """Return where a file is, of a local place."""
+        assert self.is_local
+        return Path(self._root, path)
+
+    def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return a file's bytes, or a range of them (a negative `start` counts from the end).
+
+        Raises FileNotFoundError, ArchiveError.
+        """
+        try:
+            data: bytes = self._fs.cat_file(f"{self._root}/{path}", start=start, end=end)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise io_error(self.url, f"{path} cannot be read", error) from error
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file as a whole, durably where that is ours to see to. Raises ArchiveError."""
+        try:
+            if self.is_local:
+                _write_local(Path(self._root, path), data)
+            else:
+                self._fs.pipe_file(f"{self._root}/{path}", data)
+        except OSError as error:
+            raise io_error(self.url, f"{path} cannot be written", error) from error
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a file that must not be there yet; return whether it was not.
+
+        As good as the store's promise; local files have better means. Raises ArchiveError.
+        """
+        try:
+            self._fs.pipe_file(f"{self._root}/{path}", data, mode="create")
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise io_error(self.url, f"{path} cannot be written", error) from error
+        return True
+
+    def delete(self, path: str) -> None:
+        """Delete a file if it is there. Raises ArchiveError."""
+        try:
+            self._fs.rm_file(f"{self._root}/{path}")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise io_error(self.url, f"{path} cannot be deleted", error) from error
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Return the files below a folder and their sizes. Raises ArchiveError."""
+        try:
+            self._fs.invalidate_cache()
+            found = self._fs.find(f"{self._root}/{folder}", detail=True)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise io_error(self.url, "it cannot be listed", error) from error
+        return {
+            name[name.rindex(f"/{folder}/") + 1 :]: int(info["size"] or 0)
+            for name, info in found.items()
+        }
+
+    @contextmanager
+    def open_whole(self) -> Iterator[IO[bytes]]:
+        """Open the place itself, as a file to write; what is broken off is not there afterwards.
+
+        Raises OSErrors.
+        """
+        path = Path(self._root)
+        if not self.is_local:
+            file = self._fs.open(self._root, "wb", autocommit=False)
+            try:
+                with file:
+                    yield file
+            except BaseException:
+                file.discard()
+                raise
+            file.commit()
+        elif path.exists() and not path.is_file():  # a pipe or a device
+            with path.open("wb") as file:
+                yield file
+        else:
+            partial = path.with_name(path.name + PARTIAL)
+            try:
+                with partial.open("wb") as file:
+                    yield file
+                partial.replace(path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether something is there, as far as local files tell."""
+        folder = Path(self._root)
+        has_any = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        return self.is_local and has_any
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path in it. Raises BackupError."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingExtraError("fsspec is not installed, archives are reached by it") from None
+    try:
+        fs, root = url_to_fs(url)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"no driver for this URL: {error}", node=url,
+            hint=f"{EXTRA_HINT} brings local files; for others install what fsspec names.",
+        ) from None  # fmt: skip
+    except ValueError as error:
+        raise ArchiveError(
+            f"the URL cannot be used: {error}", node=url,
+            hint="A path, or a URL that fsspec knows, such as s3://bucket/folder",
+        ) from error  # fmt: skip
+    except OSError as error:
+        raise io_error(url, "the URL cannot be used", error) from error
+    return fs, str(root)
+
+
+def io_error(url: str, what: str, error: OSError) -> BackupError:
+    """Return what a failed operation on files is told as."""
+    hint = _HINTS.get(error.errno or 0)
+    return ArchiveError(f"{what}: {error.strerror or error}", node=url, hint=hint)
+
+
+def _write_local(path: Path, data: bytes) -> None:
+    """Write, sync, rename, sync the folder: after a crash the file is whole or not there."""
+    partial = path.with_name(path.name + PARTIAL)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

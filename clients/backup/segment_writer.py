@@ -1,0 +1,93 @@
+"""Chunks in, segments written and read back: the part of a run that a thread does.
+
+A segment that is written is complete in itself: what a killed run has of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from clients.backup.archive import Archive, segment_file
+from clients.backup.chunk import RawChunk
+from clients.backup.errors import ArchiveDamagedError
+from clients.backup.manifest import SegmentRecord
+from clients.backup.segment import Footer, SegmentBuilder
+from clients.backup.zstd import LEVEL
+
+SEGMENT_BYTES: Final = 16 * 1024 * 1024
+"""A segment is written when it has so many: what a killed run repeats, and what memory it takes."""
+
+
+class SegmentWriter:
+    """Makes and writes segments; used by one thread at a time."""
+
+    def __init__(
+        self, archive: Archive, run: int, started_ns: int, *, is_history: bool, level: int = LEVEL
+    ) -> None:
+        self.records: list[SegmentRecord] = []
+        self.changes = self.raw_bytes = 0
+        self._archive = archive
+        self._run = run
+        self._started_ns = started_ns
+        self._is_history = is_history
+        self._level = level
+        self._is_base = False
+        self._has_failed = False
+        """A segment could not be written: whoever asked was told, and nothing more is."""
+        self._builder = self._new()
+
+    @classmethod
+    def of_base(cls, archive: Archive, run: int, now_ns: int) -> SegmentWriter:
+        """Return the writer of what older runs are folded into."""
+        writer = cls(archive, run, now_ns, is_history=False)
+        writer._is_base = True
+        return writer
+
+    def adopt(self, found: Iterable[tuple[str, int, Footer]]) -> None:
+        """Go on after segments that are there already."""
+        for path, size_bytes, footer in found:
+            self.records.append(SegmentRecord(path, size_bytes, footer.held()))
+            sections = [footer.section(index) for index in range(footer.section_count())]
+            self.changes += sum(section.changes for section in sections)
+            self.raw_bytes += sum(section.size_bytes for section in sections)
+        self._builder = self._new()
+
+    def add(self, chunk: RawChunk) -> None:
+        """Compress a chunk; write the segment when it is full. Raises ArchiveError, once."""
+        if self._has_failed:
+            return
+        self._builder.add(chunk, self._level)
+        self.changes += sum(section.changes for section in chunk.sections)
+        self.raw_bytes += len(chunk.data)
+        if self._builder.size_bytes >= SEGMENT_BYTES:
+            self.close()
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the open segment."""
+        return self._builder.size_bytes
+
+    def close(self) -> None:
+        """Write the open segment, if there is anything in it, and read it back. Raises
+        ArchiveError, once.
+        """
+        if self._builder.is_empty or self._has_failed:
+            return
+        self._has_failed = True
+        data = self._builder.finish()
+        path = segment_file(self._run, len(self.records), is_base=self._is_base)
+        self._archive.write(path, data)
+        if self._archive.read(path) != data:
+            raise ArchiveDamagedError(
+                f"{path} was read back and is not what was written", node=self._archive.url,
+                hint="The disk or the store behind the archive is failing.",
+            )  # fmt: skip
+        self._has_failed = False
+        self.records.append(SegmentRecord(path, len(data), self._builder.held()))
+        self._builder = self._new()
+
+    def _new(self) -> SegmentBuilder:
+        return SegmentBuilder(
+            self._run, len(self.records), self._started_ns, is_history=self._is_history
+        )
