@@ -87,6 +87,26 @@ def test_a_transaction_sees_its_own_writes_and_others_see_them_after_it(env: KvE
     snapshot.close()
 
 
+def test_many_keys_are_looked_up_at_once(env: KvEnv) -> None:
+    fill(env, b"a", b"c", b"e")
+    with env.write() as write:
+        write.put("fruit", b"d", b"new")
+        found = write.get_many("fruit", [b"a", b"b", b"d", b"e", b"f"])
+        assert dict(found) == {b"a": b"=a", b"d": b"new", b"e": b"=e"}
+        assert not dict(write.get_many("other", [b"a"]))
+        assert not dict(write.get_many("fruit", []))
+
+
+def test_what_tables_take_is_told_apart(env: KvEnv) -> None:
+    before = env.used_bytes(["fruit"]), env.used_bytes(["other"])
+    with env.write() as write:
+        for number in range(100):
+            write.put("fruit", b"%d" % number, bytes(1_000))
+    assert env.used_bytes(["fruit"]) >= before[0] + 100_000
+    assert env.used_bytes(["other"]) == before[1]
+    assert env.used_bytes() == env.used_bytes(["fruit"]) + env.used_bytes(["other"])
+
+
 def test_a_transaction_that_raises_leaves_nothing(env: KvEnv) -> None:
     fill(env, b"a")
 
