@@ -80,8 +80,10 @@ class Archive:
         runs, damages = self.runs_and_damages()
         if damages:
             raise ArchiveDamagedError(
-                "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url
-            )
+                "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
+                hint="restore and export --salvage take the runs before it; further runs need the"
+                " file back, from a copy of the archive, or a new archive.",
+            )  # fmt: skip
         return runs
 
     def runs_and_damages(self) -> tuple[list[RunRecord], dict[str, str]]:
@@ -161,7 +163,9 @@ class Archive:
             name
             for name in self.files()
             if name not in keep
-            and (_RUN_FILE.fullmatch(name) or _SEGMENT_FILE.fullmatch(name.removesuffix(PARTIAL)))
+            and any(
+                kind.fullmatch(name.removesuffix(PARTIAL)) for kind in (_RUN_FILE, _SEGMENT_FILE)
+            )
         ]
         for name in sorted(spare):
             self.delete(name)

@@ -174,12 +174,14 @@ class Writer:
 
     async def _look_where_partitions_are(self) -> None:
         link = await Link.connect(self._address, features=RESTORE_FEATURES)
-        assert link.handshake is not None
-        if link.handshake.config:
-            self._topology = parse_topology(
-                link.handshake.config, self._address.host, is_tls=self._address.is_tls
-            )
-        link.close()
+        try:
+            assert link.handshake is not None
+            if link.handshake.config:
+                self._topology = parse_topology(
+                    link.handshake.config, self._address.host, is_tls=self._address.is_tls
+                )
+        finally:
+            link.close()
 
     async def _channel(self, vb_id: int) -> _Channel:
         """Return the connection to a partition's node."""

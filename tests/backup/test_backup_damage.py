@@ -146,8 +146,11 @@ def test_a_segment_of_another_run_in_its_place_is_noticed(archive):
 def test_a_damaged_manifest_is_named_and_earlier_runs_are_left(made, archive):
     flip(archive, run_file(2), 60)
     assert verify(archive).broken == {run_file(2): "the checksum is wrong"}
-    with pytest.raises(ArchiveDamagedError, match=r"runs/000002.run: the checksum is wrong"):
+    with pytest.raises(
+        ArchiveDamagedError, match=r"runs/000002.run: the checksum is wrong"
+    ) as info:
         archive.runs()
+    assert "--salvage" in info.value.hint
     runs, _ = archive.runs_and_damages()
     assert [record.run for record in runs] == [1]
     found, _ = export_of(archive, salvage=True)

@@ -281,6 +281,32 @@ def test_collections_are_made_mapped_and_chosen(ctl, server, other, archive):
     }
     assert "shop.carts" in {row["collection"] for row in export(ctl, server, archive, "--run", 1)
                             .values()}  # fmt: skip
+    # Made again, it has another id: what the first one held comes back into it, as of then only.
+    assert ctl(server, "collection", "create", "shop.orders")[0] == 0
+    collection_id = next(
+        int(row["id"], 16)
+        for row in lines(ctl(server, "collection", "list", "-o", "json")[1])
+        if row["collection"] == "shop.orders"
+    )
+    assert collection_id != manifest["shop.orders"]
+    new = bytes([collection_id])
+    with Keys(server) as keys:
+        for key, value in ((b"new", b"2"), (b"k", b"2")):
+            frame = keys.link.request(Opcode.SET, vb_id=3, key=new + key, value=value,
+                                      extras=bytes(8))  # fmt: skip
+            assert frame.status == 0
+        backup(ctl, server, archive)
+        chosen = ("--collection", "shop.orders")
+        held = [export(ctl, server, archive, *chosen, "--run", number) for number in (1, 3)]
+        assert [{key: row["value"] for key, row in rows.items()} for rows in held] == [
+            {"k": "orders"}, {"k": "2", "new": "2"}
+        ]  # fmt: skip
+        done = restore(ctl, server, archive, *chosen, "--run", 1, "--force")
+        assert (done["written"], done["collections"]) == (1, {"shop.orders": 1})
+        found = [
+            keys.link.request(Opcode.GET, vb_id=3, key=new + key).value for key in (b"k", b"new")
+        ]
+        assert found == [b"orders", b"2"]
 
 
 def test_dry_run_asks_no_server(ctl, server, archive):
