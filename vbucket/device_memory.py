@@ -18,6 +18,8 @@ MEMORY_AHEAD_BYTES = 512
 """Zeros that `reserve` writes here: few, so that tests come to their end."""
 _SALT_STEP = 0x9E37_79B9_7F4A_7C15
 """Makes each segment's salt another, and the same in every run."""
+_SALT_TOP = 1 << 63
+"""No record begins with a zero byte then, so that whatever a crash keeps of one can be seen."""
 
 
 class MemoryLogDevice:
@@ -96,7 +98,7 @@ class MemoryLogDevice:
         """See LogDevice."""
         self.sync()
         newest = max(self._data, default=0)
-        salt = (newest + 1) * _SALT_STEP % (1 << 64)
+        salt = (newest + 1) * _SALT_STEP % (1 << 64) | _SALT_TOP
         header = pack_segment_header(newest + 1, self.current_bytes, salt)
         self._data[newest + 1] = bytearray(header)
         self._synced = len(header)

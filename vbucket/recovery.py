@@ -45,10 +45,16 @@ def start(
     UnknownFormatError, StoreDamagedError, StoreFullError, StoreFailedError, LogWriteError,
     SyncFailedError.
     """
-    if not device.segments():
-        device.rotate()
     store = Store(env)
     node = store.node()
+    if not device.segments():
+        if node is not None:  # the log's first segment is there before the store is
+            raise LogDamagedError(
+                "there is a store, but the log beside it is empty, and what was answered since the "
+                "last merge is lost with it; put the log's files back, or restore a copy of the "
+                "whole folder"
+            )
+        device.rotate()
     if node is None:
         if device.segments() != [1] or any(recover(device, 0).groups()):
             raise LogDamagedError(

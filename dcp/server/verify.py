@@ -6,7 +6,8 @@ folder's lock is held meanwhile, so that no server runs on it.
     1. the marker and the lock      refused where a server runs
     2. LMDB's pages, by lmdb.verify, which is pure Python: damaged pages cannot crash it
     3. everything else, by vbucket.verify, through LMDB: in a process of its own (`--tables`),
-       because LMDB may crash on damaged pages; what it found until then is kept
+       because LMDB may crash on damaged pages; what it found until then is kept, and only
+       one that says it came to its end may have found nothing
 
 Exit code: 0 nothing is wrong, 1 something is, 2 the folder cannot be checked.
 """
@@ -159,10 +160,11 @@ def check_tables(data_path: Path) -> int:
         _write(["finding", Kind.PAGES, "store/data.mdb", str(error)])
         for finding in _log_alone(data_path):
             _write(["finding", *finding])
+        _write(["end"])
         return ExitCode.FINDINGS
     log_folder = log_path(data_path)
     check = StoreCheck(
-        database, segments_in(log_folder), lambda n: _segment(log_folder, n), on_progress=tell
+        database, _segments(log_folder), lambda n: _segment(log_folder, n), on_progress=tell
     )
     try:
         for finding in check.findings():
@@ -171,6 +173,7 @@ def check_tables(data_path: Path) -> int:
         _write(["refused", str(error)])
     _write(["progress", *check.progress])
     database.close()
+    _write(["end"])
     return ExitCode.CLEAN
 
 
@@ -178,12 +181,23 @@ def _log_alone(data_path: Path) -> Iterator[Finding]:
     """Check the log without a store to compare it with."""
     log_folder = log_path(data_path)
     check = LogCheck(
-        segments_in(log_folder),
+        _segments(log_folder),
         lambda n: _segment(log_folder, n),
         merged_segment=None,
         high_seqnos=None,
     )
     yield from check.findings()
+
+
+def _segments(log_folder: Path) -> list[int]:
+    """Return what segments there are; where none can be seen, their loss is told by what should
+    be there.
+    """
+    try:
+        return segments_in(log_folder)
+    except OSError as error:
+        _write(["finding", Kind.LOG, "log", f"the folder cannot be read: {error}"])
+        return []
 
 
 def _segment(log_folder: Path, segment: int) -> bytes:
@@ -201,6 +215,7 @@ def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
     """Run `check_tables` in a process that may crash. Raises FolderError for an unknown format."""
     arguments = [sys.executable, "-P", "-m", "dcp.server.verify", "--tables", str(data_path)]
     progress = Progress(0, 0, 0, 0)
+    has_ended = False
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
         assert child.stdout is not None
         for line in child.stdout:
@@ -209,6 +224,8 @@ def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
                 report.finding(Finding(Kind(fields[0]), *fields[1:]))
             elif kind == "refused":
                 raise FolderError(fields[0])
+            elif kind == "end":
+                has_ended = True
             else:
                 progress = Progress(*fields)
                 report.progress(report.rate(progress))
@@ -216,8 +233,9 @@ def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
         name = signal.Signals(-child.returncode).name
         what = f"LMDB crashed ({name}) after {progress.partitions} partitions"
         report.finding(Finding(Kind.CRASH, "store/data.mdb", what))
-    elif child.returncode not in set(ExitCode):
-        report.finding(Finding(Kind.CRASH, "store/data.mdb", f"exit code {child.returncode}"))
+    elif not has_ended:
+        what = f"the check failed (exit code {child.returncode}, why is on stderr)"
+        report.finding(Finding(Kind.CRASH, "store and log", what))
     return progress
 
 

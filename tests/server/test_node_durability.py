@@ -262,6 +262,22 @@ async def test_a_start_that_died_before_the_store_was_there_is_no_damage(tmp_pat
             await kv.set("k", b"v")
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+async def test_a_store_without_its_log_is_refused(tmp_path: Path, is_merged: bool) -> None:
+    """Nothing is made in its place: what was in it would be gone without a word."""
+    with DcpdProcess(tmp_path / "data") as server:
+        async with KvClient.connect(server.address) as kv:
+            await kv.set("k", b"v")
+        if is_merged:
+            await asyncio.to_thread(server.compact)
+        server.kill()
+        shutil.rmtree(server.data / "log")
+        refused = run_dcpd("--data", str(server.data))
+        assert refused.returncode == 4
+        assert "the log beside it is empty" in refused.stderr
+        assert not list((server.data / "log").iterdir())
+
+
 async def test_a_log_without_its_store_is_refused(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data") as server:
         await newest_segment(server)

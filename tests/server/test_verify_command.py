@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,6 +153,27 @@ def test_a_crash_of_lmdb_ends_no_check(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("block: vb 1: damaged")
     assert "LMDB crashed (SIGSEGV) after 5 partitions" in lines[1]
+
+
+def test_a_log_that_is_gone_is_told(folder: Path) -> None:
+    for path in (folder / "log").iterdir():
+        path.unlink()
+    for _ in range(2):
+        found = run(folder)
+        assert found.returncode == 1
+        assert "missing: the store has not merged it" in found.stdout
+        shutil.rmtree(folder / "log", ignore_errors=True)
+
+
+def test_a_check_that_fails_is_no_clean_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process that reads the tables ends with an error of its own, which is exit code 1."""
+    start = subprocess.Popen
+    broken = [sys.executable, "-c", "raise AssertionError('a fault')"]
+    monkeypatch.setattr(shell.subprocess, "Popen", lambda _, **more: start(broken, **more))
+    assert shell.verify(folder, as_json=False) == shell.ExitCode.FINDINGS
+    assert "the check failed (exit code 1" in capsys.readouterr().out
 
 
 def test_a_table_whose_name_is_damaged_is_not_made_anew(folder: Path) -> None:
