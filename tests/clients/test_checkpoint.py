@@ -2,7 +2,7 @@ import contextlib
 
 import cbor2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.checkpoint import (
@@ -204,6 +204,7 @@ def test_server_that_names_our_own_place_does_not_stop_us():
     assert rolled_back(position(100, ((0, 100),)), 100).seqno == 99
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 2**40), st.lists(st.integers(1, 2**30), min_size=RANGES_MAX))
 def test_thinning_keeps_the_newest_and_is_bounded(start, steps):
     ranges = []

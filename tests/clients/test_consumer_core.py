@@ -488,7 +488,7 @@ NUMBERS = st.lists(st.integers(0, 20), max_size=4).map(lambda n: struct.pack(f">
 BODIES = NUMBERS | st.binary(max_size=33) | st.builds(lambda a, b: a + b, NUMBERS, st.binary())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     start=st.sampled_from([None, Position(), Position(((77, 0),), 9, 9, 9, ((0, 9),))]),
     collections=st.sampled_from([(0,), (8,), ()]),
