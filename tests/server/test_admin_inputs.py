@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from base64 import b64encode
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -146,3 +147,16 @@ def test_a_fault_is_taken_away_by_its_whole_number(server: DcpdProcess) -> None:
 def test_what_was_refused_is_audited_without_harm(server: DcpdProcess) -> None:
     lines = (Path(server.data) / "audit.log").read_text().splitlines()
     assert all(json.loads(line)["event"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [b"Basic", b"Basic \xe9", b"Basic ====", b"Basic Og==", b"Basic /w==", b"\xff", b"Bearer x",
+     b"Basic " + b"QUFB" * 4000, b"Basic " + b64encode("gu\0st:\ud800".encode("utf-8", "replace"))],
+)  # fmt: skip
+def test_a_login_of_any_kind_is_refused(server: DcpdProcess, authorization: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.admin_port), timeout=30) as connection:
+        head = b"GET /api/v1/status HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: "
+        connection.sendall(head + authorization + b"\r\n\r\n")
+        with connection.makefile("rb") as stream:
+            assert stream.readline().split()[1] == b"401"
