@@ -14,7 +14,7 @@ from clients.kv import KvClient
 from conftest import has_java, worker_environment
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_query_on_two_executors(dcpd, tmp_path):
     problem = has_java()
     if problem:
@@ -30,7 +30,7 @@ def test_a_query_on_two_executors(dcpd, tmp_path):
     script = Path(__file__).with_name("cluster_run.py")
     run = subprocess.run(
         [sys.executable, str(script), dcpd.address, str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=170,
+        capture_output=True, text=True, check=False, timeout=500,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     told = json.loads(run.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "tutorial-spark.md").read_text()
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
     """The look into the table gets the session that there is, instead of one more JVM."""
     script = BLOCKS["sh"].split()[1]
