@@ -217,6 +217,23 @@ def test_a_batch_touches_the_buckets_of_its_partitions_only(tmp_path):
     assert len(after.files[3].changes) == 2
 
 
+def test_delta_leaves_the_files_of_other_buckets_alone(tmp_path):
+    sink = DeltaTables(tmp_path / "table")
+    rows = [row for vb in (1, 300, 600, 900) for row in sets(vb, 1, 10)]
+    # A key is in one partition alone.
+    sink.apply(table([(*row[:4], b"%d-" % row[0] + row[4], *row[5:]) for row in rows]))
+
+    def files(name: str) -> set[str]:
+        return set(sink_delta.DeltaTable(f"{sink.path}/{name}").file_uris())
+
+    before = {name: files(name) for name in ("current", "changes")}
+    sink.apply(table([(900, 11, 7, "set", b"900-3", b"new", 11)]))
+    sink.apply(table([(900, 9, 7, "rollback", None, None, None)]))
+    for name, old in before.items():
+        assert len(old) == 4
+        assert {file for file in old if "bucket=3" not in file} < files(name)
+
+
 def test_the_log_stays_in_few_files_and_replaced_files_go(tmp_path):
     sink = ParquetTable(tmp_path / "table")
     for number in range(70):
