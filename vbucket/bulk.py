@@ -9,10 +9,9 @@ change gets the next seqno of the partition that it comes into.
 Who calls it: the session reads and checks, the engine applies. Nothing that a client says of
 lengths is believed: either every frame is sound, or none is taken (`MalformedFramesError`).
 
-The table of lengths says where frames are without a look at each. Their heads, which are of one
-length, are joined, so that a field of all frames is a slice with a stride, and a check of all of
-them is one comparison. Only packets in which a check fails, or with removals, are looked at frame
-by frame.
+The table of lengths says where frames are without a look at each. The heads of mutations, which
+are of one length, are joined, so that a field of all of them is a slice with a stride, and a check
+of all is one comparison. Removals are looked at one by one.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ _EXTRAS_BYTES: Final[dict[int, frozenset[int]]] = {
 _ROW: Final = Struct(">BBHBBHI4xQ8xQ4xI7s")
 """Magic, opcode, key length, extras length, datatype, vbucket, body length, CAS, revision, expiry,
 what follows it in a mutation's extras. Of a removal the last two mean nothing."""
-_PAD: Final = bytes(_ROW.size)
 _NO_TAIL: Final = bytes(7)
 _KEY_AT: Final = HEADER_BYTES + MUTATION_EXTRAS_BYTES
 _HEAD_BYTES: Final = _KEY_AT + 1
@@ -69,6 +67,7 @@ _STRIDE: Final = PREFIX_BYTES + _HEAD_BYTES
 """From one head to the next in entries."""
 _KEY_BYTES_MAX: Final = MAX_KEY_BYTES + 1
 """As for every other command: the default collection's id and the longest key."""
+_OPCODE_AT: Final = 1
 _KEY_SIZE_AT: Final = 3
 """The second byte: keys are short."""
 _DATATYPE_AT: Final = 5
@@ -89,7 +88,6 @@ _ALIKE: Final = (
 """Bytes that are the same in all heads, and what they are: keys are short, revisions have 48 bits,
 nothing is behind the expiry. The partition's bytes come to them."""
 _pack_prefix: Final = PREFIX.pack
-_unpack_row: Final = _ROW.unpack_from
 
 
 class MalformedFramesError(Exception):
@@ -134,18 +132,30 @@ class Frames:
         self._ends: Sequence[int] = edges[1:]
         edges.pop()
         self._starts: Sequence[int] = edges
-        self._heads: Sequence[bytes] = [value[at : at + _HEAD_BYTES] for at in edges]
-        self.opcodes: Sequence[int] = b""
-        self.datatypes: Sequence[int] = b""
-        self.cas: Sequence[int] = ()
-        self.expiries: Sequence[int] = ()
-        """Of mutations; empty: none has any."""
-        self.removals: Sequence[int] = ()
+        heads = [value[at : at + _HEAD_BYTES] for at in edges]
+        if len(heads[-1]) < _HEAD_BYTES:
+            # Removals at the end may be shorter. Heads of removals reach into what follows.
+            heads = [head.ljust(_HEAD_BYTES, b"\0") for head in heads]
+        self._heads: Sequence[bytes] = heads
+        joined = b"".join(heads)
+        self.opcodes: Sequence[int] = joined[_OPCODE_AT::_HEAD_BYTES]
+        self.datatypes: Sequence[int] = joined[_DATATYPE_AT::_HEAD_BYTES]
+        self.removals: Sequence[int] = _removals_of(self.opcodes)
         """Which of them are no mutations."""
-        self.keys: Sequence[bytes] = ()
-        self.has_default_keys_only = False
-        if min(body_sizes) + HEADER_BYTES < _HEAD_BYTES or not self._take_columns(body_sizes):
-            self._take_rows(body_sizes)
+        self.keys: Sequence[bytes]
+        self.cas: Sequence[int]
+        self.expiries: Sequence[int]
+        """Of mutations; empty: none has any."""
+        self.has_default_keys_only: bool
+        if self.removals:
+            self._take_mixed(body_sizes)
+            self.has_default_keys_only = not any(key[0] for key in self.keys)
+        else:
+            found = _mutations(value, vb_id, joined, edges, body_sizes)
+            if found is None:
+                raise self._malformed(body_sizes)
+            self.keys, self.cas, self.expiries = found
+            self.has_default_keys_only = not any(joined[_KEY_AT::_HEAD_BYTES])
         if not self.has_default_keys_only:
             self._check_collections()
 
@@ -158,71 +168,44 @@ class Frames:
         """Return the revision of each; who has nothing to compare them with need not."""
         return _numbers(b"".join(self._heads), _REV_SEQNO_AT, len(self))
 
-    def _take_columns(self, body_sizes: Sequence[int]) -> bool:
-        """Take all as mutations; return False, and take nothing, where a check fails."""
-        count = len(body_sizes)
-        heads, value = b"".join(self._heads), self._value
-        key_sizes = heads[_KEY_SIZE_AT::_HEAD_BYTES]
-        cas = _numbers(heads, _CAS_AT, count)
-        is_plain = (
-            all(
-                heads[at::_HEAD_BYTES] == bytes((byte,)) * count
-                for at, byte in (*_ALIKE, (6, self.vb_id >> 8), (7, self.vb_id & 0xFF))
-            )
-            and all(
-                heads[_BODY_AT + at :: _HEAD_BYTES] == value[at : count * U32.size : U32.size]
-                for at in range(U32.size)
-            )
-            and max(heads[_DATATYPE_AT::_HEAD_BYTES]) <= DATATYPE_MAX
-            and min(key_sizes) > 1
-            and max(key_sizes) <= _KEY_BYTES_MAX
-            and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
-            and min(cas) > 0
-            and max(cas) <= CAS_MAX
-            # Low revisions mostly: none ends with a zero byte.
-            and (
-                0 not in heads[_REV_SEQNO_AT + 7 :: _HEAD_BYTES]
-                or min(_numbers(heads, _REV_SEQNO_AT, count)) > 0
-            )
-        )
-        if not is_plain:
-            return False
-        self.keys = [
-            value[(at := start + _KEY_AT) : at + size]
-            for start, size in zip(self._starts, key_sizes, strict=True)
-        ]
-        self.cas = cas
-        self.opcodes = heads[1::_HEAD_BYTES]
-        self.datatypes = heads[_DATATYPE_AT::_HEAD_BYTES]
-        self.has_default_keys_only = not any(heads[_KEY_AT::_HEAD_BYTES])
-        if any(heads[at::_HEAD_BYTES] != bytes(count) for at in range(_EXPIRY_AT, _TAIL_AT)):
-            self.expiries = unpack(f">{count}I", _column(heads, _EXPIRY_AT, count, U32.size))
-        return True
+    def _take_mixed(self, body_sizes: Sequence[int]) -> None:
+        """Take mutations as columns, and what is none one by one. Raises MalformedFramesError."""
+        value, count = self._value, len(body_sizes)
+        keys, cas, expiries = [b""] * count, [0] * count, [0] * count
+        chosen = [at for at, opcode in enumerate(self.opcodes) if opcode == _MUTATION]
+        if chosen:
+            found = _mutations(
+                value, self.vb_id, b"".join([self._heads[at] for at in chosen]),
+                [self._starts[at] for at in chosen], [body_sizes[at] for at in chosen],
+            )  # fmt: skip
+            if found is None:
+                raise self._malformed(body_sizes)
+            for at, key, of_key in zip(chosen, found[0], found[1], strict=True):
+                keys[at], cas[at] = key, of_key
+            for at, expiry in zip(chosen, found[2], strict=False):
+                expiries[at] = expiry
+        for at in self.removals:
+            row = self._row(at)
+            if row.body_bytes != body_sizes[at] or _problem_of(row, self.vb_id):
+                raise self._malformed(body_sizes)
+            key_at = self._starts[at] + HEADER_BYTES + row.extras_bytes
+            keys[at], cas[at] = value[key_at : key_at + row.key_bytes], row.cas
+        self.keys, self.cas, self.expiries = keys, cas, expiries
 
-    def _take_rows(self, body_sizes: Sequence[int]) -> None:
-        """Take them one by one. Raises MalformedFramesError."""
-        value = self._value + _PAD
-        rows = [Row(*_unpack_row(value, start)) for start in self._starts]
-        for index, (row, body_bytes) in enumerate(zip(rows, body_sizes, strict=True)):
+    def _row(self, index: int) -> Row:
+        return Row(*_ROW.unpack(self._heads[index][: _ROW.size]))
+
+    def _malformed(self, body_sizes: Sequence[int]) -> MalformedFramesError:
+        """Return what is wrong with the first frame that is not sound."""
+        for index, body_bytes in enumerate(body_sizes):
+            row = self._row(index)
             problem = _problem_of(row, self.vb_id)
             if row.body_bytes != body_bytes:
                 problem = f"its body has {row.body_bytes} bytes, {body_bytes} are announced"
             if problem:
-                raise MalformedFramesError(
-                    f"frame {index}, at byte {self._starts[index]}: {problem}"
-                )
-        self.opcodes = bytes(row.opcode for row in rows)
-        self.datatypes = bytes(row.datatype for row in rows)
-        self.cas = [row.cas for row in rows]
-        self.expiries = [row.expiry for row in rows]
-        self.removals = _removals_of(self.opcodes)
-        self.keys = [
-            value[(at := start + HEADER_BYTES + row.extras_bytes) : at + row.key_bytes]
-            for start, row in zip(self._starts, rows, strict=True)
-        ]
-        # Those of removals may reach into what follows, or be cut; only their revision is read.
-        self._heads = [head.ljust(_HEAD_BYTES, b"\0") for head in self._heads]
-        self.has_default_keys_only = not any(key[0] for key in self.keys)
+                where = f"frame {index}, at byte {self._starts[index]}"
+                return MalformedFramesError(f"{where}: {problem}")
+        raise AssertionError("every check of all frames is one of a single frame")
 
     def _check_collections(self) -> None:
         for index, key in enumerate(self.keys):
@@ -298,6 +281,46 @@ def _table(value: bytes, count: int) -> Sequence[int]:
     return unpack_from(f">{count}I", value)
 
 
+def _mutations(
+    value: bytes, vb_id: int, heads: bytes, starts: Sequence[int], body_sizes: Sequence[int]
+) -> tuple[list[bytes], Sequence[int], Sequence[int]] | None:
+    """Return keys, CAS and expiries (empty: none has any); None where a frame is not sound."""
+    count = len(starts)
+    key_sizes = heads[_KEY_SIZE_AT::_HEAD_BYTES]
+    cas = _numbers(heads, _CAS_AT, count)
+    sizes = pack(f">{count}I", *body_sizes)
+    is_sound = (
+        all(
+            heads[at::_HEAD_BYTES] == bytes((byte,)) * count
+            for at, byte in (*_ALIKE, (6, vb_id >> 8), (7, vb_id & 0xFF))
+        )
+        and all(
+            heads[_BODY_AT + at :: _HEAD_BYTES] == sizes[at :: U32.size] for at in range(U32.size)
+        )
+        and max(heads[_DATATYPE_AT::_HEAD_BYTES]) <= DATATYPE_MAX
+        and min(key_sizes) > 1
+        and max(key_sizes) <= _KEY_BYTES_MAX
+        and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
+        and min(cas) > 0
+        and max(cas) <= CAS_MAX
+        # Low revisions mostly: none ends with a zero byte.
+        and (
+            0 not in heads[_REV_SEQNO_AT + 7 :: _HEAD_BYTES]
+            or min(_numbers(heads, _REV_SEQNO_AT, count)) > 0
+        )
+    )
+    if not is_sound:
+        return None
+    keys = [
+        value[(at := start + _KEY_AT) : at + size]
+        for start, size in zip(starts, key_sizes, strict=True)
+    ]
+    expiries: Sequence[int] = ()
+    if any(heads[at::_HEAD_BYTES] != bytes(count) for at in range(_EXPIRY_AT, _TAIL_AT)):
+        expiries = unpack(f">{count}I", _column(heads, _EXPIRY_AT, count, U32.size))
+    return keys, cas, expiries
+
+
 def _column(heads: bytes, at: int, count: int, size: int) -> bytearray:
     """Return a field of all heads, one after the other."""
     column = bytearray(size * count)
@@ -318,6 +341,8 @@ def _put_numbers(stored: bytearray, at: int, numbers: Sequence[int]) -> None:
 
 
 def _removals_of(opcodes: Sequence[int]) -> list[int]:
+    if opcodes.count(_MUTATION) == len(opcodes):
+        return []
     return [at for at, opcode in enumerate(opcodes) if opcode != _MUTATION]
 
 
