@@ -68,7 +68,7 @@ SLICE_BYTES: Final = 16 << 20
 later, so the file has to be larger by some of these; a transaction's sync takes some milliseconds.
 """
 FREE_PAGES_BYTES: Final = 3 * SLICE_BYTES
-"""What waits to be used again meanwhile: of two slices, and of one that a reader still sees."""
+"""What waits to be used again meanwhile: of two slices, and some in pieces that are too small."""
 
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)

@@ -42,6 +42,8 @@ COLUMN_BYTES: Final = 16
 BLOCK_FILL: Final = 0.95
 """Bytes of a version besides its frame, and how much of their pages blocks fill: what a number of
 bytes on disk holds of frames."""
+FREE_MERGES: Final = 3
+"""Pages that merges leave free: as many as so many of them write anew."""
 WALKED_BLOCKS: Final = 8
 """What is looked at of a partition to find how far a number of bytes reaches."""
 _UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
@@ -114,7 +116,8 @@ class _Budget(NamedTuple):
         """Return what the records and the disk's use give.
 
         Free pages are estimated: a merge may write every page of by_key anew, and the last block of
-        every partition, and LMDB uses a page again two transactions after it was freed.
+        every partition, and LMDB uses a page again two transactions after it was freed. As much
+        again lies between pages that are used, in pieces too small for a block (seen in long runs).
         """
         spare = sum(map(_spare, records))
         if use is None:
@@ -125,7 +128,7 @@ class _Budget(NamedTuple):
         live_bytes = version_bytes * sum(record.item_count for record in written)
         newest_bytes = version_bytes * sum(record.keys for record in written)
         merge_bytes = use.other_bytes + len(written) * BODY_BYTES_TARGET // 2
-        free_bytes = 2 * merge_bytes + use.compaction_bytes
+        free_bytes = FREE_MERGES * merge_bytes + use.compaction_bytes
         waiting_bytes = version_bytes * sum(_worth(record.keys) for record in written)
         room_bytes = (
             windows.history_bytes + 3 * live_bytes - newest_bytes

@@ -26,7 +26,7 @@ from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.stream.pins import allowed
 from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
-from vbucket.compaction import Floors, SliceReport
+from vbucket.compaction import Floors
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.retention import Step, Windows
@@ -50,8 +50,6 @@ MERGES_BETWEEN: Final = 2
 """Merges whose versions may come into the store before a compaction that was planned is through."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
-REFRESH_S: Final = 0.05
-"""No longer than a slice takes; it costs the loop some ten microseconds."""
 _ALL: Final = range(NUM_VBUCKETS)
 _FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
@@ -213,7 +211,12 @@ class Compaction:
                 break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
             began_s = time.monotonic()
-            report = await self._turn_of(floors, seconds)
+            report = await self._asked(
+                partial(
+                    StoreProcess.compact, floors=floors, seconds=seconds,
+                    after_slice=self._node.refresh_store,
+                )
+            )  # fmt: skip
             meter.compaction_seconds.observe(time.monotonic() - began_s)
             meter.dropped_versions += report.versions
             meter.dropped_tombstones += report.tombstones
@@ -228,20 +231,6 @@ class Compaction:
                 "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
             )
         return versions, tombstones
-
-    async def _turn_of(self, floors: dict[int, Floors], seconds: float) -> SliceReport:
-        """Have these partitions compacted for some time, and read the store anew meanwhile: pages
-        that a slice freed can be used again by the next one only when nobody reads them any more.
-        """
-        compact = partial(StoreProcess.compact, floors=floors, seconds=seconds)
-        request = asyncio.ensure_future(self._asked(compact))
-        try:
-            while not request.done():
-                await asyncio.wait({request}, timeout=REFRESH_S)
-                self._node.refresh_store()
-        finally:
-            request.cancel()
-        return request.result()
 
     def _floors(self) -> dict[int, Floors]:
         """Return what to compact next: floors of partitions that have not branched since."""

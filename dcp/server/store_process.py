@@ -134,13 +134,28 @@ class StoreProcess:
         report = PlanReport(*await self._request(request))
         return report._replace(steps=[Step(*step) for step in report.steps])
 
-    async def compact(self, floors: dict[int, Floors], seconds: float) -> SliceReport:
+    async def compact(
+        self, floors: dict[int, Floors], seconds: float, after_slice: Callable[[], None]
+    ) -> SliceReport:
         """Compact these partitions for so long, or until all are done; what is reported is durable.
 
-        The floors are in the log. Raises as `merge`.
+        The floors are in the log. Other requests wait. `after_slice` is called between any two
+        transactions: who reads the store goes on to its newest state there, because pages that one
+        has freed can be used by the next but one only where nobody reads them. Raises as `merge`.
         """
-        request = {"op": "compact", "floors": floors, "seconds": seconds}
-        return SliceReport(*await self._request(request))
+        todo = dict(floors)
+        total = SliceReport([], 0, 0, [])
+        async with self._turn:
+            end_s = time.monotonic() + seconds
+            while todo:
+                report = SliceReport(*await self._ask({"op": "compact", "floors": todo}))
+                after_slice()
+                total = total.plus(report)
+                for vb_id in report.finished:
+                    del todo[vb_id]
+                if time.monotonic() >= end_s:
+                    break
+        return total
 
     async def used_bytes(self) -> int:
         """Return what the store's tables take, without free pages."""
@@ -161,19 +176,23 @@ class StoreProcess:
 
     async def _request(self, request: dict[str, Any]) -> Any:
         async with self._turn:
-            self._last_id += 1
-            request_id = request["id"] = self._last_id
-            try:
-                reply = await self._exchange(request)
-                # A request that was cancelled has left its reply behind.
-                while reply["id"] != request_id:
-                    reply = await self._read()
-            except (EOFError, ConnectionError) as error:
-                status = await self._process.wait()
-                raise StoreProcessDiedError(
-                    f"the store process {self.pid} ended with status {status} during "
-                    f"{request['op']!r}; nothing of it was stored. Start another one"
-                ) from error
+            return await self._ask(request)
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        """Make a request in one's turn."""
+        self._last_id += 1
+        request_id = request["id"] = self._last_id
+        try:
+            reply = await self._exchange(request)
+            # A request that was cancelled has left its reply behind.
+            while reply["id"] != request_id:
+                reply = await self._read()
+        except (EOFError, ConnectionError) as error:
+            status = await self._process.wait()
+            raise StoreProcessDiedError(
+                f"the store process {self.pid} ended with status {status} during "
+                f"{request['op']!r}; nothing of it was stored. Start another one"
+            ) from error
         if "error" in reply:
             raise _ERRORS[reply["error"]](reply["text"])
         return reply["result"]
@@ -246,24 +265,12 @@ class StoreWork:
             snapshot.close()
 
     def compact(self, request: dict[str, Any]) -> SliceReport:
-        """Compact, a transaction for each slice."""
-        end_s = time.monotonic() + request["seconds"]
-        floors = {vb_id: Floors(*item) for vb_id, item in request["floors"].items()}
-        todo = list(floors)
-        total = SliceReport([], 0, 0, [])
-        while todo:
-            report = self._compact_slice(todo, floors)
-            total = total.plus(report)
-            del todo[: len(report.finished)]
-            if time.monotonic() >= end_s:
-                break
-        return total
-
-    def _compact_slice(self, vb_ids: list[int], floors: dict[int, Floors]) -> SliceReport:
+        """Compact for one transaction."""
         end_s = time.monotonic() + SLICE_S
+        floors = {vb_id: Floors(*item) for vb_id, item in request["floors"].items()}
         return self._compactor.run(
             self._env,
-            vb_ids,
+            floors,
             lambda: time.monotonic() >= end_s,
             floors=floors,
             before_commit=self._before_commit,

@@ -110,8 +110,8 @@ def test_what_lies_within_the_bytes_stays(node: MemoryNode) -> None:
     ("use", "floor"),
     [
         (DiskUse(10_000, 0, 0, 0), 4),  # twice the live data is left for all the rest
-        (DiskUse(10_000, 300, 0, 0), 4),
-        (DiskUse(10_000, 700, 0, 0), 5),
+        (DiskUse(10_000, 250, 0, 0), 4),
+        (DiskUse(10_000, 500, 0, 0), 5),
         (DiskUse(10_000, 0, 1_000, 0), 4),
         (DiskUse(10_000, 0, 2_000, 0), 5),
         (DiskUse(10_000, 0, 0, 2_000), 5),
