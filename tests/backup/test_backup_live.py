@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+import pty
+import re
 import signal
 import struct
 import subprocess
@@ -21,7 +23,7 @@ from clients.backup import place, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
 from clients.backup.chunk import Chunker
-from clients.backup.errors import ArchiveError, ArchiveLockedError
+from clients.backup.errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
 from clients.backup.run import Backup
 from clients.backup.verify import verify
 from clients.cli.main import run
@@ -582,6 +584,41 @@ def test_a_full_disk_is_told_of_and_the_run_goes_on_when_there_is_room(
     assert ends_of(report.record) == {
         vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
     }
+
+
+def test_a_segment_that_reads_back_otherwise_is_told_of(server, archive, monkeypatch):
+    """The disk kept something else: the run says so at once, and there is no such run."""
+    fill(server, b"flip", 10)
+    made = create_archive(str(archive), 1)
+    write = place._write_local
+
+    def write_wrong(path, data):
+        is_segment = path.suffix == ".seg"
+        write(path, data[:100] + bytes([data[100] ^ 1]) + data[101:] if is_segment else data)
+
+    monkeypatch.setattr(place, "_write_local", write_wrong)
+    with pytest.raises(ArchiveDamagedError, match=r"0000.seg was read back and is not what was"):
+        asyncio.run(Backup(made, parse_address(server.address)).run())
+    assert made.runs() == []
+
+
+def test_a_terminal_shows_rate_and_time_left(server, archive):
+    """On stderr; what machines read on stdout stays clean."""
+    fill(server, b"bar", 2000)
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "clients.cli", "--server", server.address, "backup", "run"]
+    try:
+        done = subprocess.run(
+            [*command, "--archive", str(archive), "-o", "json"], stdout=subprocess.PIPE,
+            stderr=theirs, env=environment, check=True,
+        )  # fmt: skip
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert json.loads(done.stdout)["result"] == "backed up"
+    assert re.search(r"backup .*100%.* changes/s .*iB.*\d:\d\d:\d\d", shown), shown
 
 
 def test_an_archive_of_as_many_runs_as_it_may_have(archive, monkeypatch):
