@@ -60,12 +60,11 @@ class LoopThread:
         Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile,
         RuntimeError in the loop's own thread.
         """
-        if threading.current_thread() is self._thread:
+        try:
+            self.check_caller()
+        except RuntimeError:
             work.close()
-            raise RuntimeError(
-                "the consumer's own thread cannot wait for itself: in a function that the consumer"
-                " calls, return what it should do"
-            )
+            raise
         with self._lock:
             if self._is_stopped:
                 work.close()
@@ -76,6 +75,14 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError in the loop's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "the consumer's own thread cannot wait for itself: in a function that the consumer"
+                " calls, return what it should do"
+            )
 
     def stop(self) -> None:
         """Cancel what the loop has to do, stop it, and wait for the thread."""
@@ -128,6 +135,8 @@ class _Looped(Generic[_Held]):
 
     def close(self) -> None:
         """Close; whoever waits here, in whatever thread, comes to the end."""
+        if self._thread is not None:
+            self._thread.check_caller()
         thread, self._thread = self._thread, None
         if thread is not None:
             try:
