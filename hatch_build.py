@@ -32,6 +32,7 @@ COMPILED: Final = (
     "dcp/stream/stream.py",
     "dcp/wire/frame.py",
     "vbucket/block.py",
+    "vbucket/bulk.py",
     "vbucket/engine.py",
     "vbucket/entry.py",
     "vbucket/key_record.py",
