@@ -37,7 +37,6 @@ from dcp.wire.frame import (
     Frame,
     RemoteProtocolError,
     frame_infos,
-    pack_response,
 )
 from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
@@ -167,7 +166,7 @@ class Session:
                             position + HEADER_BYTES, body_end,
                         )  # fmt: skip
                     except StoreDamagedError as error:
-                        self._answer_damage(opcode, opaque, error)
+                        state.answer_damage(opcode, opaque, error)
                     position = body_end
                     if takes_runs and opcode == _SET:
                         position = documents.store_run(position, end)
@@ -202,13 +201,6 @@ class Session:
             self._missing_bytes = missing_bytes
             position = end
         state.buffer = buffer[position:] if position else buffer
-
-    def _answer_damage(self, opcode: int, opaque: int, error: StoreDamagedError) -> None:
-        """Answer a request whose data cannot be read; nothing was changed by it."""
-        state = self.state
-        state.note("damaged data", opcode=opcode, reason=str(error))
-        body = state.error_body(f"the stored data is damaged: {error}")
-        state.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
 
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that requests reach without a look at their opcode's rules."""
@@ -298,7 +290,7 @@ class Session:
                     request, Status.UNKNOWN_COMMAND, f"opcode 0x{opcode:02x} is not known here"
                 )
         except StoreDamagedError as error:
-            self._answer_damage(opcode, opaque, error)
+            state.answer_damage(opcode, opaque, error)
 
     def _may(self, request: Frame) -> bool:
         """Whether the client may do this; it is refused otherwise."""
