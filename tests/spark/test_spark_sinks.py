@@ -185,7 +185,7 @@ def play(sink, seed: int, rounds: int) -> None:
             check(sink, model)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32))
 def test_parquet_is_the_history_whatever_was_repeated_or_cut_short(seed):
     with tempfile.TemporaryDirectory() as folder:
