@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from clients.consumer_core import ConsumerCore
 from clients.consumer_requests import RETRY_FIRST_NS
-from clients.consumer_stream import Wanted
+from clients.consumer_stream import Wanted, advance
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -516,3 +516,30 @@ def test_whatever_a_server_says_is_understood_or_a_named_error(start, collection
         return
     for position in core.positions().values():
         assert position.snap_start <= position.seqno <= position.snap_end
+
+
+def test_in_the_middle_of_a_batch_a_place_is_as_if_it_had_ended_there():
+    """Snapshots that were under way when the batch began, ended in it, and began in it."""
+
+    def fed(session):
+        session.accept()
+        session.feed(session.marker(0, 4) + session.mutation(2))
+        deletion = session.message(Opcode.DCP_DELETION, DELETION_EXTRAS.pack(6, 1, 0), key=b"\0k")
+        return [
+            session.mutation(3), session.mutation(4), session.marker(5, 9), session.mutation(5),
+            deletion, session.mutation(9), session.marker(10, 12), session.mutation(11),
+        ]  # fmt: skip
+
+    whole, by_frame = Session(), Session()
+    frames = fed(whole)
+    start = whole.core.positions()
+    events = list(whole.feed(b"".join(frames)))
+    markers = whole.batch.markers
+    assert markers == {17: (0, 4)}
+    count = 0
+    for frame in fed(by_frame):
+        count += len(by_frame.feed(frame))
+        positions = dict(start)
+        advance(positions, events[:count], markers)
+        assert positions[17] == by_frame.position()
+    assert count == len(events)
