@@ -24,13 +24,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
-from struct import Struct
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import BODY_BYTES_TARGET, Block
-from vbucket.entry import PREFIX_BYTES, seqno_of
+from vbucket.block import BODY_BYTES_TARGET
 from vbucket.kvenv import StoreDamagedError
+from vbucket.moment import seqno_before
 from vbucket.store import PartitionRecord, StoreView
 
 WORTH_VERSIONS_MIN: Final = 128
@@ -46,7 +45,6 @@ FREE_MERGES: Final = 3
 """Pages that merges leave free: as many as so many of them write anew."""
 WALKED_BLOCKS: Final = 8
 """What is looked at of a partition to find how far a number of bytes reaches."""
-_UNPACK_CAS: Final = Struct(f">{PREFIX_BYTES + 16}xQ").unpack_from
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 
 
@@ -267,7 +265,13 @@ class _Look:
         budget = self._budget
         share_bytes = budget.history_bytes * _spare(record) // max(1, budget.spare)
         return max(
-            seqno_at(view, self.vb_id, record.last_seqno, self.now_ns - windows.history_ns),
+            seqno_at(
+                view,
+                self.vb_id,
+                record.last_seqno,
+                self.now_ns - windows.history_ns,
+                after_seqno=min(record.history_floor, record.last_seqno),
+            ),
             seqno_below(view, self.vb_id, record.last_seqno, share_bytes),
         )
 
@@ -322,31 +326,15 @@ def _worth(keys: int) -> int:
 # -- looking for seqnos ----------------------------------------------------------------------------
 
 
-def seqno_at(view: StoreView, vb_id: int, last_seqno: int, cas_max: int) -> int:
-    """Return the last version that was made at or before a time, 0 where there is none.
-
-    `cas_max` is nanoseconds since the Unix epoch. A system event has no time of its own and counts
-    with the version before it.
+def seqno_at(
+    view: StoreView, vb_id: int, last_seqno: int, cas_max: int, *, after_seqno: int = 0
+) -> int:
+    """Return the last version in (after, last] that was made at or before a time, `after_seqno`
+    where there is none. `cas_max` is nanoseconds since the Unix epoch.
     """
-    low, high = 0, last_seqno
-    while low < high:
-        middle = (low + high + 1) // 2
-        block = view.block_at(vb_id, middle)
-        if block is None:
-            low = middle
-        elif _first_cas(view, block) <= cas_max:
-            low = max(middle, min(block.last_seqno, high))
-        else:
-            high = block.first_seqno - 1
-    block = view.block_at(vb_id, low) if low else None
-    if block is None:
-        return 0
-    found = 0
-    for entry in block.entries():
-        if _UNPACK_CAS(entry)[0] > cas_max:
-            break
-        found = seqno_of(entry)
-    return found
+    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=after_seqno)
+    block = view.block_at(vb_id, before) if before > after_seqno else None
+    return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
 
 
 def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -> int:
@@ -369,14 +357,3 @@ def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -
     seqno -= (size_bytes - walked_bytes) * (last_seqno - seqno) // walked_bytes
     block = view.block_at(vb_id, seqno) if seqno > 0 else None
     return 0 if block is None else block.seqnos[bisect_right(block.seqnos, seqno) - 1]
-
-
-def _first_cas(view: StoreView, block: Block) -> int:
-    """Return the first CAS of a block; of the blocks before it where it has only system events."""
-    while True:
-        entries = filter(None, map(block.entry, block.seqnos))
-        cas = next((cas for cas in (_UNPACK_CAS(entry)[0] for entry in entries) if cas), 0)
-        before = view.block_at(block.vb_id, block.first_seqno - 1)
-        if cas or before is None:
-            return int(cas)
-        block = before

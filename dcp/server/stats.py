@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dcp.compiled import compiled_modules
 from dcp.session.controls import is_decimal
-from dcp.stream.moment import seqno_before
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.moment import seqno_before
 from vbucket.partition import Partition, VbState
 
 if TYPE_CHECKING:
@@ -159,8 +159,9 @@ def _seqno_at(node: Node, arguments: list[str]) -> Stats | None:
     if vb_id >= NUM_VBUCKETS or time_ns > SEQNO_MAX:
         return None
     part = node.engine.partitions[vb_id]
+    seqno = seqno_before(node.engine.frames, vb_id, part.committed_seqno, time_ns)
     return [
-        (f"vb_{vb_id}:seqno_at", str(seqno_before(node.engine, vb_id, time_ns))),
+        (f"vb_{vb_id}:seqno_at", str(seqno)),
         (f"vb_{vb_id}:uuid", str(part.vb_uuid)),
     ]
 

@@ -6,11 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp.stream.moment import seqno_before
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode
+from vbucket.moment import seqno_before
 
 VB = 3
+
+
+def found(node: MemoryNode, time_ns: int, *, after_seqno: int = 0) -> int:
+    end_seqno = node.engine.partitions[VB].committed_seqno
+    return seqno_before(node.engine.frames, VB, end_seqno, time_ns, after_seqno=after_seqno)
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,9 +47,11 @@ def test_all_changes_at_or_after_the_moment_lie_above_and_no_other(steps, merges
     time_ns = (START_NS & ~0xFFFF) + (asked << 16)
     newer = [seqno for seqno, cas in sorted(cas_of.items()) if cas >= time_ns]
     expected = newer[0] - 1 if newer else node.engine.partitions[VB].committed_seqno
-    assert seqno_before(node.engine, VB, time_ns) == expected
+    assert found(node, time_ns) == expected
+    for known in range(expected + 1):
+        assert found(node, time_ns, after_seqno=known) == expected
 
 
 @pytest.mark.parametrize("time_ns", [0, 2**64 - 1])
 def test_an_empty_partition_is_at_zero(time_ns):
-    assert seqno_before(MemoryNode(1).engine, VB, time_ns) == 0
+    assert found(MemoryNode(1), time_ns) == 0
