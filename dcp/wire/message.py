@@ -54,8 +54,8 @@ U32: Final = Struct(">I")
 U64: Final = Struct(">Q")
 PUT_FRAMES_MAX: Final = 1024
 PUT_FRAMES_BYTES_MAX: Final = 256 * 1024
-"""Frames in one X_PUT_FRAMES, and bytes of its value: applying them takes 1 to 2 ms, in which nobody
-else is served, and larger packets are not faster."""
+"""Frames in one X_PUT_FRAMES, and bytes of its value: applying them takes 1 to 2 ms, in which
+nobody else is served, and larger packets are not faster."""
 PUT_FRAMES_REQUEST: Final = Struct(">II")
 """Options, number of frames."""
 PUT_FRAMES_ANSWER: Final = Struct(">II")
