@@ -22,6 +22,7 @@ from dcp.wire.message import (
     pack_failover_log,
     pack_previous_value,
     pack_snapshot_end,
+    parse_stream_request,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -85,6 +86,19 @@ def test_a_rollback_that_saw_all_versions_is_final():
     (event,) = session.reply(session.stream_request(), Status.ROLLBACK, value=value)
     assert isinstance(event, Rollback)
     assert (event.to_seqno, event.failover_log) == (0, tuple(log))
+
+
+def test_a_version_that_cost_nothing_is_given_up_without_an_event():
+    """A server that does not take lists is asked with the next older one, at the same place."""
+    silent = Silent(HELD._replace(versions=((99, 100), (88, 50))))
+    silent.answer(b"x_version_log", Status.EINVAL)
+    (asked,) = [f for f in silent.requests if f.opcode == Opcode.DCP_STREAM_REQ]
+    reply = pack_response(asked.opcode, Status.ROLLBACK, opaque=asked.opaque, value=U64.pack(0))
+    assert silent.core.receive(reply, 0).events == []
+    assert silent.core.notes == []
+    (again,) = FrameDecoder().feed(silent.core.take_output())
+    request = parse_stream_request(again.extras)
+    assert (request.start_seqno, request.vb_uuid) == (100, 88)
 
 
 # -- ends of snapshots ---------------------------------------------------------------------------
