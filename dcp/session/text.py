@@ -402,7 +402,9 @@ class TextSession:
             return b"CLIENT_ERROR no such statistics\r\n"
         if arguments == [b"reset"]:
             return b"RESET\r\n"
-        return "".join(f"STAT {name} {value}\r\n" for name, value in stats).encode() + b"END\r\n"
+        # A client may call its DCP connection what it likes, a line break included.
+        lines = (" ".join(f"STAT {name} {value}".split()) for name, value in stats)
+        return "".join(f"{line}\r\n" for line in lines).encode() + b"END\r\n"
 
     def _version(self, _name: bytes, _arguments: list[bytes]) -> bytes:
         return b"VERSION %b\r\n" % REPORTED_VERSION

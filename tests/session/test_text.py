@@ -184,6 +184,16 @@ def test_the_server_commands(node: MemoryNode, peer: TextPeer) -> None:
     assert peer.state.is_closing
 
 
+def test_a_name_with_line_breaks_makes_no_lines_of_statistics(
+    peer: TextPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [("eq_dcpq:x\r\nEND\r\n\u2028:type", "producer"), ("data", "/my folder")]
+    monkeypatch.setattr(peer.node, "stats", lambda _: names, raising=False)
+    assert peer.send(b"stats dcp\r\n") == (
+        b"STAT eq_dcpq:x END :type producer\r\nSTAT data /my folder\r\nEND\r\n"
+    )
+
+
 def test_flush_all_deletes_and_later_commands_wait_for_it(node: MemoryNode) -> None:
     peer = TextPeer(node)
     for index in range(3_000):
