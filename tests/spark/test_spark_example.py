@@ -41,7 +41,7 @@ def test_the_tutorial(spark, tmp_path, monkeypatch, capsys):
     assert re.search(r"\| *set\|", capsys.readouterr().out)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_code_on_the_first_page(spark, dcpd, tmp_path, capsys):
     page = (ROOT / "docs" / "spark.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

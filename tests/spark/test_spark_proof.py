@@ -232,7 +232,7 @@ AT_THE_EDGES = (
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "options", "troubles"),
     [

@@ -59,7 +59,7 @@ def stream(spark, server, folder, collect, **options):
     return query
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_batch_read_has_every_change_in_columns_and_json(spark, dcpd):
     before = datetime.now(UTC)
     asyncio.run(store(dcpd, DOCUMENTS, deletes=[b"k1"]))
@@ -90,7 +90,7 @@ def test_a_batch_read_has_every_change_in_columns_and_json(spark, dcpd):
     )
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_collections_are_a_column(spark, dcpd):
     async def fill() -> None:
         async with KvClient.connect(dcpd.address) as kv:
@@ -117,7 +117,7 @@ def test_collections_are_a_column(spark, dcpd):
     ]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_stream_in_limited_batches_gives_everything_once_and_tells_how_far_it_is(
     spark, dcpd, tmp_path
 ):
@@ -138,7 +138,7 @@ def test_a_stream_in_limited_batches_gives_everything_once_and_tells_how_far_it_
     assert [bytes(row["key"]) for row in batches[3][1]] == [b"new"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
     with dcpd.connect() as kv:
         for number in range(4):
@@ -165,7 +165,7 @@ def test_a_rollback_is_a_row_or_an_error(spark, dcpd, tmp_path):
     assert "onRollback=emit" in text
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_first_batch_that_fails_is_repeated_from_where_latest_was(spark, dcpd, tmp_path):
     """Spark asks anew where the query begins; what came meanwhile must not move the beginning."""
 
@@ -205,7 +205,7 @@ def write_while_it_runs(query, write) -> None:
             return
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_wrong_options_are_named_through_spark(spark, dcpd):
     with pytest.raises(PySparkException, match="option history takes true or false, not 'maybe'"):
         read(spark, dcpd, history="maybe").schema  # noqa: B018
@@ -213,7 +213,7 @@ def test_wrong_options_are_named_through_spark(spark, dcpd):
         spark.readStream.format("dcp").option("servers", "x").option("numPartition", "3").load()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_what_goes_wrong_on_an_executor_reaches_the_user_in_words(spark, dcpd):
     with dcpd.connect() as kv:
         kv.set(b"fine", b"text")
@@ -226,7 +226,7 @@ def test_what_goes_wrong_on_an_executor_reaches_the_user_in_words(spark, dcpd):
     assert "valueFormat=binary" in text
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_password_is_in_no_plan_and_no_error(spark, dcpd):
     frame = read(spark, dcpd, username="ada", password="sesame")
     plan = frame._jdf.queryExecution().toString()
@@ -236,7 +236,7 @@ def test_a_password_is_in_no_plan_and_no_error(spark, dcpd):
     assert "sesame" not in plan + str(caught.value)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_query_that_is_stopped_leaves_no_connection_process_or_thread(spark, dcpd, tmp_path):
     asyncio.run(store(dcpd, DOCUMENTS))
     seen = threading.Event()
