@@ -1,6 +1,7 @@
 """A backup of an in-memory node: the pure parts of `clients.backup.run` without links and threads.
 
-`back_up` may be killed after so many bytes: what it wrote until then stays, as after SIGKILL.
+`back_up` may be killed after so many bytes of changes: what it wrote until then stays, as after
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -55,8 +56,7 @@ def back_up(
         data = pair.exchange(piece_bytes)
         for at in range(0, len(data), piece_bytes):
             part = data[at : at + piece_bytes]
-            received += len(part)
-            pair.take(part)
+            received += pair.take(part)
             if kill_after_bytes is not None and received >= kill_after_bytes:
                 raise KilledError
         if all(feed.state is FeedState.DONE for feed in pair.feeds.values()):
@@ -108,14 +108,16 @@ class _Pair:
             data += b"".join(state.producer.pump(bytes_max))
         return data
 
-    def take(self, part: bytes) -> None:
-        """Give the intake what a read brought."""
-        for piece in self.intake.receive(part, self.node.now_ns):
+    def take(self, part: bytes) -> int:
+        """Give the intake what a read brought; return how many bytes of changes were in it."""
+        pieces = self.intake.receive(part, self.node.now_ns)
+        for piece in pieces:
             self._write(self.chunker.add(piece))
         for feed in self.intake.finished:
             self._write(self.chunker.finish(feed.vb_id))
         self.intake.finished.clear()
         self.output += self.intake.take_output()
+        return sum(len(piece.data) for piece in pieces)
 
     def _write(self, chunks: Iterable[RawChunk]) -> None:
         for chunk in chunks:
