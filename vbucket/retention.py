@@ -276,9 +276,12 @@ class _Look:
         )
 
     def _droppable(self, floor: int) -> int:
-        """Return how many superseded versions there are at least at or below a floor."""
-        record = self.record
-        return record.versions - (record.last_seqno - floor) - record.keys
+        """Return about how many superseded versions there are at or below a floor.
+
+        Where keys are written as they were, as many stay below every floor, so that as many go as
+        lie between two floors. Whether it is so is seen only by reading the blocks.
+        """
+        return min(_spare(self.record), floor - self._done_floor)
 
     def _frees_collections(self, floor: int, *, is_forced: bool) -> bool:
         """Whether collections were dropped whose versions may go now."""

@@ -40,12 +40,12 @@ PLAN_CHANGES_MIN: Final = 10_000
 """Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
 PLAN_REST_S at most, because windows move with time, too."""
 PLAN_REST_S: Final = 60.0
-MERGE_SHARE: Final = 1.0
+MERGE_SHARE: Final = 2.0
 """What compaction gets of the store process at a time, of what the last merge took: under a load
-that keeps it merging without a pause it would fall behind for ever otherwise. Dropping a version
-takes about as long as merging one."""
-SECONDS_MIN, SECONDS_MAX = 0.2, 8.0
-"""Bounds of that; the memtable takes what is written meanwhile."""
+that keeps it merging without a pause it would fall behind for ever otherwise, and the store's file
+grow. To drop a version takes half of what it takes to merge one."""
+SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
+"""Bounds of that; the memtable takes what is written meanwhile, and then writers wait."""
 MERGES_BETWEEN: Final = 2
 """Merges whose versions may come into the store before a compaction that was planned is through."""
 RAISED_AT_ONCE: Final = 128
