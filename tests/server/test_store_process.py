@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from dcp.server.folder import DataFolder, FolderInUseError, open_folder
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError, StoreWork
+from vbucket.compaction import Floors, SliceReport
 from vbucket.device_files import FileLogDevice, segment_path
 from vbucket.entry import pack_mutation
 from vbucket.kvenv import StoreFailedError
@@ -113,6 +114,32 @@ async def test_requests_are_done_in_order(server: Server, process: StoreProcess)
     record = server.store.partition(VB)
     assert record is not None
     assert (record.failover, record.epoch, record.high_seqno) == ([[77, 1, 6], [1, 0, 0]], 6, 3)
+
+
+async def test_it_compacts_and_who_reads_goes_on_between_slices(
+    server: Server, process: StoreProcess
+) -> None:
+    for seqno in (1, 2, 3):
+        again = pack_mutation(
+            vb_id=VB, key=b"\x00k", value=b"v", cas=seqno << 16, seqno=seqno, rev_seqno=seqno,
+            prev_seqno=seqno - 1,
+        )  # fmt: skip
+        server.device.append(pack_group(seqno, again, server.device.salt))
+    await process.merge([server.device.rotate() - 1])
+    server.store.refresh()
+    seen: list[list[int]] = []
+
+    def refresh() -> None:
+        server.store.refresh()
+        seen.append([seqno for seqno in (1, 2, 3) if server.store.entry(VB, seqno) is not None])
+
+    report, segment = await asyncio.gather(
+        process.compact({VB: Floors(3, 0)}, 60.0, refresh), process.merge([])
+    )
+    assert report == SliceReport([VB], 2, 0, [])
+    assert seen == [[3]], "one slice, and it was there when the reader was told"
+    assert segment.entries == 0
+    assert await process.compact({}, 60.0, refresh) == SliceReport([], 0, 0, [])
 
 
 async def test_a_cancelled_request_does_not_confuse_the_next(
