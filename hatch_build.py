@@ -35,6 +35,7 @@ COMPILED: Final = (
     "vbucket/bulk.py",
     "vbucket/engine.py",
     "vbucket/entry.py",
+    "vbucket/item_cache.py",
     "vbucket/key_record.py",
     "vbucket/keyspace.py",
     "vbucket/kvenv_lmdb.py",

@@ -5,8 +5,10 @@
 One process without sockets, the log in memory, the store in LMDB: processor time is counted, so
 the figures hold on a machine that has other things to do. It prints one JSON document.
 
-- set_new, set_memory, set_merged   a SET of a key that is new, in memory, in the store only
-- get_memory, get_merged            the same for GET
+- set_new, set_memory               a SET of a key that is new, in memory
+- set_cached, set_merged            in the store, and in the item cache or not
+- get_memory, get_cached, get_merged   the same for GET
+- get_filling                       a GET from the store that goes into the item cache
 - merge                             an entry of a merge of new keys
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
 - live                              a SET that one stream follows, less the SET
@@ -48,6 +50,7 @@ BATCH: Final = 64
 GROUP_BATCHES: Final = 8
 """Batches to a commit group: about what 8 connections bring while the disk is busy."""
 PUMP_BYTES: Final = 256 * 1024
+CACHE_BYTES: Final = 1 << 40
 NOW_NS: Final = 1_800_000_000_000_000_000
 
 
@@ -234,8 +237,20 @@ def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, 
     sent, spent = backfill(node)
     seconds["backfill_merged"] = spent / keys
     seconds["get_merged"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
-    seconds["set_merged"] = drive(node, session, sets(indexes(3, keys, count))) / count
-    seconds["set_memory"] = drive(node, session, sets(indexes(3, keys, count))) / count
+    cache = node.engine.item_cache
+    cache.resize(CACHE_BYTES)
+    order = random.Random(4).sample(range(keys), keys)
+    seconds["get_filling"] = drive(node, session, get_batches(order)) / keys
+    assert cache.misses == count + keys, "each was read once"
+    seconds["get_cached"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
+    assert cache.misses == count + keys, "all were cached"
+    half = keys // 2
+    seconds["set_cached"] = drive(node, session, sets(indexes(3, half, count))) / count
+    for part in node.engine.partitions:
+        cache.clear(part)
+    upper = [half + index for index in indexes(3, half, count)]
+    seconds["set_merged"] = drive(node, session, sets(upper)) / count
+    seconds["set_memory"] = drive(node, session, sets(upper)) / count
     seconds["live"] = measure_live(node, keys, count, pool) / count
     figures = {name: round(1e6 * each, 3) for name, each in seconds.items()}
     figures["backfill_merged_bytes_per_second"] = round(sent / (keys * seconds["backfill_merged"]))

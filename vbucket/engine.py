@@ -373,7 +373,9 @@ class Engine(Keyspace):
         if entry is None and part.frozen is not None:
             entry = part.frozen.newest.get(key)
         if entry is None and part.merged_seqno:
-            return self._store.meta(part.vb_id, key)
+            entry = self.item_cache.peek(part, key)
+            if not entry or entry[OPCODE_AT] != MUTATION:
+                return self._store.meta(part.vb_id, key)
         if not entry:
             return None
         opcode, _, datatype, _, cas, seqno, rev_seqno = _UNPACK_META(entry)

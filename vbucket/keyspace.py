@@ -40,6 +40,7 @@ from vbucket.entry import (
     value_of,
 )
 from vbucket.ids import NUM_VBUCKETS
+from vbucket.item_cache import ItemCache
 from vbucket.kvenv import StoreDamagedError
 from vbucket.log import pack_group
 from vbucket.manifest import (
@@ -118,10 +119,14 @@ class Keyspace:
     """See the module. `vbucket.engine.Engine` is the one that is used."""
 
     def __init__(
-        self, store: Store, draw_uuid: Callable[[], int], memtable_bytes_max: int = 64 << 20
+        self,
+        store: Store,
+        draw_uuid: Callable[[], int],
+        memtable_bytes_max: int = 64 << 20,
+        *,
+        item_cache_bytes: int = 0,
     ) -> None:
         self._store = store
-        self._versions = Versions(store)
         self._draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
         records = store.partitions()
@@ -132,6 +137,8 @@ class Keyspace:
                 "partitions; check the disk and restore a backup"
             )
         self.partitions: list[Partition] = []
+        self.item_cache = ItemCache(self.partitions, item_cache_bytes)
+        self._versions = Versions(store, self.item_cache)
         for vb_id in range(NUM_VBUCKETS):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
@@ -294,6 +301,7 @@ class Keyspace:
         if not seqno:
             documents_before = part.item_count
             part.empty()
+            self.item_cache.clear(part)
             return documents_before
         first_changes = self._versions.first_changes_after(part, seqno)
         restored: dict[bytes, bytes] = {}
@@ -512,7 +520,10 @@ class Keyspace:
         """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
         assert self.is_merging
         for vb_id in range(first_vb, last_vb):
-            self.partitions[vb_id].drop_frozen()
+            part = self.partitions[vb_id]
+            if part.frozen is not None:
+                self.item_cache.absorb(part, part.frozen.newest)
+            part.drop_frozen()
         self.due.drop(-((first_vb - NUM_VBUCKETS) // (last_vb - first_vb)))
         if last_vb == NUM_VBUCKETS:
             self.frozen_bytes = 0

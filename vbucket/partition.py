@@ -116,9 +116,13 @@ class Partition:
         "max_cas",
         "merged_seqno",
         "newest",
+        "older",
+        "older_bytes",
         "persisted_seqno",
         "pins",
         "purge_seqno",
+        "recent",
+        "recent_bytes",
         "state",
         "tally",
         "vb_id",
@@ -157,6 +161,12 @@ class Partition:
         self.append_entry = self.active.entries.append
         """The same for its entries."""
         self.frozen: Layer | None = None
+        self.recent: dict[bytes, bytes] = {}
+        """Entries of the store that were read since; `vbucket.item_cache` has the rules, and alone
+        changes this and the next three."""
+        self.older: dict[bytes, bytes] = {}
+        self.recent_bytes = 0
+        self.older_bytes = 0
 
     def hold_writes(self, why: Hold, *, is_held: bool) -> None:
         """Begin or end holding writers back, as far as this reason goes."""

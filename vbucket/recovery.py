@@ -38,6 +38,7 @@ def start(
     draw_uuid: Callable[[], int],
     draw_node_id: Callable[[], str],
     memtable_bytes_max: int,
+    item_cache_bytes: int = 0,
 ) -> Started:
     """Bring a node to where its last run ended; everything that it serves then is on disk.
 
@@ -72,7 +73,7 @@ def start(
         )
         store = Store.create(env, node, new_partitions(draw_uuid))
     was_synced = node.durability == "commit"
-    engine = Engine(store, draw_uuid, memtable_bytes_max)
+    engine = Engine(store, draw_uuid, memtable_bytes_max, item_cache_bytes=item_cache_bytes)
     torn = replay_log(engine, recover(device, node.merged_segment, is_synced_per_group=was_synced))
     device.rotate()
     new_versions = 0

@@ -11,7 +11,8 @@ from collections.abc import Collection, Container, Iterator
 from typing import Final
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import META, PREFIX_BYTES, PREV_SEQNO, key_of, prev_seqno_of, seqno_of
+from vbucket.entry import META, OPCODE_AT, PREFIX_BYTES, PREV_SEQNO, key_of, prev_seqno_of, seqno_of
+from vbucket.item_cache import ItemCache
 from vbucket.manifest import SYSTEM_COLLECTION
 from vbucket.partition import Partition
 from vbucket.runs import RunBatch, are_plain, entries_within, run_of_entries
@@ -35,14 +36,17 @@ _unpack_meta: Final = META.unpack_from
 class Versions:
     """See the module."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, item_cache: ItemCache | None = None) -> None:
         self._store = store
+        self._item_cache = ItemCache((), 0) if item_cache is None else item_cache
 
     def meta_below(
         self, part: Partition, key: bytes, entry: bytes | None
     ) -> tuple[int, int, int, int, int, int, int]:
         """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
         that the active layer does not hold; `entry` is what the active layer said.
+
+        Who asks is about to replace it: a cached entry of it goes.
         """
         if entry is None:
             frozen = part.frozen
@@ -51,6 +55,9 @@ class Versions:
                 if entry:
                     return _unpack_meta(entry)
             if entry is None and part.merged_seqno:
+                entry = self._item_cache.take(part, key)
+                if entry and entry[OPCODE_AT] == MUTATION:
+                    return _unpack_meta(entry)
                 fields = self._store.meta_fields(part.vb_id, key)
                 if fields is not None:
                     opcode, datatype, cas, seqno, rev_seqno, _, _, _ = fields
@@ -58,17 +65,23 @@ class Versions:
         return ABSENT_META
 
     def entry_below(self, part: Partition, key: bytes) -> bytes | None:
-        """Return the newest version of a key from the frozen layer or the store."""
+        """Return the newest version of a key from the frozen layer, the cache or the store."""
         frozen = part.frozen
         if frozen is not None:
             entry = frozen.newest.get(key)
             if entry is not None:
                 return entry
-        if part.merged_seqno:
+        if not part.merged_seqno:
+            return None
+        entry = self._item_cache.find(part, key)
+        if entry is None:
+            self._item_cache.misses += 1
             fields = self._store.meta_fields(part.vb_id, key)
             if fields is not None and fields[0] == MUTATION:
-                return self._store.entry_of_key(part.vb_id, key, fields)
-        return None
+                entry = self._store.entry_of_key(part.vb_id, key, fields)
+                if entry is not None:
+                    self._item_cache.add(part, key, entry)
+        return entry
 
     def first_changes_after(self, part: Partition, seqno: int) -> dict[bytes, int]:
         """Return, for every key that changed above `seqno`, the seqno of its version before."""

@@ -206,6 +206,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             64 << 30,
         ),
     ] = 64 << 20
+    item_cache_bytes: Annotated[
+        int,
+        Option(
+            "Memory for documents of the store, so that reading them again does not go there; 0: "
+            "none.",
+            read_size,
+            "SIZE",
+            1 << 20,
+            16 << 30,
+            zero_means="none",
+        ),
+    ] = 384 << 20
     expiry_interval_s: Annotated[
         float,
         Option(

@@ -199,6 +199,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda node: node.engine.active_bytes + node.engine.frozen_bytes),
     ),
     MetricSpec(
+        "dcpd_item_cache_bytes", "gauge", "bytes", (),
+        "Memory that documents of the store take in the item cache, keys and objects included.",
+        "at the setting item_cache_bytes, with many misses: it is too small",
+        _one(lambda node: node.engine.item_cache.held_bytes),
+    ),
+    MetricSpec(
+        "dcpd_item_cache_hits_total", "counter", "", (),
+        "Reads of documents that the item cache had. Those of changes that are not merged yet"
+        " do not count.",
+        "few beside dcpd_item_cache_misses_total: see there",
+        _one(lambda node: node.engine.item_cache.hits),
+    ),
+    MetricSpec(
+        "dcpd_item_cache_misses_total", "counter", "", (),
+        "Reads of documents that went to the store.",
+        "as many as reads for long: what is read is more than item_cache_bytes holds",
+        _one(lambda node: node.engine.item_cache.misses),
+    ),
+    MetricSpec(
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "0 while the log grows: the store process fails",
         _one(lambda node: node.merge_count),

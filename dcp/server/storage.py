@@ -53,6 +53,7 @@ class Storage:
                 draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
                 draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
                 memtable_bytes_max=settings.memtable_bytes,
+                item_cache_bytes=settings.item_cache_bytes,
             )
             opened.callback(self.store.close)
             self._opened = opened.pop_all()

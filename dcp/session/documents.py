@@ -19,14 +19,19 @@ from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
 from vbucket.engine import ADD, FLAGS_AT, REPLACE, SET
-from vbucket.entry import META, MUTATION_KEY_AT
+from vbucket.entry import META, MUTATION_KEY_AT, OPCODE_AT
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.keyspace import MUTATION
 from vbucket.kvenv import StoreDamagedError
 from vbucket.manifest import Collection, collection_of, decode_leb128
 from vbucket.updates import expiry_of
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
+
+Run = Callable[[int, int], int]
+"""Where a request begins, end of the buffer; returns where the first request begins that is left.
+"""
 
 STORE_EXTRAS: Final = Struct(">II")
 """Flags, expiry."""
@@ -67,6 +72,17 @@ _GET: Final = int(Opcode.GET)
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
+_GET_REQUEST: Final = Struct(">IHHI4s")
+"""Magic, opcode and key length; extras length and datatype; vbucket; body length; opaque."""
+_GET_MARK: Final = 0x8000_0000
+"""Magic and opcode of a GET where they stand in the first field."""
+_DOCUMENT: Final = Struct(">17xB10xQ16x4sI")
+"""Datatype, CAS, flags, expiry of a mutation's entry."""
+_GET_ANSWER: Final = Struct(">III4sQ4s")
+"""A header and four bytes of flags, as GET_RESPONSE; its first fields, and the next, in one."""
+_GET_ANSWER_MARK: Final = 0x8100_0000
+_GET_EXTRAS_MARK: Final = 0x0400_0000
+
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
 _unpack_set: Final = SET_REQUEST.unpack_from
@@ -74,6 +90,9 @@ _pack_set_answer: Final = SET_RESPONSE.pack
 _pack_token: Final = TOKEN_RESPONSE.pack
 _pack_get: Final = GET_RESPONSE.pack
 _unpack_meta: Final = META.unpack_from
+_unpack_get: Final = _GET_REQUEST.unpack_from
+_unpack_document: Final = _DOCUMENT.unpack_from
+_pack_get_answer: Final = _GET_ANSWER.pack
 
 
 def absolute_expiry(expiry: int, now_s: int) -> int:
@@ -87,6 +106,8 @@ class DocumentCommands:
     def __init__(self, state: SessionState) -> None:
         self._state = state
         self._engine = state.engine
+        self._reading_runs: dict[int, Run] = {_GET: self.get_run}
+        self._runs: dict[int, Run] = {_GET: self.get_run, int(Opcode.SET): self.store_run}
         self.now_s = 0
         """Time of the batch, Unix seconds; relative expiries count from it."""
 
@@ -167,10 +188,14 @@ class DocumentCommands:
         else:
             state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
 
-    @property
-    def takes_runs(self) -> bool:
-        """Whether the client sends and expects what `store_run` takes and answers."""
-        return self._state.has_collections and self._state.has_mutation_tokens
+    def runs(self) -> dict[int, Run]:
+        """Return opcode -> what takes the requests that follow one of it, as far as they are of the
+        same plain kind: where the client sends and expects what it takes and answers.
+        """
+        state = self._state
+        if not state.has_collections:
+            return {}
+        return self._runs if state.has_mutation_tokens else self._reading_runs
 
     def store_run(self, position: int, end: int) -> int:
         """Take the SETs from `position` on that go the usual way: whatever is there, for ever, into
@@ -366,6 +391,68 @@ class DocumentCommands:
         state.unread_bytes += len(value)
         if state.unread_bytes > ANSWER_BYTES_MAX:
             state.is_full = True
+
+    def get_run(self, position: int, end: int) -> int:
+        """Answer the GETs that follow one another from `position` on, in one loop without a call
+        for each; return where the first request begins that is anything else, or is not of the
+        plain kind: no extras, a key of the default collection, a partition that is here.
+
+        `end` is that of the buffer. Only for clients that may read everything and know collections.
+        """
+        state, engine = self._state, self._engine
+        buffer, answer = state.buffer, state.answers.append
+        partitions, has_json = engine.partitions, state.has_json
+        committed_group, wait_group = engine.committed_group, state.wait_group
+        unread_bytes, hits = state.unread_bytes, 0
+        while position + HEADER_BYTES < end and not state.is_full:
+            head, others, vb_id, body_len, opaque = _unpack_get(buffer, position)
+            key_at = position + HEADER_BYTES
+            after = key_at + body_len
+            if (
+                head - _GET_MARK != body_len or others or after > end or vb_id >= NUM_VBUCKETS
+                or not 1 < body_len <= MAX_KEY_BYTES + 1 or buffer[key_at]
+            ):  # fmt: skip
+                break
+            part = partitions[vb_id]
+            if part.state != 1:
+                break
+            key = buffer[key_at:after]
+            entry: bytes | None = part.newest.get(key)
+            if entry is None and part.frozen is None:
+                entry = part.recent.get(key)
+                if entry is not None:
+                    hits += 1
+            try:
+                if not entry or entry[OPCODE_AT] != MUTATION:
+                    entry = engine.document_entry(part, key)
+                if entry is not None:
+                    datatype, cas, flags, expiry = _unpack_document(entry)
+                    if expiry and expiry <= self.now_s:
+                        entry = engine.document_entry(part, key)
+            except StoreDamagedError:
+                break
+            last_group = part.last_group
+            if last_group > committed_group and last_group > wait_group:
+                wait_group = last_group
+            position = after
+            if entry is None:
+                self.refuse_outcome(_GET, int.from_bytes(opaque, "big"), Status.KEY_ENOENT, vb_id)
+                continue
+            value = entry[MUTATION_KEY_AT + body_len :]
+            value_bytes = len(value)
+            answer(
+                _pack_get_answer(
+                    _GET_ANSWER_MARK, _GET_EXTRAS_MARK | (datatype & has_json) << 16,
+                    4 + value_bytes, opaque, cas, flags,
+                ) + value
+            )  # fmt: skip
+            unread_bytes += value_bytes
+            if unread_bytes > ANSWER_BYTES_MAX:
+                state.is_full = True
+        state.unread_bytes = unread_bytes
+        engine.item_cache.hits += hits
+        state.wait_group = max(state.wait_group, wait_group)
+        return position
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
         """Return an expiry of the wire as Unix seconds, 0 for never, for a stored key."""

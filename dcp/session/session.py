@@ -21,7 +21,7 @@ from typing import Final
 
 from dcp.session.collections import CollectionCommands
 from dcp.session.connection import ConnectionCommands
-from dcp.session.documents import DocumentCommands
+from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.put_frames import PutFramesCommand
@@ -44,7 +44,6 @@ from dcp.wire.status import Status
 from vbucket.kvenv import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
-_SET: Final = int(Opcode.SET)
 
 BODY_EXTRA_BYTES: Final = 4096
 """Room for extras, key and framing beside the value in a body."""
@@ -151,7 +150,7 @@ class Session:
         body_bytes_max = self._body_bytes_max
         documents = self._documents
         hot = self._document_handlers()
-        takes_runs = hot is self._hot and documents.takes_runs
+        runs = documents.runs() if hot is self._hot else _NO_RUNS
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -168,8 +167,9 @@ class Session:
                     except StoreDamagedError as error:
                         state.answer_damage(opcode, opaque, error)
                     position = body_end
-                    if takes_runs and opcode == _SET:
-                        position = documents.store_run(position, end)
+                    run = runs.get(opcode)
+                    if run is not None:
+                        position = run(position, end)
                     continue
             problem = self._problem_of(magic, opcode, body_len)
             if problem:
@@ -183,7 +183,7 @@ class Session:
             elif self._gate.is_waiting:
                 break
             hot = self._document_handlers()
-            takes_runs = hot is self._hot and documents.takes_runs
+            runs = documents.runs() if hot is self._hot else _NO_RUNS
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
 
@@ -332,6 +332,7 @@ class Session:
 
 
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
+_NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(
     {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.RESPONSE, Magic.SERVER_RESPONSE}
 )

@@ -73,7 +73,8 @@ class MemoryNode:
 
     version = "test"
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, item_cache_bytes: int = 0) -> None:
+        self.item_cache_bytes = item_cache_bytes
         self._random = random.Random(seed)
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
@@ -93,7 +94,7 @@ class MemoryNode:
 
     def _open(self) -> None:
         self.store = Store(self.env)
-        self.engine = Engine(self.store, self.draw_uuid)
+        self.engine = Engine(self.store, self.draw_uuid, item_cache_bytes=self.item_cache_bytes)
         node = self.store.node()
         assert node is not None
         self.torn = replay_log(self.engine, recover(self.device, node.merged_segment))

@@ -4,6 +4,9 @@ order.
 The model keeps, for each partition, every version ever applied on the present branch, and what of
 it was committed; a crash takes back what was not. A system event is a version without a value. The
 manifest is the node's: a branch does not take it back, the partition tells it anew.
+
+Every read goes through the item cache, in all its sizes: none, a few entries, all. What it holds is
+compared with the store after every step as well.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dcp.wire.opcode import Opcode
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket import block, compaction
 from vbucket.engine import SET, Document
+from vbucket.entry import PREFIX_BYTES, is_deleted
+from vbucket.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.keyspace import BranchRefusedError, FloorError
 from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
@@ -99,8 +104,10 @@ class EngineMachine(RuleBasedStateMachine):
         for patch in self.patches:
             patch.stop()
 
-    @initialize()
-    def begin_with_a_collection(self) -> None:
+    @initialize(item_cache_bytes=st.sampled_from((0, 700, 2_000, 1 << 20)))
+    def begin_with_a_collection(self, item_cache_bytes: int) -> None:
+        self.node.item_cache_bytes = item_cache_bytes
+        self.node.engine.item_cache.resize(item_cache_bytes)
         self.create_collection()
 
     @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS + OTHER_KEYS))
@@ -207,6 +214,24 @@ class EngineMachine(RuleBasedStateMachine):
         for key in meanwhile:
             self.set(VBUCKETS[0], key)
         self.node.compact(VBUCKETS)
+
+    @precondition(lambda self: not self.merging)
+    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS), others=st.booleans())
+    def begin_anew(self, vb_id: int, key: bytes, others: bool) -> None:
+        """What was read from the store before is not there any more, and the store is asked again.
+
+        All of it together, as above.
+        """
+        self.commit()
+        self.node.merge()
+        self.everything_equals_the_model()
+        self.branch(vb_id, 0.0)
+        if others:
+            self.commit()
+            self.node.merge()
+        self.set(vb_id, key)
+        self.commit()
+        self.node.merge()
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
     def branch_below_the_floor(self, vb_id: int, part: float) -> None:
@@ -334,6 +359,31 @@ class EngineMachine(RuleBasedStateMachine):
 
     def reachable(self) -> set[int]:
         return {0, *self.collections}
+
+    @invariant()
+    def what_is_cached_is_in_the_store(self) -> None:
+        """Of keys that no layer holds; and what is held is what was counted."""
+        engine, store = self.node.engine, self.node.store
+        held_bytes = 0
+        for part in engine.partitions:
+            if not part.recent and not part.older:
+                continue
+            assert part.recent.keys().isdisjoint(part.older)
+            for key, entry in [*part.recent.items(), *part.older.items()]:
+                held_bytes += len(key) + len(entry) + ITEM_OVERHEAD_BYTES
+                if any(key in layer.newest for layer in part.layers()):
+                    continue
+                assert part.merged_seqno
+                meta = store.meta(part.vb_id, key)
+                if not entry or is_deleted(entry):
+                    assert meta is None or meta.opcode != Opcode.DCP_MUTATION
+                else:
+                    assert meta is not None
+                    stored = store.entry(part.vb_id, meta.seqno)
+                    assert stored is not None
+                    assert entry[PREFIX_BYTES:] == stored[PREFIX_BYTES:]
+        cache = engine.item_cache
+        assert cache.held_bytes == held_bytes <= cache.bytes_max
 
     @invariant()
     def everything_equals_the_model(self) -> None:
