@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.block import BODY_BYTES_TARGET, Block, BlockDamagedError, block_key, build_blocks
+from vbucket.block import (
+    BODY_BYTES_TARGET,
+    Block,
+    BlockDamagedError,
+    block_key,
+    build_blocks,
+    repack_blocks,
+)
 from vbucket.entry import pack_deletion, pack_mutation, seqno_of
 
 
@@ -55,6 +64,34 @@ def test_blocks_give_back_the_entries(
             assert block.entry(wanted) == by_seqno.get(wanted)
         assert block.entry(block.last_seqno + 1) is None
         assert block.entry(block.first_seqno - 1) is None
+
+
+@given(
+    gaps=st.lists(st.integers(1, 3), min_size=1, max_size=40),
+    kept=st.lists(st.sampled_from([0, 1, 1]), min_size=40, max_size=40),
+    newer_epoch_at=st.integers(0, 40),
+    value_bytes=st.sampled_from([0, 10, 9000, BODY_BYTES_TARGET + 1]),
+)
+def test_what_is_kept_of_blocks_makes_the_blocks_of_its_entries(
+    gaps: list[int], kept: list[int], newer_epoch_at: int, value_bytes: int
+) -> None:
+    seqnos = list(accumulate(gaps, initial=3))[1:]
+    epochs = [int(index >= newer_epoch_at) for index in range(len(seqnos))]
+    entries = entries_of(seqnos, epochs=epochs, value=bytes(value_bytes))
+    parts: list[tuple[Block, bytes | None]] = []
+    first = 0
+    for block in opened(build_blocks(5, entries, seqno_before=3)):
+        mask = bytes(kept[first : first + len(block.seqnos)])
+        parts.append((block, mask if 0 in mask else None))
+        first += len(block.seqnos)
+    left = [entry for entry, is_kept in zip(entries, kept, strict=False) if is_kept]
+    assert repack_blocks(5, parts, seqno_before=3) == build_blocks(5, left, seqno_before=3)
+
+
+def test_a_damaged_block_is_not_packed_again() -> None:
+    ((key, value),) = build_blocks(5, entries_of([1, 2]), seqno_before=0)
+    with pytest.raises(BlockDamagedError, match="body"):
+        repack_blocks(5, [(Block(key, value[:-1] + b"?"), b"\1\0")], seqno_before=0)
 
 
 @pytest.mark.parametrize("seqnos", [[1, 2, 3, 4], [1, 2, 4, 9]])
