@@ -410,6 +410,17 @@ def test_from_now_begins_at_the_high_seqno_of_the_current_version():
     assert session.position().base_seqno == 6
 
 
+def test_one_question_serves_all_and_who_is_taken_off_meanwhile_is_not_asked_for():
+    session = Session({vb_id: Wanted(Position()) for vb_id in (17, 18)}, until_now=True)
+    session.core.add(19, Wanted(Position()))
+    session.core.remove(18)
+    session.open_requests += session.decoder.feed(session.core.take_output())
+    (question,) = [f for f in session.open_requests if f.opcode == Opcode.GET_ALL_VB_SEQNOS]
+    session.reply(question, value=high_seqnos(v17=5, v18=5, v19=5))
+    asked = [f.vb_id for f in session.sent if f.opcode == Opcode.DCP_STREAM_REQ]
+    assert asked == [17, 19]
+
+
 def test_partition_without_a_high_seqno_is_elsewhere():
     session = Session({17: Wanted(None)})
     session.reply(session.open_requests[-1], value=high_seqnos(v3=6))

@@ -88,6 +88,13 @@ def test_a_rollback_that_saw_all_versions_is_final():
     assert (event.to_seqno, event.failover_log) == (0, tuple(log))
 
 
+def test_a_stream_that_is_taken_off_before_it_could_be_asked_for_is_not_asked_for():
+    silent = Silent(HELD)
+    assert silent.core.remove(VB) is not None
+    silent.answer(b"x_version_log", Status.OK)
+    assert silent.stream_requests() == []
+
+
 def test_a_version_that_cost_nothing_is_given_up_without_an_event():
     """A server that does not take lists is asked with the next older one, at the same place."""
     silent = Silent(HELD._replace(versions=((99, 100), (88, 50))))
