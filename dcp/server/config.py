@@ -244,8 +244,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     history_bytes: Annotated[
         int,
         Option(
-            "And how much of the disk they take at most, of all partitions together, those that wait "
-            "for compaction included; the smaller of the two counts. 0 keeps none.",
+            "And how much of the disk they take at most, of all partitions together, those that "
+            "wait for compaction included; the smaller of the two counts. 0 keeps none.",
             read_size,
             "SIZE",
             0,
