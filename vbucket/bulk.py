@@ -17,7 +17,6 @@ of all is one comparison. Removals are looked at one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from itertools import accumulate
 from operator import sub
 from struct import Struct, pack, unpack, unpack_from
@@ -215,16 +214,18 @@ class Frames:
                 raise MalformedFramesError(f"frame {index}: {what}: {key[:8].hex()}")
 
     def only(self, indexes: Sequence[int]) -> Frames:
-        """Return some of them, in this order."""
-        some = copy(self)
-        for name in (
-            "_ends", "_heads", "_starts", "cas", "datatypes", "expiries", "keys", "opcodes",
-        ):  # fmt: skip
-            column = getattr(self, name)
-            if column:
-                setattr(some, name, [column[index] for index in indexes])
-        some.removals = _removals_of(some.opcodes)
-        return some
+        """Keep these of them, in this order, and forget the others; return itself."""
+        self._starts = [self._starts[index] for index in indexes]
+        self._ends = [self._ends[index] for index in indexes]
+        self._heads = [self._heads[index] for index in indexes]
+        self.opcodes = bytes([self.opcodes[index] for index in indexes])
+        self.datatypes = bytes([self.datatypes[index] for index in indexes])
+        self.keys = [self.keys[index] for index in indexes]
+        self.cas = [self.cas[index] for index in indexes]
+        if self.expiries:
+            self.expiries = [self.expiries[index] for index in indexes]
+        self.removals = _removals_of(self.opcodes)
+        return self
 
     def forget_datatypes(self) -> None:
         """What came without the feature JSON is not known to be any."""
