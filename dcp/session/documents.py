@@ -207,15 +207,15 @@ class DocumentCommands:
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
         partitions, put = engine.partitions, engine.put
-        first = position
-        while end - position >= SET_REQUEST.size:
+        first, head_bytes = position, SET_REQUEST.size
+        while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
                 buffer, position
             )
             body_end = position + HEADER_BYTES + body_len
             if form != _SET_FORM or extras & ~DATATYPE_JSON != _SET_EXTRAS or body_end > end:
                 break
-            body = buffer[position + SET_REQUEST.size : body_end]
+            body = buffer[position + head_bytes : body_end]
             key = body[:key_len]
             if not 1 < key_len <= MAX_KEY_BYTES + 1 or len(key) != key_len or key[0]:
                 break
