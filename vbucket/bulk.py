@@ -189,6 +189,13 @@ class Frames:
                 raise self._malformed(body_sizes)
             key_at = self._starts[at] + HEADER_BYTES + row.extras_bytes
             keys[at], cas[at] = value[key_at : key_at + row.key_bytes], row.cas
+        # They have nothing behind a mutation's head: compiled code takes no slice that ends before
+        # it begins.
+        removals = set(self.removals)
+        self._starts = [
+            -_HEAD_BYTES if at in removals else start for at, start in enumerate(self._starts)
+        ]
+        self._ends = [0 if at in removals else end for at, end in enumerate(self._ends)]
         self.keys, self.cas, self.expiries = keys, cas, expiries
 
     def _row(self, index: int) -> Row:
@@ -265,7 +272,7 @@ class Frames:
                 self.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, 0,
             )  # fmt: skip
         else:
-            time_s: int = U32.unpack_from(self._value, self._starts[index] + _TIME_AT)[0]
+            time_s: int = U32.unpack_from(self._heads[index], _TIME_AT)[0]
             head = EXPIRATION_ENTRY.pack(
                 prev_seqno, epoch, _MAGIC, _EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
                 self.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, cas, seqno, rev_seqno, time_s,
