@@ -203,10 +203,10 @@ class DocumentCommands:
         for `store`, which knows them all.
         """
         state = self._state
-        buffer, answer = state.buffer, state.answers.append
+        buffer, answers = state.buffer, state.answers
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
-        partitions, put = engine.partitions, engine.put
+        partitions = engine.partitions
         first, head_bytes = position, SET_REQUEST.size
         while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
@@ -225,10 +225,12 @@ class DocumentCommands:
             if part.state != 1 or part.is_backed_up:
                 break
             try:
-                new_cas = put(part, key, body, flags, 0, extras & has_json)
+                new_cas = engine.put(part, key, body, flags, 0, extras & has_json)
             except StoreDamagedError:
                 break
-            answer(_pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno))
+            answers.append(
+                _pack_set_answer(_SET_ANSWER, opaque, new_cas, part.vb_uuid, part.high_seqno)
+            )
             position = body_end
         if position > first:
             state.wait_group = engine.group
