@@ -46,8 +46,9 @@ that keeps it merging without a pause it would fall behind for ever otherwise, a
 grow. To drop a version takes half of what it takes to merge one."""
 SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
 """Bounds of that; the memtable takes what is written meanwhile, and then writers wait."""
-MERGES_BETWEEN: Final = 2
-"""Merges whose versions may come into the store before a compaction that was planned is through."""
+MERGES_BETWEEN: Final = 3
+"""Merges whose versions may come into the store before a compaction that was planned is through:
+one that is under way while it is planned, one while floors are committed, one between its turns."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
 _ALL: Final = range(NUM_VBUCKETS)
