@@ -72,7 +72,8 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
 
     def take(data: bytes) -> None:
         nonlocal changes
-        changes += sum(piece.changes for piece in intake.receive(data, 0))
+        intake.receive(data, 0)
+        changes += sum(piece.changes for piece in intake.take_pieces())
         output = intake.take_output()
         if output:
             link.write(output)

@@ -3,7 +3,8 @@
     intake = Intake(b"name", history=True)
     intake.add(feed)                          # partitions, each with what the archive holds of it
     send(intake.begin())
-    pieces = intake.receive(data, now_ns)     # runs of frames, one slice each
+    intake.receive(data, now_ns)
+    pieces = intake.take_pieces()             # runs of frames, one slice each; after an error too
     send(intake.take_output())
 
 A backup needs no events: what it keeps are the frames as they came. So the loop reads of each
@@ -12,6 +13,8 @@ receive buffer at once.
 
 Invariants
 - within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not);
+- feeds stand after what `take_pieces` gives, whatever `receive` raises: who goes on with them
+  (`abandon`) has taken that before;
 - every accepted request begins a leg (clients.backup.legs), with its failover log;
 - a rollback goes to the newest whole state that the archive holds at or below what the server
   says, over all its versions and all its runs; it goes down, so the rounds are bounded;
@@ -39,7 +42,6 @@ from dcp.wire.frame import (
 )
 from dcp.wire.message import (
     U64,
-    VB_SEQNO,
     EndReason,
     OpenFlag,
     StreamRequest,
@@ -47,9 +49,11 @@ from dcp.wire.message import (
     pack_control,
     pack_open,
     pack_stream_request,
+    parse_advanced,
     parse_failover_log,
     parse_marker,
     parse_stream_end,
+    parse_vb_seqnos,
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
@@ -144,21 +148,24 @@ class Intake:
         """Ask for streams that were added after `begin`."""
         self._ask_seqnos()
 
-    def receive(self, data: bytes, now_ns: int) -> list[Piece]:
-        """Take what a read brought in; return the changes in it.
+    def receive(self, data: bytes, now_ns: int) -> None:
+        """Take what a read brought in.
 
         Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
         """
         self._now_ns = now_ns
         buffer = self._buffer.take(data)
         if buffer is None:
-            return []
-        self._pieces = []
+            return
         self._decode(buffer)
         if self._unacked_bytes * 2 >= self._buffer_bytes:
             self._output.append(pack_buffer_ack(self._unacked_bytes))
             self._unacked_bytes = 0
-        return self._pieces
+
+    def take_pieces(self) -> list[Piece]:
+        """Return the changes that came, each once; of a read that raised, those before."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def tick(self, now_ns: int) -> None:
         """Ask again for streams whose pause is over."""
@@ -180,6 +187,7 @@ class Intake:
 
     def abandon(self) -> list[Feed]:
         """The connection is gone: return the feeds that another one goes on with."""
+        assert not self._pieces, "a leg ends at the last change that was handed out"
         left = [feed for feed in self.feeds.values() if feed.state is not FeedState.DONE]
         for feed in left:
             position = feed.request_position()
@@ -204,7 +212,7 @@ class Intake:
     def _on_seqnos(self, frame: Frame) -> None:
         """The partitions' ends are known: ask for the streams up to there."""
         self._checked("GET_ALL_VB_SEQNOS")(frame)
-        high = dict(VB_SEQNO.iter_unpack(frame.value))
+        high = parse_vb_seqnos(frame.value)
         feeds, self._awaiting = self._awaiting or [], None
         for feed in feeds:
             seqno = high.get(feed.vb_id)
@@ -377,7 +385,7 @@ class Intake:
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
             feed.begin_snapshot(*parse_marker(frame))
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
-            seqno: int = U64.unpack_from(frame.extras)[0]
+            seqno = parse_advanced(frame)
             if not feed.seqno < seqno <= feed.marker_end:
                 raise _misplaced(feed, feed.seqno, seqno)
             feed.advance(seqno, seqno, 0)
@@ -426,14 +434,14 @@ class Intake:
 def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
     """Let a feed go on over frames that leave seqnos out: up to the first gap, then the rest."""
     dense, at, seqno = 0, 0, feed.seqno
-    while at < len(data):
+    while True:  # up to the gap, which is there
         _, body, _, next_seqno = _HEAD.unpack_from(data, at)
         if next_seqno != seqno + 1:
             break
         dense, at, seqno = dense + 1, at + HEADER_BYTES + body, next_seqno
     if dense:
         feed.advance(feed.seqno + 1, seqno, dense)
-    feed.advance(_HEAD.unpack_from(data, at)[3], last, count - dense)
+    feed.advance(next_seqno, last, count - dense)
 
 
 def _misplaced(feed: Feed, before: int, seqno: int) -> DcpdError:

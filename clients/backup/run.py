@@ -60,6 +60,8 @@ GIVE_UP_AFTER_S: Final = 60.0
 """How long a run tries to reach nodes and to place partitions without any progress."""
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0
+ANSWER_TIMEOUT_S: Final = 10.0
+"""How long a server may take to tell its collections: it has them in memory."""
 TICK_S: Final = 0.1
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
@@ -115,16 +117,22 @@ class _Session:
     def _on_bytes(self, data: bytes) -> None:
         if self.failure is not None:
             return
+        failure: DcpdError | None = None
         try:
-            pieces = self.intake.receive(data, time.monotonic_ns())
+            self.intake.receive(data, time.monotonic_ns())
         except ProtocolError as error:
-            self._fail(StreamViolationError(f"the server broke the protocol: {error}"))
-            return
+            failure = StreamViolationError(
+                f"the server broke the protocol: {error}", node=self.link.node
+            )
         except DcpdError as error:
-            self._fail(error)
-            return
-        self._backup.take(self, pieces)
-        self.flush()
+            failure = error
+        finally:
+            # After any error: the feeds stand after what came before it.
+            self._backup.take(self, self.intake.take_pieces())
+        if failure is None:
+            self.flush()
+        else:
+            self._fail(failure)
 
     def _on_lost(self, error: DcpdError) -> None:
         if self.failure is None:
@@ -263,25 +271,25 @@ class Backup:
 
     async def _follow(self, topology: Topology, lock: ArchiveLock) -> None:
         """Stream until every partition is done, over lost connections and moved partitions."""
-        pause_s, progress_at_s, progress = PAUSE_FIRST_S, time.monotonic(), -1
+        pause_s, try_at_s = PAUSE_FIRST_S, 0.0
+        progress_at_s, progress = time.monotonic(), -1
         renew_at_s = time.monotonic() + RENEW_S
         failure: DcpdError | None = None
         while self._done < len(self._feeds):
             now_s = time.monotonic()
             self._collect_lost()
-            if self._homeless:
+            if self._homeless and now_s >= try_at_s:
                 try:
                     if failure is not None or progress >= 0:
                         topology = await self._find_topology()
                     await self._place(topology)
                 except _TRANSIENT as error:
-                    failure = error
-                    await asyncio.sleep(pause_s)
+                    failure, try_at_s = error, time.monotonic() + pause_s
                     pause_s = min(PAUSE_MAX_S, pause_s * 2)
             if self._progress_mark() != progress:
-                progress, progress_at_s, pause_s = self._progress_mark(), now_s, PAUSE_FIRST_S
+                progress, progress_at_s = self._progress_mark(), now_s
                 if not self._homeless:
-                    failure = None
+                    failure, pause_s = None, PAUSE_FIRST_S
             elif self._queue:
                 progress_at_s = now_s  # it is the archive that is slow, not the server
             elif now_s - progress_at_s > self._give_up_after_s:
@@ -337,38 +345,47 @@ class Backup:
     async def _place(self, topology: Topology) -> None:
         """Stream homeless partitions from the nodes that have them.
 
-        Raises TopologyError for one that is nowhere, once the others stream.
+        Raises the first error of one that is nowhere, or whose node cannot be reached, once the
+        others stream.
         """
         by_place: dict[tuple[str, int], list[Feed]] = {}
-        nowhere: TopologyError | None = None
+        failure: DcpdError | None = None
         for feed in self._homeless:
             try:
                 node = topology.node_of(feed.vb_id)
             except TopologyError as error:
-                nowhere = nowhere or error
+                failure = failure or error
                 continue
             by_place.setdefault((node.host, node.kv_port), []).append(feed)
         for place, feeds in by_place.items():
-            session = self._sessions.get(place)
-            if session is None:
-                link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
-                name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
-                intake = Intake(name, history=self._history, node=link.node)
-                session = self._sessions[place] = _Session(self, link, intake)
-                for feed in feeds:
-                    intake.add(feed)
-                session.begin()
-                if self._is_paused:
-                    link.pause_reading()
-            else:
-                for feed in feeds:
-                    session.intake.add(feed)
-                session.intake.ask()
-                session.flush()
+            try:
+                await self._place_at(place, feeds)
+            except _TRANSIENT as error:
+                failure = failure or error
+                continue
             placed = set(feeds)
             self._homeless = [feed for feed in self._homeless if feed not in placed]
-        if nowhere is not None:
-            raise nowhere
+        if failure is not None:
+            raise failure
+
+    async def _place_at(self, place: tuple[str, int], feeds: list[Feed]) -> None:
+        """Stream partitions from a node."""
+        session = self._sessions.get(place)
+        if session is None:
+            link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
+            name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
+            intake = Intake(name, history=self._history, node=link.node)
+            session = self._sessions[place] = _Session(self, link, intake)
+            for feed in feeds:
+                intake.add(feed)
+            session.begin()
+            if self._is_paused:
+                link.pause_reading()
+        else:
+            for feed in feeds:
+                session.intake.add(feed)
+            session.intake.ask()
+            session.flush()
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -438,10 +455,20 @@ class Backup:
 
 
 async def collections_of(link: Link) -> dict[int, tuple[str, int]]:
-    """Return a server's collections: id -> (scope.collection, maximum time to live in s)."""
+    """Return a server's collections: id -> (scope.collection, maximum time to live in s).
+
+    Raises OperationTimeoutError, StatusErrors, ArchiveError for what cannot be read.
+    """
     if not link.has_collections:
         return {0: ("_default._default", 0)}
-    frame = await link.request(Opcode.GET_COLLECTIONS_MANIFEST)
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            frame = await link.request(Opcode.GET_COLLECTIONS_MANIFEST)
+    except TimeoutError:
+        raise OperationTimeoutError(
+            f"which collections there are was not answered within {ANSWER_TIMEOUT_S:g} s",
+            node=link.node, hint="Does the server stand still? See: dcpctl status",
+        ) from None  # fmt: skip
     if frame.status in {Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED}:
         return {0: ("_default._default", 0)}
     if frame.status:

@@ -25,7 +25,6 @@ from clients.link_sync import SyncLink
 from clients.spark.fetch_core import Arrived, FetchCore, Stream
 from clients.spark.plan import Step
 from clients.topology import Topology
-from dcp.wire.frame import RemoteProtocolError
 
 READ_BYTES: Final = 1024 * 1024
 PATIENCE_S: Final = 60.0
@@ -161,7 +160,9 @@ class _Reading:
                     if arrived.changes is not None or arrived.rollbacks:
                         yield arrived
                         began = time.monotonic()
-                    elif time.monotonic() - began > PATIENCE_S:
+                    if core.failure is not None:
+                        raise core.failure
+                    if time.monotonic() - began > PATIENCE_S:
                         return  # the server answers, but not with changes
                     if core.is_waiting:
                         time.sleep(RETRY_S)
@@ -169,7 +170,5 @@ class _Reading:
                     link.send(core.take_output())
             except LOST as error:
                 self.problem = error
-            except RemoteProtocolError as error:
-                raise ConnectError(f"what came is no stream: {error}", node=link.node) from error
             finally:
                 self.left = core.unfinished()

@@ -4,7 +4,8 @@
     send(core.begin())
     arrived = core.receive(data)     # -> rollbacks and chunks of changes
     send(core.take_output())
-    ... until core.is_done, or the connection is lost: then a new core for core.unfinished()
+    ... until core.is_done, or core.failure says why this is over, or the connection is lost: then
+    a new core for core.unfinished()
 
     stream:  ASKED -> OPEN -> DONE         the end is reached, or nothing (more) of it is left
                ^   |    |
@@ -21,6 +22,7 @@ What a step gets
 
 Invariants
 - one stream request at a time per partition, each with an opaque of its own;
+- streams stand after what `receive` returned, also where a read ended in an error;
 - changes of a stream that was given up are dropped by their opaque;
 - a stream that goes on after a break asks from the last change that was handed out, in the
   snapshot that it was in.
@@ -34,7 +36,7 @@ from enum import Enum, auto
 from struct import Struct
 from typing import Any, Final, NamedTuple
 
-from clients.errors import DcpdError, StreamViolationError, error_from_status
+from clients.errors import ConnectError, DcpdError, StreamViolationError, error_from_status
 from clients.pending_requests import PendingRequests
 from clients.position import Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
@@ -47,12 +49,13 @@ from dcp.wire.frame import (
     RemoteProtocolError,
 )
 from dcp.wire.message import (
-    U64,
+    SYSTEM_EVENT_EXTRAS,
     EndReason,
     MarkerFlag,
     OpenFlag,
     StreamRequest,
     pack_stream_request,
+    parse_advanced,
     parse_failover_log,
     parse_marker,
     parse_stream_end,
@@ -160,11 +163,14 @@ class FetchCore:
         node: str | None = None,
     ) -> None:
         self.node = node
+        self.failure: DcpdError | None = None
+        """Why the connection is over; the caller raises it when it has what came before."""
         self.moved: list[Stream] = []
         """Streams whose partition is not here any more; the caller places them elsewhere."""
         self._streams = list(streams)
         for stream in self._streams:
             stream.state = StreamState.WAITING
+            stream.opaque = 0  # that of another connection may be somebody else's here
         self._by_opaque: dict[int, Stream] = {}
         """By opaque: the stream that asked with it, and has not given it up."""
         self._versions_of: dict[int, Versions] = {}
@@ -227,27 +233,33 @@ class FetchCore:
         return self._requests.take_output()
 
     def receive(self, data: bytes) -> Arrived:
-        """Take what a read brought.
+        """Take what a read brought; return what is in it, up to what cannot be used.
 
-        Raises DcpdError where the server refuses for good, RemoteProtocolError for what is no
-        packet, StreamGoneError.
+        For that see `failure`: a DcpdError where the server refuses, ConnectError for what is no
+        packet, StreamGoneError. Raises StreamViolationError.
         """
+        assert self.failure is None
         self._parts.append(data)
         self._parts_bytes += len(data)
         changes = None
         if self._parts_bytes >= self._packet_bytes:
             data = b"".join(self._parts) if len(self._parts) > 1 else data
-            places, position = self._walk(data)
-            self._parts, self._parts_bytes = [data[position:]], len(data) - position
+            places: list[int] = []
+            try:
+                position = self._walk(data, places)
+                self._parts, self._parts_bytes = [data[position:]], len(data) - position
+            except RemoteProtocolError as error:
+                self.failure = ConnectError(f"what came is no stream: {error}", node=self.node)
+            except DcpdError as error:
+                self.failure = error
             changes = self._taken(Chunk(data, places)) if places else None
         rollbacks, self._rollbacks = self._rollbacks, []
         return Arrived(rollbacks, changes)
 
     # -- packets -------------------------------------------------------------------------------
 
-    def _walk(self, data: bytes) -> tuple[list[int], int]:
-        """Return the places of changes, and where the first incomplete packet begins."""
-        places: list[int] = []
+    def _walk(self, data: bytes, places: list[int]) -> int:
+        """Note the places of changes; return where the first incomplete packet begins."""
         self._packet_bytes = HEADER_BYTES
         add, unpack, is_change = places.append, HEAD.unpack_from, CHANGES.__contains__
         position, last = 0, len(data) - HEADER_BYTES
@@ -265,7 +277,7 @@ class FetchCore:
                 for frame in FrameDecoder().feed(data[position:following]):
                     self._on_frame(frame)
             position = following
-        return places, position
+        return position
 
     def _taken(self, chunk: Chunk) -> Changes | None:
         """Note how far the streams came; return the changes of those that were not given up."""
@@ -297,8 +309,12 @@ class FetchCore:
             stream.snapshot = Snapshot(marker.start_seqno, marker.end_seqno, is_history)
             if not is_history:
                 stream.end_seqno = max(stream.end_seqno, marker.end_seqno)
-        elif frame.opcode in {Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_SYSTEM_EVENT}:
-            stream.seqno = max(stream.seqno, U64.unpack_from(frame.extras)[0])
+        elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
+            stream.seqno = max(stream.seqno, parse_advanced(frame))
+        elif frame.opcode == Opcode.DCP_SYSTEM_EVENT:
+            if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
+                raise RemoteProtocolError(f"{len(frame.extras)} bytes of extras of a system event")
+            stream.seqno = max(stream.seqno, SYSTEM_EVENT_EXTRAS.unpack(frame.extras)[0])
         elif frame.opcode == Opcode.DCP_STREAM_END:
             self._on_end(stream, frame)
 

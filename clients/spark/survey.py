@@ -12,13 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import TemporaryError, TopologyError, UnsupportedError, error_from_status
+from clients.errors import (
+    ConnectError,
+    TemporaryError,
+    TopologyError,
+    UnsupportedError,
+    error_from_status,
+)
 from clients.link_sync import SyncLink
 from clients.position import Versions
 from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
 from clients.spark.plan import Facts, Step
 from clients.topology import Node, Topology
-from dcp.wire.message import U64, VB_SEQNO, parse_failover_log
+from dcp.wire.frame import RemoteProtocolError
+from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -145,8 +152,8 @@ class Survey:
             raise error_from_status(
                 frame.status, "get all vbucket seqnos", body=frame.value, node=node.name
             )
-        rows = VB_SEQNO.iter_unpack(frame.value)
-        return {vb_id: seqno for vb_id, seqno in rows if vb_id in self._partitions}
+        rows = _parsed(parse_vb_seqnos, frame.value, node)
+        return {vb_id: seqno for vb_id, seqno in rows.items() if vb_id in self._partitions}
 
     def _facts(self) -> dict[int, Facts]:
         found: dict[int, Facts] = {}
@@ -231,7 +238,7 @@ class Survey:
                 raise error_from_status(
                     frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=node.name
                 )
-            self._logs[vb_id] = tuple(parse_failover_log(frame.value))
+            self._logs[vb_id] = tuple(_parsed(parse_failover_log, frame.value, node))
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
         high = self._all(self._high_seqnos(), all_of_them=True)
@@ -258,3 +265,11 @@ class Survey:
             )
         number: int = int.from_bytes(frame.extras[U64.size :], "big")
         return number
+
+
+def _parsed(parse: Callable[[bytes], _T], value: bytes, node: Node) -> _T:
+    """Return what an answer says. Raises ConnectError for one that is cut short."""
+    try:
+        return parse(value)
+    except RemoteProtocolError as error:
+        raise ConnectError(f"an answer that cannot be read: {error}", node=node.name) from error

@@ -12,7 +12,7 @@ from clients.backup.errors import BackupError
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.errors import StreamViolationError
+from clients.errors import StreamViolationError, TemporaryError
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.message import (
     FAILOVER_ENTRY,
@@ -71,6 +71,7 @@ class Server:
                 reply += pack_response(frame.opcode, status, opaque=frame.opaque)
         if reply:
             self.intake.receive(reply, 0)
+            assert not self.intake.take_pieces(), "replies bring no changes"
             self.answer(self.intake.take_output())
 
     def reply(self, vb_id, status=Status.OK, value=ONE_VERSION):
@@ -80,9 +81,9 @@ class Server:
         return self.send(frame)
 
     def send(self, data):
-        pieces = self.intake.receive(data, 0)
+        self.intake.receive(data, 0)
         self.answer(self.intake.take_output())
-        return pieces
+        return self.intake.take_pieces()
 
     def marker(self, vb_id, start, end, flags=2):
         return pack_marker(vb_id, self.opaques[vb_id], SnapshotMarker(start, end, flags))
@@ -128,6 +129,66 @@ def test_a_partition_that_moves_in_the_read_that_brought_changes():
     (feed,) = server.intake.gone
     assert feed.legs()[-1].to_seqno == 2
     assert server.intake.feeds == {}
+
+
+GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(30)
+QUESTION = Opcode.GET_ALL_VB_SEQNOS
+
+
+def answer_of(opaque, **more):
+    return pack_response(QUESTION, opaque=opaque, **more)
+
+
+@pytest.mark.parametrize(
+    ("bad_end", "error"),
+    [
+        (lambda _, opaque: answer_of(opaque, status=Status.ETMPFAIL), TemporaryError),
+        (lambda _, opaque: answer_of(opaque, value=bytes(11)), RemoteProtocolError),
+        (lambda *_: GARBAGE, RemoteProtocolError),
+        (lambda server, _: server.marker(3, 2, 4), StreamViolationError),
+    ],
+)
+def test_what_came_before_an_error_in_the_same_read_is_handed_out(bad_end, error):
+    """Partition 3 goes on after 2 elsewhere, 5 is done, 6 moves; 4 had to be asked for again."""
+    server = Server({3: 4, 4: 2, 5: 1, 6: 9})
+    for vb_id in (3, 5, 6):
+        server.reply(vb_id)
+    server.reply(4, Status.ETMPFAIL, b"")
+    server.intake.tick(10**12)
+    (asked,) = server.decoder.feed(server.intake.take_output())
+    assert asked.opcode == QUESTION
+    data = (
+        server.marker(3, 0, 4) + server.mutations(3, 1, 2)
+        + server.marker(5, 0, 1) + server.mutations(5, 1) + server.end(5)
+        + server.marker(6, 0, 9) + server.mutations(6, 1) + server.end(6, EndReason.STATE_CHANGED)
+    )  # fmt: skip
+    with pytest.raises(error):
+        server.send(data + bad_end(server, asked.opaque))
+    pieces = server.intake.take_pieces()
+    assert [(piece.vb_id, piece.last_seqno) for piece in pieces] == [(3, 2), (5, 1), (6, 1)]
+    assert server.intake.finished == [server.feeds[5]]
+    assert server.intake.gone == [server.feeds[6]]
+    left = server.intake.abandon()
+    assert [(feed.vb_id, feed.legs()[-1].to_seqno) for feed in left if feed.legs()] == [(3, 2)]
+
+
+def test_nothing_that_was_not_handed_out_counts_as_there():
+    server = Server({3: 4})
+    server.reply(3)
+    server.intake.receive(server.marker(3, 0, 4) + server.mutations(3, 1, 2), 0)
+    with pytest.raises(AssertionError, match="handed out"):
+        server.intake.abandon()
+
+
+def test_messages_that_are_cut_short():
+    server = Server({3: 9})
+    server.reply(3)
+    server.send(server.marker(3, 0, 9))
+    short = pack_request(
+        Opcode.DCP_SEQNO_ADVANCED, vb_id=3, opaque=server.opaques[3], extras=bytes(7)
+    )
+    with pytest.raises(RemoteProtocolError, match="7 bytes of extras"):
+        server.send(short)
 
 
 def test_history_snapshots_are_whole_at_every_seqno():
@@ -235,7 +296,7 @@ def test_servers_that_break_the_rules():
     with pytest.raises(BackupError, match="rolls back from seqno 0"):
         server.reply(3, Status.ROLLBACK, U64.pack(0))
     with pytest.raises(RemoteProtocolError):
-        server.send(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(30))
+        server.send(GARBAGE)
 
 
 def test_what_a_server_cannot_give_now_is_asked_for_later():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from clients.errors import TemporaryError
-from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError
+from clients.errors import ConnectError, TemporaryError
+from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError, StreamState
 from clients.spark.plan import Step
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import U32, U64, EndReason
@@ -26,12 +26,18 @@ class Peer:
         self.core.begin()
 
     def reply(self, status: Status, *versions: tuple[int, int], to_seqno: int | None = None):
+        return self.core.receive(self.reply_of(status, *versions, to_seqno=to_seqno))
+
+    def reply_of(self, status: Status, *versions: tuple[int, int], to_seqno: int | None = None):
         log = b"".join(U64.pack(vb_uuid) + U64.pack(began) for vb_uuid, began in versions)
         value = log if to_seqno is None else U64.pack(to_seqno) + log
-        return self.core.receive(
-            pack_response(
-                Opcode.DCP_STREAM_REQ, opaque=self.stream.opaque, status=status, value=value
-            )
+        return pack_response(
+            Opcode.DCP_STREAM_REQ, opaque=self.stream.opaque, status=status, value=value
+        )
+
+    def advanced(self, seqno: int) -> bytes:
+        return pack_request(
+            Opcode.DCP_SEQNO_ADVANCED, vb_id=VB, opaque=self.stream.opaque, extras=U64.pack(seqno)
         )
 
     def change(self, seqno: int, value: bytes) -> bytes:
@@ -67,15 +73,65 @@ def test_a_batch_never_has_two_rollback_rows_of_a_partition():
     assert arrived.rollbacks == [(VB, 2, V2)]
     peer.core.receive(peer.end(EndReason.STATE_CHANGED))
     peer.core.retry()
-    with pytest.raises(StreamGoneError, match="vbucket 7") as caught:
-        peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0)
-    assert "repeats the task" in caught.value.hint
+    assert peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0) == NOTHING
+    assert isinstance(peer.core.failure, StreamGoneError)
+    assert "vbucket 7" in str(peer.core.failure)
+    assert "repeats the task" in peer.core.failure.hint
 
 
 def test_a_rollback_that_was_not_told_yet_becomes_one_to_zero():
     peer = Peer(rollback_to=2)
     assert peer.reply(Status.ROLLBACK, (V2, 2), (V1, 0), to_seqno=0) == NOTHING
     assert peer.reply(Status.OK, (V2, 2), (V1, 0)).rollbacks == [(VB, 0, V2)]
+
+
+GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(30)
+GONE = pack_response(Opcode.DCP_OPEN, opaque=1, status=Status.ETMPFAIL)
+
+
+@pytest.mark.parametrize(("bad_end", "error"), [(GARBAGE, ConnectError), (GONE, TemporaryError)])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_came_before_an_error_in_the_same_read_is_handed_out(bad_end, error, has_ended):
+    """The rollback row, the change, and only then where the next connection goes on."""
+    peer = Peer(rollback_to=2)
+    last = peer.end(EndReason.OK) if has_ended else peer.advanced(4)
+    ok = peer.reply_of(Status.OK, (V2, 2), (V1, 0))
+    arrived = peer.core.receive(ok + peer.change(3, b"3") + last + bad_end)
+    assert isinstance(peer.core.failure, error)
+    assert arrived.rollbacks == [(VB, 2, V2)]
+    assert arrived.changes is not None
+    assert arrived.changes.values.to_pylist() == [b"3"]
+    assert peer.core.unfinished() == ([] if has_ended else [peer.stream])
+    assert peer.stream.seqno == (3 if has_ended else 4)
+
+
+@pytest.mark.parametrize("opcode", [Opcode.DCP_SEQNO_ADVANCED, Opcode.DCP_SYSTEM_EVENT])
+def test_messages_that_are_cut_short(opcode):
+    peer = Peer()
+    peer.reply(Status.OK, (V2, 2), (V1, 0))
+    peer.core.receive(pack_request(opcode, vb_id=VB, opaque=peer.stream.opaque, extras=bytes(7)))
+    assert isinstance(peer.core.failure, ConnectError)
+    assert "7 bytes of extras" in str(peer.core.failure)
+
+
+def test_streams_of_two_connections_go_on_together_in_another_order():
+    """Opaques of before mean nothing: 2 and 3 had those that 4 and 2 get now."""
+    steps = {vb_id: Step(vb_id, 0, (), 5, ((V1, 0),), None) for vb_id in (2, 3, 4)}
+    streams = {vb_id: Stream(step) for vb_id, step in steps.items()}
+    for group in ((2, 3), (4,)):
+        before = FetchCore([streams[vb_id] for vb_id in group], b"name", has_collections=False)
+        before.begin()
+    core = FetchCore([streams[vb_id] for vb_id in (4, 2, 3)], b"name", has_collections=False)
+    core.begin()
+    for vb_id, stream in streams.items():
+        log = U64.pack(V1) + U64.pack(0)
+        opened = pack_response(Opcode.DCP_STREAM_REQ, opaque=stream.opaque, value=log)
+        end = pack_request(
+            Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=stream.opaque, extras=U32.pack(0)
+        )
+        core.receive(opened + end)
+        assert stream.state is StreamState.DONE, vb_id
+    assert core.is_done
 
 
 def test_packets_in_pieces_of_any_size():
@@ -95,6 +151,7 @@ def test_packets_in_pieces_of_any_size():
 
 def test_a_refusal_for_now_of_the_connection_itself_can_be_tried_again():
     peer = Peer()
-    with pytest.raises(TemporaryError, match="DCP_OPEN"):
-        peer.core.receive(pack_response(Opcode.DCP_OPEN, opaque=1, status=Status.ETMPFAIL))
+    peer.core.receive(GONE)
+    assert isinstance(peer.core.failure, TemporaryError)
+    assert "DCP_OPEN" in str(peer.core.failure)
     assert peer.core.unfinished() == [peer.stream]

@@ -110,7 +110,8 @@ class _Pair:
 
     def take(self, part: bytes) -> int:
         """Give the intake what a read brought; return how many bytes of changes were in it."""
-        pieces = self.intake.receive(part, self.node.now_ns)
+        self.intake.receive(part, self.node.now_ns)
+        pieces = self.intake.take_pieces()
         for piece in pieces:
             self._write(self.chunker.add(piece))
         for feed in self.intake.finished:
