@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final
 
@@ -74,8 +75,6 @@ class ArchiveLock:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.truncate(file, 0)
-            os.pwrite(file, self._bytes(), 0)
         except OSError as error:
             if file >= 0:
                 os.close(file)
@@ -83,6 +82,9 @@ class ArchiveLock:
                 raise self._refusal(self._holder()) from None
             raise io_error(self._place.url, "it cannot be locked", error) from error
         self._file = file
+        with suppress(OSError):  # on a full disk it holds too, and does not say whose it is
+            os.truncate(file, 0)
+            os.pwrite(file, self._bytes(), 0)
 
     def _take_lease(self) -> None:
         if not self._place.create(LOCK_FILE, self._bytes()):

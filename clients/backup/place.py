@@ -146,10 +146,15 @@ class Place:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something is there, as far as local files tell."""
+        """Whether something is there, as far as local files tell; files of writers that were killed
+        do not count.
+        """
+        if not self.is_local:
+            return False
         folder = Path(self._root)
-        has_any = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-        return self.is_local and has_any
+        if folder.is_dir():
+            return any(not path.name.endswith(PARTIAL) for path in folder.iterdir())
+        return folder.exists()
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:

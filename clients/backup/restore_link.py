@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Awaitable
 from typing import Final
 
 from clients.address import ServerAddress
@@ -50,6 +51,9 @@ LOADS_MAX: Final = 1024
 RETRY_PAUSE_S: Final = 0.2
 RETRIES_MAX: Final = 50
 """How often items are sent again that the server could not take for now: 10 s."""
+ANSWER_TIMEOUT_S: Final = 60.0
+"""How long a node may neither answer anything nor take bytes: far longer than a slow disk makes it
+wait."""
 NOOP_OPAQUE: Final = 0xFFFF_FFFF
 
 _RETRIED: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.NOT_MY_VBUCKET})
@@ -94,7 +98,7 @@ class Writer:
             await channel.wait()
         self._check()
         channel.send(load, may_be_whole=may_be_whole)
-        await channel.link.drain()
+        await channel.drain()
         await asyncio.sleep(0)  # for the transport: what follows may take the processor for long
 
     async def finish(self) -> None:
@@ -169,7 +173,10 @@ class Writer:
     def _check(self) -> None:
         if self._failure is not None:
             if isinstance(self._failure, ConnectionLostError | OperationTimeoutError):
-                self._failure.hint = "Run it again: what is there already is kept as it is."
+                self._failure.hint = (
+                    "Does the server run, and is it well? See: dcpctl status. Run it again then:"
+                    " what is there already is kept as it is."
+                )
             raise self._failure
 
     async def _look_where_partitions_are(self) -> None:
@@ -226,9 +233,27 @@ class _Channel:
         self._under_way_bytes += len(load.frames)
 
     async def wait(self) -> None:
-        """Wait until something is answered, or the connection is gone."""
+        """Wait until something is answered, or the connection is of no use."""
         self._wake.clear()
-        await self._wake.wait()
+        await self._in_time(self._wake.wait())
+
+    async def drain(self) -> None:
+        """Wait until the node takes more bytes, or the connection is of no use."""
+        await self._in_time(self.link.drain())
+
+    async def _in_time(self, happens: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await happens
+        except TimeoutError:
+            changes = sum(batch.load.changes for batch in self.batches)
+            self._writer.fail(
+                OperationTimeoutError(
+                    f"for {ANSWER_TIMEOUT_S:g} s nothing was answered, and {changes} documents are"
+                    " under way",
+                    node=self.link.node,
+                )
+            )
 
     def _on_bytes(self, data: bytes) -> None:
         data = self._rest + data if self._rest else data

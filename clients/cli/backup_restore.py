@@ -291,10 +291,12 @@ def bar(title: str, unit: str) -> Iterator[tuple[Progress, TaskID]]:
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """Steps in a second."""
+        """Steps in a second: lately, or on average while there is one sample only."""
 
         def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
+            elapsed_s = task.finished_time or task.elapsed
+            average = task.completed / elapsed_s if elapsed_s else 0
+            speed = task.finished_speed or task.speed or average
             return Text(f"{speed:,.0f} {unit}/s" if speed and unit else "")
 
     with Progress(
