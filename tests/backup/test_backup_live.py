@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from clients.address import parse_address
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive
 from clients.backup.run import Backup
+from clients.cli.backup_restore import bar
 from clients.topology import Node, Topology
 from dcp.wire.opcode import Opcode
 from support.backup_live import (
@@ -238,17 +240,30 @@ def test_a_terminal_shows_rate_and_time_left(server, archive):
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "clients.cli", "--server", server.address, "backup", "run"]
-    try:
-        done = subprocess.run(
-            [*command, "--archive", str(archive), "-o", "json"], stdout=subprocess.PIPE,
-            stderr=theirs, env=environment, check=True,
-        )  # fmt: skip
-        shown = os.read(ours, 1 << 16).decode()
-    finally:
-        os.close(ours)
+    shown = ""
+    with os.fdopen(ours, "rb", buffering=0) as screen, subprocess.Popen(
+        [*command, "--archive", str(archive), "-o", "json"], stdout=subprocess.PIPE,
+        stderr=theirs, env=environment,
+    ) as process:  # fmt: skip
         os.close(theirs)
-    assert json.loads(done.stdout)["result"] == "backed up"
+        with suppress(OSError):  # EIO: nobody writes to it any more
+            while part := screen.read(1 << 16):
+                shown += part.decode(errors="replace")
+        said = process.stdout.read()
+    assert process.returncode == 0
+    assert json.loads(said)["result"] == "backed up"
     assert re.search(r"backup .*100%.* changes/s .*iB.*\d:\d\d:\d\d", shown), shown
+
+
+def test_a_bar_that_saw_one_step_shows_the_average_rate():
+    """What ends within one refresh gives rich no speed."""
+    with bar("backup", "changes") as (progress, task):
+        progress.update(task, completed=0, total=500)
+        progress.update(task, completed=500, total=500)
+        (shown,) = progress.tasks
+        assert shown.speed is None
+        rates = [str(column(shown)) for column in progress.columns]
+    assert sum(bool(re.fullmatch(r"[\d,]+ changes/s", text)) for text in rates) == 1, rates
 
 
 def test_times_without_a_state_are_refused(ctl, tmp_path, archive):

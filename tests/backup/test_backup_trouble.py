@@ -7,25 +7,38 @@ import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from clients.address import parse_address
 from clients.backup import archive as archive_module
-from clients.backup import place, segment_writer
+from clients.backup import place, restore_link, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
 from clients.backup.chunk import Chunker
 from clients.backup.errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
-from clients.backup.run import Backup
+from clients.backup.intake import Intake
+from clients.backup.load import FRAMES_BYTES_MAX, load_of
+from clients.backup.restore_link import Writer
+from clients.backup.run import Backup, collections_of
 from clients.backup.verify import verify
-from clients.errors import TopologyError
+from clients.errors import (
+    OperationTimeoutError,
+    StreamViolationError,
+    TemporaryError,
+    TopologyError,
+)
 from clients.link import Link
-from clients.topology import Node, Topology
+from clients.topology import Node, Topology, single_node
+from dcp.wire.frame import RemoteProtocolError, pack_request
+from dcp.wire.message import MUTATION_EXTRAS
+from dcp.wire.opcode import Opcode
 from support.backup_live import (
     backup,
     ends_of,
@@ -216,6 +229,140 @@ def in_pieces(data_received):
                 data_received(self, data[at : at + 50_000])
 
     return receive
+
+
+@pytest.mark.parametrize(
+    "error", [TemporaryError("not now"), RemoteProtocolError("no frame"), struct.error("too short")]
+)
+def test_an_error_at_the_end_of_a_read_costs_nothing_that_came_before_it(
+    ctl, server, archive, monkeypatch, error
+):
+    """Each connection ends so three times; what is no reason to go on ends the run, and the next
+    one goes on."""
+    fill(server, b"ends", 3000)
+    receive, raised = Intake.receive, []
+
+    def receive_and_raise(self, data, now_ns):
+        receive(self, data, now_ns)
+        if self._pieces and self.wire_bytes > 50_000 and len(raised) < 3:
+            raised.append(len(self._pieces))
+            raise error
+
+    made, report = create_archive(str(archive), 1), None
+    with monkeypatch.context() as patch:
+        patch.setattr(Intake, "receive", receive_and_raise)
+        patch.setattr(Link, "data_received", in_pieces(Link.data_received))
+        while report is None:
+            with suppress(StreamViolationError):
+                report = asyncio.run(Backup(made, parse_address(server.address)).run())
+    assert len(raised) == 3
+    whole = backup(ctl, server, archive.with_name("whole"))
+    assert report.record.changes == whole["changes"], "nothing twice, nothing missing"
+    assert verify(made).is_sound
+    assert {f"ends{number}" for number in range(3000)} <= export(ctl, server, archive).keys()
+
+
+def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypatch):
+    """They are streamed to their end; its partitions are when it is back."""
+    fill(server, b"down", 2000)
+    half = NUM_VBUCKETS // 2
+    here, down = Node("127.0.0.1", server.port), Node("127.0.0.1", 1)
+    seen = []
+
+    def topology_now(*_, **__):
+        is_back = bool(seen) and seen[-1].partitions_done >= half
+        nodes = (here if is_back else down, here)
+        return Topology((1, 1), nodes, (0,) * half + (1,) * half)
+
+    monkeypatch.setattr(run_module, "parse_topology", topology_now)
+    made, address = create_archive(str(archive), 1), parse_address(server.address)
+    work = Backup(made, address, on_progress=seen.append, give_up_after_s=10)
+    report = asyncio.run(work.run())
+    assert ends_of(report.record) == {
+        vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
+    }
+
+
+@contextmanager
+def standing_still(server, patch):
+    """The server is there, and does nothing; nobody waits for long."""
+    patch.setattr(run_module, "ANSWER_TIMEOUT_S", 0.1)
+    patch.setattr(restore_link, "ANSWER_TIMEOUT_S", 0.1)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_collections_are_not_waited_for_without_end(server, monkeypatch):
+    async def ask():
+        link = await Link.connect(parse_address(server.address))
+        try:
+            with standing_still(server, monkeypatch):
+                await collections_of(link)
+        finally:
+            link.close()
+            await asyncio.sleep(0)
+
+    with pytest.raises(OperationTimeoutError, match="which collections there are") as info:
+        asyncio.run(ask())
+    assert info.value.node == server.address.removeprefix("dcpd://")
+    assert "dcpctl status" in info.value.hint
+
+
+@pytest.mark.parametrize("loads", [1, 100])
+def test_a_restore_does_not_wait_without_end(server, monkeypatch, loads):
+    """For answers; and where the server takes no more bytes, for that."""
+    address = parse_address(server.address)
+    frame = pack_request(
+        Opcode.DCP_MUTATION, vb_id=3, cas=1, extras=MUTATION_EXTRAS.pack(1, 1, 0, 0, 0, 0, 0),
+        key=b"\0still", value=bytes(FRAMES_BYTES_MAX // 2),
+    )  # fmt: skip
+
+    async def restore():
+        writer = Writer(address, single_node(address.host, address.port), 0)
+        try:
+            await writer.send(load_of(3, [frame]))
+            await writer.finish()
+            with standing_still(server, monkeypatch):
+                for _ in range(loads):
+                    await writer.send(load_of(3, [frame]))
+                await writer.finish()
+        finally:
+            await writer.close()
+
+    with pytest.raises(OperationTimeoutError, match="nothing was answered") as info:
+        asyncio.run(restore())
+    assert "Run it again" in info.value.hint
+
+
+def test_a_kill_inside_the_very_first_write_leaves_no_folder_that_is_refused(archive):
+    archive.mkdir()
+    (archive / "dcpd-archive.part").write_bytes(b"DCP")
+    made = create_archive(str(archive), 1)
+    assert open_archive(str(archive)).record == made.record
+    assert [path.name for path in archive.iterdir()] == ["dcpd-archive"]
+    other = archive.with_name("other")
+    other.mkdir()
+    (other / "letter.txt").write_bytes(b"mine")
+    with pytest.raises(ArchiveError, match="not empty"):
+        create_archive(str(other), 1)
+
+
+def test_a_full_disk_refuses_no_lock(archive, monkeypatch):
+    """Pruning is what makes room."""
+    create_archive(str(archive), 1)
+
+    def pwrite(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    second = open_archive(str(archive)).lock("second")
+    with open_archive(str(archive)).lock("first"), pytest.raises(ArchiveLockedError):
+        second.__enter__()
+    with second:
+        pass
 
 
 def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, monkeypatch):

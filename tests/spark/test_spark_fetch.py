@@ -11,12 +11,14 @@ from clients.address import parse_address
 from clients.consumer import Consumer
 from clients.errors import DcpdError
 from clients.event import Deletion, Mutation
+from clients.link_sync import SyncLink
 from clients.spark import fetch as fetch_module
 from clients.spark.columns import OPS
 from clients.spark.fetch import fetch, topology_of
 from clients.spark.offset import entry_at, offset_of
 from clients.spark.plan import next_entries, steps_between
 from clients.spark.survey import Survey
+from dcp.wire.opcode import Opcode
 
 KEY = b"key1"
 VB = 92
@@ -206,6 +208,26 @@ def test_a_floor_that_rose_above_the_planned_end_shows_the_state_as_of_the_floor
 
 def dcpd_floor(reader) -> int:
     return {fact.vb_id: fact for fact in reader.survey.facts()}[VB].history_floor
+
+
+def test_answers_that_are_cut_short_are_asked_for_again(dcpd, reader, monkeypatch):
+    write(dcpd, b"1")
+    request, cut = SyncLink.request, set()
+    torn = {Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_FAILOVER_LOG}
+
+    def request_and_cut(self, opcode, **more):
+        frame = request(self, opcode, **more)
+        if opcode in torn - cut:
+            cut.add(opcode)
+            return frame._replace(value=frame.value[:-1])
+        return frame
+
+    monkeypatch.setattr(SyncLink, "request", request_and_cut)
+    survey = Survey(reader.servers, [VB])
+    (fact,) = survey.facts()
+    survey.close()
+    assert (fact.vb_id, fact.high_seqno) == (VB, 1)
+    assert cut == torn
 
 
 def test_streams_that_break_go_on_where_they_were(dcpd, reader):
