@@ -6,7 +6,8 @@ the database and the segments' bytes are handed in.
 Invariants
 - the store is a function of the merged prefix of the log: merging the same segments again, or in
   two merges instead of one, gives the same content (blocks may be cut at other places);
-- all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped;
+- all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped.
+  Whoever asks again because no answer came gets one that says as much as the first;
 - within a partition, what is staged ascends by seqno and lies above what the store keeps.
 
 Memory is bounded by the segments of one merge.
@@ -80,7 +81,8 @@ class MergeReport(NamedTuple):
     """What a merge did.
 
     All segments <= `merged_segment` are in the store. `high_seqnos` are those of the partitions it
-    touched. `entries` were read from the log, control entries included.
+    touched, of all partitions where it found nothing to merge. `entries` were read from the log,
+    control entries included.
     """
 
     merged_segment: int
@@ -221,6 +223,9 @@ def merge(
         merged_segment = _stage_segments(staging, segments, node.merged_segment)
         high_seqnos: dict[int, int] = {}
         rows = ExpiryRows()
+        if merged_segment == node.merged_segment:
+            # All was merged before, and who asks again may never have got the answer.
+            high_seqnos = {vb_id: r.high_seqno for vb_id, r in view.partitions().items()}
         for vb_id in sorted(staging.stages):
             stage = staging.stages.pop(vb_id)
             record = _merge_partition(write, view, stage, staging.manifest, rows)

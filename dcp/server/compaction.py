@@ -10,6 +10,8 @@ Invariants
 - only floors that are committed are handed to the store process, which puts them into its records
   at once; the next merge finds them there, as it finds failover logs. They are asked for before any
   merge that brings a later branch, because requests are answered in order;
+- what is compacted lies at or below what is merged of the present history. Above it the store may
+  hold what a branch undid, until the next merge;
 - a stream that keeps a floor down and makes no progress for PIN_LIMIT_S ends (reason 4).
 """
 
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dcp.server.config import Settings
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
-from dcp.stream.pins import allowed
+from dcp.stream.pins import allowed, is_merged
 from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
 from vbucket.compaction import Floors
@@ -169,8 +171,8 @@ class Compaction:
             for step in steps[first : first + RAISED_AT_ONCE]:
                 self._held.pop(step.vb_id, None)
                 part = engine.partitions[step.vb_id]
-                if part.vb_uuid != step.vb_uuid:
-                    continue  # history branched since: what was planned may not be there
+                if not is_merged(part, step.vb_uuid, step.floor):
+                    continue  # it is planned again
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
                 floors = Floors(may.floor, may.purge)

@@ -28,6 +28,17 @@ class Allowed(NamedTuple):
     blockers: tuple[Stream, ...]
 
 
+def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
+    """Whether the store is what a floor that was found there, in this version, was meant for.
+
+    It is not where history branched since, and not where that floor, or the one that the partition
+    has by now (a purge raises it), lies above what is merged: the store may hold versions there
+    which a branch undid. A compaction would take them for what replaced versions that the branch
+    brought back. Whoever asks plans again after the next merge.
+    """
+    return part.vb_uuid == vb_uuid and max(floor, part.history_floor) <= part.merged_seqno
+
+
 def allowed(part: Partition, floor: int, purge: int, streams: Iterable[Stream]) -> Allowed:
     """Return what of `floor` and `purge` a partition may take on; never less than it has.
 

@@ -92,7 +92,7 @@ async def test_it_merges_what_the_server_then_reads(server: Server, process: Sto
     first, second = server.seal_one(), server.seal_one()
     assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 2)
     assert server.has() == 2
-    assert await process.merge([first, second]) == MergeReport(second, {}, 0)
+    assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 0)
     third = server.seal_one()
     assert await process.merge([third]) == MergeReport(third, {VB: 3}, 1)
     assert server.has() == 3

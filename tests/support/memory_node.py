@@ -18,7 +18,7 @@ from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
-from dcp.stream.pins import Allowed, allowed
+from dcp.stream.pins import Allowed, allowed, is_merged
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
@@ -132,10 +132,15 @@ class MemoryNode:
         self.engine.freeze()
         self.device.rotate()
 
-    def end_merge(self) -> None:
-        """Merge the sealed segments and drop what was frozen."""
+    def end_merge(self, *, is_answer_lost: bool = False) -> None:
+        """Merge the sealed segments and drop what was frozen. The first answer may get lost: who
+        merged died after that, and another is asked.
+        """
         segments = self.device.segments()[:-1]
-        report = merge(self.env, [(segment, self.device.read(segment)) for segment in segments])
+        sealed = [(segment, self.device.read(segment)) for segment in segments]
+        report = merge(self.env, sealed)
+        if is_answer_lost:
+            report = merge(self.env, sealed)
         self.engine.merged(report)
         self.engine.drop_frozen(0, 512)
         self.engine.drop_frozen(512, 1024)
@@ -147,13 +152,16 @@ class MemoryNode:
         self.end_merge()
 
     def raise_floor(self, vb_id: int, floor: int, purge: int) -> Allowed:
-        """Give up history as far as streams and views under way allow."""
+        """Give up history as far as streams and views under way allow, if the store is up to it:
+        what `dcp.server.compaction` does with a step.
+        """
         part = self.engine.partitions[vb_id]
+        if not is_merged(part, part.vb_uuid, floor):
+            return Allowed(part.history_floor, part.purge_seqno, ())
         may = allowed(part, floor, purge, self.hub.reading(vb_id))
-        if (may.floor, may.purge) != (part.history_floor, part.purge_seqno):
-            self.engine.raise_floor(vb_id, may.floor, may.purge)
-            floors = Floors(may.floor, may.purge)
-            self._raised[vb_id] = (self.engine.group, part.vb_uuid, floors)
+        floors = Floors(may.floor, may.purge)
+        self.engine.raise_floor(vb_id, *floors)
+        self._raised[vb_id] = (part.last_group, part.vb_uuid, floors)
         return may
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:

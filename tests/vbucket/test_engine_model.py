@@ -29,6 +29,7 @@ from vbucket.engine import SET, Document
 from vbucket.entry import PREFIX_BYTES, is_deleted
 from vbucket.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.keyspace import BranchRefusedError, FloorError
+from vbucket.lifecycle import purge
 from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
 VBUCKETS = (3, 1000)
@@ -179,21 +180,52 @@ class EngineMachine(RuleBasedStateMachine):
         self.merging = True
 
     @precondition(lambda self: self.merging)
-    @rule()
-    def end_merge(self) -> None:
-        self.node.end_merge()
+    @rule(is_answer_lost=st.booleans())
+    def end_merge(self, is_answer_lost: bool) -> None:
+        self.node.end_merge(is_answer_lost=is_answer_lost)
         self.merging = False
 
     @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), purge=st.floats(0, 1))
     def raise_floor(self, vb_id: int, part: float, purge: float) -> None:
-        """Only what is merged may be given up."""
+        """Only what is merged may be given up, and nothing above which the store may be wrong."""
         history = self.live[vb_id]
         merged = self.node.engine.partitions[vb_id].merged_seqno
         floor = max(history.floor, int(merged * part))
         may = self.node.raise_floor(vb_id, floor, int(purge * floor))
         assert may.floor == floor
-        assert may.purge == max(history.purge, min(int(purge * floor), floor - 1))
+        if floor <= merged:
+            assert may.purge == max(history.purge, min(int(purge * floor), floor - 1))
         history.floor, history.purge = may.floor, may.purge
+
+    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
+    def purge(self, vb_id: int, part: float) -> None:
+        """What is merged does not matter to an operator."""
+        history = self.live[vb_id]
+        seqno = int(len(history.versions) * part)
+        if seqno > history.purge:
+            history.floor, history.purge = seqno + 1, seqno
+            assert purge(self.node.engine, vb_id, seqno) == seqno
+
+    @precondition(lambda self: not self.merging)
+    @rule(undone=st.lists(st.sampled_from(KEYS), min_size=1), key=st.sampled_from(KEYS))
+    def purge_above_what_is_merged(self, undone: list[bytes], key: bytes) -> None:
+        """A branch, a purge and a compaction before the merge that takes out of the store what the
+        branch undid: all of it together, because chance rarely brings it in this order.
+        """
+        vb_id = VBUCKETS[0]
+        kept = len(self.live[vb_id].versions)
+        for undone_key in undone:
+            self.set(vb_id, undone_key)
+        self.commit()
+        self.node.merge()
+        self.branch(vb_id, kept / len(self.live[vb_id].versions))
+        for _ in undone:
+            self.set(vb_id, key)
+        self.purge(vb_id, 0.99)
+        self.raise_floor(vb_id, 0.0, 0.0)
+        self.commit()
+        self.node.compact(VBUCKETS)
+        self.node.merge()
 
     @rule(slices=st.integers(1, 3) | st.none())
     def compact(self, slices: int | None) -> None:

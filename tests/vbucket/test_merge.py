@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 import vbucket.block
+from support.memory_node import MemoryNode
 from vbucket.device import SEGMENT_HEADER_BYTES, pack_segment_header
+from vbucket.engine import SET, Document
 from vbucket.entry import pack_control
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
@@ -170,7 +172,7 @@ def sealed(*entries: bytes) -> list[tuple[int, bytes]]:
 
 
 def test_a_merge_of_nothing_reports_where_it_stands(env: MemoryEnv) -> None:
-    assert merge(env, []) == MergeReport(0, {}, 0)
+    assert merge(env, []) == MergeReport(0, dict.fromkeys(VB_IDS, 0), 0)
 
 
 def test_merging_the_same_segments_again_changes_nothing(env: MemoryEnv) -> None:
@@ -178,7 +180,7 @@ def test_merging_the_same_segments_again_changes_nothing(env: MemoryEnv) -> None
     segments = sealed(*(model.write(key, b"v") for key in ALL_KEYS))
     assert merge(env, segments) == MergeReport(1, {1: 6}, 6)
     before = {name: dict(table) for name, table in env.tables.items()}
-    assert merge(env, segments) == MergeReport(1, {}, 0)
+    assert merge(env, segments) == MergeReport(1, {0: 0, 1: 6, 1023: 0}, 0), "no less is said"
     assert {name: dict(table) for name, table in env.tables.items()} == before
 
 
@@ -307,3 +309,24 @@ def test_two_branches_in_one_merge(env: MemoryEnv, first: int, second: int) -> N
     writer.seal()
     merge(env, writer.sealed())
     model.check(Store(env), ALL_KEYS)
+
+
+def test_a_merge_whose_answer_got_lost_hides_nothing() -> None:
+    """Who merged died after it had; another one finds that nothing is left to do. A branch that
+    came meanwhile counts all the same.
+    """
+    node = MemoryNode()
+    for vb_id in (1, 2, 3):
+        for key in (b"\0a", b"\0b"):
+            node.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)
+    node.begin_merge()
+    node.engine.branch(2, 1)
+    node.engine.store(SET, 3, b"\0b", b"\0bw", 0, 0, 0, 0)
+    node.end_merge(is_answer_lost=True)
+    parts = node.engine.partitions
+    assert [parts[vb_id].merged_seqno for vb_id in (0, 1, 2, 3)] == [0, 2, 1, 2]
+    found = {vb_id: node.engine.get(vb_id, b"\0b") for vb_id in (1, 2, 3)}
+    values = {n: doc.value for n, doc in found.items() if isinstance(doc, Document)}
+    assert values == {1: b"v", 3: b"w"}
+    node.merge()
+    assert [parts[vb_id].merged_seqno for vb_id in (0, 1, 2, 3)] == [0, 2, 1, 3]

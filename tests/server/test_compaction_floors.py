@@ -1,0 +1,151 @@
+"""Which floors are raised and compacted down to: plans, branches and purges in any order.
+
+The real `Compaction` over a node in memory; its store process is played by the node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dcp.server.compaction import Compaction
+from dcp.server.config import Settings
+from support.memory_node import MemoryNode
+from vbucket.compaction import Floors
+from vbucket.engine import SET, Document
+from vbucket.lifecycle import purge
+from vbucket.retention import Planner, Windows
+from vbucket.store import put_failover
+
+VB = 7
+SECOND_NS = 1_000_000_000
+
+
+class Compacting:
+    """A node, and the compaction of a server around it."""
+
+    def __init__(self) -> None:
+        self.node = MemoryNode()
+        shell: Any = SimpleNamespace(
+            engine=self.node.engine,
+            hub=self.node.hub,
+            committer=SimpleNamespace(kick=self.node.commit),
+        )
+        self.work = Compaction(shell, Settings())
+
+    def set(self, *names: str) -> None:
+        """Set keys, one each second."""
+        for name in names:
+            self.node.now_ns += SECOND_NS
+            self.node.engine.begin_batch(self.node.now_ns)
+            key = b"\0" + name.encode()
+            assert self.node.engine.store(SET, VB, key, key + b"v", 0, 0, 0, 0)[0] == 0
+        self.node.commit()
+
+    def branch(self, at_seqno: int) -> None:
+        """Branch as the server does: the store has the new failover log at once."""
+        self.node.engine.branch(VB, at_seqno)
+        self.node.commit()
+        log = self.node.engine.partitions[VB].failover.to_document()
+        with self.node.env.write() as write:
+            put_failover(write, VB, log)
+        self.node.store.refresh()
+
+    def plan_and_compact(self, windows: Windows) -> dict[int, Floors]:
+        """Do one turn; return the floors that the store was compacted down to."""
+        report = Planner().plan(self.node.store, [VB], windows, self.node.now_ns, is_forced=True)
+        asyncio.run(self.work._raise(report.steps))
+        floors = self.work._floors()
+        while (
+            floors
+            and not self.node.compactor.run(
+                self.node.env, [VB], lambda: False, floors=floors
+            ).finished
+        ):
+            pass
+        self.node.store.refresh()
+        self.work._raised.clear()
+        return floors
+
+    def documents(self) -> set[str]:
+        names = ("a", "b", "c", "d", "x")
+        found = {name: self.node.engine.get(VB, b"\0" + name.encode()) for name in names}
+        return {name for name, document in found.items() if isinstance(document, Document)}
+
+
+NO_HISTORY = Windows(0, 0, 0)
+ALL_HISTORY = Windows(10**18, 1 << 60, 10**18)
+
+
+@pytest.fixture
+def it() -> Compacting:
+    return Compacting()
+
+
+@pytest.mark.parametrize("history_s", [0, 150, 250])
+@pytest.mark.parametrize("how", ["merged", "replayed"])
+def test_what_a_branch_brought_back_survives_a_purge_and_a_compaction(
+    it: Compacting, how: str, history_s: int
+) -> None:
+    """Before the merge that takes what it undid out of the store. By the window the floor would lie
+    above the branch, or below it.
+    """
+    it.set(*["a", "b", "c"] * 30)
+    it.set(*["a", "b", "x"] * 30)
+    it.node.merge()
+    it.branch(90)
+    it.set(*["d"] * 120)
+    assert purge(it.node.engine, VB) == 209
+    it.node.commit()
+    floors = it.plan_and_compact(Windows(history_s * SECOND_NS, 1 << 60, 10**18))
+    if how == "replayed":
+        it.node.crash()
+    it.node.merge()
+    it.node.crash()
+    assert it.documents() == {"a", "b", "c", "d"}
+    part = it.node.engine.partitions[VB]
+    assert (part.history_floor, part.purge_seqno, part.item_count) == (210, 209, 4)
+    assert floors == {}
+
+
+def test_after_the_merge_it_is_planned_again(it: Compacting) -> None:
+    it.set(*["a"] * 9)
+    it.node.merge()
+    it.branch(3)
+    it.set(*["a"] * 9)
+    purge(it.node.engine, VB, 8)
+    it.node.commit()
+    assert it.plan_and_compact(ALL_HISTORY) == {}
+    it.node.merge()
+    assert it.plan_and_compact(ALL_HISTORY) == {VB: Floors(9, 8)}
+    record = it.node.store.partition(VB)
+    assert record is not None
+    assert (record.versions, record.compacted) == (4, [9, 8, 0])
+
+
+def test_a_plan_over_what_a_branch_undid_gives_up_nothing(it: Compacting) -> None:
+    """By its windows the floor would lie where the store's last versions are no part of history."""
+    it.set(*["a"] * 100)
+    it.node.merge()
+    it.branch(50)
+    it.set("b")
+    assert it.plan_and_compact(NO_HISTORY) == {}
+    assert it.node.engine.partitions[VB].history_floor == 0
+    it.node.merge()
+    assert it.plan_and_compact(NO_HISTORY) == {VB: Floors(51, 0)}
+
+
+def test_a_floor_above_what_is_merged_does_not_get_into_the_store(it: Compacting) -> None:
+    """An unsynced log may lose its tail; then nothing would reach up to the floor."""
+    it.set(*["a"] * 9)
+    it.node.merge()
+    it.set(*["a"] * 9)
+    purge(it.node.engine, VB)
+    it.node.commit()
+    assert it.plan_and_compact(Windows(12 * SECOND_NS, 1 << 60, 10**18)) == {}
+    record = it.node.store.partition(VB)
+    assert record is not None
+    assert (record.history_floor, record.purge_seqno) == (0, 0)
