@@ -66,7 +66,8 @@ _NOT_MY_VBUCKET: Final[Outcome] = (Status.NOT_MY_VBUCKET, 0, 0)
 _COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
 _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
-_ABSENT_META: Final = (DELETION, 0, 0, 0, 0, 0, 0)
+_ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
+"""What is known of a key that never was, and of a document that has just expired."""
 
 
 class Document(NamedTuple):
@@ -116,26 +117,36 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
+        known: StoredMeta | None = None
         if mode or cas:
-            self._expire_if_due(part, key)
-            meta = self._newest_meta(part, key)
-            is_live = meta is not None and meta.opcode == MUTATION
-            refusal = _refusal(mode, cas, meta.cas if meta else 0, is_live=is_live)
+            known = self._meta_to_change(part, key)
+            refusal = _refusal(mode, cas, known.cas, is_live=known.opcode == MUTATION)
             if refusal is not None:
                 return refusal
-        return 0, self.put(part, key, body, flags, expiry, datatype), part.high_seqno
+        return 0, self.put(part, key, body, flags, expiry, datatype, known), part.high_seqno
 
     def put(
-        self, part: Partition, key: bytes, body: bytes, flags: int, expiry: int, datatype: int
+        self,
+        part: Partition,
+        key: bytes,
+        body: bytes,
+        flags: int,
+        expiry: int,
+        datatype: int,
+        known: StoredMeta | None = None,
     ) -> int:
         """Store a document whatever is there; return its CAS. The partition takes writes; the
         document's seqno is its newest one now. Where it raises, nothing was changed.
 
-        What `_applied` does stands here once more: this is what every SET costs.
+        `known`: what `_meta_to_change` said. What `_applied` does stands here once more: this is
+        what every SET costs.
         """
         entry = part.newest.get(key)
         if entry:
             opcode, prev_seqno, rev_seqno = _UNPACK_NEWEST(entry)
+        elif known is not None:
+            opcode, prev_seqno, rev_seqno = known.opcode, known.seqno, known.rev_seqno
+            self.item_cache.take(part, key)
         else:
             opcode, _, _, _, _, prev_seqno, rev_seqno = self._versions.meta_below(part, key, entry)
         if opcode != MUTATION:
@@ -172,16 +183,13 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
-        if self._expire_if_due(part, key):
+        known = self._meta_to_change(part, key)
+        if known.opcode != MUTATION:
             return _MISSING
-        entry = part.newest.get(key)
-        meta = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
-        opcode, _, _, _, old_cas, prev_seqno, rev_seqno = meta
-        if opcode != MUTATION:
-            return _MISSING
-        if cas and cas != old_cas:
+        if cas and cas != known.cas:
             return _EXISTS
-        return self._delete(part, key, prev_seqno, rev_seqno)
+        self.item_cache.take(part, key)
+        return self._delete(part, key, known.seqno, known.rev_seqno)
 
     def put_with_meta(
         self,
@@ -352,7 +360,7 @@ class Engine(Keyspace):
             entry = self._versions.entry_below(part, key)
         if not entry or entry[OPCODE_AT] != MUTATION:
             return None
-        if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self._expire_if_due(part, key):
+        if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self.expire_if_due(part, key):
             return None
         return entry
 
@@ -363,7 +371,7 @@ class Engine(Keyspace):
         part = self.partitions[vb_id]
         if part.state != 1:
             return Status.NOT_MY_VBUCKET
-        if self._expire_if_due(part, key) and part.is_backed_up:
+        if self.expire_if_due(part, key) and part.is_backed_up:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
 
@@ -455,7 +463,20 @@ class Engine(Keyspace):
         self._expire(part, key, meta.seqno, meta.rev_seqno)
         return True
 
-    def _expire_if_due(self, part: Partition, key: bytes) -> bool:
+    def _meta_to_change(self, part: Partition, key: bytes) -> StoredMeta:
+        """Return what is known of a key's newest version, for who may replace it; who does takes it
+        out of the cache. A document whose time is over expires first. The partition takes writes.
+        """
+        known = self._newest_meta(part, key)
+        if known is None:
+            return _ABSENT
+        if known.opcode == MUTATION and 0 < known.expiry <= self._now_s:
+            self._expire(part, key, known.seqno, known.rev_seqno)
+            self.expired_on_access += 1
+            return _ABSENT
+        return known
+
+    def expire_if_due(self, part: Partition, key: bytes) -> bool:
         """Do so because somebody asked for the document; where writers are held back, it is as
         good as gone, and the change is made later.
         """

@@ -291,8 +291,11 @@ class DocumentCommands:
         state = self._state
         received = state.buffer
         state.buffer = extras + body
-        self.store(opcode, key_len, len(extras), datatype, vb_id, opaque, cas, 0, len(state.buffer))
-        state.buffer = received
+        try:
+            end = len(state.buffer)
+            self.store(opcode, key_len, len(extras), datatype, vb_id, opaque, cas, 0, end)
+        finally:
+            state.buffer = received  # what follows is there, damaged data or not
 
     def delete(
         self,
@@ -426,12 +429,13 @@ class DocumentCommands:
                     hits += 1
             try:
                 if not entry or entry[OPCODE_AT] != MUTATION:
-                    entry = engine.document_entry(part, key)
+                    entry = engine.document_entry(part, key) if entry is None else None
                 if entry is not None:
                     datatype, cas, flags, expiry = _unpack_document(entry)
-                    if expiry and expiry <= self.now_s:
-                        entry = engine.document_entry(part, key)
+                    if expiry and expiry <= self.now_s and engine.expire_if_due(part, key):
+                        entry = None
             except StoreDamagedError:
+                engine.item_cache.misses -= 1  # `get` asks again, and counts it
                 break
             last_group = part.last_group
             if last_group > committed_group and last_group > wait_group:

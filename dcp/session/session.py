@@ -168,7 +168,7 @@ class Session:
                         state.answer_damage(opcode, opaque, error)
                     position = body_end
                     run = runs.get(opcode)
-                    if run is not None:
+                    if run is not None and not state.is_full:
                         position = run(position, end)
                     continue
             problem = self._problem_of(magic, opcode, body_len)
@@ -220,7 +220,8 @@ class Session:
             opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
             cas: int, start: int, end: int,
         ) -> None:  # fmt: skip
-            key_at = start + extras_len
+            # Compiled code takes no slice that ends before it begins.
+            key_at = min(start + extras_len, end)
             why = state.denial(opcode, state.buffer[key_at : min(key_at + key_len, end)])
             if why:
                 self._documents.refuse(opcode, opaque, Status.EACCESS, why)
@@ -273,15 +274,15 @@ class Session:
             return
         if opcode not in _BEFORE_LOGIN and not self._may(request):
             return
-        if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
-            if opcode in _PRESERVE_EXPIRY:
-                self._documents.store_preserving_expiry(request)
-            else:
-                state.refuse(request, Status.EINVAL, "this command has no expiry to preserve")
+        preserves_expiry = PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY
+        if preserves_expiry and opcode not in _PRESERVE_EXPIRY:
+            state.refuse(request, Status.EINVAL, "this command has no expiry to preserve")
             return
         hot, cold = self._hot.get(opcode), self._cold.get(opcode)
         try:
-            if hot is not None:
+            if preserves_expiry:
+                self._documents.store_preserving_expiry(request)
+            elif hot is not None:
                 hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
             elif cold is not None:
                 cold(request)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dcp.session.text import TextSession
-from dcp.wire.frame import pack_request
+from dcp.wire.feature import Feature
+from dcp.wire.frame import FLEX_HEADER, pack_request
 from dcp.wire.message import EndReason, parse_stream_end
-from dcp.wire.opcode import Opcode
+from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine import SET
@@ -29,9 +30,11 @@ def stored(node: MemoryNode) -> Peer:
     return peer
 
 
-def flip(node: MemoryNode, table: str) -> None:
-    """Change one bit of the first record of a table that belongs to the partition."""
-    prefix = VB.to_bytes(2, "big")
+def flip(node: MemoryNode, table: str, key_head: bytes = b"") -> None:
+    """Change one bit of the first record of a table that belongs to the partition, and to a key
+    that begins so.
+    """
+    prefix = VB.to_bytes(2, "big") + key_head
     key, value = next(iter(node.env.snapshot().range(table, prefix)))
     assert key.startswith(prefix)
     node.env.flip(table, key, len(value) - 5)
@@ -74,6 +77,41 @@ def test_a_damaged_record_refuses_its_store_alone_among_many() -> None:
     assert [answer.opaque for answer in answers] == [0, 1, 2, 3, 4]
     ok = Status.OK
     assert [answer.status for answer in answers] == [ok, ok, Status.EINTERNAL, ok, ok]
+
+
+def test_a_damaged_record_of_a_capped_collection_refuses_its_store_alone_among_many() -> None:
+    """Such a SET is stored with another expiry than it asks for; what follows it is untouched."""
+    node = MemoryNode()
+    manifest = node.engine.manifest.create_collection("_default", "short", 3600)
+    node.engine.set_manifest(manifest)
+    peer = node.connect()
+    peer.hello(0x04, 0x07, 0x12)
+    peer.set(VB, b"\x08a", b"old")
+    node.merge()
+    flip(node, BY_KEY_TABLE, b"\x08")
+    requests = [(Opcode.SET, b"\x08a"), (Opcode.SET, b"\0b"), (Opcode.SET, b"\0c")]
+    requests += [(Opcode.GET, b"\0b"), (Opcode.GET, b"\0c")]
+    answers = peer.send(
+        b"".join(
+            pack_request(opcode, vb_id=VB, key=key, extras=bytes(8 * (opcode == Opcode.SET)))
+            for opcode, key in requests
+        )
+    )
+    assert [answer.status for answer in answers] == [Status.EINTERNAL] + [Status.OK] * 4
+
+
+@pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.REPLACEQ])
+def test_a_store_that_keeps_an_expiry_which_is_damaged_is_refused(opcode: Opcode) -> None:
+    node = MemoryNode()
+    peer = stored(node)
+    peer.hello(0x07, 0x12, Feature.PRESERVE_TTL)
+    flip(node, BY_KEY_TABLE)
+    body = b"\x50" + bytes(8) + b"\0a" + b"new"
+    head = FLEX_HEADER.pack(Magic.FLEX_REQUEST, opcode, 1, 2, 8, 0, VB, len(body), 9, 0)
+    (refused,) = peer.send(head + body)
+    assert (refused.status, refused.opaque) == (Status.EINTERNAL, 9)
+    assert b"damaged" in refused.value
+    assert not node.engine.has_pending
 
 
 def test_the_text_protocol_says_so_and_ends() -> None:

@@ -17,6 +17,7 @@ from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_str
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
+from vbucket.ids import NUM_VBUCKETS
 from vbucket.partition import Hold, VbState
 
 VALUE_MAX = 300
@@ -38,6 +39,24 @@ def pack_flex(opcode: int, framing: bytes, *, key: bytes = b"", extras: bytes = 
     body = len(framing) + len(extras) + len(key)
     head = FLEX_HEADER.pack(0x08, opcode, len(framing), len(key), len(extras), 0, 0, body, 9, 0)
     return head + framing + extras + key
+
+
+def test_stores_wait_while_the_answers_are_enough(
+    node: MemoryNode, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal for a partition that is elsewhere carries the map of the cluster."""
+    monkeypatch.setattr(node, "bucket_config", lambda: bytes(ANSWER_BYTES_MAX))
+    peer.hello(Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
+    requests = [
+        pack_request(Opcode.SET, vb_id=vb_id, key=b"\0k", extras=bytes(8))
+        for vb_id in (NUM_VBUCKETS, 0, 0, 0)
+    ]
+    peer.session.receive(b"".join(requests), node.now_ns)
+    assert peer.state.is_full
+    assert len(peer.state.answers) == 1
+    assert not node.engine.has_pending
+    statuses = [answer.status for answer in peer.send(b"")]
+    assert statuses == [Status.NOT_MY_VBUCKET, Status.OK, Status.OK, Status.OK]
 
 
 # -- flex frames -------------------------------------------------------------------------------

@@ -115,6 +115,24 @@ def test_together_as_one_by_one(
     assert high_seqnos[0] == high_seqnos[1]
 
 
+def test_reads_together_count_as_reads_one_by_one() -> None:
+    """Documents, deletions and expired ones in the cache, ones in the store, and a damaged one."""
+    counts = []
+    for are_together in (True, False):
+        node = node_of_all_kinds()
+        node.end_merge()
+        peer = connected(node)
+        cache = node.engine.item_cache
+        cache.hits = cache.misses = 0
+        keys = [b"\0later", *KEYS]
+        requests = [a_request("get", key, n) for n, key in enumerate(keys)]
+        for data in [b"".join(requests)] if are_together else requests:
+            peer.send(data)
+        assert cache.hits + cache.misses == len(keys) - 2, "two are not merged yet"
+        counts.append((cache.hits, cache.misses))
+    assert counts[0] == counts[1]
+
+
 def test_a_run_stops_where_the_answers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     node = MemoryNode(item_cache_bytes=1 << 20)
     peer = connected(node)

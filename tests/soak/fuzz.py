@@ -19,6 +19,7 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from dcp.session.rights import Rights, Role, Scope
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX, Limits
 from dcp.session.text import TextSession
@@ -32,6 +33,8 @@ PEERS: Final = 4
 PIECES: Final = 60
 FRAMES_IN_PIECE: Final = 40
 OPCODES: Final = [int(opcode) for opcode in Opcode]
+SOME_KEYS: Final = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"), Scope(b"longer"))))
+"""Of a user whose every document command is looked at."""
 FEATURES: Final = (0x04, 0x07, 0x08, 0x0B, 0x12, 0x14, 0x1D)
 TEXT: Final = (
     b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
@@ -73,8 +76,10 @@ def run_round(seed: int) -> Round:
 
 
 def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
-    """Open a connection; half of them shake hands as real clients do."""
+    """Open a connection; half of them shake hands as real clients do, some may do little."""
     peer = node.connect(is_loopback=draw.random() < 0.8, limits=limits)
+    if draw.random() < 0.15:
+        peer.state.logged_in("fuzz", SOME_KEYS)
     if draw.random() < 0.15:
         peer.session = TextSession(peer.state)  # type: ignore[assignment]
         return peer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from support.memory_node import MemoryNode
-from vbucket.engine import ADD, SET, Document
+from vbucket.engine import ADD, REPLACE, SET, Document
 from vbucket.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES
 from vbucket.keyspace import MUTATION
 from vbucket.store import BY_KEY_TABLE, StoredMeta
@@ -102,6 +104,56 @@ def test_metadata_of_a_cached_document_is_that_of_the_store() -> None:
     assert node.engine.meta(VB, b"\0a") == from_store
     assert node.engine.store(ADD, VB, b"\0a", b"\0ax", 0, 0, 0, 0)[0] != 0
     assert read_twice(node, b"\0a") == (2, 0), "a refused change leaves it"
+
+
+@pytest.mark.parametrize("change", ["add", "add after its time", "replace", "cas", "delete"])
+def test_a_change_with_a_condition_asks_the_store_once(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    node = MemoryNode()
+    now_s = node.now_ns // 1_000_000_000
+    put(node, b"\0a", b"first", expiry=now_s + DAY_S)
+    cas = node.engine.partitions[VB].max_cas
+    if change == "add":
+        node.engine.delete(VB, b"\0a", 0)
+    node.merge()
+    node.engine.begin_batch(node.now_ns + 2 * DAY_S * 10**9 * (change == "add after its time"))
+    asked: list[bytes] = []
+    for name in ("meta", "meta_fields"):
+        monkeypatch.setattr(node.store, name, _counted(getattr(node.store, name), asked))
+    if change == "delete":
+        status, _, _ = node.engine.delete(VB, b"\0a", cas)
+    else:
+        mode = {"replace": REPLACE, "cas": SET}.get(change, ADD)
+        expected = cas if change == "cas" else 0
+        status, _, _ = node.engine.store(mode, VB, b"\0a", b"\0ax", 0, 0, 0, expected)
+    assert (status, asked) == (0, [b"\0a"])
+
+
+def _counted(ask: Callable[[int, bytes], object], asked: list[bytes]) -> object:
+    def counting(vb_id: int, key: bytes) -> object:
+        asked.append(key)
+        return ask(vb_id, key)
+
+    return counting
+
+
+@pytest.mark.parametrize("change", ["replace", "cas", "delete"])
+def test_a_change_with_a_condition_takes_out_what_it_replaces(change: str) -> None:
+    node = MemoryNode(item_cache_bytes=1 << 20)
+    put(node, b"\0a", b"first")
+    node.merge()
+    part, cas = node.engine.partitions[VB], node.engine.partitions[VB].max_cas
+    assert node.engine.store(SET, VB, b"\0a", b"\0ax", 0, 0, 0, cas + 1)[0] != 0
+    assert node.engine.delete(VB, b"\0a", cas + 1)[0] != 0
+    assert read_twice(node, b"\0a") == (2, 0), "a refused change leaves it"
+    if change == "delete":
+        assert node.engine.delete(VB, b"\0a", cas)[0] == 0
+    else:
+        mode, expected = (REPLACE, 0) if change == "replace" else (SET, cas)
+        assert node.engine.store(mode, VB, b"\0a", b"\0ax", 0, 0, 0, expected)[0] == 0
+    assert not part.recent
+    assert node.engine.item_cache.held_bytes == 0
 
 
 def test_what_expires_in_the_cache_is_gone() -> None:
