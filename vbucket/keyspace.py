@@ -39,10 +39,10 @@ from vbucket.entry import (
     prev_seqno_of,
     value_of,
 )
+from vbucket.group import Group
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.item_cache import ItemCache
 from vbucket.kvenv import StoreDamagedError
-from vbucket.log import pack_group
 from vbucket.manifest import (
     DEFAULT_COLLECTION,
     Manifest,
@@ -67,30 +67,12 @@ _UNPACK_META: Final = META.unpack_from
 OVERFULL: Final = 2
 """Memtables that the store may be behind: a frozen one that is being merged, and a full one. With
 more, writers that are faster than merging would wait less often, and longer each time."""
+ROOMY: Final = 1.5
+"""Memtables below which work that can wait writes too: half of one is left to writers, so that it
+is not this work which makes them wait, and while one is merged it need not stand still."""
 
 NODE_CONTROL_VB: Final = 0xFFFF
 """vbucket field of log entries that concern the node as a whole."""
-
-
-class Group(NamedTuple):
-    """A commit group: everything that was applied since the one before."""
-
-    number: int
-    payload: bytes
-    """Its entries. Append and sync their `record`, then call `group_committed`."""
-    high_seqnos: dict[int, int]
-    """vb -> high seqno of each partition that the group changed."""
-    branched: list[int]
-    """Partitions whose failover log the group changed."""
-    restated: list[int]
-    """Partitions whose state the group changed."""
-    entries: int
-    manifest: Manifest | None = None
-    """The collections manifest, where the group changed it."""
-
-    def record(self, salt: int) -> bytes:
-        """Return the log record; `salt` is that of the segment which it goes into."""
-        return pack_group(self.number, self.payload, salt)
 
 
 class BranchRefusedError(Exception):
@@ -252,7 +234,8 @@ class Keyspace:
     def branch(self, vb_id: int, at_seqno: int) -> Branch:
         """Begin a new version of a partition at `at_seqno`; what follows is undone exactly.
 
-        Raises BranchRefusedError where the partition cannot go back there.
+        Raises BranchRefusedError where the partition cannot go back there; nothing is changed then,
+        nor where damaged data (StoreDamagedError) is in the way.
         """
         part = self.partitions[vb_id]
         if at_seqno > part.high_seqno:
@@ -265,6 +248,8 @@ class Keyspace:
                 f"floor; older ones may be compacted away); it cannot go back to {at_seqno}, but "
                 f"to {part.history_floor} and above, or to 0"
             )
+        if at_seqno and part.state == VbState.ACTIVE:
+            self.check_system_events(part)
         before = part.high_seqno
         failover = part.failover.branch(self._draw_uuid(), at_seqno, part.epoch)
         undone_keys = self._roll_back(part, at_seqno)
@@ -317,6 +302,9 @@ class Keyspace:
                 entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry
             documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
+        tally = Tally(part.tally.to_document())
+        tally.roll_back(seqno, self._versions.backward(part, seqno))
+        part.tally = tally
         for key, change in documents.items():
             if change:
                 self._count(part, key, change)
@@ -324,7 +312,6 @@ class Keyspace:
         for entry in restored.values():
             if entry and not is_deleted(entry):
                 self.due.add(entry)
-        part.tally.roll_back(seqno, self._versions.backward(part, seqno))
         return len(restored)
 
     def _is_live(self, part: Partition, key: bytes) -> bool:
@@ -396,6 +383,13 @@ class Keyspace:
         if self.manifest.uid:
             for event in missing_events(self._versions.system_keys(part), self.manifest):
                 self._tell(part, event)
+
+    def check_system_events(self, part: Partition) -> None:
+        """Read what `tell_missing_events` needs, and raise StoreDamagedError where that cannot be:
+        for who will need it amid a change that must not stop halfway.
+        """
+        if self.manifest.uid:
+            self._versions.system_keys(part)
 
     def _tell(self, part: Partition, event: SystemEvent) -> None:
         part.high_seqno = seqno = part.high_seqno + 1
@@ -484,8 +478,8 @@ class Keyspace:
 
     @property
     def has_room(self) -> bool:
-        """Whether merging keeps up, so that work which can wait may write too."""
-        return self.active_bytes + self.frozen_bytes < 2 * self._memtable_bytes_max
+        """Whether merging keeps up so far that work which can wait may write too."""
+        return self.active_bytes + self.frozen_bytes < ROOMY * self._memtable_bytes_max
 
     @property
     def is_overfull(self) -> bool:

@@ -26,13 +26,16 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
     """Do to a partition what the promotion of a replica does: a new version at the high seqno.
 
     `lost_seqnos`: the replica was behind by so many; they are undone first.
-    Raises BranchRefusedError where the partition cannot go back so far.
+    Raises BranchRefusedError where the partition cannot go back so far; nothing is changed then,
+    nor where damaged data (StoreDamagedError) is in the way.
     """
     part = engine.partitions[vb_id]
     if lost_seqnos > part.high_seqno:
         raise BranchRefusedError(
             f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
         )
+    if lost_seqnos < part.high_seqno:  # nothing of the store is left at 0
+        engine.check_system_events(part)
     branch = engine.branch(vb_id, part.high_seqno - lost_seqnos)
     put_state(engine, vb_id, VbState.ACTIVE)
     engine.tell_missing_events(part)
@@ -40,9 +43,14 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
 
 
 def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
-    """Put a partition into a state. Return the new version where it became active."""
+    """Put a partition into a state. Return the new version where it became active.
+
+    Where damaged data (StoreDamagedError) is in the way, nothing is changed.
+    """
     part = engine.partitions[vb_id]
     becomes_active = state == VbState.ACTIVE != part.state
+    if becomes_active:
+        engine.check_system_events(part)
     put_state(engine, vb_id, state)
     return engine.branch(vb_id, part.high_seqno) if becomes_active else None
 

@@ -26,8 +26,7 @@ MUTATION: Final = int(Opcode.DCP_MUTATION)
 ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
 """What is known of a key that never was."""
 
-_BEFORE_SYSTEM_KEYS: Final = bytes([SYSTEM_COLLECTION])
-_KEYS_AT_ONCE: Final = 256
+_SYSTEM_KEYS_BEGIN: Final = bytes([SYSTEM_COLLECTION])
 
 _unpack_prev: Final = PREV_SEQNO.unpack_from
 _unpack_meta: Final = META.unpack_from
@@ -202,13 +201,8 @@ class Versions:
     def system_keys(self, part: Partition) -> set[bytes]:
         """Return the keys of the system events that a partition has."""
         keys: set[bytes] = set()
-        after = _BEFORE_SYSTEM_KEYS
-        while part.merged_seqno:
-            found = self._store.keys(part.vb_id, after, _KEYS_AT_ONCE)
-            keys.update(key for key in found if key[0] == SYSTEM_COLLECTION)
-            if len(found) < _KEYS_AT_ONCE or found[-1][0] != SYSTEM_COLLECTION:
-                break
-            after = found[-1]
+        if part.merged_seqno:
+            keys.update(key for key, _ in self._store.metas(part.vb_id, _SYSTEM_KEYS_BEGIN))
         for layer in part.layers():
             for key, entry in layer.newest.items():
                 if key[0] == SYSTEM_COLLECTION:

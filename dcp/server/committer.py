@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple
 from dcp.server.meter import Histogram
 from vbucket.device import AHEAD_BYTES, LogDevice, LogFullError, LogWriteError, SyncFailedError
 from vbucket.engine import Engine
-from vbucket.keyspace import Group
+from vbucket.group import Group
 from vbucket.log import RECORD_BYTES
 
 INLINE_BYTES_MAX: Final = 8 * 1024

@@ -53,8 +53,8 @@ from vbucket.device import SyncFailedError
 from vbucket.device_files import FileLogDevice
 from vbucket.engine import Engine
 from vbucket.expiry import Pager
+from vbucket.group import Group
 from vbucket.ids import NUM_VBUCKETS
-from vbucket.keyspace import Group
 from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.store import STORE_FORMAT_VERSION

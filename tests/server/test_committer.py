@@ -15,7 +15,7 @@ from support.memory_node import MemoryNode
 from vbucket.device import LogWriteError, SyncFailedError
 from vbucket.device_memory import MEMORY_AHEAD_BYTES
 from vbucket.engine import SET
-from vbucket.keyspace import Group
+from vbucket.group import Group
 from vbucket.log import recover
 
 VB = 7

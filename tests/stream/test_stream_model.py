@@ -27,7 +27,7 @@ from stream.follower import Follower
 from support.memory_node import LmdbNode, MemoryNode, Peer
 from vbucket import block, compaction
 from vbucket.engine import SET
-from vbucket.keyspace import Group
+from vbucket.group import Group
 from vbucket.lifecycle import purge
 
 BACKLOGS_MAX = 2

@@ -6,7 +6,7 @@ import pytest
 
 from support.memory_node import START_NS, MemoryNode
 from vbucket.due import DueDocuments, due_item, read_due
-from vbucket.engine import SET
+from vbucket.engine import SET, Engine
 from vbucket.expiry import Pager
 from vbucket.keyspace import MUTATION
 from vbucket.kvenv import StoreDamagedError
@@ -230,6 +230,28 @@ def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pag
     assert expired_by(pager, node, 2) == []
     node.engine.refuse_writes("")
     assert expired_by(pager, node, 2) == [b"\0k"]
+
+
+def test_documents_expire_later_before_writers_have_to_wait(node: MemoryNode) -> None:
+    engine = Engine(node.store, node.draw_uuid, memtable_bytes_max=10_000)
+    pager = Pager(engine, node.store)
+
+    def fill(size: int, expiry: int = 0) -> None:
+        body = b"\0k" + bytes(size)
+        assert engine.store(SET, VB, b"\0k", body, 0, expiry, 0, 0)[0] == 0
+        group = engine.take_group()
+        assert group is not None
+        engine.group_committed(group)
+
+    fill(10_000, START_S + 1)
+    engine.freeze()
+    fill(1_000, START_S + 1)
+    assert pager.step(START_NS + SECOND)
+    assert pager.expired == 1, "while one memtable is merged"
+    fill(4_000, START_S + 1)
+    assert pager.step(START_NS + SECOND)
+    assert pager.expired == 1
+    assert not engine.is_overfull, "writers need not wait yet"
 
 
 def test_damage_is_noted_and_the_others_expire(node: MemoryNode, pager: Pager) -> None:

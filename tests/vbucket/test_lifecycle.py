@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.block import BODY_BYTES_TARGET
+from vbucket.engine import SET, Engine
 from vbucket.keyspace import BranchRefusedError, FloorError
+from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import PurgeRefusedError, failover, purge, set_state
 from vbucket.partition import Partition, VbState
+from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 VB = 7
 
@@ -148,6 +154,89 @@ def test_a_purge_ends_history_and_only_a_rollback_to_0_undoes_it(
     failover(node.engine, VB, 3)
     part = survives(node, how)
     assert (part.purge_seqno, part.history_floor, part.high_seqno, part.item_count) == (0, 0, 0, 0)
+
+
+# -- damaged data ----------------------------------------------------------------------------------
+
+
+def with_a_collection(node: MemoryNode) -> None:
+    """Merge changes in and outside of a collection, whose creation is seqno 5."""
+    manifest = node.engine.manifest.create_collection("_default", "note")
+    node.engine.set_manifest(manifest)
+    for key in (b"\x08a", b"\x08b"):
+        assert node.engine.store(SET, VB, key, key, 0, 0, 0, 0)[0] == Status.OK
+    node.merge()
+
+
+def flip(node: MemoryNode, table: str, row: bytes) -> None:
+    node.env.flip(table, VB.to_bytes(2, "big") + row, 3)  # type: ignore[attr-defined]
+    node.store.refresh()
+
+
+def flip_event(node: MemoryNode) -> None:
+    part = node.engine.partitions[VB]
+    (key,) = node.engine._versions.system_keys(part)
+    flip(node, BY_KEY_TABLE, key)
+
+
+def become_active(engine: Engine, vb_id: int) -> None:
+    set_state(engine, vb_id, VbState.ACTIVE)
+
+
+REFUSED: dict[str, tuple[VbState, Callable[[Engine, int], object]]] = {
+    "branch": (VbState.ACTIVE, lambda engine, vb_id: engine.branch(vb_id, 6)),
+    "failover": (VbState.ACTIVE, lambda engine, vb_id: failover(engine, vb_id, 1)),
+    "promotion": (VbState.REPLICA, lambda engine, vb_id: failover(engine, vb_id, 1)),
+    "state": (VbState.REPLICA, become_active),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_a_damaged_system_event_changes_nothing(
+    node: MemoryNode, writer: Peer, what: str
+) -> None:
+    with_a_collection(node)
+    before, change = REFUSED[what]
+    set_state(node.engine, VB, before)
+    node.commit()
+    flip_event(node)
+    part = node.engine.partitions[VB]
+    known = facts(part)
+    with pytest.raises(StoreDamagedError):
+        change(node.engine, VB)
+    assert facts(part) == known
+    assert not node.engine.has_pending
+
+
+def test_a_branch_at_0_needs_nothing_of_the_store(node: MemoryNode, writer: Peer) -> None:
+    with_a_collection(node)
+    flip_event(node)
+    failover(node.engine, VB, 7)
+    assert node.engine.partitions[VB].high_seqno == 1, "the collection is told of anew"
+
+
+def test_a_damaged_document_stops_no_branch_that_leaves_it(node: MemoryNode, writer: Peer) -> None:
+    with_a_collection(node)
+    flip(node, BY_KEY_TABLE, b"\x08a")
+    failover(node.engine, VB, 1)
+    assert facts(node.engine.partitions[VB])[1] == 6
+
+
+def test_a_rollback_that_cannot_find_its_last_documents_changes_nothing(node: MemoryNode) -> None:
+    """Which change of the default collection is the last one stands in a damaged block."""
+    engine, value = node.engine, bytes(BODY_BYTES_TARGET)
+    for key in (b"\0a", b"\0b"):
+        assert engine.store(SET, VB, key, key + value, 0, 0, 0, 0)[0] == Status.OK
+    with_a_collection(node)
+    assert engine.store(SET, VB, b"\x08c", b"\x08c" + value, 0, 0, 0, 0)[0] == Status.OK
+    node.merge()
+    flip(node, BY_SEQNO_TABLE, (2).to_bytes(8, "big"))
+    part = engine.partitions[VB]
+    known, tally = facts(part), part.tally.to_document()
+    with pytest.raises(StoreDamagedError):
+        engine.branch(VB, 5)
+    assert (facts(part), part.tally.to_document()) == (known, tally)
+    assert not engine.has_pending
 
 
 def test_streams_end_with_the_state(node: MemoryNode, writer: Peer) -> None:
