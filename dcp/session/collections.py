@@ -54,6 +54,9 @@ class CollectionCommands:
         """Take over a whole manifest, as cluster managers send it."""
         state = self._state
         engine = state.engine
+        if engine.write_refusal:
+            state.refuse(request, Status.ETMPFAIL, engine.write_refusal)
+            return
         try:
             document = msgspec.json.decode(request.value, type=dict)
             after = manifest_from_json(engine.manifest, document)

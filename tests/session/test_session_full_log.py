@@ -50,6 +50,21 @@ def test_a_refusal_says_why_and_waits_for_nothing() -> None:
     assert peer.set(VB, b"k", b"new").status == Status.OK
 
 
+def test_the_manifest_stays_and_says_why() -> None:
+    node, peer = new_peer()
+    before = node.engine.manifest
+    document = json.dumps(before.create_scope("inventory").json()).encode()
+    node.engine.refuse_writes(WHY)
+    refused = peer.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=document)
+    assert refused.status == Status.ETMPFAIL
+    assert json.loads(refused.value)["error"]["context"] == WHY
+    assert node.engine.manifest is before
+    assert not node.engine.has_pending
+    node.engine.refuse_writes("")
+    assert peer.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=document).status == Status.OK
+    assert node.engine.manifest.scope_id("inventory") is not None
+
+
 def test_the_text_protocol_says_why() -> None:
     node = MemoryNode()
     peer = node.connect()
