@@ -132,7 +132,7 @@ class FaultTable:
         self._last_id += 1
         fault = Fault(
             self._last_id, opcode=opcode, vb_id=vb_id, status=status, delay_ms=delay_ms,
-            disconnects=disconnects, count=count, probability=probability,
+            disconnects=disconnects, count=count, probability=float(probability),
             rollback_seqno=rollback_seqno, draw=draw,
         )  # fmt: skip
         self.rules.append(fault)

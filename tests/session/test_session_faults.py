@@ -194,6 +194,11 @@ def test_rules_that_make_no_sense(rule, why):
         FaultTable().add(draw=always, **rule)
 
 
+def test_a_probability_is_told_as_the_fraction_that_it_is():
+    fault = FaultTable().add(draw=always, disconnects=True, probability=1)
+    assert repr(fault.probability) == "1.0"
+
+
 def test_rules_are_limited():
     table = FaultTable()
     for _ in range(RULES_MAX):

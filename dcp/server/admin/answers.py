@@ -108,8 +108,9 @@ async def read_object(
     body = await _read_body(request, JSON_TYPE)
     try:
         document = json.loads(body or b"{}") if not required else json.loads(body)
-        # Half a surrogate pair is JSON, and no text that could be stored, logged or answered.
-        json.dumps(document, ensure_ascii=False).encode()
+        # Half a surrogate pair is JSON, and no text that could be stored, logged or answered;
+        # NaN and Infinity, which the line before takes, are none.
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from error
     wanted = ", ".join(
