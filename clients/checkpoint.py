@@ -41,9 +41,14 @@ class CheckpointStore(Protocol):
     """Keeps one consumer's checkpoint. Called in a thread, never twice at once.
 
     A store may have more: `save_changes(changed)`, which is then called instead of `save` with the
-    positions that are not saved yet; `close()`, called when the consumer closes; `hidden_keys`,
+    positions that are not saved yet; `is_whole` = True, where the store is one consumer's alone and
+    `save` replaces all that it has: then positions of partitions that are not followed now are
+    handed over with the others; `close()`, called when the consumer closes; `hidden_keys`,
     beginnings of keys of the default collection that the consumer is not told of and that cause no
     saving, where the store keeps its positions in the server that is followed.
+
+    A consumer of a part of the partitions (`group`, `vbuckets`) takes only a store with one of the
+    first two.
     """
 
     def load(self) -> Checkpoint:
@@ -77,9 +82,15 @@ class MemoryCheckpoint:
         """Keep a copy."""
         self.saved = dict(checkpoint)
 
+    def save_changes(self, changed: Mapping[int, Position]) -> None:
+        """Keep the positions of some partitions."""
+        self.save(self.saved | dict(changed))
+
 
 class CheckpointFile:
     """A checkpoint in a file; see the module."""
+
+    is_whole: Final = True
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

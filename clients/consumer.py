@@ -42,7 +42,7 @@ from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_placement import Placement
 from clients.consumer_reader import Delivery, Reader
 from clients.consumer_rollback import OnRollback, check_strategy
-from clients.consumer_save import Saver
+from clients.consumer_save import Saver, check_store
 from clients.consumer_session import ConsumerSession
 from clients.consumer_start import (
     Start,
@@ -123,8 +123,8 @@ class Consumer:
             raise ValueError("vbuckets or a group, not both: a group has its own share of them")
         if save_every_s is not None and store is None:
             raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
-        if store is not None and not (hasattr(store, "load") and hasattr(store, "save")):
-            raise ValueError(f"store {store!r}: it has load and save, as CheckpointFile(path) has")
+        if store is not None:
+            check_store(store, is_part=vbuckets is not None or group is not None)
         self.address = parse_address(server) if isinstance(server, str) else server
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
@@ -327,7 +327,10 @@ class Consumer:
         return self._supervisor.known_lag()
 
     async def high_seqnos(self, timeout_s: float = 5.0) -> dict[int, int]:
-        """Return by partition the high seqno that its node tells now; see `lag`."""
+        """Return by partition the high seqno that its node tells now; see `lag`.
+
+        Partitions whose node does not answer in time are not in it: compare with `followed`.
+        """
         return await self._supervisor.high_seqnos(timeout_s)
 
     def gauges(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
     core = ConsumerCore(b"name", has_collections=True)
     core.add(17, Wanted(Position()))          # partitions to stream
     send(core.begin(now_ns))
-    batch = core.receive(data, now_ns)        # -> batch.events, batch.positions
+    batch = core.receive(data, now_ns)        # -> batch.events, batch.positions; then core.failure
     send(core.take_output())                  # NOOP replies, stream requests
     ... the user processes batch.events ...
     core.processed(batch); send(core.take_output())   # BUFFER_ACK at half the window
@@ -18,7 +18,9 @@ Invariants
 - the failover log of an accepted request replaces ours at once;
 - only bytes of server requests other than NOOP are acknowledged, after the user processed them;
 - every message of a stream carries the opaque of its request; messages with the opaque of a stream
-  that ended are counted and dropped.
+  that ended are counted and dropped;
+- what was taken of a read before the error that ended it (`failure`) is handed out: positions and
+  events stay together, and who goes on elsewhere leaves nothing out.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
 """
@@ -41,7 +43,7 @@ from clients.consumer_stream import (
     misplaced,
     wanted_of,
 )
-from clients.errors import StreamViolationError
+from clients.errors import DcpdError, StreamViolationError
 from clients.event import (
     Deletion,
     Event,
@@ -58,6 +60,7 @@ from clients.position import Position
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
+    ProtocolError,
     RemoteProtocolError,
 )
 from dcp.wire.message import (
@@ -103,6 +106,8 @@ class Batch(NamedTuple):
     """What flow control counts of it; `ConsumerCore.processed` gives it back to the server."""
     markers: dict[int, tuple[int, int]]
     """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
+    collections: tuple[int, ...] | None = None
+    """Of the streams that are opened in it, for the same."""
 
 
 class ConsumerCore(StreamRequests):
@@ -155,6 +160,8 @@ class ConsumerCore(StreamRequests):
         self._buffer = FrameBuffer()
         self._unacked_bytes = 0
         self._is_begun = False
+        self.failure: ProtocolError | DcpdError | None = None
+        """The connection is over for this. Nothing may be given to `receive` any more."""
         self._previous: tuple[int, int, bytes] | None = None
         """Opaque and seqno of the change that comes next, and the value that it replaces."""
 
@@ -179,16 +186,17 @@ class ConsumerCore(StreamRequests):
         """Stream a partition."""
         assert vb_id not in self._streams or self._streams[vb_id].state is StreamState.GONE
         stream = Stream(vb_id, wanted.position)
-        stream.ceiling = wanted.ceiling
+        stream.ceiling, stream.now_seqno = wanted.ceiling, wanted.now_seqno
         self._streams[vb_id] = stream
         if self._is_begun:
             self._ask_for([stream])
 
     def receive(self, data: bytes, now_ns: int) -> Batch:
-        """Take what a read brought in.
+        """Take what a read brought in; where that is an error, all before it, and set `failure`.
 
-        Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
+        That is a RemoteProtocolError, StreamViolationError or any DcpdError.
         """
+        assert self.failure is None
         self._requests.now_ns = now_ns
         self._events = []
         buffer = self._buffer.take(data)
@@ -196,14 +204,23 @@ class ConsumerCore(StreamRequests):
             return Batch(self._events, {}, 0, {})
         self._touched = set()
         self._markers = {}
-        wire_bytes = self._decode(buffer)
+        try:
+            wire_bytes = self._decode(buffer)
+        except (ProtocolError, DcpdError) as error:
+            self.failure, wire_bytes = error, 0  # nobody is left to acknowledge to
         if self._has_many:
-            _split_keys(self._events)
+            try:
+                _split_keys(self._events)
+            except RemoteProtocolError as error:
+                # No position is known in the middle: nothing of the read, and nothing after it.
+                self.failure = error
+                return Batch([], {}, 0, {})
         if self._extensions.leaves_out_here or self._hidden or self._older_than:
             prefixes = self._extensions.key_prefixes if self._extensions.leaves_out_here else ()
             self._events = left_in(self._events, prefixes, self._hidden, self._older_than)
         positions = {stream.vb_id: stream.position() for stream in self._touched}
-        return Batch(self._events, positions, wire_bytes, self._markers)
+        opened_for = self._extensions.collections
+        return Batch(self._events, positions, wire_bytes, self._markers, opened_for)
 
     def processed(self, batch: Batch) -> None:
         """Note that the user is done with a batch; acknowledges at half the window."""
@@ -289,19 +306,19 @@ class ConsumerCore(StreamRequests):
             if stream is not None:
                 if not stream.seqno < seqno <= stream.marker_end:
                     raise misplaced(stream, seqno)
+                change = Mutation(
+                    vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
+                    seqno, rev_seqno, cas, flags, expiry_s, datatype,
+                )  # fmt: skip
+                if previous is not None:
+                    change.previous_value = self._take_previous(stream, opaque, seqno)
+                    previous = None
                 if stream.is_marker_new:
                     stream.enter_snapshot(seqno)
                 if seqno == stream.range_end + 1:
                     stream.range_end = seqno
                 stream.seqno = seqno
-                change = Mutation(
-                    vb_id, buffer[key_at + prefix_bytes : value_at], buffer[value_at:stop],
-                    seqno, rev_seqno, cas, flags, expiry_s, datatype,
-                )  # fmt: skip
                 append(change)
-                if previous is not None:
-                    change.previous_value = self._take_previous(stream, opaque, seqno)
-                    previous = None
                 if seqno == stream.marker_end:
                     stream.complete_snapshot()
                     append(SnapshotEnd(vb_id, seqno))
@@ -349,10 +366,10 @@ class ConsumerCore(StreamRequests):
     def on_deletion(self, stream: Stream, frame: Frame) -> None:
         """A document was deleted or expired."""
         seqno, rev_seqno, delete_time_s = parse_deletion(frame)
-        self._move(stream, seqno)
         key = frame.key[self._prefix_bytes :]
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION
         previous = self._take_previous(stream, frame.opaque, seqno)
+        self._move(stream, seqno)
         self._events.append(
             Deletion(
                 stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry, previous

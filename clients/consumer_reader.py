@@ -92,7 +92,9 @@ class Reader:
     # -- what comes in -------------------------------------------------------------------------
 
     def put(self, session: ConsumerSession, batch: Batch) -> None:
-        """Queue what a session received."""
+        """Queue what a session received; what comes after a failure is not handed out."""
+        if self.failure is not None:
+            return
         self._queue.append((session, batch))
         self.wake.set()
 
@@ -133,8 +135,8 @@ class Reader:
                 if stop > self._piece_start:
                     await self.pace.wait(stop - self._piece_start)
                     self._check_newest(iteration)
-                    self._count = stop
                     self._look_at(batch.events, stop)
+                    self._count = stop
                     yield batch.events[self._piece_start : stop]
                     self._check_newest(iteration)
                     self._piece_start = stop
@@ -186,7 +188,7 @@ class Reader:
             if count is None or count >= len(batch.events):
                 positions.update(batch.positions)
             elif count > 0:
-                advance(positions, batch.events[:count], batch.markers)
+                advance(positions, batch.events[:count], batch.markers, batch.collections)
         return positions
 
     # -- inside --------------------------------------------------------------------------------
@@ -215,12 +217,16 @@ class Reader:
         return sorted(ends)
 
     def _look_at(self, batch_events: list[Event], stop: int) -> None:
-        """Check and count events that are handed out for the first time."""
+        """Check and count events that are handed out for the first time.
+
+        Raises StreamViolationError, and again where the user goes on after it.
+        """
         events = batch_events[self._looked_at : stop]
-        self._looked_at = max(stop, self._looked_at)
         if self._validator is not None:
             for event in events:
                 self._validator.observe(event)
+                self._looked_at += 1
+        self._looked_at = max(stop, self._looked_at)
         self._metrics.events += len(events)
         self._metrics.changes += sum(
             type(event) is Mutation or type(event) is Deletion for event in events
@@ -234,7 +240,7 @@ class Reader:
         self._current = None
         self._settled = None
         self._piece_start = self._count = self._looked_at = 0
-        self._saver.moved(batch.events, self.delivered)
+        self._saver.moved(batch.events, self.delivered, batch.positions)
         self.delivered.update(batch.positions)
         session.done_with(batch)
 

@@ -305,12 +305,12 @@ class StreamRequests:
         )
         step = (position.seqno, len(position.versions))
         assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+        versions = tuple(parse_failover_log(log)) if has_lists else ()
         stream.place(position)
         if position.seqno < before.seqno:
             reason = why or rollback_reason(before, server_seqno, position.seqno)
             text = f"from seqno {before.seqno} to {position.seqno}: {reason}"
             self.notes.append(Note("rollback", stream.vb_id, text))
-            versions = tuple(parse_failover_log(log)) if has_lists else ()
             self._events.append(
                 Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason, versions)
             )
@@ -348,7 +348,10 @@ class StreamRequests:
             if stream.has_position:
                 self._request(stream)
             else:
-                self._ask_failover_log(stream, seqno)
+                # Where a connection before this one learned what "now" is, it is not later here.
+                known = stream.now_seqno
+                stream.now_seqno = seqno if known is None else min(known, seqno)
+                self._ask_failover_log(stream, stream.now_seqno)
 
     def _ask_failover_log(self, stream: Stream, seqno: int) -> None:
         def on_log(frame: Frame) -> None:

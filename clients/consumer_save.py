@@ -2,7 +2,8 @@
 
 Invariants
 - what is saved by itself is what the user came back from, never what is in hand;
-- a store that can write some positions gets only those that differ from what it has;
+- a store that can write some positions gets only those that differ from what it has; one that
+  cannot gets those of other partitions too only where it says that it is this consumer's alone;
 - where the store says that keys are hidden, a partition of which nothing else was told is not
   written, so that saving does not cause saving;
 - one save at a time, also where who waited for one was cancelled: a thread cannot be.
@@ -21,7 +22,7 @@ from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_session import LOG
 from clients.errors import CheckpointError, DcpdError
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
-from clients.position import Position
+from clients.position import Position, Versions
 
 _NOTHING: Final = Position()
 _REAL: Final = (Mutation, Deletion, SystemEvent, Rollback)
@@ -55,15 +56,15 @@ class Saver:
         self._saved = await self._call(self._store.load)
         return dict(self._saved)
 
-    def moved(self, events: Iterable[Event], before: Checkpoint) -> None:
-        """Take note of what was processed; `before` is where the partitions stood."""
+    def moved(self, events: Iterable[Event], before: Checkpoint, after: Checkpoint) -> None:
+        """Take note of what was processed, from where to where the partitions came by it."""
         if not self.hidden_keys:
             return
         for event in events:
             if isinstance(event, _REAL) or (
                 isinstance(event, StreamOpened)
                 and event.vb_id in before
-                and before[event.vb_id].versions != event.failover_log
+                and _history(before[event.vb_id]) != _history(after[event.vb_id])
             ):
                 self._told.add(event.vb_id)
 
@@ -103,9 +104,11 @@ class Saver:
                 return
             if hasattr(store, "save_changes"):
                 await self._call(store.save_changes, changed)
-            else:
+            elif _is_whole(store):
                 # Partitions that this consumer does not follow keep their places.
                 await self._call(store.save, self._saved | checkpoint)
+            else:
+                await self._call(store.save, checkpoint)
             self._saved.update(changed)
             self._told.difference_update(changed)
             self._metrics.saves += 1
@@ -126,6 +129,30 @@ class Saver:
             return await _in_thread(function, *arguments)
         except OSError as error:
             raise CheckpointError(f"the checkpoint store failed: {error}") from error
+
+
+def check_store(store: object, *, is_part: bool) -> None:
+    """Refuse what cannot keep a checkpoint, of a consumer that follows only a part of a server.
+
+    Raises ValueError.
+    """
+    if not (hasattr(store, "load") and hasattr(store, "save")):
+        raise ValueError(f"store {store!r}: it has load and save, as CheckpointFile(path) has")
+    if is_part and not (hasattr(store, "save_changes") or _is_whole(store)):
+        raise ValueError(
+            f"store {store!r} with a group or vbuckets: where several share it, each would write"
+            " old positions over those of the others. Give it save_changes(changed), which writes"
+            " just those; or is_whole = True, where it is one consumer's and save replaces all"
+        )
+
+
+def _is_whole(store: object) -> bool:
+    return bool(getattr(store, "is_whole", False))
+
+
+def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None]:
+    """Return what of a position is not moved by changes, hidden ones among them."""
+    return position.versions, position.collections
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:

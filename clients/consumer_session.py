@@ -115,7 +115,7 @@ class ConsumerSession:
         self.flush()
 
     async def ask_high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return the node's high seqnos by partition; those known last where it does not answer."""
+        """Return the node's high seqnos by partition; {} where it does not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
@@ -131,7 +131,7 @@ class ConsumerSession:
                 await asyncio.wait([answer], timeout=timeout_s)
             finally:
                 self._asking.discard(answer)
-        return self.high_seqnos
+        return self.high_seqnos if answer.done() and not answer.cancelled() else {}
 
     def close(self) -> None:
         """Close the connection for good."""
@@ -209,20 +209,17 @@ class ConsumerSession:
 
     def _on_bytes(self, data: bytes) -> None:
         self._has_heard = True
-        try:
-            batch = self.core.receive(data, time.monotonic_ns())
-        except ProtocolError as error:
-            self._owner.session_failed(
-                self, StreamViolationError(f"the server broke the protocol: {error}")
-            )
-            return
-        except DcpdError as error:
-            self._owner.session_failed(self, error)
-            return
+        batch = self.core.receive(data, time.monotonic_ns())
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
         if batch.events or batch.positions or batch.wire_bytes or self.core.homeless:
             self._owner.take_batch(self, batch)
+        failure = self.core.failure
+        if failure is not None:
+            if isinstance(failure, ProtocolError):
+                failure = StreamViolationError(f"the server broke the protocol: {failure}")
+            self._owner.session_failed(self, failure)
+            return
         if self._is_full() and not self.is_paused:
             self.is_paused = True
             self.link.pause_reading()

@@ -24,6 +24,7 @@ from clients.consumer_placement import Placement
 from clients.consumer_session import LOG
 from clients.errors import TopologyError, UnsupportedError, error_from_status
 from clients.link import Link
+from clients.operation import collection_id_of, parsed
 from clients.position import Position
 from dcp.wire.frame import pack_request
 from dcp.wire.message import parse_failover_log
@@ -129,11 +130,7 @@ async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
             ids.append(item)
             continue
         frame = await link.request(Opcode.GET_COLLECTION_ID, key=item.encode())
-        if frame.status:
-            raise error_from_status(
-                frame.status, f"collection {item!r}", body=frame.value, node=link.node
-            )
-        ids.append(int.from_bytes(frame.extras[8:12], "big"))
+        ids.append(collection_id_of(frame, item, link.node))
     return tuple(ids)
 
 
@@ -175,7 +172,7 @@ async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, in
 async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
     """Return positions after the given seqnos in the partitions' present histories.
 
-    Raises TopologyError where the node does not have a partition, StatusError.
+    Raises TopologyError where the node does not have a partition, StatusError, ConnectError.
     """
     wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
     positions = dict.fromkeys(seqnos, Position())
@@ -194,7 +191,7 @@ async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Posit
             raise error_from_status(
                 frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node
             )
-        log = parse_failover_log(frame.value)
+        log = parsed(parse_failover_log, frame.value, link.node)
         versions = tuple(version for version in log if version[1] <= seqno)
         if versions:
             positions[vb_id] = Position(versions, seqno, seqno, seqno, base_seqno=seqno)

@@ -53,10 +53,12 @@ class Wanted(NamedTuple):
     """From where a partition is to be streamed; None = from now.
 
     `ceiling`: with `until_now`, the end that is known already; the stream ends there or lower.
+    `now_seqno`: where "now" was, if that is known already and the position not yet.
     """
 
     position: Position | None
     ceiling: int | None = None
+    now_seqno: int | None = None
 
 
 class Stream:
@@ -70,6 +72,7 @@ class Stream:
         "is_marker_new",
         "marker_end",
         "marker_start",
+        "now_seqno",
         "older_ranges",
         "opaque",
         "range_end",
@@ -92,6 +95,8 @@ class Stream:
         """Where the stream shall end (until now); None: nowhere, or not known yet."""
         self.ceiling: int | None = None
         """The target before a rollback: the new one is never above it."""
+        self.now_seqno: int | None = None
+        """See Wanted."""
         self.opaque = 0
         """Of its request, while that is under way or the stream open."""
         self.retry_ns = 0
@@ -177,7 +182,9 @@ class Stream:
 def wanted_of(stream: Stream) -> Wanted:
     """Return what another connection has to ask for to go on with a stream."""
     ceiling = stream.ceiling if stream.target is None else stream.target
-    return Wanted(stream.position() if stream.has_position else None, ceiling)
+    if stream.has_position:
+        return Wanted(stream.position(), ceiling)
+    return Wanted(None, ceiling, stream.now_seqno)
 
 
 def misplaced(stream: Stream, seqno: int) -> StreamViolationError:
@@ -196,11 +203,13 @@ def advance(
     positions: dict[int, Position],
     events: Iterable[Event],
     markers: Mapping[int, tuple[int, int]],
+    collections: tuple[int, ...] | None,
 ) -> None:
     """Move `positions` by events, as the core itself does while it receives them.
 
     For a user who is in the middle of a batch; the end of a batch comes with its positions.
-    `markers` are the batch's: snapshots that were announced before it.
+    `markers` and `collections` are the batch's: snapshots that were announced before it, and what
+    the streams that are opened in it follow.
     """
     streams: dict[int, Stream] = {}
     for event in events:
@@ -219,6 +228,7 @@ def advance(
                 stream.complete_snapshot()
             case StreamOpened():
                 stream.open(event.failover_log)
+                stream.collections = collections
             case Rollback():
                 stream.place(_back_at(stream.position(), event.to_seqno))
             case _:

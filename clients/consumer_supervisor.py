@@ -137,7 +137,7 @@ class Supervisor:
             if position is None and wanted.position is not None:
                 # Begun at "now", and nothing handed out yet: that moment is kept.
                 position = gone_back(wanted.position, wanted.position.base_seqno)
-            self.paused[vb_id] = Wanted(position, wanted.ceiling)
+            self.paused[vb_id] = wanted._replace(position=position)
         self._reader.forget(self.paused)
 
     def resume(self, vb_ids: Iterable[int]) -> None:

@@ -47,11 +47,13 @@ from clients.operation import (
     MutationResult,
     Operation,
     Outcome,
+    collection_id_of,
     delete_operation,
     get_operation,
     key_bytes,
     outcome_of,
     pack_operations,
+    parsed,
     partitions_of,
     store_operation,
 )
@@ -261,7 +263,7 @@ class KvClient:
         for node in await self._nodes():
             frame = await self._ask(node, Opcode.GET_ALL_VB_SEQNOS, extras=active)
             self._check(frame, "get all vbucket seqnos", node)
-            seqnos.update(parse_vb_seqnos(frame.value))
+            seqnos.update(parsed(parse_vb_seqnos, frame.value, node.name))
         return dict(sorted(seqnos.items()))
 
     async def failover_log(self, vb_id: int) -> list[tuple[int, int]]:
@@ -275,7 +277,7 @@ class KvClient:
             await self._learn(frame.value, node)
             await asyncio.sleep(BACKOFF_S * 2**attempt)
         self._check(frame, "get failover log", node, vb_id)
-        return parse_failover_log(frame.value)
+        return parsed(parse_failover_log, frame.value, node.name)
 
     async def stats(self, group: str = "", *, node: Node | None = None) -> dict[str, str]:
         """Return a node's statistics, by name; the first node's where none is named."""
@@ -315,7 +317,10 @@ class KvClient:
             pending = [index for index in pending if _may_repeat(operations[index], results[index])]
             if not pending or attempt == ATTEMPTS_MAX - 1 or loop.time() >= deadline:
                 return
-            await self._learn_from(results, pending)
+            # What is not learned costs another attempt, and no operation its outcome.
+            with suppress(DcpdError, TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._learn_from(results, pending)
 
     async def _send_to_nodes(
         self, operations: list[Operation], pending: list[int], results: list[Outcome | None]
@@ -405,11 +410,7 @@ class KvClient:
         found = self._collection_ids.get(name)
         if found is None:
             frame = await link.request(Opcode.GET_COLLECTION_ID, key=name.encode())
-            if frame.status:
-                raise error_from_status(
-                    frame.status, f"collection {name!r}", body=frame.value, node=link.node
-                )
-            found = self._collection_ids[name] = int.from_bytes(frame.extras[8:12], "big")
+            found = self._collection_ids[name] = collection_id_of(frame, name, link.node)
         return encode_leb128(found)
 
     async def _learn_from(self, results: list[Outcome | None], pending: list[int]) -> None:
@@ -438,7 +439,7 @@ class KvClient:
         """Ask another node: partitions of one that cannot be reached may have moved."""
         for node in await self._nodes():
             if node.name not in lost:
-                with suppress(ConnectError, ConnectionLostError, OperationTimeoutError):
+                with suppress(DcpdError):
                     await self._learn(b"", node)
                     return
 

@@ -5,7 +5,8 @@
 
 The server that was named gets an operation first; where its partition is elsewhere
 (NOT_MY_VBUCKET), the configuration says where, and it goes there. Temporary refusals are repeated
-with growing pauses, both up to `ATTEMPTS_MAX` times.
+with growing pauses, both up to `ATTEMPTS_MAX` times. Where a node cannot be reached, the next
+operation begins at the server that was named again: its partitions may have moved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from clients.address import ServerAddress
-from clients.errors import DcpdError, NotMyVbucketError, TemporaryError, error_from_status
+from clients.errors import (
+    ConnectError,
+    DcpdError,
+    NotMyVbucketError,
+    OperationTimeoutError,
+    TemporaryError,
+    error_from_status,
+)
 from clients.link_sync import SyncLink
 from clients.operation import (
     Document,
@@ -25,6 +33,7 @@ from clients.operation import (
     get_operation,
     outcome_of,
     pack_operations,
+    parsed,
     store_operation,
 )
 from dcp.wire.frame import Frame
@@ -105,7 +114,7 @@ class SyncKv:
         node = self.topology().node_of(vb_id)
         frame = self._link((node.host, node.kv_port)).request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
         _check(frame, "get failover log", node.name, vb_id)
-        return parse_failover_log(frame.value)
+        return parsed(parse_failover_log, frame.value, node.name)
 
     def get_all_vb_seqnos(self) -> dict[int, int]:
         """Return the high seqno of every active partition, over all nodes."""
@@ -115,7 +124,7 @@ class SyncKv:
                 Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big")
             )
             _check(frame, "get all vbucket seqnos", node.name)
-            seqnos.update(parse_vb_seqnos(frame.value))
+            seqnos.update(parsed(parse_vb_seqnos, frame.value, node.name))
         return dict(sorted(seqnos.items()))
 
     def stats(self, group: str = "") -> dict[str, str]:
@@ -195,7 +204,11 @@ class SyncKv:
             link.close()
             link = None
         if link is None:
-            link = SyncLink(self.address.at(*place), timeout_s=self._timeout_s)
+            try:
+                link = SyncLink(self.address.at(*place), timeout_s=self._timeout_s)
+            except (ConnectError, OperationTimeoutError):
+                self._topology = None
+                raise
             self._links[place] = link
         return link
 

@@ -10,13 +10,13 @@ Expiry: 0 never, up to 30 days relative seconds, above that absolute Unix second
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 from zlib import crc32
 
-from clients.errors import DcpdError, error_from_status
-from dcp.wire.frame import HEADER, MAX_KEY_BYTES, Frame
+from clients.errors import ConnectError, DcpdError, error_from_status
+from dcp.wire.frame import HEADER, MAX_KEY_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import Magic, Opcode
 from vbucket.ids import DEFAULT_COLLECTION_PREFIX
@@ -24,6 +24,8 @@ from vbucket.ids import DEFAULT_COLLECTION_PREFIX
 Operation = tuple[int, bytes, bytes, bytes, int]
 
 STORE_EXTRAS: Final = Struct(">II")
+COLLECTION_ID_EXTRAS: Final = Struct(">QI")
+"""Of an answer to GET_COLLECTION_ID: manifest uid, collection id."""
 _NO_OPTIONS: Final = STORE_EXTRAS.pack(0, 0)
 _STORES: Final = frozenset({Opcode.SET, Opcode.ADD, Opcode.REPLACE})
 _NAMES: Final = {
@@ -54,6 +56,8 @@ class MutationResult(NamedTuple):
     vb_uuid: int
     seqno: int
 
+
+_T = TypeVar("_T")
 
 Outcome = Document | MutationResult | DcpdError
 """Result of one operation of a batch."""
@@ -131,3 +135,26 @@ def outcome_of(operation: Operation, vb_id: int, frame: Frame, node: str) -> Out
         return Document(frame.value, frame.cas, flags)
     vb_uuid, seqno = MUTATION_TOKEN.unpack(frame.extras) if len(frame.extras) == 16 else (0, 0)
     return MutationResult(frame.cas, vb_id, vb_uuid, seqno)
+
+
+def collection_id_of(frame: Frame, name: str, node: str) -> int:
+    """Return the id in an answer to GET_COLLECTION_ID.
+
+    Raises UnknownCollectionError or another StatusError, ConnectError for one that is cut short.
+    """
+    if frame.status:
+        raise error_from_status(frame.status, f"collection {name!r}", body=frame.value, node=node)
+    if len(frame.extras) != COLLECTION_ID_EXTRAS.size:
+        raise ConnectError(
+            f"collection {name!r}: an answer with extras of {len(frame.extras)} bytes", node=node
+        )
+    collection_id: int = COLLECTION_ID_EXTRAS.unpack(frame.extras)[1]
+    return collection_id
+
+
+def parsed(parse: Callable[[bytes], _T], value: bytes, node: str) -> _T:
+    """Return what an answer says. Raises ConnectError for one that is cut short."""
+    try:
+        return parse(value)
+    except RemoteProtocolError as error:
+        raise ConnectError(f"an answer that cannot be read: {error}", node=node) from error

@@ -30,8 +30,12 @@ class Cache:
     async def __aenter__(self) -> "Cache":
         self._kv = await KvClient.open(self._server)
         await self._consumer.open()
-        # The server has answered, so all partitions have their "now": no later change is missed.
-        await self._consumer.high_seqnos()
+        # Once all partitions have answered they have their "now": no later change is missed.
+        while True:
+            answered = await self._consumer.high_seqnos()
+            if len(answered) == len(self._consumer.followed):
+                break
+            await asyncio.sleep(0.1)
         self._task = asyncio.create_task(self._invalidate())
         return self
 

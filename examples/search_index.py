@@ -31,6 +31,13 @@ CREATE TABLE IF NOT EXISTS positions (vb INTEGER PRIMARY KEY, position BLOB);
 """
 
 
+def prepare(db: sqlite3.Connection) -> None:
+    """Make the tables; an index with keys as text, in which some read alike, is built anew."""
+    db.executescript(SCHEMA)
+    if db.execute("SELECT 1 FROM keys WHERE typeof(key) = 'text' LIMIT 1").fetchone():
+        db.executescript(f"DROP TABLE texts; DROP TABLE keys; DROP TABLE positions; {SCHEMA}")
+
+
 def forget(db: sqlite3.Connection, where: str, what: object) -> None:
     db.execute(f"DELETE FROM texts WHERE rowid IN (SELECT id FROM keys WHERE {where} = ?)", (what,))
     db.execute(f"DELETE FROM keys WHERE {where} = ?", (what,))
@@ -60,7 +67,7 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
 
 async def main(server: str, path: str, *search: str) -> None:
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.executescript(SCHEMA)
+        prepare(db)
         rows = db.execute("SELECT vb, position FROM positions")
         start = {vb_id: decode_position(raw) for vb_id, raw in rows}
         consumer = Consumer(server, start=start, until_now=bool(search), on_rollback="restart")

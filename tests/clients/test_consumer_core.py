@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from clients.consumer_core import ConsumerCore
 from clients.consumer_requests import RETRY_FIRST_NS
 from clients.consumer_stream import Wanted, advance
-from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
+from clients.errors import (
+    DcpdError,
+    InvalidRequestError,
+    StreamViolationError,
+    TemporaryError,
+)
 from clients.event import (
     Deletion,
     Mutation,
@@ -37,6 +42,7 @@ from dcp.wire.message import (
     SnapshotMarker,
     pack_failover_log,
     pack_marker,
+    pack_previous_value,
     pack_stream_end,
     parse_stream_request,
 )
@@ -65,6 +71,8 @@ class Session:
 
     def feed(self, data, now_ns=0):
         self.batch = self.core.receive(data, now_ns)
+        if self.core.failure is not None:
+            raise self.core.failure
         self.sent = self.decoder.feed(self.core.take_output())
         return self.batch.events
 
@@ -410,6 +418,18 @@ def test_from_now_begins_at_the_high_seqno_of_the_current_version():
     assert session.position().base_seqno == 6
 
 
+@pytest.mark.parametrize(("high", "start"), [(20, 6), (4, 4)])
+def test_now_is_not_later_on_the_connection_after_the_one_that_learned_it(high, start):
+    first = Session({17: Wanted(None)})
+    first.reply(first.open_requests[-1], value=high_seqnos(v17=6))
+    # It is lost before the failover log is there.
+    second = Session(first.core.unfinished())
+    second.reply(second.open_requests[-1], value=high_seqnos(v17=high))
+    (ask,) = second.sent
+    second.reply(ask, value=pack_failover_log(LOG))
+    assert parse_stream_request(second.stream_request().extras).start_seqno == start
+
+
 def test_one_question_serves_all_and_who_is_taken_off_meanwhile_is_not_asked_for():
     session = Session({vb_id: Wanted(Position()) for vb_id in (17, 18)}, until_now=True)
     session.core.add(19, Wanted(Position()))
@@ -433,8 +453,9 @@ def test_partition_without_a_high_seqno_is_elsewhere():
 def test_open_that_is_refused_ends_the_connection():
     core = ConsumerCore(b"c", has_collections=True)
     (frame, *_) = FrameDecoder().feed(core.begin(0))
-    with pytest.raises(InvalidRequestError, match="DCP_OPEN"):
-        core.receive(pack_response(frame.opcode, Status.EINVAL, opaque=frame.opaque), 0)
+    core.receive(pack_response(frame.opcode, Status.EINVAL, opaque=frame.opaque), 0)
+    assert isinstance(core.failure, InvalidRequestError)
+    assert "DCP_OPEN" in str(core.failure)
 
 
 @pytest.mark.parametrize("status", [Status.EINVAL, Status.NOT_SUPPORTED])
@@ -444,9 +465,10 @@ def test_only_needed_controls_must_be_known(status):
     controls = {f.key: f for f in frames if f.opcode == Opcode.DCP_CONTROL}
     optional = controls[b"set_noop_interval"]
     core.receive(pack_response(optional.opcode, status, opaque=optional.opaque), 0)
+    assert core.failure is None
     needed = controls[b"enable_noop"]
-    with pytest.raises(Exception, match="enable_noop"):
-        core.receive(pack_response(needed.opcode, status, opaque=needed.opaque), 0)
+    core.receive(pack_response(needed.opcode, status, opaque=needed.opaque), 0)
+    assert "enable_noop" in str(core.failure)
 
 
 @pytest.mark.parametrize(
@@ -516,15 +538,15 @@ def test_whatever_a_server_says_is_understood_or_a_named_error(start, collection
     core = ConsumerCore(b"c", has_collections=True, collections=collections, until_now=until_now)
     core.add(17, Wanted(start))
     core.begin(0)
-    try:
-        for opcode, is_reply, opaque, status, key, extras, value in said:
-            parts = {"opaque": opaque, "key": key, "extras": extras[:200], "value": value}
-            if is_reply:
-                core.receive(pack_response(opcode, int(status), **parts), 0)
-            else:
-                core.receive(pack_request(opcode, vb_id=17, **parts), 0)
-    except (RemoteProtocolError, DcpdError):
-        return
+    for opcode, is_reply, opaque, status, key, extras, value in said:
+        parts = {"opaque": opaque, "key": key, "extras": extras[:200], "value": value}
+        if is_reply:
+            core.receive(pack_response(opcode, int(status), **parts), 0)
+        else:
+            core.receive(pack_request(opcode, vb_id=17, **parts), 0)
+        if core.failure is not None:
+            assert isinstance(core.failure, RemoteProtocolError | DcpdError)
+            return
     for position in core.positions().values():
         assert position.snap_start <= position.seqno <= position.snap_end
 
@@ -545,12 +567,98 @@ def test_in_the_middle_of_a_batch_a_place_is_as_if_it_had_ended_there():
     frames = fed(whole)
     start = whole.core.positions()
     events = list(whole.feed(b"".join(frames)))
-    markers = whole.batch.markers
+    markers, collections = whole.batch.markers, whole.batch.collections
     assert markers == {17: (0, 4)}
     count = 0
     for frame in fed(by_frame):
         count += len(by_frame.feed(frame))
         positions = dict(start)
-        advance(positions, events[:count], markers)
+        advance(positions, events[:count], markers, collections)
         assert positions[17] == by_frame.position()
     assert count == len(events)
+
+
+def test_in_the_middle_of_the_first_batch_a_place_has_its_collections():
+    """The batch begins with the stream's opening, from a position that does not know them."""
+    session = Session(collections=(8, 9))
+    request = session.stream_request()
+    session.opaque = request.opaque
+    accepted = pack_response(request.opcode, opaque=request.opaque, value=pack_failover_log(LOG))
+    changes = session.mutation(1) + session.mutation(2)
+    events = session.feed(accepted + session.marker(0, 4) + changes)
+    positions = {17: Position()}
+    advance(positions, events[:3], session.batch.markers, session.batch.collections)
+    assert (type(events[0]), positions[17].seqno) == (StreamOpened, 1)
+    assert positions[17].collections == (8, 9)
+
+
+# -- errors in the middle of a read ----------------------------------------------------------------
+
+
+def read_of(session, *frames):
+    """Feed several frames at once; return the batch and where another connection would go on."""
+    batch = session.core.receive(b"".join(frames), 0)
+    (wanted,) = session.core.unfinished().values()
+    return batch, wanted.position
+
+
+@pytest.mark.parametrize("status", [Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM])
+def test_what_came_before_an_error_reply_in_the_same_read_is_handed_out(status):
+    session = Session()
+    session.accept()
+    session.core.ask_high_seqnos(lambda _seqnos: None)
+    (question,) = session.decoder.feed(session.core.take_output())
+    batch, position = read_of(
+        session, session.marker(0, 5), session.mutation(1), session.mutation(2),
+        pack_response(question.opcode, status, opaque=question.opaque), session.mutation(3),
+    )  # fmt: skip
+    assert isinstance(session.core.failure, TemporaryError)
+    assert [type(event) for event in batch.events] == [SnapshotStart, Mutation, Mutation]
+    assert position == batch.positions[17]
+    assert position.seqno == 2
+
+
+BREAKING = {
+    "outside": lambda s: [s.mutation(6)],
+    "previous of a mutation": lambda s: [
+        pack_previous_value(17, s.opaque, 9, 1, b"old", 0), s.mutation(3)
+    ],
+    "previous of a deletion": lambda s: [
+        pack_previous_value(17, s.opaque, 9, 1, b"old", 0),
+        s.message(Opcode.DCP_DELETION, DELETION_EXTRAS.pack(3, 6, 0), b"\0k"),
+    ],
+    "cut short": lambda s: [s.message(Opcode.DCP_SEQNO_ADVANCED, b"\0\0")],
+    "no frame": lambda _s: [b"HTTP/1.1 400 Bad Request"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BREAKING)
+def test_positions_and_events_stay_together_where_a_stream_breaks_the_rules(what):
+    session = Session()
+    session.accept()
+    frames = BREAKING[what](session)
+    batch, position = read_of(session, session.marker(0, 5), session.mutation(2), *frames)
+    assert isinstance(session.core.failure, StreamViolationError | RemoteProtocolError)
+    assert [type(event) for event in batch.events] == [SnapshotStart, Mutation]
+    assert batch.positions[17] == position
+    assert position.seqno == 2
+
+
+def test_a_rollback_that_cannot_be_told_does_not_move_the_place():
+    session = Session({17: Wanted(Position(((99, 60), (77, 0)), 100, 100, 100))})
+    torn = (55).to_bytes(8, "big") + b"torn"
+    request = session.stream_request()
+    reply = pack_response(request.opcode, Status.ROLLBACK, opaque=request.opaque, value=torn)
+    batch, position = read_of(session, reply)
+    assert isinstance(session.core.failure, RemoteProtocolError)
+    assert (batch.events, position.seqno) == ([], 100)
+
+
+def test_of_a_read_with_a_key_of_no_collection_nothing_is_handed_out():
+    session = Session(collections=(8, 9))
+    session.accept()
+    keyless = bytearray(session.mutation(2, b"\xff" * 6))
+    keyless[55] = 0xFF  # where the id of its collection was
+    batch = session.core.receive(session.marker(0, 5) + session.mutation(1) + keyless, 0)
+    assert isinstance(session.core.failure, RemoteProtocolError)
+    assert (batch.events, batch.positions) == ([], {})

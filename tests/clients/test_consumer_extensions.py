@@ -212,6 +212,7 @@ class Pair:
             for event in self.core.receive(data, 0).events if data else ():
                 validator.observe(event)
                 events.append(event)
+            assert self.core.failure is None
             self.output = self.core.take_output()
         return events
 

@@ -53,6 +53,7 @@ class Follower:
             if not data and not output:
                 return
             batch = self.core.receive(data, 0)
+            assert self.core.failure is None
             for event in batch.events:
                 self.validator.observe(event)
             self.events += batch.events

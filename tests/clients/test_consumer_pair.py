@@ -167,20 +167,22 @@ class ConsumerPair(RuleBasedStateMachine):
         if not data:
             return
         batch = self.core.receive(data, 0)
+        assert self.core.failure is None
         for event in batch.events:
             self.validator.observe(event)
         in_the_middle = dict(self.positions)
-        advance(in_the_middle, batch.events[:handed_out], batch.markers)
+        advance(in_the_middle, batch.events[:handed_out], batch.markers, batch.collections)
         for position in in_the_middle.values():
             assert position.snap_start <= position.seqno <= position.snap_end
         folded = dict(self.positions)
-        advance(folded, batch.events, batch.markers)
+        advance(folded, batch.events, batch.markers, batch.collections)
         self.positions.update(batch.positions)
         # All but the versions and the window: a version that the server does not know is given up
         # without an event where that does not cost a change.
         for vb_id, position in self.positions.items():
             assert folded[vb_id].seqno == position.seqno
             assert folded[vb_id].complete == position.complete
+            assert folded[vb_id].collections == position.collections
         self.core.processed(batch)
 
     @invariant()

@@ -11,8 +11,10 @@ from clients.consumer_core import Batch
 from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_reader import Reader
 from clients.consumer_save import Saver
+from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation, Rollback
 from clients.position import Position
+from clients.validator import StreamValidator
 
 
 class Streams:
@@ -43,9 +45,9 @@ def batch_of(*events):
     return Batch(list(events), {1: Position(((7, 0),), seqno, 0, 99)}, 10, {1: (0, 99)})
 
 
-def reader_of(streams, *batches, events_per_s=None):
+def reader_of(streams, *batches, events_per_s=None, validator=None):
     metrics = ConsumerMetrics()
-    reader = Reader(Saver(None, None, metrics, "reader"), metrics, None, events_per_s)
+    reader = Reader(Saver(None, None, metrics, "reader"), metrics, validator, events_per_s)
     reader.is_open = True
     for batch in batches:
         reader.put(streams, batch)
@@ -125,3 +127,27 @@ async def test_what_was_handed_out_is_processed_only_when_more_is_asked_for():
     await anext(reading)
     assert reader.processed()[1].seqno == 2
     assert len(streams.given_back) == 1
+
+
+async def test_what_comes_after_a_failure_is_not_handed_out():
+    """What failed may have left a hole, and no position may be told behind it."""
+    streams = Streams()
+    reader = reader_of(streams, batch_of(mutation(1)))
+    reader.failure = DcpdError("a stream broke the rules")
+    reader.put(streams, batch_of(mutation(9)))
+    reading = reader.batches(streams)
+    (event,) = await anext(reading)
+    assert event.seqno == 1
+    with pytest.raises(DcpdError, match="broke the rules"):
+        await anext(reading)
+    assert reader.processed()[1].seqno == 1
+
+
+async def test_what_breaks_the_rules_is_not_handed_out_whoever_asks_again():
+    streams = Streams()
+    batch = batch_of(mutation(1), mutation(2))  # of no stream and in no snapshot
+    reader = reader_of(streams, batch, batch_of(mutation(3)), validator=StreamValidator())
+    for _ in range(2):
+        with pytest.raises(StreamViolationError):
+            await anext(reader.batches(streams))
+        assert (reader.checkpoint(), reader.processed(), streams.given_back) == ({}, {}, [])

@@ -7,7 +7,16 @@ import threading
 
 import pytest
 
-from clients import CheckpointError, MemoryCheckpoint, Position
+from clients import (
+    CheckpointError,
+    CheckpointFile,
+    Consumer,
+    Group,
+    MemoryCheckpoint,
+    Position,
+    SeqnoAdvanced,
+    StreamOpened,
+)
 from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_save import Saver
 
@@ -39,6 +48,10 @@ class SlowStore:
 
 def at(seqno):
     return {1: Position(((7, 0),), seqno, seqno, seqno)}
+
+
+def seqnos(checkpoint):
+    return {vb_id: position.seqno for vb_id, position in checkpoint.items()}
 
 
 async def test_a_save_whose_caller_was_cancelled_is_over_before_the_next_one():
@@ -73,10 +86,66 @@ async def test_an_error_of_the_system_is_one_of_the_checkpoint():
     assert (metrics.saves, metrics.saves_failed) == (0, 1)
 
 
-async def test_a_store_that_writes_everything_keeps_partitions_that_are_not_followed_now():
-    store = MemoryCheckpoint()
+async def test_a_whole_store_keeps_partitions_that_are_not_followed_now(tmp_path):
+    store = CheckpointFile(tmp_path / "checkpoint")
     store.save({1: at(5)[1], 2: at(9)[1]})
     saver = Saver(store, None, ConsumerMetrics(), "saves")
     await saver.load()
     await saver.save(at(6))
-    assert {vb_id: position.seqno for vb_id, position in store.load().items()} == {1: 6, 2: 9}
+    assert seqnos(store.load()) == {1: 6, 2: 9}
+
+
+class Upserting:
+    """A store of a user's own, that has only `save` and writes a row per partition."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def load(self):
+        return dict(self.rows)
+
+    def save(self, checkpoint):
+        self.rows |= checkpoint
+
+
+@pytest.mark.parametrize("make", [Upserting, MemoryCheckpoint])
+async def test_who_shares_a_store_does_not_write_old_positions_over_those_of_others(make):
+    store = make()
+    store.save({1: at(5)[1], 2: at(9)[1]})
+    one, other = (Saver(store, None, ConsumerMetrics(), name) for name in ("one", "other"))
+    await one.load()
+    await other.load()
+    await other.save({2: at(20)[1]})
+    await one.save(at(6))
+    assert seqnos(store.load()) == {1: 6, 2: 20}
+
+
+@pytest.mark.parametrize("part", [{"vbuckets": [1]}, {"group": Group(0, 2)}])
+def test_a_part_of_the_partitions_needs_a_store_that_can_be_shared(part, tmp_path):
+    with pytest.raises(ValueError, match=r"save_changes\(changed\)"):
+        Consumer("127.0.0.1", store=Upserting(), **part)
+    for store in (MemoryCheckpoint(), CheckpointFile(tmp_path / "checkpoint")):
+        Consumer("127.0.0.1", store=store, **part)
+    Consumer("127.0.0.1", store=Upserting())
+
+
+class InServer(MemoryCheckpoint):
+    """Its positions are documents of the server, as those of ServerCheckpoint are."""
+
+    hidden_keys = (b"_x:",)
+
+
+async def test_collections_that_a_position_did_not_know_are_saved_of_an_idle_partition_too():
+    store, before = InServer(), at(5)
+    store.save(before)
+    saver = Saver(store, None, ConsumerMetrics(), "saves")
+    await saver.load()
+    after = {1: before[1]._replace(collections=(8,))}
+    saver.moved([StreamOpened(1, ((7, 0),), 5, 5)], before, after)
+    await saver.save(after)
+    assert store.load()[1].collections == (8,)
+    # Where a stream is opened again and nothing is new, nothing is written.
+    hidden = {1: after[1]._replace(seqno=9, snap_start=9, snap_end=9)}
+    saver.moved([StreamOpened(1, ((7, 0),), 5, 5), SeqnoAdvanced(1, 9)], after, hidden)
+    await saver.save(hidden)
+    assert seqnos(store.load()) == {1: 5}

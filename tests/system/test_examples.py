@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sqlite3
@@ -117,17 +118,37 @@ def test_an_example_that_is_refused_a_partition_does_not_pretend_to_follow_it(se
         assert "RuntimeError: stream request from seqno 0" in done.stderr
 
 
-async def test_cache_invalidation_forgets_what_changed_and_what_never_was(server):
-    import asyncio
-
-    spec = importlib.util.spec_from_file_location(
-        "cache_invalidation", EXAMPLES / "cache_invalidation.py"
-    )
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
 
+
+def test_an_index_with_keys_as_text_is_built_anew_and_any_other_kept():
+    example = load("search_index")
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        old = example.SCHEMA.replace("key BLOB", "key TEXT")
+        db.executescript(old)
+        for key in ("page:1", b"page:2"):
+            db.execute("DELETE FROM keys")
+            db.execute("INSERT INTO keys VALUES (?, 1, 5)", (key,))
+            db.execute("INSERT INTO texts VALUES ('a fox')")
+            db.execute("INSERT OR REPLACE INTO positions VALUES (5, x'80')")
+            example.prepare(db)
+            counts = [
+                db.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+                for table in ("keys", "texts", "positions")
+            ]
+            assert counts == ([0, 0, 0] if key == "page:1" else [1, 1, 1])
+
+
+async def test_cache_invalidation_forgets_what_changed_and_what_never_was(server):
+    import asyncio
+
+    example = load("cache_invalidation")
     key = b"cached"
     branch = branch_away(server, key, [b"1", b"2"])
     async with example.Cache(server.address) as cache:
