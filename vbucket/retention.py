@@ -241,39 +241,48 @@ class _Look:
     def step(self, *, is_forced: bool) -> Step | None:
         """Return what to do, None where nothing is worth it."""
         record = self.record
-        floor = max(self._floor(), record.history_floor)
+        by_time = self._floor_by_time()
+        floor = max(by_time, self._floor_by_bytes())
+        is_new = floor > self._done_floor
+        is_worth = is_new and (
+            (is_forced and _spare(record) > 0)
+            or self._droppable(floor) >= _worth(record.keys)
+            or self._frees_collections(floor, is_forced=is_forced)
+        )
+        if not is_worth:
+            # What is left to do, deletions above all, is no reason to give up more than time does.
+            floor = by_time
         purge = record.purge_seqno
         if record.keys > record.item_count or is_forced:
             purge = max(purge, self._purge(floor, is_forced=is_forced))
-        is_new = floor > self._done_floor
-        is_worth = (
-            self.is_unfinished
-            or purge > record.purge_seqno
-            or (is_new and is_forced and _spare(record) > 0)
-            or (is_new and self._droppable(floor) >= _worth(record.keys))
-            or (is_new and self._frees_collections(floor, is_forced=is_forced))
-        )
-        if not is_worth:
+        if not (is_worth or self.is_unfinished or purge > record.purge_seqno):
             return None
         return Step(self.vb_id, record.failover[0][0], floor, purge)
 
-    def _floor(self) -> int:
-        """Return the seqno up to which both windows let superseded versions go."""
-        view, record, windows = self._view, self.record, self.windows
+    def _floor_by_time(self) -> int:
+        """Return the seqno up to which the age of superseded versions lets them go; never below the
+        stored floor.
+        """
+        record, windows = self.record, self.windows
         if not (windows.history_ns and windows.history_bytes):
-            return record.last_seqno
-        budget = self._budget
-        share_bytes = budget.history_bytes * _spare(record) // max(1, budget.spare)
-        return max(
-            seqno_at(
-                view,
-                self.vb_id,
-                record.last_seqno,
-                self.now_ns - windows.history_ns,
-                after_seqno=min(record.history_floor, record.last_seqno),
-            ),
-            seqno_below(view, self.vb_id, record.last_seqno, share_bytes),
+            return max(record.last_seqno, record.history_floor)
+        after_seqno = min(record.history_floor, record.last_seqno)
+        before_ns = self.now_ns - windows.history_ns
+        floor = seqno_at(
+            self._view, self.vb_id, record.last_seqno, before_ns, after_seqno=after_seqno
         )
+        return max(floor, record.history_floor)
+
+    def _floor_by_bytes(self) -> int:
+        """Return the seqno up to which they may go so that the rest fits. A partition that has none
+        gets no bytes, and needs none.
+        """
+        record, budget = self.record, self._budget
+        spare = _spare(record)
+        if not spare:
+            return 0
+        share_bytes = budget.history_bytes * spare // max(1, budget.spare)
+        return seqno_below(self._view, self.vb_id, record.last_seqno, share_bytes)
 
     def _droppable(self, floor: int) -> int:
         """Return about how many superseded versions there are at or below a floor.

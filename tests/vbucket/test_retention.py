@@ -152,6 +152,27 @@ def test_deletions_go_at_the_purge_age_and_no_younger_one(node: MemoryNode) -> N
     assert plan(node, within_history) == (5, 0), "what is purged lies below the floor"
 
 
+@pytest.mark.parametrize("replaced", ["", "f"])
+def test_old_deletions_are_no_reason_to_give_up_recent_states(
+    node: MemoryNode, replaced: str
+) -> None:
+    """Other partitions have more versions to spare, so that this one's share of the bytes is small,
+    or nothing; the floor is what time allows.
+    """
+    for number in range(40):
+        node.engine.store(SET, VB + 2, b"\0k", b"\0k%d" % number, 0, 0, 0, 0)
+    with mock.patch.object(retention, "WORTH_VERSIONS_MIN", 3):
+        write(node, *"abcd")  # 1 to 4
+        delete(node, *"abcd")  # 5 to 8
+        node.merge()
+        take(node, Floors(8, 0))
+        write(node, "x")  # 9
+        node.now_ns += 200 * SECOND_NS
+        write(node, *"efg", *replaced)
+        windows = Windows(100 * SECOND_NS, 2_000, 50 * SECOND_NS)
+        assert plan(node, windows, forced=False) == (9, 8)
+
+
 def test_the_purge_seqno_is_that_of_a_deletion(node: MemoryNode) -> None:
     """A partition without deletions sends nobody back to 0."""
     write(node, *"aabb")
