@@ -48,7 +48,8 @@ class LogWriteError(Exception):
 
 
 class LogFullError(LogWriteError):
-    """There is no room: the disk is full, or a quota or a limit is hit. Nothing of it was done.
+    """There is no room: the disk is full, or a quota or a limit is hit, that of open files among
+    them. Nothing of it was done.
 
     The log is as it was before, so the caller may try again once there is room.
     """
@@ -97,8 +98,8 @@ class LogDevice(Protocol):
     def reserve(self) -> None:
         """Write AHEAD_BYTES more zeros ahead of the newest segment's end, durably.
 
-        A full disk is no error: then there is no more room ahead than before. Raises
-        SyncFailedError.
+        A full disk is no error, nor is a file that cannot be opened: then there is no more room
+        ahead than before. Raises SyncFailedError.
         """
 
     def sync(self) -> None:

@@ -56,13 +56,20 @@ class Disk(Protocol):
     def sync_folder(self) -> None:
         """Return when all names are on disk as they are."""
 
+    def release(self) -> None:
+        """Give back what is held of the folder itself. May be repeated."""
+
 
 class FolderDisk:
-    """`Disk` over a real folder, created when missing."""
+    """`Disk` over a real folder, created when missing; `release` it.
+
+    The folder stays open: its sync must not fail because the process has no descriptor left.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def names(self) -> list[str]:
         """See Disk."""
@@ -115,8 +122,10 @@ class FolderDisk:
 
     def sync_folder(self) -> None:
         """See Disk."""
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.fsync(self._folder_fd)
+
+    def release(self) -> None:
+        """See Disk."""
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1

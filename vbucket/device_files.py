@@ -30,8 +30,10 @@ from vbucket.device_disk import Disk, FolderDisk
 
 SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 _NEW_NAME: Final = "new-segment.tmp"
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""A full disk, a used-up quota, and the limit of a file's size (ulimit -f)."""
+_NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""The process, or the system, has as many files open as it may (ulimit -n)."""
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
+"""What may pass: also a full disk, a used-up quota, the limit of a file's size (ulimit -f)."""
 
 
 def segment_path(folder: Path, segment: int) -> Path:
@@ -61,7 +63,11 @@ def read_segment(folder: Path, segment: int) -> bytes:
 def sync_folder(folder: Path) -> None:
     """Make creations, renames and removals in a folder durable. Raises SyncFailedError."""
     try:
-        FolderDisk(folder).sync_folder()
+        disk = FolderDisk(folder)
+        try:
+            disk.sync_folder()
+        finally:
+            disk.release()
     except OSError as error:
         raise SyncFailedError(f"{folder}: the folder could not be synced: {error}") from error
 
@@ -95,7 +101,7 @@ class FileLogDevice:
             self._disk.remove(_NEW_NAME)
         self._segments = sorted(int(found[1]) for found in map(SEGMENT_NAME.match, names) if found)
         if self._segments:
-            self._open_newest()
+            self._fd = self._disk.open(segment_name(self._segments[-1]))
             self._end = self._ahead_end = self._disk.size(self._fd)
 
     @property
@@ -156,7 +162,10 @@ class FileLogDevice:
             segment, at = self._segments[-1], self._ahead_end
             # A descriptor of its own: each gets to know of an error of the disk once. A sync of the
             # log must not miss one because the sync here was told.
-            fd = self._disk.open(segment_name(segment))
+            try:
+                fd = self._disk.open(segment_name(segment))
+            except OSError:
+                return  # no descriptor is left: the room is scarce, and the log goes on without
             try:
                 self._write_all(fd, bytes(AHEAD_BYTES), at)
             except OSError:
@@ -179,10 +188,16 @@ class FileLogDevice:
             if self._fd >= 0:
                 self._seal()
             salt = self._draw_salt()
-            room_bytes = self._create(segment, salt)
-            self._sync_folder()
+            # It stays open: later another descriptor might not be had.
+            fd, room_bytes = self._create(segment, salt)
+            try:
+                self._sync_folder()
+            except SyncFailedError:
+                self._disk.close(fd)
+                raise
             self._segments.append(segment)
-            self._open_newest()
+            self._close_newest()
+            self._fd = fd
             self._salt = salt
             self._end = SEGMENT_HEADER_BYTES
             self._ahead_end = self._end + room_bytes
@@ -214,12 +229,11 @@ class FileLogDevice:
 
     def close(self) -> None:
         """See LogDevice."""
-        if self._fd < 0:
-            return
-        if self._refusal is None and self._ahead_end > self._end:
+        if self._fd >= 0 and self._refusal is None and self._ahead_end > self._end:
             with contextlib.suppress(OSError):  # the next start cuts it
                 self._disk.cut(self._fd, self._end)
         self._close_newest()
+        self._disk.release()
 
     def _append(self, data: bytes) -> None:
         end = self._end
@@ -257,8 +271,10 @@ class FileLogDevice:
         except OSError as error:
             self._fail_sync(f"segment {segment} could not be synced: {error}", error)
 
-    def _create(self, segment: int, salt: int) -> int:
-        """Write the next segment and give it its name; return how many zeros lie ahead in it."""
+    def _create(self, segment: int, salt: int) -> tuple[int, int]:
+        """Write the next segment and give it its name; return its descriptor, and how many zeros
+        lie ahead in it.
+        """
         header = pack_segment_header(segment, self._end, salt)
         fd = -1
         try:
@@ -268,17 +284,19 @@ class FileLogDevice:
             self._disk.sync(fd)
             self._disk.rename(_NEW_NAME, segment_name(segment))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._disk.remove(_NEW_NAME)
-            raise _write_error(
-                f"{self._folder}: cannot create log segment {segment}: {error}; "
-                "free some space or check the folder's permissions, then try again",
-                error,
-            ) from error
-        finally:
             if fd >= 0:
                 self._disk.close(fd)
-        return room_bytes
+            with contextlib.suppress(OSError):
+                self._disk.remove(_NEW_NAME)
+            if error.errno in _NO_DESCRIPTOR:
+                what_to_try = "close connections, or allow more open files (ulimit -n)"
+            else:
+                what_to_try = "free some space or check the folder's permissions, then try again"
+            raise _write_error(
+                f"{self._folder}: cannot create log segment {segment}: {error}; {what_to_try}",
+                error,
+            ) from error
+        return fd, room_bytes
 
     def _write_first_zeros(self, fd: int, at: int) -> int:
         try:
@@ -287,10 +305,6 @@ class FileLogDevice:
             self._disk.cut(fd, at)
             return 0
         return AHEAD_BYTES
-
-    def _open_newest(self) -> None:
-        self._close_newest()
-        self._fd = self._disk.open(segment_name(self._segments[-1]))
 
     def _close_newest(self) -> None:
         if self._fd >= 0:

@@ -160,6 +160,9 @@ class LmdbEnv:
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
             )
+            # Who was killed while it read still counts as a reader, and no page that was freed
+            # since could be used again.
+            self._env.reader_check()
             with self._env.begin(write=True) as transaction:
                 _check_names(folder, transaction, tables)
                 self._tables = {

@@ -241,7 +241,8 @@ class Committer:
                 result = job.work()
             except LogFullError as error:
                 call_soon(self._wait_for_room, job, error)
-            except (LogWriteError, SyncFailedError) as error:
+            except (LogWriteError, SyncFailedError, OSError) as error:
+                # Whatever the system refuses: a thread that ended here would be waited for in vain.
                 call_soon(self._fail, error)
             else:
                 call_soon(job.then, result)

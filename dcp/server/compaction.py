@@ -18,6 +18,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -213,14 +214,14 @@ class Compaction:
             if not floors:
                 break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
-            began_s = time.monotonic()
+            process = self._node.store_process
             report = await self._asked(
                 partial(
                     StoreProcess.compact, floors=floors, seconds=seconds,
                     after_slice=self._node.refresh_store,
                 )
             )  # fmt: skip
-            meter.compaction_seconds.observe(time.monotonic() - began_s)
+            meter.compaction_seconds.observe(process.compact_s)
             meter.dropped_versions += report.versions
             meter.dropped_tombstones += report.tombstones
             versions += report.versions
@@ -250,7 +251,9 @@ class Compaction:
             return await ask(process)
         except _FAILURES as error:
             if not isinstance(error, StoreDamagedError):
-                await self._node.renew_store_process(process)
+                # Without memory or a descriptor there is no other one; whoever asks next tries.
+                with contextlib.suppress(OSError):
+                    await self._node.renew_store_process(process)
             raise CompactionError(str(error)) from error
 
     def _tell(self, damages: Sequence[Sequence[Any]]) -> None:

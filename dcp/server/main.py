@@ -215,6 +215,7 @@ def listen_error(host: str, port: int) -> OSError | None:
 def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
     """Run a server until it is told to stop; return what the process should end with."""
     from dcp.server.logging_setup import set_up_logging
+    from dcp.server.open_files import allow_open_files, within_open_files
     from dcp.server.users import USERS_FILE, Users
     from dcp.server.users_file import UsersFileError
 
@@ -230,10 +231,11 @@ def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
         log = set_up_logging(settings.log_level, settings.log_format)
         if plan.notice:
             log.warning(plan.notice)
+        settings = within_open_files(plan.settings, allow_open_files(), log)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(plan.settings, users, log, on_ready))
+            return runner.run(_serve(settings, users, log, on_ready))
     except StartError as error:
         _say(str(error))
         return error.exit_code

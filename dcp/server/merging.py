@@ -1,4 +1,5 @@
-"""Merging that does not give up: the store's disk may be full for a while, or its process die.
+"""Merging that does not give up: the store's disk may be full for a while, its process die, or no
+other one be had.
 
 Who calls it: the node. The log keeps what is not merged, and writers wait once that is too much.
 """
@@ -9,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.logging_setup import EventLog
-from dcp.server.store_process import StoreProcessDiedError
+from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.merge import MergeReport
 
@@ -30,27 +31,33 @@ async def merge_patiently(node: Node, segments: list[int], log: EventLog) -> Mer
     it, and whatever else a merge ends with.
     """
     deaths, pause_s = 0, PAUSE_S
+    failed: StoreProcess | None = None
     while True:
-        process = node.store_process
         try:
+            if failed is not None:
+                # LMDB goes no further in a process in which a commit has failed.
+                await node.renew_store_process(failed)
+                failed = None
+            process = node.store_process
             report = await process.merge(segments)
         except StoreProcessDiedError as error:
+            failed = process
             deaths += 1
             log.warning("merge failed", attempt=deaths, reason=str(error))
             if deaths == DEATHS_MAX:
                 raise RuntimeError(f"segments {segments} could not be merged") from error
-            await node.renew_store_process(process)
-        except (StoreFullError, StoreFailedError) as error:
+        except (StoreFullError, StoreFailedError, OSError) as error:
+            # OSError: there is no memory, or no descriptor, for another process.
+            failed = failed or process
             node.meter.merge_failures += 1
             if not node.merge_trouble:
                 log.error("merge put off", reason=str(error), retry_s=pause_s)
             node.merge_trouble = str(error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
-            # LMDB goes no further in a process in which a commit has failed.
-            await node.renew_store_process(process)
         else:
             if node.merge_trouble:
                 log.info("merging goes on")
             node.merge_trouble = ""
+            node.meter.merged_in(process.merge_s)
             return report

@@ -61,6 +61,8 @@ class Meter:
         """Attempts that the store had no room for, or that failed."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
         self.last_merge_s = 0.0
+        """What the store process took for it. A merge that waits for compaction's turn is no longer
+        merge: compaction's share is measured by this."""
         self.compaction_seconds = Histogram()
         """One turn; between two of them merges have theirs."""
         self.dropped_versions = 0
@@ -75,3 +77,8 @@ class Meter:
         self.faults = 0
         self.failovers = 0
         self.suppressed_log_lines = 0
+
+    def merged_in(self, seconds: float) -> None:
+        """Count a merge."""
+        self.last_merge_s = seconds
+        self.merge_seconds.observe(seconds)

@@ -230,7 +230,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
-        "One merge.", "longer than filling the memtable takes: writers will wait",
+        "One merge, in the store process.",
+        "longer than filling the memtable takes: writers will wait",
         lambda node: node.meter.merge_seconds,
     ),
     MetricSpec(

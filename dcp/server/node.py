@@ -355,7 +355,6 @@ class Node:
         """Merge the sealed segments and let go of what was frozen, in slices."""
         device = self._storage.device
         segments = [segment for segment in device.segments() if segment < newest_segment]
-        began_ns = time.monotonic_ns()
         report = await merge_patiently(self, segments, self._log)
         self.engine.merged(report)
         # Before the last slice: then the next merge may begin, and must not find them any more.
@@ -365,8 +364,6 @@ class Node:
             self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
             await asyncio.sleep(0)
         self.merge_count += 1
-        self.meter.last_merge_s = (time.monotonic_ns() - began_ns) / 1e9
-        self.meter.merge_seconds.observe(self.meter.last_merge_s)
         async with self._merge_ended:
             self._merge_ended.notify_all()
         for connection in tuple(self.connections):

@@ -79,6 +79,12 @@ class StoreProcess:
         self._process = process
         self._turn = asyncio.Lock()
         self._last_id = 0
+        self._reply_bytes = 0
+        """Length of the reply that is being read; 0 while that is not known."""
+        self.merge_s = 0.0
+        self.compact_s = 0.0
+        """How long the last merge, and the last turn of a compaction, took; without the wait for
+        what was asked before."""
 
     @classmethod
     async def start(
@@ -114,8 +120,11 @@ class StoreProcess:
         Raises what vbucket.merge.merge raises (LogDamagedError for a segment that is not there),
         and StoreProcessDiedError.
         """
-        result = await self._request({"op": "merge", "segments": segments})
-        return MergeReport(*result)
+        async with self._turn:
+            began_s = time.monotonic()
+            report = MergeReport(*await self._ask({"op": "merge", "segments": segments}))
+            self.merge_s = time.monotonic() - began_s
+        return report
 
     async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
         """Write a partition's failover log; after the requests before it. Raises as `merge`."""
@@ -146,14 +155,15 @@ class StoreProcess:
         todo = dict(floors)
         total = SliceReport([], 0, 0, [])
         async with self._turn:
-            end_s = time.monotonic() + seconds
+            began_s = time.monotonic()
             while todo:
                 report = SliceReport(*await self._ask({"op": "compact", "floors": todo}))
                 after_slice()
                 total = total.plus(report)
                 for vb_id in report.finished:
                     del todo[vb_id]
-                if time.monotonic() >= end_s:
+                self.compact_s = time.monotonic() - began_s
+                if self.compact_s >= seconds:
                     break
         return total
 
@@ -207,10 +217,16 @@ class StoreProcess:
         return await self._read()
 
     async def _read(self) -> dict[str, Any]:
+        """Read the next reply. One whose reading was cancelled is read on: either await may be
+        cancelled, and has taken nothing then.
+        """
         stdout = self._process.stdout
         assert stdout is not None
-        (length,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
-        reply: dict[str, Any] = cbor2.loads(await stdout.readexactly(length))
+        if not self._reply_bytes:
+            (self._reply_bytes,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+        data = await stdout.readexactly(self._reply_bytes)
+        self._reply_bytes = 0
+        reply: dict[str, Any] = cbor2.loads(data)
         return reply
 
 

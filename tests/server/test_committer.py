@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -176,6 +177,22 @@ async def test_a_write_that_cannot_be_cut_back_is_final(server: Server) -> None:
     await server.until(lambda: server.failures)
     assert isinstance(server.failures[0], LogWriteError)
     assert server.committed == []
+
+
+async def test_what_the_system_refuses_the_thread_is_told(server: Server) -> None:
+    """A thread that ended of it would leave everybody waiting: groups, and a stop."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    server.device.reserve = refuse  # type: ignore[method-assign]
+    server.device.close()  # there is no room ahead any more
+    server.set(b"small")
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], OSError)
+    server.set(b"large", LARGE)
+    await server.committer.drain()
+    assert server.committed == [1]
 
 
 async def test_small_groups_find_room_ahead(server: Server) -> None:

@@ -166,6 +166,9 @@ class ForgetfulDisk:
         self._durable_names = dict(self._names)
         self._pending_names.clear()
 
+    def release(self) -> None:
+        """Nothing is held."""
+
     def _descriptor(self, file: _File) -> int:
         self._last_fd += 1
         self._open[self._last_fd] = file

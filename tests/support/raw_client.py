@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from types import TracebackType
 
@@ -39,6 +40,10 @@ class RawClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the connection. May be repeated."""
         self._socket.close()
 
     def send(self, data: bytes) -> None:
@@ -55,6 +60,10 @@ class RawClient:
                 return None
             self._frames += self._decoder.feed(data)
         return self._frames.pop(0)
+
+    def has_answer(self) -> bool:
+        """Whether the next frame, or a part of it, is here already."""
+        return bool(self._frames or select.select([self._socket], [], [], 0)[0])
 
     def ask(self, opcode: int, **parts: int | bytes) -> Frame:
         """Send one request and return its one answer."""

@@ -19,7 +19,7 @@ from vbucket.device import (
     LogWriteError,
     SyncFailedError,
 )
-from vbucket.device_files import FileLogDevice, segment_path
+from vbucket.device_files import FileLogDevice, segment_path, sync_folder
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.log import SegmentHeader, read_segment_header
 
@@ -388,6 +388,48 @@ def test_what_may_be_tried_again_is_told_apart(
     device.append(b"x")
     assert device.read(1)[HEADER:] == b"x"
     device.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_without_a_descriptor_to_be_had_the_log_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No more room ahead, no other segment; both come once files can be opened again."""
+    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device.rotate()
+    device.rotate()
+    room_bytes = device.room_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", _fail_with(code))
+        device.append(b"one")
+        device.reserve()
+        assert device.room_bytes == room_bytes - 3
+        device.delete(1)
+        for _ in range(2):
+            with pytest.raises(LogFullError, match=r"segment 3: .*allow more open files"):
+                device.rotate()
+        device.append(b" two")
+        device.sync()
+    device.reserve()
+    assert device.room_bytes > room_bytes - 7
+    assert device.rotate() == 3
+    device.append(b"three")
+    device.close()
+    device = FileLogDevice(tmp_path / "log", draw_salt)
+    assert [device.read(segment)[HEADER:] for segment in (2, 3)] == [b"one two", b"three"]
+    device.close()
+
+
+def test_a_log_that_is_closed_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    device = FileLogDevice(tmp_path / "log", draw_salt)
+    device.rotate()
+    device.rotate()
+    device.reserve()
+    device.close()
+    device.close()
+    sync_folder(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_zeros_that_cannot_be_synced_are_final(

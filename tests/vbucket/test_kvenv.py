@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -187,6 +190,27 @@ def test_what_was_committed_is_there_after_opening_again(tmp_path: Path) -> None
     env.close()
     env = LmdbEnv(tmp_path / "s", TABLES)
     assert rows(env.snapshot()) == {b"a": b"=a"}
+    env.close()
+
+
+def test_a_reader_that_was_killed_holds_no_pages_once_another_process_opens(tmp_path: Path) -> None:
+    """The server has the store open all the time, so LMDB's table of readers stays."""
+    env = LmdbEnv(tmp_path / "s", TABLES)
+    fill(env, b"a")
+    script = (
+        "import os, signal, sys, pathlib\n"
+        "from vbucket.kvenv_lmdb import LmdbEnv\n"
+        "env = LmdbEnv(pathlib.Path(sys.argv[1]), sys.argv[2].split())\n"
+        "if sys.argv[3] == 'read':\n"
+        "    snapshot = env.snapshot()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "s"), " ".join(TABLES)]
+    reader = subprocess.Popen([*arguments, "read"])
+    assert reader.wait() == -signal.SIGKILL
+    assert str(reader.pid) in env._env.readers()
+    subprocess.run([*arguments, "open"], check=True)
+    assert str(reader.pid) not in env._env.readers()
     env.close()
 
 

@@ -1,0 +1,56 @@
+"""How many files the process may have open, and how many connections that leaves room for.
+
+Who calls it: the command, once the settings are known. Most systems allow a process 1,024 at first,
+for the sake of old programs that use select(2), and many more once it asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from typing import Final
+
+import msgspec
+
+from dcp.server.config import Settings
+from dcp.server.logging_setup import EventLog
+
+KEPT_FILES: Final = 128
+"""Descriptors that key-value connections do not get: log, store and its process, ports and the
+event loop take some 30, the rest is for admin connections, and for connections that are refused."""
+FILES_MAX: Final = 1 << 20
+"""What is asked for where the system names no limit: what Linux allows at most by itself."""
+
+
+def connections_within(connections_max: int, files_max: int) -> int:
+    """Return how many connections there may be where so many files may be open.
+
+    At least half of these: who runs it under a small limit wants connections all the same.
+    """
+    return min(connections_max, max(files_max - KEPT_FILES, files_max // 2))
+
+
+def allow_open_files() -> int:
+    """Allow the process all the files that it may allow itself; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return FILES_MAX if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(OSError, ValueError):  # the system may have other limits beside it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def within_open_files(settings: Settings, files_max: int, log: EventLog) -> Settings:
+    """Return the settings with no more connections than there may be, and say so."""
+    connections_max = connections_within(settings.connections_max, files_max)
+    if connections_max == settings.connections_max:
+        return settings
+    log.warning(
+        "fewer connections are taken than the setting connections_max says",
+        connections_max=connections_max,
+        asked=settings.connections_max,
+        why=f"the process may have {files_max} files open",
+        what_to_try="allow more (ulimit -Hn, LimitNOFILE=), or lower connections_max",
+    )
+    return msgspec.structs.replace(settings, connections_max=connections_max)
