@@ -12,7 +12,8 @@ store is remembered, so that planning every few seconds costs little.
 History by bytes is planned so that the store's file, which never shrinks, stays within three times
 what is newest and `history_bytes`, whatever else is in it (`_Budget`): other tables, free pages,
 what waits until it is worth a compaction, what merges bring before the next one. At least
-HISTORY_SHARE_MIN of the setting is kept all the same.
+HISTORY_SHARE_MIN of the setting is kept all the same. Bytes raise a floor only where enough
+versions go for it: a partition that is compacted for its deletions keeps what time lets it keep.
 
 Invariants of a step: purge < floor, or both are 0; floor is the seqno of a version in the store and
 not below the stored one; likewise purge.

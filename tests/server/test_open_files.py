@@ -76,6 +76,23 @@ def test_the_process_allows_itself_what_it_may(soft: int, hard: int) -> None:
     assert done.stdout.split() == [str(hard)] * 3
 
 
+def test_a_server_under_a_small_limit_says_how_many_it_takes(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [
+            "sh", "-c", 'ulimit -n 300 && exec "$0" "$@"', sys.executable, "-m", "dcp.server.main",
+            "--port", "0", "--admin-port", "0", "--data", str(tmp_path / "data"),
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert any(line.startswith("  try ") for line in process.stdout)
+    process.terminate()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "connections_max=172" in said
+    assert "300 files open" in said
+
+
 # -- a server that has none left -------------------------------------------------------------------
 
 
