@@ -78,8 +78,10 @@ class ClientConnection(asyncio.Protocol):
         producer = self.session.state.producer
         if producer is not None:
             producer.close()
-            if self._node.engine.has_pending:
-                self._node.committer.kick()  # a takeover that was given up gave its partition back
+        if self._node.engine.has_pending:
+            # A takeover that was given up gave its partition back, or a failure amid commands left
+            # what was done before it: that must not wait for the next writer.
+            self._node.committer.kick()
         self._held.clear()
         self._node.scans.leave(self.session.state)
         self.logins.leave()
