@@ -24,7 +24,7 @@ async def test_what_a_failure_amid_commands_leaves_waits_for_no_other_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tmp_path / "data"
-    settings = Settings(data=data, port=0, admin_port=0)
+    settings = Settings(data=data, port=0, admin_port=0, expiry_interval_s=0)  # which writes, too
     node = Node(settings, Users(data / USERS_FILE), EventLog(logging.getLogger("test")))
     await node.start()
     receive = Session.receive
