@@ -9,10 +9,10 @@ import pytest
 from scripted_peer import ScriptedPeer, reply
 from test_consumer_steering import until
 
-from clients import Consumer, Mutation, Position, StreamOpened
+from clients import Consumer, Mutation, Position, StreamOpened, StreamViolationError
 from clients.consumer_stream import Wanted
 from dcp.wire.frame import pack_request
-from dcp.wire.message import MUTATION_EXTRAS
+from dcp.wire.message import MUTATION_EXTRAS, parse_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -57,6 +57,113 @@ async def test_who_asks_how_far_the_server_is_does_not_wait_for_a_lost_connectio
             async with asyncio.timeout(20):
                 assert await consumer.lag(timeout_s=3600) == {}
             assert consumer.metrics.connections_lost >= 1
+
+
+def dcp_peer():
+    """Return a peer that opens streams, each with a log of one version."""
+    peer = ScriptedPeer()
+    peer.handlers |= {
+        Opcode.DCP_OPEN: reply,
+        Opcode.DCP_CONTROL: reply,
+        Opcode.DCP_STREAM_REQ: lambda frame: reply(frame, value=LOG),
+    }
+    return peer
+
+
+def changes_of(frame, *seqnos, end):
+    """Return a snapshot's marker and changes for the stream that a frame asks for."""
+    opaque = {"vb_id": frame.vb_id, "opaque": frame.opaque}
+    marker = struct.pack(">QQI", seqnos[0], end, 1)
+    return pack_request(Opcode.DCP_SNAPSHOT_MARKER, extras=marker, **opaque) + b"".join(
+        pack_request(
+            Opcode.DCP_MUTATION, key=b"\0k%d" % seqno, value=b"v",
+            extras=MUTATION_EXTRAS.pack(seqno, 1, 0, 0, 0, 0, 0), cas=1, **opaque,
+        )
+        for seqno in seqnos
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("failover_log", [False, True])
+async def test_a_temporary_error_in_the_middle_of_a_read_leaves_nothing_out(failover_log):
+    """Changes and the refusal of another question come in one read; the stream is resumed."""
+    asked = Opcode.DCP_GET_FAILOVER_LOG if failover_log else Opcode.GET_ALL_VB_SEQNOS
+    streams = []
+
+    def stream(frame):
+        accepted = reply(frame, value=LOG)
+        if frame.vb_id == 1:
+            streams.append(frame)
+            return accepted if len(streams) == 1 else accepted + changes_of(frame, 3, end=5)
+        return accepted
+
+    def refuse_among_changes(frame):
+        if peer.opcodes().count(asked) > 1:
+            return reply(frame, value=LOG if failover_log else struct.pack(">HQ", 2, 0))
+        return changes_of(streams[0], 1, 2, end=5) + reply(frame, Status.ETMPFAIL)
+
+    async with dcp_peer() as peer:
+        peer.handlers |= {
+            Opcode.GET_ALL_VB_SEQNOS: lambda frame: reply(frame, value=struct.pack(">HQ", 2, 0)),
+            Opcode.DCP_STREAM_REQ: stream, asked: refuse_among_changes,
+        }  # fmt: skip
+        async with Consumer(peer.address, vbuckets=[1], validate=True) as consumer:
+            await until(lambda: streams)
+            (session,) = consumer._placement.sessions.values()
+            await until(lambda: session.core.positions()[1].versions)
+            if failover_log:
+                session.add({2: Wanted(None)})
+            else:
+                assert await consumer.high_seqnos() == {}
+            seqnos = []
+            async with asyncio.timeout(10):
+                async for event in consumer:
+                    if isinstance(event, Mutation):
+                        seqnos.append(event.seqno)
+                    if 3 in seqnos:
+                        break
+    assert seqnos == [1, 2, 3]
+    again = parse_stream_request(streams[1].extras)
+    assert (again.start_seqno, again.snap_start_seqno, again.snap_end_seqno) == (2, 1, 5)
+
+
+async def test_nothing_is_handed_out_behind_what_broke_the_rules():
+    """The partition finds a connection again; what that brings does not reach the user."""
+    streams = []
+
+    def stream(frame):
+        streams.append(frame)
+        if len(streams) > 1:
+            return reply(frame, value=LOG) + changes_of(frame, 7, end=7)
+        return reply(frame, value=LOG) + changes_of(frame, 1, 9, end=5)
+
+    async with dcp_peer() as peer:
+        peer.handlers[Opcode.DCP_STREAM_REQ] = stream
+        async with Consumer(peer.address, vbuckets=[1]) as consumer:
+            sessions = consumer._placement.sessions.values()
+            await until(
+                lambda: any(session.core.positions().get(1, (0, 0))[1] == 7 for session in sessions)
+            )
+            events = []
+            with pytest.raises(StreamViolationError, match="seqno 9 after seqno 1"):
+                await consumer.run(lambda delivery: events.extend(delivery.events))
+            assert [event.seqno for event in events if isinstance(event, Mutation)] == [1]
+            assert consumer.processed()[1].seqno == 1
+
+
+async def test_who_is_not_answered_is_not_told_what_was_known_before():
+    answers = iter([struct.pack(">HQ", 1, 5), b""])
+
+    def answer(frame):
+        value = next(answers)
+        return reply(frame, value=value) if value else b""
+
+    async with dcp_peer() as peer:
+        peer.handlers[Opcode.GET_ALL_VB_SEQNOS] = answer
+        async with Consumer(peer.address, vbuckets=[1]) as consumer:
+            await anext(consumer.batches())
+            assert await consumer.high_seqnos() == {1: 5}
+            assert await consumer.high_seqnos(timeout_s=0.05) == {}
+            assert consumer.gauges()["lag"] == 5, "as known without asking anybody"
 
 
 async def test_a_server_that_ignores_the_window_is_not_read_until_the_user_comes():

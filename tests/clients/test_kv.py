@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from scripted_peer import ScriptedPeer, config_of, push, reply
 
+from clients import Consumer
 from clients.address import parse_address
 from clients.errors import (
     AuthenticationError,
@@ -98,6 +99,44 @@ async def test_a_node_that_is_gone_is_left_for_the_one_that_took_over(peer, unus
         peer.config = config_of(ports, [0] * 1024, rev=2)
         await kv.set("a", b"1")
         assert peer.documents == {b"a": b"1"}
+
+
+@pytest.mark.parametrize(
+    ("opcode", "answer"),
+    [
+        (Opcode.GET_CLUSTER_CONFIG, lambda frame: reply(frame, value=b"{")),
+        (Opcode.SASL_AUTH, lambda frame: reply(frame, Status.AUTH_ERROR)),
+    ],
+)
+async def test_a_node_that_cannot_tell_the_way_costs_no_operation_its_outcome(
+    peer, unused_tcp_port, opcode, answer
+):
+    """One of three nodes is gone, and asking another where its partitions are fails."""
+    async with ScriptedPeer() as other:
+        ports = [other.port, unused_tcp_port, peer.port]
+        peer.config = config_of(ports, [1 + vb_id % 2 for vb_id in range(1024)])
+        async with KvClient.connect(peer.address) as kv:
+            other.handlers[opcode] = answer
+            outcomes = await kv.set_many((f"k{n}", b"v") for n in range(20))
+    gone = [outcome for outcome in outcomes if isinstance(outcome, ConnectError)]
+    done = [outcome for outcome in outcomes if isinstance(outcome, MutationResult)]
+    assert len(done) == len(peer.documents)
+    assert done
+    assert gone
+    assert len(gone) + len(done) == 20
+
+
+async def test_a_configuration_is_not_waited_for_longer_than_the_operation_has(peer):
+    async with KvClient.connect(peer.address, timeout_s=0.2) as kv:
+
+        def refuse(frame):
+            kv.timeout_s = 3600  # of what is asked from now on
+            return reply(frame, Status.NOT_MY_VBUCKET)
+
+        peer.handlers |= {Opcode.SET: refuse, Opcode.GET_CLUSTER_CONFIG: lambda _: b""}
+        async with asyncio.timeout(20):
+            with pytest.raises(NotMyVbucketError):
+                await kv.set("a", b"1")
 
 
 async def test_partition_that_nobody_holds_is_given_up(peer):
@@ -205,6 +244,29 @@ async def test_peer_that_breaks_the_protocol_is_left(peer, answer):
         assert isinstance(first[1], ConnectionLostError)
 
 
+async def test_answers_that_are_cut_short_are_errors_of_ours(peer):
+    """None of them is taken for an answer: collection 0 would be the default one."""
+    cut = {
+        Opcode.GET_ALL_VB_SEQNOS: lambda kv: kv.get_all_vb_seqnos(),
+        Opcode.GET_FAILOVER_LOG: lambda kv: kv.failover_log(1),
+        Opcode.GET_COLLECTION_ID: lambda kv: kv.collection("a.b").set("k", b"v"),
+    }
+    for opcode in cut:
+        peer.handlers[opcode] = lambda frame: reply(frame, value=b"cut", extras=b"cut")
+    async with KvClient.connect(peer.address) as kv:
+        for opcode, ask in cut.items():
+            with pytest.raises(ConnectError, match=r"cannot be read|extras of 3 bytes"):
+                await ask(kv)
+            assert opcode in peer.opcodes()
+    for ask in (SyncKv.get_all_vb_seqnos, lambda kv: kv.failover_log(1)):
+        with pytest.raises(ConnectError, match="cannot be read"):
+            await in_thread(peer, ask)
+    for options in ({"start": {1: 5}}, {"collections": ["a.b"]}):
+        with pytest.raises(ConnectError, match=r"cannot be read|extras of 3 bytes"):
+            await Consumer(peer.address, vbuckets=[1], **options).open()
+    assert peer.documents == {}
+
+
 async def test_server_without_a_configuration_holds_everything():
     peer = ScriptedPeer()
     peer.config = None
@@ -284,6 +346,20 @@ async def test_blocking_client_connects_again_after_an_error(peer):
 
     await in_thread(peer, work)
     assert peer.connections == 3
+
+
+async def test_blocking_client_asks_anew_where_a_node_is_gone(peer, unused_tcp_port):
+    moved = config_of([peer.port, unused_tcp_port], [1] * 1024, rev=2)
+    peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET, value=moved)
+
+    def work(kv):
+        with pytest.raises(ConnectError):
+            kv.set(b"a", b"1")
+        del peer.handlers[Opcode.SET]  # the other's partitions came here
+        kv.set(b"a", b"2")
+
+    await in_thread(peer, work)
+    assert peer.documents == {b"a": b"2"}
 
 
 async def test_blocking_client_says_what_went_wrong(peer):

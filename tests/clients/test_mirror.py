@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_peer import reply
+from test_consumer_session import dcp_peer
 from test_consumer_steering import until
 
 from clients import (
@@ -20,11 +24,13 @@ from clients import (
     SyncConsumer,
     SyncMirror,
 )
+from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Rollback, SystemEvent
 from clients.mirror_lmdb import LmdbStore
 from clients.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.testing import DcpServer
+from dcp.wire.opcode import Opcode
 from vbucket.ids import vbucket_of
 from vbucket.manifest import SystemEventKind
 
@@ -227,6 +233,22 @@ async def test_a_file_that_is_a_mirror_of_other_keys_begins_anew(server, tmp_pat
     for prefix, count in (("k1", 11), ("k2", 11), ("k2", 11), ("", 100)):
         async with Mirror(server.address, path, key_prefixes=prefix or ()) as view:
             assert sum(key.startswith(b"k") for key in view) == count
+
+
+async def test_a_mirror_that_is_not_answered_is_not_caught_up(monkeypatch):
+    """What the server told once does not count: since then there may be more."""
+    answers = [struct.pack(">HQ", 1, 0)]
+    async with dcp_peer() as peer:
+        peer.handlers[Opcode.GET_ALL_VB_SEQNOS] = lambda frame: (
+            reply(frame, value=answers[0]) if answers else b""
+        )
+        async with Mirror(peer.address, vbuckets=[1]) as view:
+            answers.clear()
+            monkeypatch.setattr(
+                view.consumer, "high_seqnos", partial(view.consumer.high_seqnos, 0.02)
+            )
+            with pytest.raises(OperationTimeoutError, match="not caught up"):
+                await view.caught_up(0.3)
 
 
 # -- without asyncio -----------------------------------------------------------------------------
