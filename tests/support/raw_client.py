@@ -40,10 +40,6 @@ class RawClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the connection. May be repeated."""
         self._socket.close()
 
     def send(self, data: bytes) -> None:
