@@ -54,6 +54,7 @@ from vbucket.manifest import (
 )
 from vbucket.merge import MergeReport, floor_and_purge
 from vbucket.partition import ABSENT, Partition, VbState
+from vbucket.presumed import PresumedDocuments
 from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
 from vbucket.tally import Tally
@@ -121,6 +122,7 @@ class Keyspace:
         self.partitions: list[Partition] = []
         self.item_cache = ItemCache(self.partitions, item_cache_bytes)
         self._versions = Versions(store, self.item_cache)
+        self._presumed = PresumedDocuments(store, self.partitions, self._count)
         for vb_id in range(NUM_VBUCKETS):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
@@ -527,12 +529,13 @@ class Keyspace:
     # -- recovery ----------------------------------------------------------------------------
 
     def replay(self, group: int, entries: Iterable[bytes]) -> None:
-        """Apply a group that the log holds and the store may not. Before serving only."""
+        """Apply a group that the log holds and the store may not. Then `replayed`, then serve."""
         partitions = self.partitions
         for entry in entries:
             head = head_of(entry)
             self.active_bytes += head.entry_bytes
             if head.opcode == LOG_CONTROL:
+                self._presumed.settle()
                 self._replay_control(head.vb_id, control_document(entry))
                 continue
             part = partitions[head.vb_id]
@@ -540,7 +543,7 @@ class Keyspace:
             key = entry[key_at : key_at + head.key_bytes]
             _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
             assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
-            was_live = head.prev_seqno != 0 and self._is_live(part, key)
+            was_live = self._presumed.was_document(part, key, head.prev_seqno)
             if (head.opcode == MUTATION) != was_live:
                 self._count(part, key, -1 if was_live else 1)
             if key[0]:
@@ -553,6 +556,10 @@ class Keyspace:
                 self.due.add(entry)
         self.group = group + 1
         self.committed_group = group
+
+    def replayed(self) -> None:
+        """Bring to an end what `replay` left open: the log has no more groups."""
+        self._presumed.settle()
 
     def _replay_control(self, vb_id: int, document: dict[str, object]) -> None:
         kind = document["kind"]

@@ -35,6 +35,9 @@ class KvReader(Protocol):
     def get(self, table: str, key: bytes) -> Buffer | None:
         """Return the value of a key, None where there is none."""
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+        """Return the pairs of those keys that are there; fast when they ascend."""
+
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """Return the first pair whose key is >= `key`."""
 
@@ -62,9 +65,6 @@ class KvSnapshot(KvReader, Protocol):
 
 class KvWrite(KvReader, Protocol):
     """A write transaction; its reads see its writes. Writes raise StoreFullError."""
-
-    def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-        """Return the pairs of those keys that are there; fast when they ascend."""
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """Set a key's value."""

@@ -37,6 +37,14 @@ class _Reader:
             raise _damaged(table, error) from error
         return value
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        try:
+            found: list[tuple[bytes, bytes]] = self._cursor(table).getmulti(keys)
+        except lmdb.Error as error:
+            raise _damaged(table, error) from error
+        return found
+
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """See KvReader."""
         try:
@@ -108,6 +116,10 @@ class LmdbSnapshot(_Reader):
         self._env = env
         super().__init__(env.begin(buffers=True), tables)
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        return [(bytes(key), bytes(value)) for key, value in super().get_many(table, keys)]
+
     def refresh(self) -> None:
         """See KvSnapshot."""
         self.close()
@@ -121,14 +133,6 @@ class LmdbSnapshot(_Reader):
 
 class LmdbWrite(_Reader):
     """`KvWrite`. Values that it reads are copies, because any write may move pages."""
-
-    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-        """See KvWrite."""
-        try:
-            found: list[tuple[bytes, bytes]] = self._cursor(table).getmulti(keys)
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
-        return found
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""

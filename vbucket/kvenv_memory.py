@@ -26,6 +26,11 @@ class _Reader:
         """See KvReader."""
         return self._tables[table].get(key)
 
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        rows = self._tables[table]
+        return [(key, rows[key]) for key in keys if key in rows]
+
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, bytes] | None:
         """See KvReader."""
         rows = self._tables[table]
@@ -74,11 +79,6 @@ class MemoryWrite(_Reader):
     def tables(self) -> dict[str, _Table]:
         """All tables as this transaction leaves them."""
         return self._tables
-
-    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-        """See KvWrite."""
-        rows = self._tables[table]
-        return [(key, rows[key]) for key in keys if key in rows]
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""

@@ -127,4 +127,5 @@ def replay_log(engine: Engine, recovery: Recovery) -> TornTail | None:
     """
     for group in recovery.groups():
         engine.replay(group.group, split_entries(group.payload))
+    engine.replayed()
     return recovery.finish()

@@ -24,13 +24,14 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import cbor2
 import google_crc32c
 
+from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key, find_frame
 from vbucket.device import UnknownFormatError
 from vbucket.due import rows_end
@@ -40,6 +41,7 @@ from vbucket.key_record import (
     MetaFields,
     RecordDamagedError,
     StoredMeta,
+    check_records,
     checked_fields,
     checked_meta,
 )
@@ -69,6 +71,7 @@ TABLES: Final = (
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CRC_BYTES: Final = 4
@@ -199,6 +202,13 @@ class StoreView:
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_fields(full_key, bytes(value))
+
+    def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of the keys whose newest version is a document; fast when they ascend."""
+        prefix = _VB_PREFIXES[vb_id]
+        records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
+        check_records(records)
+        return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
         """Return the entry that `meta_fields` tells of, without the prefix's content: zeros.
