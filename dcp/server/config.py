@@ -209,15 +209,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     item_cache_bytes: Annotated[
         int,
         Option(
-            "Memory for documents of the store, so that reading them again does not go there; 0: "
-            "none.",
+            "Memory for documents of the store, so that reading them again does not go there: 365 "
+            "bytes for one of 128, for instance; 0: none.",
             read_size,
             "SIZE",
             1 << 20,
             16 << 30,
             zero_means="none",
         ),
-    ] = 384 << 20
+    ] = 96 << 20
     expiry_interval_s: Annotated[
         float,
         Option(
