@@ -217,7 +217,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             16 << 30,
             zero_means="none",
         ),
-    ] = 96 << 20
+    ] = 64 << 20
     expiry_interval_s: Annotated[
         float,
         Option(
