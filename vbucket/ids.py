@@ -35,11 +35,6 @@ def vb_uuid_from_random(random_64_bits: int) -> int:
     return (random_64_bits >> 16) & 0xFFFF_FFFF_FFFF or 1
 
 
-def cas_from_time_ns(now_ns: int) -> int:
-    """Return the smallest CAS of this moment; `now_ns` is nanoseconds since the Unix epoch."""
-    return now_ns & ~_LOGICAL_MASK
-
-
 def time_ns_from_cas(cas: int) -> int:
     """Return the moment a CAS was given, in nanoseconds since the Unix epoch."""
     return cas & ~_LOGICAL_MASK

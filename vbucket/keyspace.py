@@ -52,7 +52,7 @@ from vbucket.manifest import (
     missing_events,
     system_key,
 )
-from vbucket.merge import MergeReport, floor_and_purge
+from vbucket.merge import NODE_VB_ID, MergeReport, floor_and_purge
 from vbucket.partition import ABSENT, Partition, VbState
 from vbucket.presumed import PresumedDocuments
 from vbucket.runs import RunBatch
@@ -71,9 +71,6 @@ more, writers that are faster than merging would wait less often, and longer eac
 ROOMY: Final = 1.5
 """Memtables below which work that can wait writes too: half of one is left to writers, so that it
 is not this work which makes them wait, and while one is merged it need not stand still."""
-
-NODE_CONTROL_VB: Final = 0xFFFF
-"""vbucket field of log entries that concern the node as a whole."""
 
 
 class BranchRefusedError(Exception):
@@ -349,7 +346,7 @@ class Keyspace:
         self._adopt_manifest(manifest)
         self.manifest_group = self.group
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
-        self._pending.append(pack_control(NODE_CONTROL_VB, document))
+        self._pending.append(pack_control(NODE_VB_ID, document))
         for part in self.partitions:
             if part.state == VbState.ACTIVE:
                 for event in events:

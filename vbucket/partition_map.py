@@ -96,11 +96,6 @@ class PartitionMap(NamedTuple):
             raise ValueError(f"this_node {self.this_node} or rev {self.rev} is out of range")
         return self
 
-    def active_node(self, vb_id: int) -> MapNode | None:
-        """Return the node that takes writes of a partition, None if there is none."""
-        index = self.chains[vb_id][0]
-        return None if index == NO_NODE else self.nodes[index]
-
 
 def bucket_document(
     partition_map: PartitionMap, *, bucket: str = "default", bucket_uuid: str = ""

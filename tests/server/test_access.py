@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
+from support.waiting import until
 
 WAIT_S = 20.0
 PASSWORD = "secret1"
@@ -36,14 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DcpdProcess]:
 def user(server: DcpdProcess) -> Callable[..., int]:
     """dcpctl user ..., as guest."""
     return lambda *arguments: run(["--server", server.address, "user", *arguments])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another process does soon; the bound only keeps a failure from hanging."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def audit(server: DcpdProcess) -> list[dict[str, Any]]:

@@ -10,8 +10,7 @@ import asyncio
 import base64
 import contextlib
 import resource
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -27,6 +26,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
+from support.waiting import until
 from vbucket.ids import NUM_VBUCKETS, vbucket_of
 
 LIMIT_BYTES = 64 << 10
@@ -62,13 +62,6 @@ def store_process_of(server: DcpdProcess) -> int:
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     assert len(children) == 1
     return int(children[0])
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + 20
-    while not await asyncio.to_thread(is_so):
-        assert time.monotonic() < give_up_at_s, "it did not come to that"
-        await asyncio.sleep(0.01)
 
 
 async def store_batch(server: DcpdProcess, prefix: bytes, count: int = 300) -> set[bytes]:
@@ -132,7 +125,7 @@ async def test_a_full_log_refuses_writes_and_takes_them_again(tmp_path: Path) ->
         async with KvClient.connect(server.address, timeout_s=30) as kv:
             with full_disk(server.pid):
                 waiting = asyncio.ensure_future(kv.set(b"waits", b"for room"))
-                await until(lambda: bool(server.status()["write_refusal"]))
+                await asyncio.to_thread(until, lambda: bool(server.status()["write_refusal"]))
                 await asyncio.to_thread(check_refusals, server)
                 # A new stream of its partition would wait for it.
                 vb_id = vbucket_of(b"waits")
@@ -140,7 +133,7 @@ async def test_a_full_log_refuses_writes_and_takes_them_again(tmp_path: Path) ->
                 assert await stored_keys(server, without_vb=vb_id) == shown
                 assert not waiting.done()
             await waiting
-        await until(lambda: not server.status()["write_refusal"])
+        await asyncio.to_thread(until, lambda: not server.status()["write_refusal"])
         assert ask(server, "GET", "/readyz") == (200, b'{"status":"ok"}')
         expected |= {b"waits"} | await store_batch(server, b"later")
         text = server.log_path.read_text()
@@ -155,7 +148,7 @@ async def test_a_kill_on_a_full_disk_loses_what_was_never_answered(tmp_path: Pat
         expected = await store_batch(server, b"early")
         with RawClient(server.port) as client, full_disk(server.pid):
             client.send(_set(b"waits"))
-            await until(lambda: bool(server.status()["write_refusal"]))
+            await asyncio.to_thread(until, lambda: bool(server.status()["write_refusal"]))
             server.kill()
         server.start()
         assert await stored_keys(server) == expected
@@ -167,7 +160,7 @@ async def test_a_stop_on_a_full_disk_comes_to_its_end(tmp_path: Path) -> None:
         client = RawClient(server.port)
         with full_disk(server.pid):
             client.send(_set(b"waits"))
-            await until(lambda: bool(server.status()["write_refusal"]))
+            await asyncio.to_thread(until, lambda: bool(server.status()["write_refusal"]))
             client._socket.close()
             assert await asyncio.to_thread(server.stop) == 0
         server.start()
@@ -178,11 +171,13 @@ async def test_merging_goes_on_once_the_store_has_room(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data", "--memtable-bytes", "1MiB") as server:
         with full_disk(store_process_of(server)):
             expected = await store_batch(server, b"early", 2500)
-            await until(lambda: server.metrics()["dcpd_merge_failures_total"] >= 1)
+            await asyncio.to_thread(
+                until, lambda: server.metrics()["dcpd_merge_failures_total"] >= 1
+            )
             assert server.status()["merge_trouble"]
             assert server.status()["write_refusal"] == "", "the log has room"
             expected |= await store_batch(server, b"meanwhile")
-        await until(lambda: server.status()["merges"] >= 1)
+        await asyncio.to_thread(until, lambda: server.status()["merges"] >= 1)
         assert server.status()["merge_trouble"] == ""
         assert "merge put off" in server.log_path.read_text()
         assert await stored_keys(server) == expected

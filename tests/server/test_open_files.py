@@ -8,8 +8,7 @@ import contextlib
 import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
+from support.waiting import until
 from vbucket.ids import vbucket_of
 
 
@@ -106,13 +106,6 @@ def no_descriptors(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < give_up_at_s, "it did not come to that"
-        time.sleep(0.01)
 
 
 def set_of(key: bytes, value: bytes) -> bytes:

@@ -10,8 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from clients.kv_sync import SyncKv
 from dcp.server.tls import ServerTls, TlsError, TlsFiles
 from support.certificates import TestCa
 from support.server import DcpdProcess
+from support.waiting import until
 
 WAIT_S = 20.0
 
@@ -61,14 +61,6 @@ class TlsDcpd(DcpdProcess):
 def server(tmp_path_factory: pytest.TempPathFactory, ca: TestCa) -> Iterator[TlsDcpd]:
     with TlsDcpd(tmp_path_factory.mktemp("tls") / "data", ca.issue("shared")) as process:
         yield process
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another process does soon; the bound only keeps a failure from hanging."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def serial_of(port: int, ca: TestCa) -> str:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from clients.spark.java import JavaMissingError
 from clients.spark.offset import entries_of
 from clients.spark.options import parse_options
 from clients.spark.source import DcpReader, DcpStreamReader, ReadTask
+from support.waiting import until
 
 DOCUMENTS = {
     b"k%d" % number: b'{"n": %d, "text": "t%d"}' % (number, number) for number in range(40)
@@ -280,12 +280,6 @@ def planners() -> list[str]:
         if above == str(os.getpid()) and b"python_streaming_source_runner" in name:
             found.append(pid)
     return found
-
-
-def until(is_so) -> None:
-    """Wait for a condition; pytest's timeout ends it."""
-    while not is_so():
-        time.sleep(0.05)
 
 
 # -- the driver's half, called as Spark calls it ---------------------------------------------------

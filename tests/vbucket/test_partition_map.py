@@ -6,7 +6,6 @@ import pytest
 
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.partition_map import (
-    NO_NODE,
     MapNode,
     PartitionMap,
     bucket_config,
@@ -86,12 +85,6 @@ def test_several_nodes_keep_their_order():
     assert [node.get("thisNode", False) for node in document["nodesExt"]] == [False, False, True]
     assert document["vBucketServerMap"]["numReplicas"] == 1
     assert document["rev"] == 7
-
-
-def test_the_active_node_of_a_partition():
-    partition_map = three_nodes((2, NO_NODE))
-    assert partition_map.active_node(5) == partition_map.nodes[2]
-    assert three_nodes((NO_NODE, 1)).active_node(5) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""Waiting for what another process or thread does soon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+GIVE_UP_S: Final = 60.0
+"""Keeps a failure from hanging; what is waited for takes a second at most on a quiet machine."""
+PAUSE_S: Final = 0.01
+
+
+def until(is_so: Callable[[], object]) -> None:
+    """Return once a condition holds."""
+    give_up_at_s = time.monotonic() + GIVE_UP_S
+    while not is_so():
+        assert time.monotonic() < give_up_at_s, "it did not come to that"
+        time.sleep(PAUSE_S)
