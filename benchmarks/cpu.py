@@ -42,9 +42,11 @@ from vbucket.device_memory import MemoryLogDevice
 from vbucket.engine import Engine
 from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
 from vbucket.kvenv_lmdb import LmdbEnv
+from vbucket.log_writer import LogWriter
 from vbucket.merge import merge
 from vbucket.recovery import new_partitions
-from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
+from vbucket.store import Store
+from vbucket.store_records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 
 BATCH: Final = 64
 GROUP_BATCHES: Final = 8
@@ -82,8 +84,8 @@ class CoreNode:
 
         self.store = Store.create(self.env, node, new_partitions(draw_uuid))
         self.engine = Engine(self.store, draw_uuid, 1 << 40)
-        self.device = MemoryLogDevice()
-        self.device.rotate()
+        self.writer = LogWriter(MemoryLogDevice())
+        self.writer.rotate()
         self.hub = StreamHub()
 
     def bucket_config(self) -> bytes:
@@ -112,7 +114,8 @@ class CoreNode:
     def commit(self) -> None:
         group = self.engine.take_group()
         if group is not None:
-            self.device.append(group.record(self.device.salt))
+            self.writer.append(group.number, group.payload)
+            self.writer.sync()
             self.engine.group_committed(group)
             self.hub.committed(group.high_seqnos)
 
@@ -140,15 +143,16 @@ class CoreNode:
         """Merge all that is in memory; return entries and the processor's seconds."""
         self.commit()
         self.engine.freeze()
-        self.device.rotate()
-        segments = [(number, self.device.read(number)) for number in self.device.segments()[:-1]]
+        self.writer.rotate()
+        device = self.writer.device
+        segments = [(number, device.read(number)) for number in device.segments()[:-1]]
         began = time.process_time()
         report = merge(self.env, segments)
         seconds = time.process_time() - began
         self.engine.merged(report)
         self.engine.drop_frozen(0, NUM_VBUCKETS)
         for number, _ in segments:
-            self.device.delete(number)
+            device.delete(number)
         return report.entries, seconds
 
 

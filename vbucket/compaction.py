@@ -52,14 +52,8 @@ from vbucket.manifest import (
     SystemEventKind,
     collection_of,
 )
-from vbucket.store import (
-    BY_KEY_TABLE,
-    BY_SEQNO_TABLE,
-    PartitionRecord,
-    StoreView,
-    missing_blocks,
-    put_partition,
-)
+from vbucket.store import StoreView, missing_blocks
+from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
 
 STEP_BYTES: Final = 1 << 20
 """What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""

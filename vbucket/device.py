@@ -16,6 +16,8 @@ Invariants
   them (`truncate`); nothing is appended before.
 - A sealed segment (any but the newest) has exactly its length, is synced, and its successor's
   header tells its length: the zeros are cut, durably, before the successor exists.
+- Beside the segments there are MARK_SLOTS small slots, which are overwritten in place (`mark`) and
+  tell where the log ends (`vbucket.log_end`).
 - A full disk (`LogFullError`) changes nothing: the same call may be made again.
 - After a failed sync nobody knows what is on disk: the device refuses everything but reads.
 """
@@ -28,15 +30,23 @@ from typing import Final, Protocol
 import google_crc32c
 
 SEGMENT_MAGIC: Final = b"dcpd-log"
-SEGMENT_FORMAT_VERSION: Final = 2
+SEGMENT_FORMAT_VERSION: Final = 3
+"""Version 3 has the segment header of version 2, and other records (`vbucket.log`)."""
 SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
 """magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
 salt, CRC-32C of what stands before it."""
 SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
 OLD_SEGMENT_HEADER: Final = Struct(">8sIIQQI")
-"""Version 1, which is read and not written: without a salt."""
+"""Version 1: without a salt. Versions 1 and 2 are read and not written."""
 OLD_SALT: Final = 0xDC9D_106E << 32
 """What the records of version 1 are made with."""
+
+MARK_SLOTS: Final = 3
+"""One that is on disk, one that is being synced, one that is written: a power cut tears the last
+two at most."""
+MARK_SLOT_BYTES: Final = 512
+"""A slot lies in a sector of its own."""
+MARK_BYTES_MAX: Final = 64
 
 AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
@@ -105,12 +115,28 @@ class LogDevice(Protocol):
     def sync(self) -> None:
         """Return when all that was appended is on disk. Raises SyncFailedError, which is final."""
 
-    def rotate(self) -> int:
+    def rotate(self, at_least: int = 1) -> int:
         """Sync, begin the next segment with its header, durably, and return its id.
 
-        Also creates the first segment (id 1) of an empty device. Raises LogFullError, LogWriteError
-        (the newest segment is still the same) or SyncFailedError.
+        On an empty device that is segment `at_least`. Raises LogFullError, LogWriteError (the
+        newest segment is still the same) or SyncFailedError.
         """
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """Overwrite a slot with up to MARK_BYTES_MAX bytes; it survives a power cut only after
+        `sync_mark`, and the end of the process at once.
+
+        A disk that refuses is no error where there is a slot: that stays what it was. Where there
+        is none yet, it raises LogFullError or LogWriteError.
+        """
+
+    def sync_mark(self) -> None:
+        """Return when the slots are on disk; does nothing where there are none. Raises
+        SyncFailedError, which is final.
+        """
+
+    def marks(self) -> list[bytes]:
+        """Return the slots' MARK_BYTES_MAX bytes each; [] where there are none."""
 
     def truncate(self, segment: int, size_bytes: int) -> None:
         """Durably cut a segment, and what lies ahead of its end. Raises KeyError, LogFullError,
@@ -119,6 +145,11 @@ class LogDevice(Protocol):
 
     def delete(self, segment: int) -> None:
         """Durably remove a sealed segment. Raises KeyError; ValueError for the newest one."""
+
+    def drop_after(self, segment: int) -> None:
+        """Durably remove every segment above `segment`, the newest one first: they are damaged, and
+        were given up. `rotate` comes next. Raises LogWriteError, SyncFailedError.
+        """
 
     def close(self) -> None:
         """Let go of the device and of the zeros ahead; syncs nothing."""
@@ -131,3 +162,9 @@ def pack_segment_header(segment: int, previous_bytes: int, salt: int) -> bytes:
     )[:-4]
     crc: int = google_crc32c.value(head)
     return head + crc.to_bytes(4, "big")
+
+
+def mark_slots(data: bytes) -> list[bytes]:
+    """Return the slots in the bytes of a mark file."""
+    slots = (data[at * MARK_SLOT_BYTES :] for at in range(MARK_SLOTS))
+    return [slot[:MARK_BYTES_MAX] for slot in slots]

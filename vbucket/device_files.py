@@ -1,4 +1,4 @@
-"""The log as real files: `0000000001.log`, `0000000002.log`, ... in one folder.
+"""The log as real files: `0000000001.log`, `0000000002.log`, ... and `end.mark` in one folder.
 
 Who calls it: the shell opens it; the engine appends and syncs. The store process uses only
 `read_segment`. What a full disk or a short write leaves behind is cut away at once; if even that
@@ -20,15 +20,20 @@ from typing import Final
 
 from vbucket.device import (
     AHEAD_BYTES,
+    MARK_BYTES_MAX,
+    MARK_SLOT_BYTES,
+    MARK_SLOTS,
     SEGMENT_HEADER_BYTES,
     LogFullError,
     LogWriteError,
     SyncFailedError,
+    mark_slots,
     pack_segment_header,
 )
 from vbucket.device_disk import Disk, FolderDisk
 
 SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
+MARK_NAME: Final = "end.mark"
 _NEW_NAME: Final = "new-segment.tmp"
 _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """The process, or the system, has as many files open as it may (ulimit -n)."""
@@ -58,6 +63,14 @@ def read_segment(folder: Path, segment: int) -> bytes:
         return segment_path(folder, segment).read_bytes()
     except FileNotFoundError:
         raise KeyError(segment) from None
+
+
+def read_mark_slots(folder: Path) -> list[bytes]:
+    """Return the slots of the log's end mark, [] where there is none."""
+    try:
+        return mark_slots((folder / MARK_NAME).read_bytes())
+    except FileNotFoundError:
+        return []
 
 
 def sync_folder(folder: Path) -> None:
@@ -96,7 +109,11 @@ class FileLogDevice:
         self._fd = -1
         self._end = self._ahead_end = 0
         self._growing = threading.RLock()
+        self._mark_fd = -1
+        self._is_mark_new = False
         names = self._disk.names()
+        if MARK_NAME in names:
+            self._mark_fd = self._disk.open(MARK_NAME)
         if _NEW_NAME in names:
             self._disk.remove(_NEW_NAME)
         self._segments = sorted(int(found[1]) for found in map(SEGMENT_NAME.match, names) if found)
@@ -180,11 +197,11 @@ class FileLogDevice:
             finally:
                 self._disk.close(fd)
 
-    def rotate(self) -> int:
+    def rotate(self, at_least: int = 1) -> int:
         """See LogDevice."""
         self.sync()
         with self._growing:
-            segment = self._segments[-1] + 1 if self._segments else 1
+            segment = self._segments[-1] + 1 if self._segments else at_least
             if self._fd >= 0:
                 self._seal()
             salt = self._draw_salt()
@@ -227,13 +244,75 @@ class FileLogDevice:
         self._sync_folder()
         self._segments.remove(segment)
 
+    def drop_after(self, segment: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        with self._growing:
+            while self._segments and self._segments[-1] > segment:
+                self._close_newest()
+                name = segment_name(self._segments[-1])
+                try:
+                    self._disk.remove(name)
+                except OSError as error:
+                    raise _write_error(f"{name} could not be removed: {error}", error) from error
+                self._sync_folder()
+                del self._segments[-1]
+                if self._segments:
+                    self._fd = self._disk.open(segment_name(self._segments[-1]))
+                    self._end = self._ahead_end = self._disk.size(self._fd)
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """See LogDevice."""
+        assert 0 <= slot < MARK_SLOTS
+        assert len(data) <= MARK_BYTES_MAX
+        if self._mark_fd < 0:
+            self._create_mark()
+        with contextlib.suppress(OSError):
+            self._disk.write(self._mark_fd, data, slot * MARK_SLOT_BYTES)
+
+    def sync_mark(self) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._mark_fd < 0:
+            return
+        try:
+            if self._is_mark_new:
+                self._disk.sync(self._mark_fd)
+            else:
+                self._disk.sync_data(self._mark_fd)
+        except OSError as error:
+            self._fail_sync(f"{MARK_NAME} could not be synced: {error}", error)
+        if self._is_mark_new:
+            self._sync_folder()
+            self._is_mark_new = False
+
+    def marks(self) -> list[bytes]:
+        """See LogDevice."""
+        try:
+            data = self._disk.read(MARK_NAME)
+        except FileNotFoundError:
+            return []
+        return mark_slots(data)
+
     def close(self) -> None:
         """See LogDevice."""
         if self._fd >= 0 and self._refusal is None and self._ahead_end > self._end:
             with contextlib.suppress(OSError):  # the next start cuts it
                 self._disk.cut(self._fd, self._end)
         self._close_newest()
+        if self._mark_fd >= 0:
+            self._disk.close(self._mark_fd)
+            self._mark_fd = -1
         self._disk.release()
+
+    def _create_mark(self) -> None:
+        try:
+            self._mark_fd = self._disk.create(MARK_NAME)
+            self._write_all(self._mark_fd, bytes(MARK_SLOTS * MARK_SLOT_BYTES), 0)
+        except OSError as error:
+            text = f"{self._folder}: cannot create {MARK_NAME}: {error}; free some space"
+            raise _write_error(text, error) from error
+        self._is_mark_new = True
 
     def _append(self, data: bytes) -> None:
         end = self._end

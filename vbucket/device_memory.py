@@ -7,6 +7,7 @@ call from now (1 = the next one) and fires once.
 from __future__ import annotations
 
 from vbucket.device import (
+    MARK_SLOTS,
     SEGMENT_HEADER,
     LogFullError,
     LogWriteError,
@@ -31,6 +32,7 @@ class MemoryLogDevice:
 
     def __init__(self) -> None:
         self._data: dict[int, bytearray] = {}
+        self._marks: list[bytes] = []
         self._synced = 0
         self._ahead_end = 0
         self._refusal: Exception | None = None
@@ -94,10 +96,10 @@ class MemoryLogDevice:
         if self._refusal is None and self._data:
             self._ahead_end = max(self._ahead_end, self.current_bytes) + MEMORY_AHEAD_BYTES
 
-    def rotate(self) -> int:
+    def rotate(self, at_least: int = 1) -> int:
         """See LogDevice."""
         self.sync()
-        newest = max(self._data, default=0)
+        newest = max(self._data, default=at_least - 1)
         salt = (newest + 1) * _SALT_STEP % (1 << 64) | _SALT_TOP
         header = pack_segment_header(newest + 1, self.current_bytes, salt)
         self._data[newest + 1] = bytearray(header)
@@ -122,6 +124,25 @@ class MemoryLogDevice:
             raise ValueError(f"segment {segment} is the newest one; rotate() before deleting it")
         del self._data[segment]
 
+    def drop_after(self, segment: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        for newer in [number for number in self._data if number > segment]:
+            del self._data[newer]
+        self._synced = self._ahead_end = self.current_bytes
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """See LogDevice."""
+        self._marks = self._marks or [b""] * MARK_SLOTS
+        self._marks[slot] = data
+
+    def sync_mark(self) -> None:
+        """See LogDevice: a crash takes no mark here."""
+
+    def marks(self) -> list[bytes]:
+        """See LogDevice."""
+        return list(self._marks)
+
     def close(self) -> None:
         """See LogDevice."""
         self._ahead_end = self.current_bytes
@@ -134,6 +155,7 @@ class MemoryLogDevice:
         """
         after = MemoryLogDevice()
         after._data = {segment: bytearray(data) for segment, data in self._data.items()}
+        after._marks = list(self._marks)
         if after._data:
             kept = min(self._synced + keep_unsynced_bytes, self.current_bytes)
             newest = after._newest()

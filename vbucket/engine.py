@@ -84,15 +84,34 @@ class Engine(Keyspace):
 
     write_refusal = ""
     """Why no partition takes writes now; "" where that is not so."""
+    writers_wait = False
+    """Whether sessions should wait with commands that write: there may soon be room again."""
 
-    def refuse_writes(self, why: str) -> None:
+    def refuse_writes(self, why: str, hold: Hold = Hold.LOG_FULL) -> None:
         """Refuse all changes of documents as a temporary failure from now on; "": take them again.
 
         What was taken before stays pending, and reads go on.
         """
-        self.write_refusal = why
+        if hold is Hold.STORE_BEHIND:
+            self.writers_wait = False
+        self._hold_all(hold, why)
+        self._refusals[hold] = why
+        self.write_refusal = next(filter(None, self._refusals.values()), "")
+
+    def let_writers_wait(self) -> None:
+        """Hold writers back for a while: sessions wait with what writes, instead of refusing it.
+
+        `refuse_writes` with Hold.STORE_BEHIND ends the wait, with a reason or with "".
+        """
+        self.writers_wait = True
+        self._hold_all(Hold.STORE_BEHIND, "writers wait until the store has caught up")
+
+    def _hold_all(self, hold: Hold, why: str) -> None:
         for part in self.partitions:
-            part.hold_writes(Hold.LOG_FULL, is_held=bool(why))
+            if why:
+                part.hold_writes(hold, why)
+            else:
+                part.release_writes(hold)
 
     def begin_batch(self, now_ns: int) -> None:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
@@ -149,15 +168,10 @@ class Engine(Keyspace):
             self.item_cache.take(part, key)
         else:
             opcode, _, _, _, _, prev_seqno, rev_seqno = self._versions.meta_below(part, key, entry)
-        if opcode != MUTATION:
-            part.item_count += 1
-            if key[0]:
-                part.tally.count(collection_of(key), 1)
         cas = self._cas_floor
         if cas <= part.max_cas:
             cas = part.max_cas + 1
-        part.max_cas = cas
-        part.high_seqno = seqno = part.high_seqno + 1
+        seqno = part.high_seqno + 1
         entry = (
             _PACK_MUTATION(
                 prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
@@ -166,12 +180,18 @@ class Engine(Keyspace):
             )
             + body
         )  # fmt: skip
-        part.newest[key] = entry
-        part.append_entry(entry)
         self._pending.append(entry)
+        part.append_entry(entry)
+        part.newest[key] = entry
+        part.high_seqno = seqno
+        part.max_cas = cas
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
+        if opcode != MUTATION:
+            part.item_count += 1
+            if key[0]:
+                part.tally.count(collection_of(key), 1)
         if key[0]:
             part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
         if expiry:
@@ -229,10 +249,7 @@ class Engine(Keyspace):
             return _EXISTS
         if not keeps_cas:
             new_cas = max(self._cas_floor, part.max_cas + 1)
-        part.max_cas = max(part.max_cas, new_cas)
-        if (opcode == MUTATION) != (old_opcode == MUTATION):
-            self._count(part, key, 1 if opcode == MUTATION else -1)
-        part.high_seqno = seqno = part.high_seqno + 1
+        seqno = part.high_seqno + 1
         if opcode == MUTATION:
             head = _PACK_MUTATION(
                 prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
@@ -249,7 +266,10 @@ class Engine(Keyspace):
                 prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
                 vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, expiry,
             )  # fmt: skip
-        self._applied(part, key, head + body)
+        self._applied(part, key, head + body, seqno)
+        part.max_cas = max(part.max_cas, new_cas)
+        if (opcode == MUTATION) != (old_opcode == MUTATION):
+            self.count(part, key, 1 if opcode == MUTATION else -1)
         if opcode == MUTATION and expiry:
             self.due.active.add(expiry, head + body)
         return 0, new_cas, seqno
@@ -275,7 +295,7 @@ class Engine(Keyspace):
         keys, opcodes = frames.keys, frames.opcodes
         first_seqno = part.high_seqno + 1
         entries = frames.entries(first_seqno, prev_seqnos, part.epoch)
-        part.high_seqno += len(entries)
+        self._applied_many(part, keys, entries)
         part.max_cas = max(part.max_cas, *frames.cas)
         if live is None and frames.has_default_keys_only:
             part.item_count += len(keys) - len(frames.removals)
@@ -283,8 +303,7 @@ class Engine(Keyspace):
             was_live = live or [False] * len(keys)
             for key, opcode, before in zip(keys, opcodes, was_live, strict=True):
                 if (opcode == MUTATION) != before:
-                    self._count(part, key, -1 if before else 1)
-        self._applied_many(part, keys, entries)
+                    self.count(part, key, -1 if before else 1)
         if not frames.has_default_keys_only:
             known = self.manifest.collections
             for seqno, key in enumerate(keys, first_seqno):
@@ -298,9 +317,10 @@ class Engine(Keyspace):
         return 0, len(entries), count - len(entries)
 
     def _applied_many(self, part: Partition, keys: Sequence[bytes], entries: list[bytes]) -> None:
-        part.newest.update(zip(keys, entries, strict=True))
-        part.active.entries += entries
         self._pending += entries
+        part.active.entries += entries
+        part.newest.update(zip(keys, entries, strict=True))
+        part.high_seqno += len(entries)
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
@@ -421,7 +441,7 @@ class Engine(Keyspace):
         return self._store.keys(vb_id, after, limit) if self.partitions[vb_id].merged_seqno else []
 
     def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
-        new_cas, seqno = self._next_of_removal(part, key)
+        new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
         entry = (
             _PACK_DELETION(
                 prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
@@ -429,11 +449,11 @@ class Engine(Keyspace):
             )
             + key
         )  # fmt: skip
-        self._applied(part, key, entry)
+        self._applied_removal(part, key, entry, new_cas, seqno)
         return 0, new_cas, seqno
 
     def _expire(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> None:
-        new_cas, seqno = self._next_of_removal(part, key)
+        new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
         entry = (
             _PACK_EXPIRATION(
                 prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
@@ -442,14 +462,14 @@ class Engine(Keyspace):
             )
             + key
         )  # fmt: skip
-        self._applied(part, key, entry)
+        self._applied_removal(part, key, entry, new_cas, seqno)
 
-    def _next_of_removal(self, part: Partition, key: bytes) -> tuple[int, int]:
-        """Return CAS and seqno for a document that goes."""
-        self._count(part, key, -1)
-        part.max_cas = new_cas = max(self._cas_floor, part.max_cas + 1)
-        part.high_seqno = seqno = part.high_seqno + 1
-        return new_cas, seqno
+    def _applied_removal(
+        self, part: Partition, key: bytes, entry: bytes, new_cas: int, seqno: int
+    ) -> None:
+        self._applied(part, key, entry, seqno)
+        part.max_cas = new_cas
+        self.count(part, key, -1)
 
     def expire(self, vb_id: int, key: bytes) -> bool:
         """Remove a document whose time is over: an expiry is a change with a seqno of its own.

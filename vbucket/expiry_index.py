@@ -12,7 +12,7 @@ from dcp.wire.opcode import Opcode
 from vbucket.due import due_item
 from vbucket.key_record import StoredMeta, checked_meta
 from vbucket.kvenv import KvWrite
-from vbucket.store import BY_KEY_TABLE, EXPIRY_TABLE
+from vbucket.store_records import BY_KEY_TABLE, EXPIRY_TABLE
 
 BUILT_AT_ONCE: Final = 100_000
 """Rows gathered before they are written, while the table is made for a store that has none."""

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     EXPIRY = "expiry"
     COUNT = "count"
     STRAY = "stray"
+    QUARANTINE = "quarantine"
 
 
 HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER})
@@ -43,7 +44,8 @@ ADVICE: Final[dict[Kind, str]] = {
     Kind.TORN_TAIL: "nothing to do: it was never answered, and the next start cuts it",
     Kind.LEFTOVER: "nothing to do: the store has it all, and the next merge removes it",
     Kind.LOG: (
-        "check the disk, then restore this file from a copy, or the data folder from a backup"
+        "check the disk, then restore this file from a copy, or the data folder from a backup; to "
+        "give up what cannot be read, start with dcpd --accept-log-loss"
     ),
     Kind.PAGES: _RESTORE,
     Kind.CRASH: _RESTORE,
@@ -60,6 +62,10 @@ ADVICE: Final[dict[Kind, str]] = {
     ),
     Kind.COUNT: _REPORT,
     Kind.STRAY: _RESTORE,
+    Kind.QUARANTINE: (
+        "merges leave the partition out, because its stored data is damaged: start the server, "
+        "branch it at 0 (dcpctl vb branch VB --at 0), and restore it from a backup"
+    ),
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vbucket.log import pack_group
 from vbucket.manifest import Manifest
 
 
@@ -16,7 +15,7 @@ class Group(NamedTuple):
 
     number: int
     payload: bytes
-    """Its entries. Append and sync their `record`, then call `group_committed`."""
+    """Its entries. Append and sync them (`vbucket.log_writer`), then call `group_committed`."""
     high_seqnos: dict[int, int]
     """vb -> high seqno of each partition that the group changed."""
     branched: list[int]
@@ -26,7 +25,3 @@ class Group(NamedTuple):
     entries: int
     manifest: Manifest | None = None
     """The collections manifest, where the group changed it."""
-
-    def record(self, salt: int) -> bytes:
-        """Return the log record; `salt` is that of the segment which it goes into."""
-        return pack_group(self.number, self.payload, salt)

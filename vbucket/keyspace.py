@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Final, NamedTuple
 
-from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 from failover.history import FailoverLog
 from vbucket.due import DueDocuments
@@ -30,13 +29,12 @@ from vbucket.entry import (
     DATATYPE_AT,
     LOG_CONTROL,
     META,
-    PREFIX_BYTES,
-    control_document,
     head_of,
     is_deleted,
     pack_control,
     pack_system_event,
     prev_seqno_of,
+    seqno_of,
     value_of,
 )
 from vbucket.group import Group
@@ -52,9 +50,8 @@ from vbucket.manifest import (
     missing_events,
     system_key,
 )
-from vbucket.merge import NODE_VB_ID, MergeReport, floor_and_purge
-from vbucket.partition import ABSENT, Partition, VbState
-from vbucket.presumed import PresumedDocuments
+from vbucket.merge import NODE_VB_ID, MergeReport
+from vbucket.partition import ABSENT, Hold, Partition, VbState
 from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
 from vbucket.tally import Tally
@@ -119,7 +116,6 @@ class Keyspace:
         self.partitions: list[Partition] = []
         self.item_cache = ItemCache(self.partitions, item_cache_bytes)
         self._versions = Versions(store, self.item_cache)
-        self._presumed = PresumedDocuments(store, self.partitions, self._count)
         for vb_id in range(NUM_VBUCKETS):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
@@ -145,6 +141,7 @@ class Keyspace:
         self._branched: list[int] = []
         self._restated: list[int] = []
         self._in_flight: list[Group] = []
+        self._refusals: dict[Hold, str] = {}
         self.due = DueDocuments()
         self.expired_on_access = 0
         self._cas_floor = 0
@@ -154,22 +151,46 @@ class Keyspace:
         self.is_merging = False
         self.merged_group = 0
         """The last group that a merge of this process has brought into the store."""
+        self.quarantined: dict[int, str] = {}
+        """Partitions whose stored data is damaged -> why; merges leave them out."""
+        for vb_id, item in store.quarantine().items():
+            self._quarantine(vb_id, item.why)
         self._frozen_group = 0
         self._merge_wanted_for = 0
         """A merge of the groups up to this one is asked for; 0: none."""
 
-    def _applied(self, part: Partition, key: bytes, entry: bytes) -> None:
-        part.newest[key] = entry
-        part.append_entry(entry)
+    def _applied(self, part: Partition, key: bytes, entry: bytes, seqno: int) -> None:
         self._pending.append(entry)
+        part.append_entry(entry)
+        part.newest[key] = entry
+        part.high_seqno = seqno
         if part.last_group != self.group:
             part.last_group = self.group
             self._touched.append(part)
         if key[0]:
-            seqno = part.high_seqno
             part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
 
-    def _count(self, part: Partition, key: bytes, documents: int) -> None:
+    def broken_invariant(self) -> str:
+        """Say what an exception left half done in the open group, "" where that is nothing.
+
+        Memory and `_pending` change together, `_pending` first and `high_seqno` last, so a change
+        that was cut short is one that is pending and not at the end of its partition.
+        """
+        newest: dict[int, int] = {}
+        for entry in self._pending:
+            head = head_of(entry)
+            if head.opcode == LOG_CONTROL:
+                newest.pop(head.vb_id, None)  # a branch may have cut what came before
+            else:
+                newest[head.vb_id] = seqno_of(entry)
+        for vb_id, seqno in newest.items():
+            part = self.partitions[vb_id]
+            entries = part.active.entries
+            if part.high_seqno != seqno or not entries or seqno_of(entries[-1]) != seqno:
+                return f"vb {vb_id}: seqno {seqno} was not applied wholly"
+        return ""
+
+    def count(self, part: Partition, key: bytes, documents: int) -> None:
         """Count live documents in or out; those of dropped collections do not count."""
         if key[0]:
             collection_id = collection_of(key)
@@ -250,23 +271,30 @@ class Keyspace:
         if at_seqno and part.state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
-        failover = part.failover.branch(self._draw_uuid(), at_seqno, part.epoch)
-        undone_keys = self._roll_back(part, at_seqno)
-        part.set_failover(failover)
-        document: dict[str, object] = {
-            "kind": "failover",
-            "log": failover.to_document(),
-            "rollback_to": at_seqno,
-        }
-        self.add_control(part, document)
-        self._branched.append(vb_id)
-        part.branch_group = self.group
+        undone_keys = self.roll_back(part, at_seqno)
+        self._begin_version(part, at_seqno)
+        if not at_seqno and vb_id in self.quarantined:
+            # What the log said of its state before is not merged, and no longer needed otherwise.
+            state = {"kind": "state", "state": int(part.state)}
+            self._pending.append(pack_control(vb_id, state))
         for group in self._in_flight:
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
         if part.state == VbState.ACTIVE:
             self.tell_missing_events(part)
-        return Branch(vb_id, failover, at_seqno, before - at_seqno, undone_keys)
+        return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
+
+    def _begin_version(self, part: Partition, seqno: int) -> None:
+        failover = part.failover.branch(self._draw_uuid(), seqno, part.epoch)
+        part.set_failover(failover)
+        document: dict[str, object] = {
+            "kind": "failover",
+            "log": failover.to_document(),
+            "rollback_to": seqno,
+        }
+        self.add_control(part, document)
+        self._branched.append(part.vb_id)
+        part.branch_group = self.group
 
     def add_control(self, part: Partition, document: dict[str, object]) -> None:
         """Put what was done to a partition into the open group, beside its changes."""
@@ -277,8 +305,8 @@ class Keyspace:
             part.last_group = self.group
             self._touched.append(part)
 
-    def _roll_back(self, part: Partition, seqno: int) -> int:
-        """Undo what lies above `seqno` in memory; return how many keys changed back.
+    def roll_back(self, part: Partition, seqno: int) -> int:
+        """Undo what lies above `seqno` in memory, for a branch; return how many keys changed back.
 
         Reads all that it needs before it changes anything: damaged data stops it without a trace.
         """
@@ -306,7 +334,7 @@ class Keyspace:
         part.tally = tally
         for key, change in documents.items():
             if change:
-                self._count(part, key, change)
+                self.count(part, key, change)
         part.roll_back(seqno, restored)
         for entry in restored.values():
             if entry and not is_deleted(entry):
@@ -391,9 +419,9 @@ class Keyspace:
             self._versions.system_keys(part)
 
     def _tell(self, part: Partition, event: SystemEvent) -> None:
-        part.high_seqno = seqno = part.high_seqno + 1
+        seqno = part.high_seqno + 1
         entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
-        self._applied(part, system_key(event), entry)
+        self._applied(part, system_key(event), entry, seqno)
 
     def _adopt_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -507,13 +535,29 @@ class Keyspace:
         self._store.refresh()
         for vb_id, seqno in report.high_seqnos.items():
             self.partitions[vb_id].become_merged(seqno)
+        for vb_id, why in report.quarantined.items():
+            self._quarantine(vb_id, why)
+        for vb_id in self.quarantined.keys() - report.quarantined.keys():
+            del self.quarantined[vb_id]
+            self.partitions[vb_id].release_writes(Hold.QUARANTINE)
         self.due.become_merged()
+
+    def _quarantine(self, vb_id: int, why: str) -> None:
+        self.quarantined[vb_id] = why
+        self.partitions[vb_id].hold_writes(
+            Hold.QUARANTINE,
+            f"vb {vb_id} is in quarantine, because its stored data is damaged: {why}. It takes "
+            "writes again after a branch at 0, which empties it; restore a backup then",
+        )
 
     def drop_frozen(self, first_vb: int, last_vb: int) -> None:
         """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
         assert self.is_merging
         for vb_id in range(first_vb, last_vb):
             part = self.partitions[vb_id]
+            if vb_id in self.quarantined:
+                part.take_back_frozen()
+                continue
             if part.frozen is not None:
                 self.item_cache.absorb(part, part.frozen.newest)
             part.drop_frozen()
@@ -525,70 +569,28 @@ class Keyspace:
 
     # -- recovery ----------------------------------------------------------------------------
 
-    def replay(self, group: int, entries: Iterable[bytes]) -> None:
-        """Apply a group that the log holds and the store may not. Then `replayed`, then serve."""
-        partitions = self.partitions
-        for entry in entries:
-            head = head_of(entry)
-            self.active_bytes += head.entry_bytes
-            if head.opcode == LOG_CONTROL:
-                self._presumed.settle()
-                self._replay_control(head.vb_id, control_document(entry))
-                continue
-            part = partitions[head.vb_id]
-            key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
-            key = entry[key_at : key_at + head.key_bytes]
-            _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
-            assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
-            was_live = self._presumed.was_document(part, key, head.prev_seqno)
-            if (head.opcode == MUTATION) != was_live:
-                self._count(part, key, -1 if was_live else 1)
-            if key[0]:
-                part.tally.note(key, seqno, part.high_seqno, self.manifest.collections)
-            part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
-            part.max_cas = max(part.max_cas, cas)
-            part.newest[key] = entry
-            part.append_entry(entry)
-            if head.opcode == MUTATION:
-                self.due.add(entry)
+    def continue_after(self, group: int) -> None:
+        """Number the groups to come from here on: the log's last one is `group`."""
+        assert not self._pending, "groups are numbered before anything is written"
         self.group = group + 1
         self.committed_group = group
 
-    def replayed(self) -> None:
-        """Bring to an end what `replay` left open: the log has no more groups."""
-        self._presumed.settle()
+    def replay_manifest(self, manifest: Manifest) -> None:
+        """Take the collections that the log tells of; they are committed."""
+        self._adopt_manifest(manifest)
+        self.committed_manifest = manifest
 
-    def _replay_control(self, vb_id: int, document: dict[str, object]) -> None:
-        kind = document["kind"]
-        if kind == "failover":
-            part = self.partitions[vb_id]
-            rollback_to = document["rollback_to"]
-            if rollback_to is not None:
-                assert isinstance(rollback_to, int)
-                if 0 < rollback_to < part.history_floor:
-                    # Written before there was compaction, when a purge left history as it was.
-                    part.history_floor = rollback_to
-                    part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
-                self._roll_back(part, rollback_to)
-            part.set_failover(FailoverLog.from_document(document["log"]))
-        elif kind == "state":
-            state = document["state"]
-            assert isinstance(state, int)
-            self.partitions[vb_id].state = VbState(state)
-        elif kind in {"floor", "purge"}:
-            part = self.partitions[vb_id]
-            floor, purge = floor_and_purge(dict(document))
-            part.history_floor = max(part.history_floor, floor)
-            part.purge_seqno = max(part.purge_seqno, purge)
-        elif kind == "manifest":
-            self._adopt_manifest(Manifest.from_document(document["manifest"]))
-            self.committed_manifest = self.manifest
-        else:
-            # `durability` concerns the shell, which reads it from the node record.
-            assert kind == "durability", kind
+    def begin_new_versions(self, vb_ids: Iterable[int] | None = None) -> list[int]:
+        """Begin a new version of these partitions (None: of all) at their end: what somebody had
+        seen may be lost. Return the partitions; the entries are in the open group.
 
-    def begin_new_versions(self) -> list[int]:
-        """Make a new version of every partition at its end: an unclean stop may have lost what
-        somebody had seen. Return the partitions; the entries are in the open group.
+        Nothing is undone and nothing is read, so damaged data is not in the way.
         """
-        return [self.branch(part.vb_id, part.high_seqno).vb_id for part in self.partitions]
+        chosen = range(len(self.partitions)) if vb_ids is None else vb_ids
+        changed = list(chosen)
+        for vb_id in changed:
+            part = self.partitions[vb_id]
+            last_group = part.last_group
+            self._begin_version(part, part.high_seqno)
+            part.last_group = last_group  # documents are what they were: reads need not wait
+        return changed

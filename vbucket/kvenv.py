@@ -9,9 +9,11 @@ Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
+
+_T = TypeVar("_T")
 
 Buffer: TypeAlias = bytes | memoryview
 """A value that was read. A memoryview is good until the snapshot's next refresh() or close()."""
@@ -23,6 +25,13 @@ class StoreDamagedError(Exception):
 
 class StoreFullError(Exception):
     """There is no room for the transaction: nothing of it was written."""
+
+
+class MapFullError(StoreFullError):
+    """The database's map is too small for the transaction: nothing of it was written.
+
+    `KvEnv.grow` may make the map larger; then the same transaction can be tried again.
+    """
 
 
 class StoreFailedError(Exception):
@@ -92,8 +101,28 @@ class KvEnv(Protocol):
         Raises StoreFullError, StoreFailedError; then nothing of it happened.
         """
 
+    def grow(self) -> bool:
+        """Make the map larger after a MapFullError; return whether that was possible.
+
+        No transaction and no snapshot of this process may be open.
+        """
+
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """Return what these tables take, or all, without what is free for use again."""
 
     def close(self) -> None:
         """Close the database and every snapshot of it."""
+
+
+def with_room(env: KvEnv, work: Callable[[], _T]) -> _T:
+    """Run work that writes, growing the map as often as it turns out to be full.
+
+    `work` is run again from its beginning each time. Raises what it raises; MapFullError once the
+    map cannot grow any more.
+    """
+    while True:
+        try:
+            return work()
+        except MapFullError:
+            if not env.grow():
+                raise

@@ -1,8 +1,10 @@
 """The database in LMDB. One process writes (the store process), others read beside it.
 
 `writemap` stays off: with it a stray write of the process goes straight into the file. The map's
-size is address space and no disk. py-lmdb gives up the GIL on every put, so nothing here belongs
-into a thread beside a busy one: it is for a process of its own, or for short reads on the loop.
+size is address space and no disk; the process that writes makes a full map larger (`grow`), the
+others adopt the larger map with their next snapshot. py-lmdb gives up the GIL on every put, so
+nothing here belongs into a thread beside a busy one: it is for a process of its own, or for short
+reads on the loop.
 """
 
 from __future__ import annotations
@@ -15,10 +17,18 @@ from typing import Any, Final
 import lmdb
 
 from vbucket.device import UnknownFormatError
-from vbucket.kvenv import Buffer, StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.kvenv import (
+    Buffer,
+    MapFullError,
+    StoreDamagedError,
+    StoreFailedError,
+    StoreFullError,
+)
 
 MAP_SIZE_BYTES: Final = 1 << 40
 """1 TiB of address space: far more than one node is meant to hold."""
+MAP_BYTES_MAX: Final = 1 << 46
+"""Half of the address space of a 64-bit Linux process."""
 
 
 class _Reader:
@@ -114,7 +124,7 @@ class LmdbSnapshot(_Reader):
 
     def __init__(self, env: Any, tables: dict[str, Any]) -> None:
         self._env = env
-        super().__init__(env.begin(buffers=True), tables)
+        super().__init__(_begin_read(env), tables)
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
         """See KvReader."""
@@ -123,7 +133,7 @@ class LmdbSnapshot(_Reader):
     def refresh(self) -> None:
         """See KvSnapshot."""
         self.close()
-        self._transaction = self._env.begin(buffers=True)
+        self._transaction = _begin_read(self._env)
 
     def close(self) -> None:
         """See KvSnapshot."""
@@ -158,7 +168,6 @@ class LmdbEnv:
         self, folder: Path, tables: Sequence[str], *, map_size_bytes: int = MAP_SIZE_BYTES
     ) -> None:
         self._folder = folder
-        self._map_size_bytes = map_size_bytes
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             self._env = lmdb.open(
@@ -197,9 +206,10 @@ class LmdbEnv:
             with self._env.begin(write=True) as transaction:
                 yield LmdbWrite(transaction, self._tables)
         except lmdb.MapFullError as error:
-            raise StoreFullError(
-                f"{self._folder}: the store's map of {self._map_size_bytes} bytes is full; "
-                "nothing was written. Start with a larger map"
+            raise MapFullError(
+                f"{self._folder}: the store's map of {self._env.info()['map_size']} bytes is full, "
+                "and it could not be made larger; nothing was written. Allow the process more "
+                "address space (ulimit -v), or start with a larger --map-size-bytes"
             ) from error
         except lmdb.DiskError as error:
             raise StoreFullError(
@@ -210,6 +220,17 @@ class LmdbEnv:
                 f"{self._folder}: the store took no transaction: {error}; the log still has all. "
                 "Check the disk, then start again"
             ) from error
+
+    def grow(self) -> bool:
+        """See KvEnv. The map doubles; a full disk shows at the commit, as StoreFullError."""
+        map_bytes = 2 * self._env.info()["map_size"]
+        if map_bytes > MAP_BYTES_MAX:
+            return False
+        try:
+            self._env.set_mapsize(map_bytes)
+        except lmdb.Error:  # the process may not have so much address space
+            return False
+        return True
 
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
@@ -256,6 +277,18 @@ class LmdbFile(_Reader):
         self._cursors.clear()
         self._transaction.abort()
         self._env.close()
+
+
+def _begin_read(env: Any) -> Any:
+    """Begin a read transaction, with a larger map where another process has made it larger.
+
+    No other transaction of this process is open then.
+    """
+    try:
+        return env.begin(buffers=True)
+    except lmdb.MapResizedError:
+        env.set_mapsize(0)  # LMDB's way to adopt the size that the file needs
+        return env.begin(buffers=True)
 
 
 def _check_names(folder: Path, transaction: Any, tables: Sequence[str]) -> set[bytes]:

@@ -1,7 +1,8 @@
 """The database in memory, for tests and simulation: sorted dicts, copied when a table is written.
 
 A commit is atomic and durable: `MemoryEnv` itself is the disk, a crash is dropping everything but
-it. A commit can be made to fail.
+it. A commit can be made to fail. With `map_bytes`, the map is full once keys and values exceed it;
+`grow` doubles it up to `map_bytes_max`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 
 from sortedcontainers import SortedDict
 
-from vbucket.kvenv import StoreFullError
+from vbucket.kvenv import MapFullError, StoreFullError
 
 _Table = SortedDict[bytes, bytes]
 
@@ -104,9 +105,13 @@ class MemoryWrite(_Reader):
 class MemoryEnv:
     """`KvEnv` over sorted dicts."""
 
-    def __init__(self, tables: Sequence[str]) -> None:
+    def __init__(
+        self, tables: Sequence[str], *, map_bytes: int | None = None, map_bytes_max: int = 1 << 46
+    ) -> None:
         self.tables: dict[str, _Table] = {name: SortedDict() for name in tables}
         self._commit_countdown = 0
+        self._map_bytes = map_bytes
+        self._map_bytes_max = map_bytes_max
 
     @property
     def engine(self) -> str:
@@ -126,13 +131,21 @@ class MemoryEnv:
             self._commit_countdown -= 1
             if self._commit_countdown == 0:
                 raise StoreFullError("memory store: the armed commit fault")
+        if self._map_bytes is not None and _used_bytes(write.tables.values()) > self._map_bytes:
+            raise MapFullError(f"memory store: the map of {self._map_bytes} bytes is full")
         self.tables = dict(write.tables)
+
+    def grow(self) -> bool:
+        """See KvEnv."""
+        if self._map_bytes is None or 2 * self._map_bytes > self._map_bytes_max:
+            return False
+        self._map_bytes *= 2
+        return True
 
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
         """See KvEnv."""
         names = self.tables if tables is None else tables
-        rows = (row for name in names for row in self.tables[name].items())
-        return sum(len(key) + len(value) for key, value in rows)
+        return _used_bytes(self.tables[name] for name in names)
 
     def close(self) -> None:
         """See KvEnv."""
@@ -146,3 +159,7 @@ class MemoryEnv:
         value = bytearray(self.tables[table][key])
         value[position] ^= mask
         self.tables[table][key] = bytes(value)
+
+
+def _used_bytes(tables: Iterable[_Table]) -> int:
+    return sum(len(key) + len(value) for rows in tables for key, value in rows.items())

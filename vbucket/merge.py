@@ -7,7 +7,9 @@ Invariants
 - the store is a function of the merged prefix of the log: merging the same segments again, or in
   two merges instead of one, gives the same content (blocks may be cut at other places);
 - all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped.
-  Whoever asks again because no answer came gets one that says as much as the first;
+  Retries are idempotent and return an equivalent report;
+- a partition whose stored data is damaged is left out as a whole (`vbucket.quarantine`); all others
+  are merged. A branch at 0 brings it back;
 - within a partition, what is staged ascends by seqno and lies above what the store keeps.
 
 Memory is bounded by the segments of one merge.
@@ -15,7 +17,8 @@ Memory is bounded by the segments of one merge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, compress, islice, repeat
 from operator import itemgetter
 from struct import Struct
@@ -42,17 +45,21 @@ from vbucket.key_record import (
 )
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.log_end import LogEnd
 from vbucket.manifest import Manifest, collection_of
-from vbucket.store import (
+from vbucket.quarantine import Quarantined, kept_segments
+from vbucket.store import StoreView
+from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
     STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
-    StoreView,
     put_manifest,
     put_node,
     put_partition,
+    put_quarantine,
 )
 from vbucket.tally import Tally
 
@@ -71,6 +78,9 @@ _prev_seqno_of: Final = itemgetter(slice(8))
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _EMPTIED_AT_ONCE: Final = 1000
 """Keys that are held in memory while a partition is emptied."""
+DAMAGED_MAX: Final = 64
+"""Partitions that one merge may put into quarantine: for each it begins anew, and where there are
+more, it is the disk that needs attention."""
 
 
 class MergeRefusedError(Exception):
@@ -82,12 +92,24 @@ class MergeReport(NamedTuple):
 
     All segments <= `merged_segment` are in the store. `high_seqnos` are those of the partitions it
     touched, of all partitions where it found nothing to merge. `entries` were read from the log,
-    control entries included.
+    control entries included. `quarantined`: why partitions are left out, old ones and new ones; the
+    segments `kept` must stay for them.
     """
 
     merged_segment: int
     high_seqnos: dict[int, int]
     entries: int
+    quarantined: dict[int, str]
+    kept: list[int]
+
+
+class _PartitionDamagedError(Exception):
+    """What the store has of a partition cannot be merged with; the transaction is called off."""
+
+    def __init__(self, vb_id: int, cause: StoreDamagedError) -> None:
+        super().__init__(str(cause))
+        self.vb_id = vb_id
+        self.cause = cause
 
 
 class _Stage:
@@ -135,16 +157,22 @@ class _Stage:
 class _Staging:
     """Entries of the log, gathered by partition."""
 
-    def __init__(self, view: StoreView, node: NodeRecord) -> None:
+    def __init__(self, view: StoreView, node: NodeRecord, damaged: Mapping[int, str]) -> None:
         self._view = view
         self.node = node
         self.manifest = view.manifest()
         self.stages: dict[int, _Stage] = {}
         self.entries = 0
+        self.quarantine = view.quarantine()
+        """The partitions that are left out: of merges before, and those that get entries here."""
+        self._damaged = damaged
+        """Why partitions are to be left out from this merge on."""
+        self._segment = 0
         self._appends: dict[int, Callable[[bytes], None]] = {}
 
-    def add_group(self, payload: bytes) -> None:
+    def add_group(self, segment: int, payload: bytes) -> None:
         """Stage the entries of one commit group."""
+        self._segment = segment
         appends = self._appends
         entries = split_entries(payload)
         self.entries += len(entries)
@@ -154,8 +182,23 @@ class _Staging:
                 self._add_control(vb_id, control_document(entry))
             elif vb_id in appends:
                 appends[vb_id](entry)
+            elif self._is_left_out(vb_id):
+                self._leave_out(vb_id, int.from_bytes(_cas_of(entry), "big"))
             else:
                 self._stage(vb_id).entries.append(entry)
+
+    def _is_left_out(self, vb_id: int) -> bool:
+        return vb_id in self.quarantine or vb_id in self._damaged
+
+    def _leave_out(self, vb_id: int, cas: int = 0) -> None:
+        """Note that the log has an entry of a partition which the store does not take."""
+        item = self.quarantine.get(vb_id)
+        if item is None:
+            item = Quarantined(self._segment, self._segment, 0, self._damaged[vb_id])
+        if item.last_segment < self._segment or item.max_cas < cas or vb_id not in self.quarantine:
+            self.quarantine[vb_id] = item._replace(
+                last_segment=self._segment, max_cas=max(item.max_cas, cas)
+            )
 
     def _add_control(self, vb_id: int, document: dict[str, Any]) -> None:
         kind = document["kind"]
@@ -165,6 +208,14 @@ class _Staging:
         if kind == "manifest":
             self.manifest = Manifest.from_document(document["manifest"])
             return
+        if self._is_left_out(vb_id):
+            if vb_id in self._damaged or document.get("rollback_to") != 0:
+                self._leave_out(vb_id)
+                return
+            # Nothing of what is stored is needed, nor of what was left out.
+            item = self.quarantine.pop(vb_id)
+            stage = self._stage(vb_id)
+            stage.record = stage.record._replace(max_cas=max(stage.record.max_cas, item.max_cas))
         stage = self._stage(vb_id)
         if kind == "state":
             stage.record = stage.record._replace(state=document["state"])
@@ -188,7 +239,8 @@ class _Staging:
     def _stage(self, vb_id: int) -> _Stage:
         stage = self.stages.get(vb_id)
         if stage is None:
-            record = self._view.partition(vb_id)
+            with _naming(vb_id):
+                record = self._view.partition(vb_id)
             if record is None:
                 raise MergeRefusedError(
                     f"the log has changes of vb {vb_id}, which the store does not know; the "
@@ -207,42 +259,89 @@ def merge(
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
-    Segments that the store has are skipped. `before_commit` may raise to call the merge off.
-    Raises MergeRefusedError, LogDamagedError, StoreDamagedError, StoreFullError,
-    StoreFailedError, UnknownFormatError; then nothing was merged.
+    Segments that the store has are skipped. Where a partition's data is damaged, the transaction is
+    called off and `segments` is iterated again, without that partition. `before_commit` may raise
+    to call the merge off.
+    Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
+    StoreDamagedError where more than DAMAGED_MAX partitions are damaged, or what they share. Then
+    nothing was merged.
     """
+    damaged: dict[int, str] = {}
+    while True:
+        try:
+            return _merge_without(damaged, env, segments, before_commit)
+        except _PartitionDamagedError as error:
+            damaged[error.vb_id] = str(error)
+            if len(damaged) > DAMAGED_MAX:
+                raise error.cause from error
+
+
+def _merge_without(
+    damaged: Mapping[int, str],
+    env: KvEnv,
+    segments: Iterable[tuple[int, bytes]],
+    before_commit: Callable[[], None],
+) -> MergeReport:
     with env.write() as write:
         view = StoreView(write)
         node = view.node()
         if node is None:
             raise MergeRefusedError("the store was never created; create it before merging")
-        if node.format_version < STORE_FORMAT_VERSION:
+        if node.format_version < EXPIRY_FORMAT_VERSION:
             build_expiry_table(write)
-            node = node._replace(format_version=STORE_FORMAT_VERSION)
-        staging = _Staging(view, node)
-        merged_segment = _stage_segments(staging, segments, node.merged_segment)
+        staging = _Staging(view, node, damaged)
+        merged_segment, merged_end = _stage_segments(staging, segments, node)
         high_seqnos: dict[int, int] = {}
         rows = ExpiryRows()
         if merged_segment == node.merged_segment:
             # All was merged before, and who asks again may never have got the answer.
-            high_seqnos = {vb_id: r.high_seqno for vb_id, r in view.partitions().items()}
+            records = view.partitions(without=staging.quarantine)
+            high_seqnos = {vb_id: record.high_seqno for vb_id, record in records.items()}
         for vb_id in sorted(staging.stages):
             stage = staging.stages.pop(vb_id)
-            record = _merge_partition(write, view, stage, staging.manifest, rows)
+            with _naming(vb_id):
+                record = _merge_partition(write, view, stage, staging.manifest, rows)
             high_seqnos[vb_id] = record.high_seqno
         rows.write(write)
         if staging.manifest != view.manifest():
             put_manifest(write, staging.manifest)
-        put_node(write, staging.node._replace(merged_segment=merged_segment))
+        if staging.quarantine != view.quarantine():
+            put_quarantine(write, staging.quarantine)
+        put_node(
+            write,
+            staging.node._replace(
+                format_version=STORE_FORMAT_VERSION,
+                merged_segment=merged_segment,
+                merged_end=None if merged_end is None else merged_end.to_document(),
+            ),
+        )
         before_commit()
-    return MergeReport(merged_segment, high_seqnos, staging.entries)
+    return MergeReport(
+        merged_segment,
+        high_seqnos,
+        staging.entries,
+        {vb_id: item.why for vb_id, item in staging.quarantine.items()},
+        sorted(kept_segments(staging.quarantine)),
+    )
+
+
+@contextmanager
+def _naming(vb_id: int) -> Iterator[None]:
+    """Say of which partition the data is that turns out to be damaged."""
+    try:
+        yield
+    except StoreDamagedError as error:
+        raise _PartitionDamagedError(vb_id, error) from error
 
 
 def _stage_segments(
-    staging: _Staging, segments: Iterable[tuple[int, bytes]], merged_segment: int
-) -> int:
-    """Stage all groups of the segments after `merged_segment`; return the last segment's id."""
-    group_before: int | None = None
+    staging: _Staging, segments: Iterable[tuple[int, bytes]], node: NodeRecord
+) -> tuple[int, LogEnd | None]:
+    """Stage all groups of the segments after the merged ones; return the last segment's id, and the
+    last record of all (None: the store does not know it).
+    """
+    merged_segment = node.merged_segment
+    end = None if node.merged_end is None else LogEnd.from_document(node.merged_end)
     size_before = 0
     for segment, data in segments:
         if segment <= merged_segment:
@@ -258,11 +357,11 @@ def _stage_segments(
                 f"log segment {merged_segment} has {size_before} bytes, but had {expected_bytes} "
                 "when it was sealed; restore it from a copy, or the data folder from a backup"
             )
-        for group, payload, _ in scan_segment(data, segment, group_before=group_before):
-            staging.add_group(payload)
-            group_before = group
+        for group, payload, at, crc in scan_segment(data, segment, before=end):
+            staging.add_group(segment, payload)
+            end = LogEnd(segment, at, group, crc)
         merged_segment, size_before = segment, len(data)
-    return merged_segment
+    return merged_segment, end
 
 
 def _merge_partition(
@@ -275,7 +374,7 @@ def _merge_partition(
     """
     vb_id, entries = stage.vb_id, stage.entries
     if stage.trim_to == 0:
-        _empty(write, view, stage, rows)
+        _empty(write, stage, rows)
     record = stage.record
     undone: dict[bytes, int] = {}
     if stage.trim_to is not None:
@@ -418,15 +517,20 @@ def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
     return removed
 
 
-def _empty(write: KvWrite, view: StoreView, stage: _Stage, rows: ExpiryRows) -> None:
-    """Remove everything that the store has of a partition: it was rolled back to 0."""
-    vb_prefix = stage.vb_id.to_bytes(2, "big")
-    while metas := list(islice(view.metas(stage.vb_id), _EMPTIED_AT_ONCE)):
-        for key, meta in metas:
-            rows.replace(vb_prefix + key, meta, 0)
-            write.delete(BY_KEY_TABLE, vb_prefix + key)
+def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
+    """Remove everything that the store has of a partition: it was rolled back to 0.
+
+    A record that is damaged goes too. A row of the expiry table that only it names stays; whoever
+    looks at it finds no document.
+    """
+    prefix = stage.vb_id.to_bytes(2, "big")
     stop = (stage.vb_id + 1).to_bytes(2, "big")
-    for key in [key for key, _ in write.range(BY_SEQNO_TABLE, vb_prefix, stop)]:
+    while records := list(islice(write.range(BY_KEY_TABLE, prefix, stop), _EMPTIED_AT_ONCE)):
+        for key, value in records:
+            with suppress(StoreDamagedError):
+                rows.replace(key, checked_meta(key, bytes(value)), 0)
+            write.delete(BY_KEY_TABLE, key)
+    for key in [key for key, _ in write.range(BY_SEQNO_TABLE, prefix, stop)]:
         write.delete(BY_SEQNO_TABLE, key)
     stage.trim_to = None
     stage.record = stage.record._replace(

@@ -23,7 +23,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left
-from enum import IntEnum, IntFlag
+from enum import Enum, IntEnum, auto
 from typing import Final
 
 from sortedcontainers import SortedList
@@ -44,13 +44,15 @@ class VbState(IntEnum):
     DEAD = 4
 
 
-class Hold(IntFlag):
-    """Why a partition tells writers to come back later."""
+class Hold(Enum):
+    """Why the node holds writers back."""
 
-    TAKEOVER = 1
-    """A takeover cannot catch up with them."""
-    LOG_FULL = 2
+    LOG_FULL = auto()
     """The log has no room for what they would change."""
+    STORE_BEHIND = auto()
+    """The store has not merged so much that the memtable has no room either."""
+    QUARANTINE = auto()
+    """The store's data of this one partition is damaged, and merges leave it out."""
 
 
 class Layer:
@@ -99,7 +101,6 @@ class Partition:
     """See the module. Plain attributes: the engine's hot path reads and writes them directly."""
 
     __slots__ = (
-        "_holds",
         "active",
         "append_entry",
         "branch_group",
@@ -110,6 +111,7 @@ class Partition:
         "frozen",
         "high_seqno",
         "history_floor",
+        "holds",
         "is_backed_up",
         "item_count",
         "last_group",
@@ -144,8 +146,9 @@ class Partition:
         self.pins: SortedList[int] = SortedList()
         """Seqnos that somebody reads a state of: the history floor must not rise above any."""
         self.is_backed_up = False
-        """Writers are told to come back later: `hold_writes` says why."""
-        self._holds = Hold(0)
+        """Writers have to come back later: `holds` says why."""
+        self.holds: dict[object, str] = {}
+        """Who holds writers back (a `Hold`, or a takeover) -> what writers are told."""
         self.max_cas = 0
         self.item_count = 0
         self.tally = Tally()
@@ -168,10 +171,15 @@ class Partition:
         self.recent_bytes = 0
         self.older_bytes = 0
 
-    def hold_writes(self, why: Hold, *, is_held: bool) -> None:
-        """Begin or end holding writers back, as far as this reason goes."""
-        self._holds = self._holds | why if is_held else self._holds & ~why
-        self.is_backed_up = bool(self._holds)
+    def hold_writes(self, holder: object, why: str) -> None:
+        """Hold writers back until this holder, and every other one, releases them."""
+        self.holds[holder] = why
+        self.is_backed_up = True
+
+    def release_writes(self, holder: object) -> None:
+        """End what this holder began; nothing happens where it holds nobody back."""
+        self.holds.pop(holder, None)
+        self.is_backed_up = bool(self.holds)
 
     def set_failover(self, failover: FailoverLog) -> None:
         """Take a failover log; its newest entry is the version from now on."""
@@ -198,6 +206,18 @@ class Partition:
     def drop_frozen(self) -> None:
         """Forget the frozen layer after `become_merged`."""
         self.frozen = None
+
+    def take_back_frozen(self) -> None:
+        """Make the frozen layer active again, below what came since: the merge left it out."""
+        frozen, active = self.frozen, self.active
+        if frozen is None:
+            return
+        frozen.newest.update(active.newest)
+        frozen.entries += active.entries
+        self.frozen = None
+        self.active = frozen
+        self.newest = frozen.newest
+        self.append_entry = frozen.entries.append
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers in seqno order."""

@@ -31,7 +31,8 @@ from dcp.wire.opcode import Opcode
 from vbucket.block import BODY_BYTES_TARGET
 from vbucket.kvenv import StoreDamagedError
 from vbucket.moment import seqno_before
-from vbucket.store import PartitionRecord, StoreView
+from vbucket.store import StoreView
+from vbucket.store_records import PartitionRecord
 
 WORTH_VERSIONS_MIN: Final = 128
 """Fewer versions than these are not worth a transaction: some 25 KB."""

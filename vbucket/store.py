@@ -1,13 +1,12 @@
 """The store: what has been merged from the log, readable by key and by seqno.
 
-    meta      b"node"             NodeRecord                                   (CBOR)
-              b"manifest"         vbucket.manifest.Manifest.to_document        (CBOR)
-    failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
-    state     vb                  the rest of PartitionRecord                  (CBOR)
+    meta, failover, state         records (vbucket.store_records)
     by_key    vb + key            the key's newest version (vbucket.key_record)
     by_seqno  vb + first seqno    blocks of versions (vbucket.block)
-    expiry    due + vb + key      when documents are due to expire (vbucket.due); stores of format
-                                  1 have none, the first merge makes it and the store format 2
+    expiry    due + vb + key      when documents are due to expire (vbucket.due)
+
+Formats: 1 has no table expiry, the first merge makes it; 2 knows neither where the log ends nor a
+quarantine. Both are read, and become format 3 with the first merge.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
@@ -26,10 +25,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
-
-import cbor2
-import google_crc32c
+from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key, find_frame
@@ -39,43 +35,33 @@ from vbucket.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.key_record import (
     MetaFields,
-    RecordDamagedError,
     StoredMeta,
     check_records,
     checked_fields,
     checked_meta,
 )
-from vbucket.kvenv import (
-    Buffer,
-    KvEnv,
-    KvReader,
-    KvWrite,
-    StoreFailedError,
-)
-from vbucket.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.kvenv import Buffer, KvEnv, KvWrite, with_room
+from vbucket.quarantine import Quarantine
 from vbucket.runs import RunBatch, run_of_block
+from vbucket.store_records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
+    CleanEnd,
+    NodeRecord,
+    PartitionRecord,
+    RecordView,
+    put_clean_end,
+    put_failover,
+    put_node,
+    put_partition,
+    put_quarantine,
+)
 from vbucket.walks import Walks
-
-STORE_FORMAT_VERSION: Final = 2
-OLDEST_FORMAT_VERSION: Final = 1
-META_TABLE: Final = "meta"
-FAILOVER_TABLE: Final = "failover"
-STATE_TABLE: Final = "state"
-BY_KEY_TABLE: Final = "by_key"
-BY_SEQNO_TABLE: Final = "by_seqno"
-EXPIRY_TABLE: Final = "expiry"
-TABLES: Final = (
-    META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
-)  # fmt: skip
-"""What a KvEnv for a store is made with."""
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
-_NODE_KEY: Final = b"node"
-_MANIFEST_KEY: Final = b"manifest"
-_CRC_BYTES: Final = 4
-_crc32c = google_crc32c.value
 
 
 Accepts = Callable[[bytes], bool]
@@ -83,48 +69,6 @@ Accepts = Callable[[bytes], bool]
 
 REFUSED_BYTES_MAX: Final = 1 << 20
 """What one call looks through for a filter that takes little of it: some milliseconds."""
-
-
-class PartitionRecord(NamedTuple):
-    """What the store knows of a partition.
-
-    `item_count` counts live documents. `failover` is [[vb_uuid, seqno, epoch], ...], newest first.
-    `last_seqno` is that of the last version in a block; `high_seqno` may be above it after a
-    rollback to a seqno that has no version. Versions superseded at or below `history_floor` may be
-    gone, and tombstones at or below `purge_seqno`, which is below the floor (or both are 0).
-    """
-
-    state: int
-    high_seqno: int
-    purge_seqno: int
-    history_floor: int
-    max_cas: int
-    item_count: int
-    epoch: int
-    failover: list[list[int]]
-    last_seqno: int = 0
-    tally: list[Any] | None = None
-    """vbucket.tally.Tally.to_document."""
-    versions: int = 0
-    """Versions in by_seqno."""
-    keys: int = 0
-    """Keys in by_key, deleted ones too."""
-    compacted: list[int] | None = None
-    """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
-
-
-class NodeRecord(NamedTuple):
-    """What the store knows of its node. All segments <= `merged_segment` are in the store.
-
-    `engine_version` is that of the KvEnv, `node_id` is hex.
-    """
-
-    format_version: int
-    engine_version: str
-    node_id: str
-    clean_shutdown: bool
-    durability: str
-    merged_segment: int
 
 
 class FrameBatch(NamedTuple):
@@ -137,59 +81,8 @@ class FrameBatch(NamedTuple):
     """Frames that a filter did not let through: work that nobody gets anything for."""
 
 
-class StoreView:
+class StoreView(RecordView):
     """Reads over one state: a snapshot, or the merge's transaction."""
-
-    def __init__(self, reader: KvReader) -> None:
-        self._reader = reader
-
-    def node(self) -> NodeRecord | None:
-        """Return the node's record, None for a store that was never created.
-
-        Raises UnknownFormatError for a format that this program does not know.
-        """
-        document = self._document(META_TABLE, _NODE_KEY)
-        if document is None:
-            return None
-        if not OLDEST_FORMAT_VERSION <= document["format_version"] <= STORE_FORMAT_VERSION:
-            raise UnknownFormatError(
-                f"the store has format version {document['format_version']}, this program knows "
-                f"up to {STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the "
-                "data with a backup"
-            )
-        return NodeRecord(**document)
-
-    def manifest(self) -> Manifest:
-        """Return the collections manifest, the initial one where none was ever written."""
-        document = self._document(META_TABLE, _MANIFEST_KEY)
-        return INITIAL_MANIFEST if document is None else Manifest.from_document(document)
-
-    def partition(self, vb_id: int) -> PartitionRecord | None:
-        """Return a partition's record, None where it was never created."""
-        key = vb_id.to_bytes(2, "big")
-        document = self._document(STATE_TABLE, key)
-        if document is None:
-            return None
-        failover = self._document(FAILOVER_TABLE, key)
-        if failover is None:
-            raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
-        if "versions" not in document:
-            document |= _counts_before_compaction(document)
-        return PartitionRecord(**document, failover=failover)
-
-    def partitions(self) -> dict[int, PartitionRecord]:
-        """Return all partitions' records."""
-        records: dict[int, PartitionRecord] = {}
-        for key, _ in self._reader.range(STATE_TABLE, b"\x00"):
-            vb_id = int.from_bytes(key, "big")
-            record = self.partition(vb_id) if len(key) == 2 else None
-            if record is None:
-                raise RecordDamagedError(
-                    f"table {STATE_TABLE} of the store has a record of {key.hex()}, which a "
-                    "look-up does not find; check the disk and restore a backup"
-                )
-            records[vb_id] = record
-        return records
 
     def meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
         """Return a key's newest version (a deletion too), None where there is none."""
@@ -412,19 +305,6 @@ class StoreView:
         if seqno_before != last_seqno:
             raise missing_blocks(vb_id, last_seqno, seqno_before)
 
-    def _document(self, table: str, key: bytes) -> Any:
-        value = self._reader.get(table, key)
-        if value is None:
-            return None
-        value = bytes(value)
-        body = value[_CRC_BYTES:]
-        if value[:_CRC_BYTES] != _document_crc(table, key, body):
-            raise RecordDamagedError(
-                f"table {table} of the store, key {key.hex()}: the checksum does not match; check "
-                "the disk and restore a backup"
-            )
-        return cbor2.loads(body)
-
 
 class Store(StoreView):
     """The store as the engine sees it: a snapshot of a KvEnv that is renewed by `refresh`.
@@ -449,11 +329,15 @@ class Store(StoreView):
         cls, env: KvEnv, node: NodeRecord, partitions: Mapping[int, PartitionRecord]
     ) -> Store:
         """Write the first records of an empty store, in one transaction, and open it."""
-        with env.write() as write:
-            assert StoreView(write).node() is None, "a store is created once"
-            put_node(write, node)
-            for vb_id, record in partitions.items():
-                put_partition(write, vb_id, record)
+
+        def create() -> None:
+            with env.write() as write:
+                assert StoreView(write).node() is None, "a store is created once"
+                put_node(write, node)
+                for vb_id, record in partitions.items():
+                    put_partition(write, vb_id, record)
+
+        with_room(env, create)
         return cls(env)
 
     def refresh(self) -> None:
@@ -481,69 +365,49 @@ class Store(StoreView):
         kept = self._walks.blocks(vb_id, start_seqno, end_seqno)
         return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
 
-    def set_node(self, node: NodeRecord) -> None:
-        """Replace the node's record."""
-        with self._env.write() as write:
+    def begin(self, node: NodeRecord) -> None:
+        """Replace the node's record at a start: the clean end, if there was one, counts no more."""
+
+        def put(write: KvWrite) -> None:
             put_node(write, node)
-        self.refresh()
+            put_clean_end(write, None)
 
-    def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
-        """Replace a partition's failover log; its epoch becomes that of the newest entry."""
-        with self._env.write() as write:
-            put_failover(write, vb_id, log)
-        self.refresh()
+        self._write(put)
 
+    def end(self, node: NodeRecord, clean_end: CleanEnd) -> None:
+        """Replace the node's record at a clean stop, and say where the log ends."""
 
-def put_node(write: KvWrite, node: NodeRecord) -> None:
-    """Write the node's record."""
-    _put_document(write, META_TABLE, _NODE_KEY, node._asdict())
+        def put(write: KvWrite) -> None:
+            put_node(write, node)
+            put_clean_end(write, clean_end)
 
+        self._write(put)
 
-def put_manifest(write: KvWrite, manifest: Manifest) -> None:
-    """Write the collections manifest."""
-    _put_document(write, META_TABLE, _MANIFEST_KEY, manifest.to_document())
+    def set_quarantine(self, items: Quarantine) -> None:
+        """Replace the quarantine."""
+        self._write(lambda write: put_quarantine(write, items))
 
+    def set_failovers(self, logs: Mapping[int, list[list[int]]]) -> None:
+        """Replace failover logs of partitions; their epochs become those of the newest entries."""
 
-def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
-    """Write a partition's record, its failover log included."""
-    key = vb_id.to_bytes(2, "big")
-    document = record._asdict()
-    _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
-    _put_document(write, STATE_TABLE, key, document)
+        def put(write: KvWrite) -> None:
+            for vb_id, log in logs.items():
+                put_failover(write, vb_id, log)
 
+        self._write(put)
 
-def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
-    """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
-    record = StoreView(write).partition(vb_id)
-    if record is None:
-        raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
-    put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
+    def _write(self, put: Callable[[KvWrite], None]) -> None:
+        """Write in one transaction. The snapshot is closed meanwhile: the map may have to grow."""
 
+        def work() -> None:
+            with self._env.write() as write:
+                put(write)
 
-def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
-    """Return what a record lacks that was written before there was compaction.
-
-    Every version was kept, so there are as many as seqnos; the keys are at least the documents. A
-    purge moved the purge seqno alone, and dropped nothing.
-    """
-    purge_seqno = min(document["purge_seqno"], max(0, document["high_seqno"] - 1))
-    floor = max(document["history_floor"], purge_seqno + 1 if purge_seqno else 0)
-    return {
-        "versions": document.get("last_seqno", 0),
-        "keys": document["item_count"],
-        "purge_seqno": purge_seqno,
-        "history_floor": floor,
-    }
-
-
-def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
-    body = cbor2.dumps(document)
-    write.put(table, key, _document_crc(table, key, body) + body)
-
-
-def _document_crc(table: str, key: bytes, body: bytes) -> bytes:
-    crc: int = _crc32c(table.encode() + key + body)
-    return crc.to_bytes(_CRC_BYTES, "big")
+        self.close()
+        try:
+            with_room(self._env, work)
+        finally:
+            self._snapshot.refresh()
 
 
 def _after(vb_id: int, end_seqno: int) -> bytes:

@@ -11,7 +11,7 @@ stops it, but a node record that cannot be read leaves little to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import cbor2
@@ -21,24 +21,25 @@ from vbucket.due import read_due
 from vbucket.finding import Finding, Kind
 from vbucket.ids import NUM_VBUCKETS
 from vbucket.kvenv import KvReader, StoreDamagedError
+from vbucket.log_end import LogEnd, read_marks
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.partition import VbState
-from vbucket.store import (
+from vbucket.quarantine import kept_segments
+from vbucket.store import StoreView
+from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
     EXPIRY_TABLE,
     FAILOVER_TABLE,
     META_TABLE,
     STATE_TABLE,
     NodeRecord,
     PartitionRecord,
-    StoreView,
 )
-from vbucket.verify_log import LogCheck
+from vbucket.verify_log import KnownEnds, LogCheck
 from vbucket.verify_partition import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
 
-EXPIRY_FORMAT_VERSION: Final = 2
-"""Stores of this format have an expiry table."""
 _UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
 """What a record raises whose checksum is right and whose document is not one of ours."""
 
@@ -53,7 +54,10 @@ class Progress(NamedTuple):
 
 
 class StoreCheck:
-    """One check. `findings` does the work; the other attributes are right after it."""
+    """One check. `findings` does the work; the other attributes are right after it.
+
+    `marks` are the slots of the log's end mark (LogDevice.marks); None: they are not looked at.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class StoreCheck:
         segments: list[int],
         read_segment: Callable[[int], bytes],
         *,
+        marks: Sequence[bytes] | None = None,
         vb_ids: Iterable[int] = range(NUM_VBUCKETS),
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[Progress], None] = lambda _: None,
@@ -69,6 +74,7 @@ class StoreCheck:
         self._view = StoreView(reader)
         self._segments = segments
         self._read_segment = read_segment
+        self._marks = marks
         self._vb_ids = list(vb_ids)
         self._slice_keys = slice_keys
         self._on_progress = on_progress
@@ -91,10 +97,11 @@ class StoreCheck:
             yield _record(META_TABLE, "the collections manifest", error)
         for vb_id in self._vb_ids:
             yield from self._partition_record(vb_id)
+        known = yield from self._known_ends(node)
         self.log = LogCheck(
             self._segments,
             self._read_segment,
-            merged_segment=node.merged_segment if node else None,
+            known=known,
             high_seqnos={vb_id: record.high_seqno for vb_id, record in self._records.items()},
             is_synced_per_group=node is None or node.durability == "commit",
         )
@@ -102,6 +109,31 @@ class StoreCheck:
         yield from self._tables(node, manifest)
 
     # -- records -------------------------------------------------------------------------------
+
+    def _known_ends(self, node: NodeRecord | None) -> Generator[Finding, None, KnownEnds]:
+        """Return what is known of the log's end; yield the partitions in quarantine, too."""
+        known = KnownEnds()
+        if self._marks is not None:
+            known = known._replace(mark=read_marks(self._marks))
+        if node is None:
+            return known
+        known = known._replace(merged_segment=node.merged_segment)
+        try:
+            if node.merged_end is not None:
+                known = known._replace(merged_end=LogEnd.from_document(node.merged_end))
+            clean_end = self._view.clean_end() if node.clean_shutdown else None
+            if clean_end is not None:
+                known = known._replace(clean_end=clean_end.end)
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the log's clean end", error)
+        try:
+            items = self._view.quarantine()
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the quarantine", error)
+            return known
+        for vb_id, item in sorted(items.items()):
+            yield Finding(Kind.QUARANTINE, f"vb {vb_id}", item.why)
+        return known._replace(kept=frozenset(kept_segments(items)))
 
     def _partition_record(self, vb_id: int) -> Iterator[Finding]:
         where = f"vb {vb_id}"

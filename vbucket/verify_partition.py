@@ -30,7 +30,7 @@ from vbucket.finding import Finding, Kind
 from vbucket.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
 from vbucket.kvenv import KvReader, StoreDamagedError
 from vbucket.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE, PartitionRecord
+from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE, PartitionRecord
 from vbucket.tally import Tally
 
 SLICE_KEYS: Final = 250_000

@@ -10,12 +10,13 @@ Invariants
 - `on_commit` runs on the loop, after the group is as safe as the durability asks for;
 - where the log has no room (`full_why`), the group stays and is tried again until there is some,
   the same bytes, before anything that came later; nobody is answered meanwhile, nothing is lost;
-- after any other failed write, and after a failed sync, nothing is committed any more: `on_failure`
-  ends the process.
+- after any other failed write, after a failed sync, and after any exception that nobody expected,
+  nothing is committed any more: `on_failure` ends the process, and the next start recovers.
 
 `commit`: one append and one sync per group, then the answers. `interval`: one append per group, a
-sync every `sync_interval_s`. `none`: one append per group; the operating system decides. A group
-that branches a partition's history is synced whatever the durability.
+sync every `sync_interval_s`, before the next group where groups come without a pause. `none`: one
+append per group; the operating system decides. A group that branches a partition's history is
+synced whatever the durability.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from dcp.server.meter import Histogram
-from vbucket.device import AHEAD_BYTES, LogDevice, LogFullError, LogWriteError, SyncFailedError
+from vbucket.device import AHEAD_BYTES, LogFullError, SyncFailedError
 from vbucket.engine import Engine
 from vbucket.group import Group
 from vbucket.log import RECORD_BYTES
+from vbucket.log_writer import LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/performance.md)."""
@@ -41,6 +43,11 @@ ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
 RETRY_FIRST_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
 """Pauses between attempts on a full disk: soon after the first, no burden when it stays full."""
+MARK_S: Final = 0.1
+"""How often the log's end mark is synced while groups are committed; also the time after the last
+one. It costs a tenth of a millisecond of the thread."""
+JOIN_S: Final = 2.0
+"""What the thread gets to end: a disk that does not answer keeps it for ever."""
 
 
 class _Job(NamedTuple):
@@ -56,7 +63,7 @@ class Committer:
     def __init__(
         self,
         engine: Engine,
-        device: LogDevice,
+        writer: LogWriter,
         *,
         syncs_groups: bool,
         on_commit: Callable[[Group], None],
@@ -66,7 +73,9 @@ class Committer:
         sync_seconds: Histogram,
     ) -> None:
         self._engine = engine
-        self._device = device
+        self._writer = writer
+        writer.marking = threading.Lock()
+        self._device = writer.device
         self._syncs_groups = syncs_groups
         self._on_commit = on_commit
         self._on_rotated = on_rotated
@@ -79,10 +88,14 @@ class Committer:
         self._is_busy = False
         """A group or the log itself is in the thread's hands, or waits for room."""
         self._is_scheduled = False
+        self._is_sync_wanted = False
+        """A sync is due (`interval`), as soon as the thread has its hands free."""
         self._is_reserving = False
         self._finds_room = syncs_groups
         """Whether zeros can be written ahead in this segment; without syncs they help nobody."""
+        self._has_started = False
         self._has_failed = False
+        self._next_mark: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._pause_s = RETRY_FIRST_S
         self._idle = asyncio.Event()
@@ -93,29 +106,41 @@ class Committer:
         """Whether everything in the log is on disk."""
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; groups are taken from now on."""
+        self._has_started = True
         self._thread.start()
 
     def kick(self) -> None:
         """Something is pending: write it once this turn of the loop has read all that is there."""
-        if not (self._is_busy or self._is_scheduled or self._has_failed):
+        if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
             self._is_scheduled = True
-            self._loop.call_soon(self._begin)
+            self._loop.call_soon(self._guarded, self._begin)
 
     def kick_now(self) -> None:
         """Write what is pending at once, where nobody else could add to it in this turn."""
-        if not (self._is_busy or self._is_scheduled or self._has_failed):
-            self._begin()
+        if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
+            self._guarded(self._begin)
 
     def sync_soon(self) -> None:
-        """Sync what was appended, as a job of its own (`interval`)."""
-        if not (self._is_busy or self._has_failed or self.is_synced):
+        """Sync what was appended, as a job of its own (`interval`): now, or after the group that
+        the thread has in its hands.
+        """
+        if self._has_failed or self.is_synced:
+            return
+        if self._is_busy:
+            self._is_sync_wanted = True
+        else:
             self._give(_Job(self._sync, self._synced))
+
+    def halt(self) -> None:
+        """Take no group any more: the server has failed, and what is pending may be wrong."""
+        self._has_failed = True
+        self._idle.set()
 
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or when the log has no room for it."""
         while not self._has_failed and (self._engine.has_pending or self._is_busy):
-            if self.full_why:
+            if self.full_why or not self._has_started:
                 return
             self.kick()
             await asyncio.sleep(0)
@@ -123,14 +148,21 @@ class Committer:
 
     def stop(self) -> None:
         """End the thread; sync what it has appended, unless it failed. A group that waits for room
-        is dropped: nobody has seen it.
+        is dropped: nobody has seen it. Raises SyncFailedError, also where the disk does not answer.
         """
-        if self._retry is not None:
-            self._retry.cancel()
+        for timer in (self._retry, self._next_mark):
+            if timer is not None:
+                timer.cancel()
+        if not self._has_started:
+            return
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            self._has_failed = True
+            raise SyncFailedError(f"the log's disk has not answered for {JOIN_S:g} s")
         if not self._has_failed:
-            self._device.sync()
+            self._writer.sync()
+            self._writer.sync_mark()
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -153,9 +185,6 @@ class Committer:
             self._write(group)
         except LogFullError as error:
             self._wait_for_room(job, error)
-            return
-        except (LogWriteError, SyncFailedError) as error:
-            self._fail(error)
             return
         self._commit(group)
         if self._finds_room and self._device.room_bytes < ROOM_BYTES_MIN:
@@ -180,7 +209,10 @@ class Committer:
         if self.full_why:
             self.full_why = ""
             self._on_full("")
-        if self._engine.has_pending:
+        if self._is_sync_wanted:
+            self._is_sync_wanted = False
+            self._give(_Job(self._sync, self._synced))
+        elif self._engine.has_pending:
             self._begin()
         if not self._is_busy:
             self._idle.set()
@@ -188,7 +220,7 @@ class Committer:
     def _written(self, group: Group, rotates: bool, _: None) -> None:
         self._commit(group)
         if rotates:
-            self._give(_Job(self._device.rotate, self._rotated))
+            self._give(_Job(self._writer.rotate, self._rotated))
         else:
             self._go_on()
 
@@ -214,7 +246,7 @@ class Committer:
     def _wait_for_room(self, job: _Job, error: LogFullError) -> None:
         """Try a job again after a while: the disk is full, and was left as it was before."""
         self._is_busy = True
-        self._retry = self._loop.call_later(self._pause_s, self._give, job)
+        self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         if not self.full_why:
             self.full_why = str(error)
@@ -224,6 +256,25 @@ class Committer:
     def _commit(self, group: Group) -> None:
         self._engine.group_committed(group, is_synced=self._is_synced_with(group))
         self._on_commit(group)
+        if self._next_mark is None:
+            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
+
+    def _sync_mark(self) -> None:
+        """Have the newest end mark synced. Beside groups: nobody waits for it."""
+        self._next_mark = None
+        if self._writer.has_unsynced_mark and not self._has_failed:
+            self._jobs.put(_Job(self._writer.sync_mark, _nothing))
+
+    def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Take a step of the commit path. Whatever nobody expected ends the process: going on would
+        leave writers without an answer, or tell them what is not so.
+        """
+        if self._has_failed:
+            return
+        try:
+            step(*arguments)
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         self._has_failed = True
@@ -240,16 +291,16 @@ class Committer:
             try:
                 result = job.work()
             except LogFullError as error:
-                call_soon(self._wait_for_room, job, error)
-            except (LogWriteError, SyncFailedError, OSError) as error:
-                # Whatever the system refuses: a thread that ended here would be waited for in vain.
+                call_soon(self._guarded, self._wait_for_room, job, error)
+            except Exception as error:  # noqa: BLE001 - a named supervision point
+                # A thread that ended here would be waited for in vain.
                 call_soon(self._fail, error)
             else:
-                call_soon(job.then, result)
+                call_soon(self._guarded, job.then, result)
 
     def _write(self, group: Group) -> None:
-        # The device's newest segment cannot change before: `_begin` is not reached while it does.
-        self._device.append(group.record(self._device.salt))
+        # The newest segment cannot change before: `_begin` is not reached while it does.
+        self._writer.append(group.number, group.payload)
         if self._is_synced_with(group):
             self._sync()
         else:
@@ -262,5 +313,9 @@ class Committer:
 
     def _sync(self) -> None:
         began_ns = time.monotonic_ns()
-        self._device.sync()
+        self._writer.sync()
         self._sync_seconds.observe((time.monotonic_ns() - began_ns) / 1e9)
+
+
+def _nothing(_: None) -> None:
+    """Nothing is to be done after it."""

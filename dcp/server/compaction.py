@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dcp.server.config import Settings
+from dcp.server.merging import MergeTroubleError
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.stream.pins import allowed, is_merged
 from dcp.stream.stream import Stream
@@ -101,7 +102,7 @@ class Compaction:
         """
         while True:
             if self._node.engine.merged_group == self._planned_group:
-                await self._node.wait_for_merge(self._interval_s)
+                await self._node.merging.wait(self._interval_s)
             self._planned_group = self._node.engine.merged_group
             try:
                 async with self._turn:
@@ -117,7 +118,10 @@ class Compaction:
         if self._node.write_refusal:
             raise CompactionError(self._node.write_refusal)
         async with self._turn:
-            await self._node.merge_now()
+            try:
+                await self._node.merging.merge_now()
+            except MergeTroubleError as error:
+                raise CompactionError(f"merging is put off: {error}") from error
             before = await self._asked(StoreProcess.used_bytes)
             steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
             versions, tombstones = await self._compact()
@@ -172,7 +176,8 @@ class Compaction:
             for step in steps[first : first + RAISED_AT_ONCE]:
                 self._held.pop(step.vb_id, None)
                 part = engine.partitions[step.vb_id]
-                if not is_merged(part, step.vb_uuid, step.floor):
+                is_whole = step.vb_id not in engine.quarantined
+                if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
                     continue  # it is planned again
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
@@ -214,7 +219,7 @@ class Compaction:
             if not floors:
                 break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
-            process = self._node.store_process
+            process = self._node.store.process
             report = await self._asked(
                 partial(
                     StoreProcess.compact, floors=floors, seconds=seconds,
@@ -246,14 +251,14 @@ class Compaction:
 
     async def _asked(self, ask: Callable[[StoreProcess], Awaitable[_T]]) -> _T:
         """Ask the store process; start another one where it is needed. Raises CompactionError."""
-        process = self._node.store_process
+        process = self._node.store.process
         try:
             return await ask(process)
         except _FAILURES as error:
             if not isinstance(error, StoreDamagedError):
                 # Without memory or a descriptor there is no other one; whoever asks next tries.
                 with contextlib.suppress(OSError):
-                    await self._node.renew_store_process(process)
+                    await self._node.store.renew(process)
             raise CompactionError(str(error)) from error
 
     def _tell(self, damages: Sequence[Sequence[Any]]) -> None:

@@ -275,10 +275,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             zero_means="never",
         ),
     ] = 10.0
+    write_wait_s: Annotated[
+        float,
+        Option(
+            "How long writes wait while the store is behind the log; then they are refused "
+            "(ETMPFAIL) until it has caught up. Reads and streams never wait for it.",
+            read_duration,
+            "TIME",
+            0.0,
+            3600,
+        ),
+    ] = 2.0
+    store_silence_s: Annotated[
+        float,
+        Option(
+            "How long the store process may say nothing while it has something to do, before it is "
+            "killed and replaced.",
+            read_duration,
+            "TIME",
+            2,
+            86400,
+        ),
+    ] = 30.0
     map_size_bytes: Annotated[
         int,
         Option(
-            "Address space of the store: what it can grow to; it takes no disk or memory before.",
+            "Address space that the store begins with; it takes no disk or memory before. It grows "
+            "by itself where the disk has room.",
             read_size,
             "SIZE",
             64 << 20,

@@ -2,7 +2,7 @@
 
 Answers wait here until the group that they depend on is committed; stream messages follow the
 answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
-many answers wait for the disk, and while merging has fallen behind.
+many answers wait for the disk, and while a command that writes waits for room.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, cast
 
 from dcp.server.logins import PeerLogins
 from dcp.session.session import Session
@@ -19,6 +21,8 @@ from dcp.stream.snapshots import Message
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
+
+_P = ParamSpec("_P")
 
 WRITE_BUFFER_BYTES: Final = 1 << 20
 """Bytes in the transport above which nothing more is produced for the peer."""
@@ -33,6 +37,20 @@ PIECE_BYTES_MIN: Final = 1024
 and is cheaper for short ones."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
+
+
+def _supervised(
+    method: Callable[Concatenate[ClientConnection, _P], None],
+) -> Callable[Concatenate[ClientConnection, _P], None]:
+    """Let an exception that nobody expected end the connection, and nothing else."""
+
+    def run(self: ClientConnection, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._failed(error)
+
+    return cast("Callable[Concatenate[ClientConnection, _P], None]", wraps(method)(run))
 
 
 class ClientConnection(asyncio.Protocol):
@@ -95,10 +113,13 @@ class ClientConnection(asyncio.Protocol):
             if begins_text(data[0]):
                 self.session = TextSession(self.session.state)
         self._meter.received_bytes += len(data)
-        if (producer := self.session.state.producer) is not None:
-            producer.heard(self.heard_ns)
-        self.session.receive(data, time.time_ns())
-        self._after_commands()
+        try:
+            if (producer := self.session.state.producer) is not None:
+                producer.heard(self.heard_ns)
+            self.session.receive(data, time.time_ns())
+            self._after_commands()
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._failed(error)
 
     def eof_received(self) -> bool:
         """The peer will send nothing more: close once its answers are gone."""
@@ -111,6 +132,7 @@ class ClientConnection(asyncio.Protocol):
         self._is_write_paused = True
         self._update_reading()
 
+    @_supervised
     def resume_writing(self) -> None:
         """The peer reads again."""
         self._is_write_paused = False
@@ -121,6 +143,11 @@ class ClientConnection(asyncio.Protocol):
 
     def release(self, committed_group: int) -> bool:
         """Send the answers whose group is committed; return whether any still wait."""
+        self._release(committed_group)
+        return bool(self._held)
+
+    @_supervised
+    def _release(self, committed_group: int) -> None:
         held = self._held
         ready: list[bytes] = []
         now_ns = time.monotonic_ns()
@@ -136,8 +163,8 @@ class ClientConnection(asyncio.Protocol):
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
-        return bool(held)
 
+    @_supervised
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
         reason = self._node.access.overdue(self, now_ns)
@@ -147,9 +174,11 @@ class ClientConnection(asyncio.Protocol):
         if reason:
             self.abort(reason)
 
-    def reading_may_change(self) -> None:
-        """Merging fell behind, or caught up."""
-        self._resume_session()
+    @_supervised
+    def writers_may_go_on(self) -> None:
+        """Writers need not wait any longer: there is room, or what writes is refused."""
+        if self.session.state.waits_for_room:
+            self._resume_session()
 
     def rights_changed(self, *, may_stream: bool) -> None:
         """What the user may do has changed; the session knows. A stream would not ask again."""
@@ -176,6 +205,13 @@ class ClientConnection(asyncio.Protocol):
         self._close_if_done()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception) -> None:
+        """End this connection because of a fault of the program."""
+        self._held.clear()
+        self._held_bytes = 0
+        self._node.session_failed(error)
+        self.abort(f"the server failed in this session: {type(error).__name__}")
 
     def _after_commands(self) -> None:
         state = self.session.state
@@ -207,6 +243,8 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
         if state.is_closing and state.flush is None:
             self._close_if_done()
+        elif state.waits_for_room:
+            pass  # the node calls `writers_may_go_on`
         elif state.is_full and not self._held and not self._is_write_paused:
             wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
             if wait_ns > 0:
@@ -214,22 +252,28 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._loop.call_soon(self._resume_session)
 
+    @_supervised
     def _resume_session(self) -> None:
         """Go on with commands that were left in the session's buffer, and with reading."""
         state = self.session.state
         may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
-        if state.is_full and may_go_on and not self._node.engine.is_overfull:
+        if state.is_full and may_go_on and not self._must_wait:
             self.session.resume(time.time_ns())
             self._after_commands()
         else:
             self._update_reading()
 
+    @property
+    def _must_wait(self) -> bool:
+        """Whether the session's next command writes, and writers still wait."""
+        engine = self._node.engine
+        return (
+            self.session.state.waits_for_room and engine.writers_wait and not engine.write_refusal
+        )
+
     def _update_reading(self) -> None:
         pause = (
-            self._is_write_paused
-            or self.session.state.is_full
-            or self._held_bytes > HELD_BYTES_MAX
-            or self._node.engine.is_overfull
+            self._is_write_paused or self.session.state.is_full or self._held_bytes > HELD_BYTES_MAX
         )
         if pause != self._is_read_paused and not self._transport.is_closing():
             self._is_read_paused = pause
@@ -238,6 +282,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
+    @_supervised
     def _pump(self) -> None:
         self._is_pump_scheduled = False
         producer = self.session.state.producer

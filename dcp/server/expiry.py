@@ -10,8 +10,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Final
 
-from vbucket.expiry import Pager
-
 if TYPE_CHECKING:
     from dcp.server.node import Node
 
@@ -19,8 +17,9 @@ REST_S: Final = 0.002
 """What others get between two slices at least: about as long as a slice takes."""
 
 
-async def expire_when_due(node: Node, pager: Pager, interval_s: float) -> None:
+async def expire_when_due(node: Node, interval_s: float) -> None:
     """Expire documents for ever, or until cancelled."""
+    pager = node.pager
     while True:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):

@@ -12,6 +12,7 @@ The marker is written before the lock, so a folder of ours is known as such afte
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -28,6 +29,8 @@ LOCK_NAME: Final = "lock"
 ORPHAN_WAIT_S: Final = 5.0
 """How long a killed server's store process may take to notice that it is an orphan."""
 _POLL_S: Final = 0.02
+_PID_CHARS: Final = 10
+"""A process id is padded to this, so that a shorter one overwrites a longer one."""
 _MARKER_TITLE: Final = "dcpd data folder, format version "
 _NEW_MARKER_NAME: Final = "dcpd-folder.tmp"
 
@@ -112,8 +115,9 @@ def open_folder(
         ) from error
     try:
         _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        # In place, and no matter if it fails: on a full disk there may be no block for it.
+        with contextlib.suppress(OSError):
+            os.pwrite(lock_fd, f"{os.getpid():<{_PID_CHARS}}\n".encode(), 0)
     except BaseException:
         os.close(lock_fd)
         raise

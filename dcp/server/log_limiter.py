@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from dcp.server.logging_setup import EventLog
+
 LINES_PER_S: Final = 0.2
 BURST: Final = 10
 KEYS_MAX: Final = 1024
@@ -68,6 +70,11 @@ class LogLimiter:
                 told.append(Suppressed(event, peer, bucket.suppressed))
                 bucket.suppressed = 0
         return told
+
+    def tell(self, log: EventLog, now_s: float) -> None:
+        """Log what was left out, and will not be told by a later line soon."""
+        for event, peer, lines in self.drain(now_s):
+            log.info("log lines left out", about=event, peer=peer, lines=lines)
 
     def _evict(self) -> None:
         (event, peer), bucket = next(iter(self._buckets.items()))

@@ -46,6 +46,11 @@ class EventLog:
         """What the server could not do."""
         self._write(logging.ERROR, event, fields)
 
+    def failure(self, event: str, error: Exception, **fields: object) -> None:
+        """A fault of the program, or of what it runs on: with its traceback."""
+        fields["reason"] = str(error) or type(error).__name__
+        self._logger.error(event, extra={"fields": fields}, exc_info=error)
+
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
             self._logger.log(level, event, extra={"fields": fields})

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
@@ -48,7 +49,9 @@ if TYPE_CHECKING:
 
     OnReady = Callable[[Node], None]
 
-STOP_AFTER_FAILURE_S: Final = 10.0
+STOP_AFTER_FAILURE_S: Final = 9.0
+STOP_LIMIT_S: Final = 9.5
+"""After this long a stop is cut short, whatever it waits for: the next start recovers."""
 SWITCH_INTERVAL_S: Final = 0.0002
 """A thread waits this long for the interpreter lock; the default of 5 ms is a commit's latency."""
 
@@ -212,7 +215,13 @@ def listen_error(host: str, port: int) -> OSError | None:
     return None
 
 
-def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
+def run(
+    resolved: Resolved,
+    signals: SignalWatch,
+    on_ready: OnReady | None = None,
+    *,
+    accepts_log_loss: bool = False,
+) -> ExitCode:
     """Run a server until it is told to stop; return what the process should end with."""
     from dcp.server.logging_setup import set_up_logging
     from dcp.server.open_files import allow_open_files, within_open_files
@@ -235,7 +244,9 @@ def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.set_threshold(*GC_THRESHOLDS)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, users, log, on_ready))
+            return runner.run(
+                _serve(settings, users, log, signals, on_ready, accepts_log_loss=accepts_log_loss)
+            )
     except StartError as error:
         _say(str(error))
         return error.exit_code
@@ -245,20 +256,26 @@ def run(resolved: Resolved, on_ready: OnReady | None = None) -> ExitCode:
 
 
 async def _serve(
-    settings: Settings, users: Users, log: EventLog, on_ready: OnReady | None
+    settings: Settings,
+    users: Users,
+    log: EventLog,
+    signals: SignalWatch,
+    on_ready: OnReady | None,
+    *,
+    accepts_log_loss: bool,
 ) -> ExitCode:
     from dcp.server.node import Node
     from dcp.server.tls import TlsError
 
     try:
-        node = Node(settings, users, log)
+        node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
     except TlsError as error:
         raise StartError(ExitCode.USAGE, str(error)) from error
     try:
         await node.start()
     except _start_failures() as error:
         raise _start_error(error, settings) from error
-    _stop_on_signals(node)
+    signals.serve(node)
     gc.collect()
     gc.freeze()
     text = ready_text(
@@ -286,22 +303,49 @@ async def _serve(
     return ExitCode.STOPPED
 
 
-def _stop_on_signals(node: Node) -> None:
-    loop = asyncio.get_running_loop()
-    stopping: list[asyncio.Task[None]] = []
+class SignalWatch:
+    """Waits for signals in a thread of its own, and stops the server at SIGTERM and SIGINT.
 
-    def on_signal() -> None:
-        if stopping:
-            # At once is safe: what was answered is in the log, as after SIGKILL.
-            os._exit(128 + signal.SIGINT)
+    A loop that hangs in a call to the system, because a disk does not answer, would never see them.
+    Before there is a server, such a signal ends the process at once. Make it before any other
+    thread begins: those would take the signals otherwise.
+    """
+
+    _NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+    def __init__(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._NUMBERS)
+        self._node: Node | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+
+    def serve(self, node: Node) -> None:
+        """From now on a signal stops this node, or (SIGHUP) has it read its files again."""
+        self._loop = asyncio.get_running_loop()
+        self._node = node
+
+    def _watch(self) -> None:
+        while (number := signal.sigwait(self._NUMBERS)) == signal.SIGHUP and self._loop:
+            assert self._node is not None
+            self._loop.call_soon_threadsafe(self._node.reload)
+        node, loop = self._node, self._loop
+        if node is None or loop is None:
+            os._exit(128 + number)  # nothing was answered yet
         _say("stopping; a second signal stops at once")
-        task = loop.create_task(node.stop())
-        task.add_done_callback(_retrieved)  # `_serve` tells how it ended
-        stopping.append(task)
+        loop.call_soon_threadsafe(self._stop, node)
+        second = signal.sigtimedwait(self._NUMBERS - {signal.SIGHUP}, STOP_LIMIT_S)
+        if second is None:
+            _say(
+                f"the stop took more than {STOP_LIMIT_S:g} s and is cut short. "
+                f"{_KEPT[node.durability]}; the next start recovers it."
+            )
+        # At once is safe: what was answered is in the log, as after SIGKILL.
+        os._exit(ExitCode.FAILED if second is None else 128 + second.si_signo)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, node.reload)
+    @staticmethod
+    def _stop(node: Node) -> None:
+        task = node.loop.create_task(node.stop())
+        task.add_done_callback(_retrieved)  # `_serve` tells how it ended
 
 
 def _retrieved(task: asyncio.Task[None]) -> None:
@@ -354,13 +398,24 @@ def _start_error(error: Exception, settings: Settings) -> StartError:
         return StartError(
             ExitCode.DAMAGED,
             f"{folder}: the data is damaged, and nothing was changed: {error}. Restore the folder "
-            "from a copy, or start with an empty --data folder.",
+            f"from a copy, or start with an empty --data folder{_other_way(error)}.",
         )
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return StartError(
             ExitCode.PORT, f"a port was taken while the server started: {error}. Start again."
         )
     return StartError(ExitCode.FAILED, f"{folder}: the server cannot start: {error}")
+
+
+def _other_way(error: Exception) -> str:
+    from vbucket.log import LogDamagedError
+
+    if not isinstance(error, LogDamagedError):
+        return ""
+    return (
+        "; or start once with --accept-log-loss, which gives up what cannot be read, keeps copies, "
+        "says which partitions and seqnos are concerned, and makes consumers roll back"
+    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -395,6 +450,15 @@ def _command(on_ready: OnReady | None) -> click.Command:
     options.append(
         click.Option(["--config"], metavar="FILE", help=f"TOML file of settings.  [${ENV_CONFIG}]")
     )
+    options.append(
+        click.Option(
+            ["--accept-log-loss", "accepts_log_loss"],
+            is_flag=True,
+            help="Start although the log is damaged, this once: give up what follows the damage. "
+            "Copies are kept in the data folder (lost-log-1, ...), and every partition that may "
+            "have lost changes begins a new version.",
+        )
+    )
     command = click.Command(
         "dcpd",
         params=options,
@@ -409,7 +473,9 @@ def _command(on_ready: OnReady | None) -> click.Command:
     return click.version_option(version_text(__version__), prog_name="dcpd")(command)
 
 
-def _from_command_line(on_ready: OnReady | None, config: str | None, **flags: Any) -> None:
+def _from_command_line(
+    on_ready: OnReady | None, config: str | None, accepts_log_loss: bool, **flags: Any
+) -> None:
     try:
         path = config or os.environ.get(ENV_CONFIG)
         resolved = resolve(
@@ -419,7 +485,7 @@ def _from_command_line(on_ready: OnReady | None, config: str | None, **flags: An
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    sys.exit(run(resolved, on_ready))
+    sys.exit(run(resolved, SignalWatch(), on_ready, accepts_log_loss=accepts_log_loss))
 
 
 def main(on_ready: OnReady | None = None) -> None:

@@ -11,6 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from dcp.wire.status import Status
+
+REFUSAL_KINDS: Final = ("log_full", "read_only", "store_behind")
+"""Why writes may be refused."""
 SECONDS_BOUNDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10,
 )  # fmt: skip
@@ -74,6 +78,10 @@ class Meter:
         """By name of the status."""
         self.rollbacks: Counter[str] = Counter()
         """By kind of reason (failover.rollback)."""
+        self.session_failures = 0
+        """Connections that ended because of a fault of the program."""
+        self.housekeeping_failures: Counter[str] = Counter()
+        """By task."""
         self.faults = 0
         self.failovers = 0
         self.suppressed_log_lines = 0
@@ -82,3 +90,14 @@ class Meter:
         """Count a merge."""
         self.last_merge_s = seconds
         self.merge_seconds.observe(seconds)
+
+    def noted(self, event: str, fields: dict[str, object]) -> None:
+        """Count what a session noted."""
+        if event == "refused":
+            status = fields["status"]
+            assert isinstance(status, int)
+            self.refusals[Status(status).name] += 1
+        elif event == "rollback":
+            self.rollbacks[str(fields["kind"])] += 1
+        elif event == "fault":
+            self.faults += 1

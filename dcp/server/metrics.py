@@ -27,7 +27,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from dcp.server.folder import log_path, store_path
-from dcp.server.meter import Histogram
+from dcp.server.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operations import lag_of
 from vbucket.keyspace import OVERFULL
 from vbucket.partition import VbState
@@ -104,6 +104,11 @@ def _unacked(node: Node) -> float:
     return sum(producer.unacked_bytes for producer in producers if producer is not None)
 
 
+def _refusals(node: Node) -> Samples:
+    now = node.refusal_kind
+    return [((kind,), kind == now) for kind in REFUSAL_KINDS]
+
+
 def _build(node: Node) -> Samples:
     return [((node.version, platform.python_version(), node.durability), 1)]
 
@@ -125,10 +130,33 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda node: node.is_ready),
     ),
     MetricSpec(
-        "dcpd_writes_refused", "gauge", "", (),
-        "1 while the log's disk is full: writes are refused, reads and streams go on.",
-        "1: free some space, writes go on by themselves",
-        _one(lambda node: bool(node.write_refusal)),
+        "dcpd_writes_refused", "gauge", "", ("reason",),
+        "1 while writes are refused; reads and streams go on. Reasons: log_full (the log's disk),"
+        " read_only (the disk was full at the start), store_behind (merges do not keep up).",
+        "1: `dcpctl status` says why; writes go on by themselves once the cause is gone",
+        _refusals,
+    ),
+    MetricSpec(
+        "dcpd_writers_wait", "gauge", "", (),
+        "1 while writes wait for a merge, at most for the setting write_wait.",
+        "1 often: the store is too slow for what is written",
+        _one(lambda node: node.engine.writers_wait),
+    ),
+    MetricSpec(
+        "dcpd_vbuckets_quarantined", "gauge", "", (),
+        "Partitions whose stored data is damaged: they take no writes, merges leave them out.",
+        "above 0: `dcpctl status` names them, docs/operations.md says what to do",
+        _one(lambda node: len(node.engine.quarantined)),
+    ),
+    MetricSpec(
+        "dcpd_session_failures_total", "counter", "", (),
+        "Connections that ended because of a fault of the program.",
+        "above 0: please report what the log says", _one(lambda node: node.meter.session_failures),
+    ),
+    MetricSpec(
+        "dcpd_housekeeping_failures_total", "counter", "", ("task",),
+        "Housekeeping that failed and was begun anew.", "above 0: please report what the log says",
+        lambda node: [((k,), count) for k, count in node.meter.housekeeping_failures.items()],
     ),
     MetricSpec(
         "dcpd_items", "gauge", "", (),
@@ -220,7 +248,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "0 while the log grows: the store process fails",
-        _one(lambda node: node.merge_count),
+        _one(lambda node: node.merging.count),
     ),
     MetricSpec(
         "dcpd_merge_failures_total", "counter", "", (),
@@ -233,6 +261,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "One merge, in the store process.",
         "longer than filling the memtable takes: writers will wait",
         lambda node: node.meter.merge_seconds,
+    ),
+    MetricSpec(
+        "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
+        "How long the merge under way has taken by now, with its attempts that failed; 0: none.",
+        "minutes: the store's disk is full, slow or failing",
+        _one(lambda node: node.merging.seconds_under_way),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),

@@ -2,12 +2,17 @@
 
 This is where everything is wired. Start-up: lock the folder, open the store, replay the log's tail,
 begin a new segment, make new versions if the last stop may have lost what somebody saw, listen.
+Where the disk has no room for that, the node serves reads, and tries again until there is some.
 Stop: no new work, what is pending is committed and answered, the clean mark is written.
+
+What becomes of an exception that nobody expected: in the commit path it ends the process, with its
+reason, and the next start recovers; in a session it ends that connection; in housekeeping
+(dcp.server.housekeeping) it is logged and counted, and the task goes on.
 
 Invariants
 - LMDB is written by this process only before the store process starts and after it has ended;
-- a merge covers exactly the sealed segments; they are deleted after the engine has taken note;
-- the clean mark is on disk only while no node runs on the folder.
+- the clean mark is on disk only while no node runs on the folder;
+- a stop comes to its end within STOP_S, whatever stands still.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any, Final
 from dcp import __version__
 from dcp.server.access import Access
 from dcp.server.admin.view import CollectionsView
+from dcp.server.backpressure import Backpressure, Pressure
 from dcp.server.collections import Collections
 from dcp.server.committer import Committer
 from dcp.server.compaction import Compaction
@@ -31,16 +37,18 @@ from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
+from dcp.server.housekeeping import Housekeeping
 from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
 from dcp.server.logins import PeerLogins
-from dcp.server.merging import merge_patiently
+from dcp.server.merging import Merging
 from dcp.server.meter import Meter
 from dcp.server.operations import Operations
 from dcp.server.stats import stats, status_document
-from dcp.server.storage import Storage
+from dcp.server.storage import READ_ONLY_TEXT, Storage
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.store_supervisor import StoreSupervisor
 from dcp.server.users import Users
 from dcp.server.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
@@ -48,23 +56,30 @@ from dcp.session.range_scans import RangeScans
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
-from dcp.wire.status import Status
-from vbucket.device import SyncFailedError
-from vbucket.device_files import FileLogDevice
+from vbucket.device import LogWriteError, SyncFailedError
 from vbucket.engine import Engine
 from vbucket.expiry import Pager
 from vbucket.group import Group
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import StoreFailedError, StoreFullError
+from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
-from vbucket.store import STORE_FORMAT_VERSION
+from vbucket.quarantine import kept_segments
+from vbucket.store_records import STORE_FORMAT_VERSION
 from vbucket.view import Views
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
-DROP_SLICE_VBUCKETS: Final = 8
-"""Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
-DRAIN_S: Final = 5.0
+STOP_S: Final = 8.0
+"""What a stop may take in all; its steps share it. The command ends the process a little later."""
+LISTENERS_STOP_S: Final = 2.5
+DRAIN_S: Final = 4.0
+"""What clients get to take their last answers."""
+ROOM_RETRY_S: Final = 2.0
+"""How often a node that started on a full disk tries to make its first writes."""
+
+
+_STORE_ERRORS: Final = (
+    StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError
+)  # fmt: skip
 
 
 class Node:
@@ -72,8 +87,11 @@ class Node:
 
     version = __version__
 
-    def __init__(self, settings: Settings, users: Users, log: EventLog) -> None:
+    def __init__(
+        self, settings: Settings, users: Users, log: EventLog, *, accepts_log_loss: bool = False
+    ) -> None:
         self._settings = settings
+        self._accepts_log_loss = accepts_log_loss
         self.users = users
         self.loop = asyncio.get_running_loop()
         self.data_dir = Path(settings.data)
@@ -90,14 +108,12 @@ class Node:
         self.waiting: set[ClientConnection] = set()
         """Connections with answers that wait for a commit."""
         self.connections_total: int = 0
-        self.merge_count: int = 0
-        self.merge_trouble: str = ""
-        """Why the merge under way is put off; "" where it is not."""
         self.pid = os.getpid()
         self.is_ready: bool = False
-        self._started_ns = time.monotonic_ns()
+        self._started_s = time.monotonic()
         self._log = log
         self._limiter = LogLimiter()
+        self._housekeeping = Housekeeping(self.meter, log)
         self._metrics_page: Callable[..., bytes] | None = None
         self.access = Access(settings, users, log)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,15 +126,19 @@ class Node:
         self._next_sync: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
-        self._store_process: StoreProcess | None = None
-        self._deleting: asyncio.Future[None] | None = None
-        """Segments that a merge made needless: removing 64 MiB takes milliseconds."""
-        self._renewing = asyncio.Lock()
-        self._merge_ended = asyncio.Condition()
+        self._stop_at_s = 0.0
+        """By when a stop has to be done, monotonic."""
+        self._was_refused = False
+        """Whether the log says that writes are refused because the store is behind."""
+        self._read_only_why = ""
+        """Why the first writes could not be made yet; "" once they are."""
+        self.store = StoreSupervisor(self._start_store_process)
         self.compaction = Compaction(self, settings)
         self.listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
+        self.merging: Merging
+        self.backpressure: Backpressure
         self.pager: Pager
         self.views: Views
         self.scans: RangeScans
@@ -136,21 +156,49 @@ class Node:
         """
         self._recover()
         try:
-            self._store_process = await self._start_store_process()
-            self._merge_what_is_replayed()
+            await self._begin_writing()
             await self._listen()
         except BaseException:
             await self.stop()
             raise
         self.is_ready = True
         self._tick()
+        if self._read_only_why:
+            self._spawn(self._begin_when_there_is_room())
+
+    async def _begin_writing(self) -> None:
+        """Make the first writes and start all that writes, where the disk has room for it."""
+        why, was_read_only = self._storage.begin(), bool(self._read_only_why)
+        self._read_only_why = why
+        if why:
+            if not was_read_only:
+                self.engine.refuse_writes(READ_ONLY_TEXT)
+                self._log.error("started read-only", reason=why)
+            return
+        if was_read_only:
+            self.engine.refuse_writes("")
+            self._log.info("the disk has room again, writes are taken")
+        await self.store.start()
+        self.committer.start()
+        self._merge_what_is_replayed()
         if self.durability == "interval":
             self._sync_later()
-        if self._settings.expiry_interval_s:
-            expiring = expire_when_due(self, self.pager, self._settings.expiry_interval_s)
-            self._expiring = self._spawn(expiring)
-        if self._settings.compact_interval_s:
-            self._compacting = self._spawn(self.compaction.run())
+        settings = self._settings
+        if settings.expiry_interval_s:
+            self._expiring = self._spawn(
+                self._housekeeping.repeat(
+                    "expiry", lambda: expire_when_due(self, settings.expiry_interval_s)
+                )
+            )
+        if settings.compact_interval_s:
+            self._compacting = self._spawn(
+                self._housekeeping.repeat("compaction", self.compaction.run)
+            )
+
+    async def _begin_when_there_is_room(self) -> None:
+        while self._read_only_why:
+            await asyncio.sleep(ROOM_RETRY_S)
+            await self._begin_writing()
 
     async def run_until_stopped(self) -> None:
         """Return after `stop`, or raise what made it impossible to go on."""
@@ -175,17 +223,23 @@ class Node:
 
     async def _stop_in_order(self) -> None:
         self.is_ready = False
+        self._stop_at_s = time.monotonic() + STOP_S
         for timer in (self._next_tick, self._next_sync):
             if timer is not None:
                 timer.cancel()
+        self.backpressure.stop()
         for task in (self._expiring, self._compacting):
             if task is not None:
                 task.cancel()
-        await self.listeners.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LISTENERS_STOP_S):
+                await self.listeners.stop()
         for connection in tuple(self.connections):
             connection.finish("the server stops")
         if self._failure is None:
-            await self._drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._stop_s_left(DRAIN_S)):
+                    await self._drain()
         for connection in tuple(self.connections):
             connection.abort("the server stops")
         try:
@@ -193,22 +247,26 @@ class Node:
         finally:
             await asyncio.to_thread(self.access.audit.close)
 
+    def _stop_s_left(self, most_s: float) -> float:
+        """Return what a step of the stop may take."""
+        return max(0.1, min(most_s, self._stop_at_s - time.monotonic()))
+
     async def _drain(self) -> None:
+        """Commit what is pending, and let clients take their answers."""
         await self.committer.drain()
         if self.connections and not self.committer.full_why:
             self._all_gone.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._all_gone.wait(), DRAIN_S)
+            await self._all_gone.wait()
 
     async def _stop_storage(self) -> None:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._deleting is not None:
-            await asyncio.wait([self._deleting])
-        if self._store_process is not None:
-            await self._store_process.stop()
+        await self.merging.stop(self._stop_s_left(1.0))
         is_clean = self._failure is None
+        if not await self.store.stop():
+            is_clean = False
+            self._log.error("the store process does not end: its disk does not answer")
         try:
             self.committer.stop()
         except SyncFailedError:
@@ -223,19 +281,18 @@ class Node:
     # -- start-up ----------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        self._storage = storage = Storage(self.data_dir, self._settings)
-        self.engine = storage.engine
-        if storage.torn is not None:
-            self._log.warning("torn tail cut from the log", **storage.torn._asdict())
-        if storage.new_versions:
-            self._log.warning("new versions after an unclean stop", vbuckets=storage.new_versions)
-        self.pager = Pager(self.engine, storage.store)
-        self.views = Views(self.engine, storage.store)
+        self._storage = storage = Storage(
+            self.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
+        )
+        self.engine = engine = storage.engine
+        storage.tell(self._log)
+        self.pager = Pager(engine, storage.store)
+        self.views = Views(engine, storage.store)
         self.scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
-        self.collections = Collections(self.engine, self.until_group_committed, self.log_event)
+        self.collections = Collections(engine, self.until_group_committed, self.log_event)
         self.committer = Committer(
-            self.engine,
-            storage.device,
+            engine,
+            storage.writer,
             syncs_groups=self.durability == "commit",
             on_commit=self._committed,
             on_rotated=self._rotated,
@@ -243,13 +300,29 @@ class Node:
             on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds,
         )
-        self.committer.start()
+        self.merging = Merging(
+            engine,
+            storage.device,
+            self.store,
+            self.meter,
+            self._log,
+            kick=self.committer.kick,
+            on_merged=self._merged,
+            kept=kept_segments(storage.store.quarantine()),
+        )
+        self.backpressure = Backpressure(
+            engine,
+            self._settings.write_wait_s,
+            why=self.merging.why_behind,
+            on_change=self._pressure_changed,
+        )
 
     async def _start_store_process(self) -> StoreProcess:
         return await StoreProcess.start(
             self.data_dir,
             self._storage.folder.lock_fd,
             map_size_bytes=self._settings.map_size_bytes,
+            silence_s=self._settings.store_silence_s,
         )
 
     def _merge_what_is_replayed(self) -> None:
@@ -257,7 +330,8 @@ class Node:
         format_version = self._storage.node.format_version
         if self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION:
             self.engine.freeze()
-            self._rotated(self._storage.device.rotate())
+            self._rotated(self._storage.writer.rotate())
+        self.backpressure.update()
 
     async def _listen(self) -> None:
         listeners = self.listeners
@@ -295,6 +369,7 @@ class Node:
             self.hub.restated(vb_id)
         self.hub.committed(group.high_seqnos)
         self._waiters.committed(group.number)
+        self.backpressure.update()
         waiting = self.waiting
         if waiting:
             self.waiting = {
@@ -303,71 +378,36 @@ class Node:
 
     async def _keep_failover_log(self, vb_id: int) -> None:
         """Write a new failover log to LMDB at once; the log segment has it already."""
-        assert self._store_process is not None
         log = self.engine.partitions[vb_id].failover.to_document()
         try:
-            await self._store_process.set_failover(vb_id, log)
-        except (StoreProcessDiedError, StoreFullError, StoreFailedError) as error:
+            await self.store.process.set_failover(vb_id, log)
+        except _STORE_ERRORS as error:
             # The next merge writes it; recovery reads it from the log.
             self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
-    @property
-    def store_process(self) -> StoreProcess:
-        """The store process that runs now."""
-        assert self._store_process is not None, "the node was started"
-        return self._store_process
-
-    async def renew_store_process(self, failed: StoreProcess) -> None:
-        """Replace a store process that died, or in which a commit failed: LMDB goes no further in
-        it. Whoever notices first does it.
-        """
-        async with self._renewing:
-            if self._store_process is failed:
-                await failed.stop()
-                self._store_process = await self._start_store_process()
-
     def refresh_store(self) -> None:
-        """Read the store as it is now. What a merge under way may have put there already, and the
-        engine does not know of, is behind the frozen layer until it does.
-        """
+        """Read the newest store; the frozen layer hides what a merge under way has put there."""
         self._storage.store.refresh()
 
-    async def wait_for_merge(self, timeout_s: float) -> None:
-        """Return at the end of the next merge, or after a while."""
-        async with self._merge_ended:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._merge_ended.wait(), timeout_s)
-
-    async def merge_now(self) -> None:
-        """Return when all that was applied by now is in the store."""
-        group = self.engine.merge_soon()
-        while self.engine.merged_group < group:
-            self.committer.kick()
-            async with self._merge_ended:
-                await self._merge_ended.wait()
-            if self.engine.merged_group < group:
-                self.engine.merge_soon()  # that merge had begun before
-
     def _rotated(self, segment: int) -> None:
-        self._spawn(self._merge(segment))
+        self._spawn(self.merging.merge(segment))
 
-    async def _merge(self, newest_segment: int) -> None:
-        """Merge the sealed segments and let go of what was frozen, in slices."""
-        device = self._storage.device
-        segments = [segment for segment in device.segments() if segment < newest_segment]
-        report = await merge_patiently(self, segments, self._log)
-        self.engine.merged(report)
-        # Before the last slice: then the next merge may begin, and must not find them any more.
-        self._deleting = self.loop.run_in_executor(None, _delete, device, segments)
-        await asyncio.shield(self._deleting)
-        for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
-            self.engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
-            await asyncio.sleep(0)
-        self.merge_count += 1
-        async with self._merge_ended:
-            self._merge_ended.notify_all()
-        for connection in tuple(self.connections):
-            connection.reading_may_change()
+    def _merged(self) -> None:
+        self.backpressure.update()
+        if self.engine.has_pending:
+            self.committer.kick()
+
+    def _pressure_changed(self, pressure: Pressure, why: str) -> None:
+        """Writers may go on, or are refused; while they only wait, nothing is to be done."""
+        if why:
+            self._log.error("writes refused", reason=why)
+            self._was_refused = True
+        elif pressure is Pressure.ROOM and self._was_refused:
+            self._log.info("writes are taken again")
+            self._was_refused = False
+        if pressure is not Pressure.WAITING:
+            for connection in tuple(self.connections):
+                connection.writers_may_go_on()
 
     def _log_full(self, why: str) -> None:
         """The log has no room for a group, or has room again ("")."""
@@ -381,7 +421,14 @@ class Node:
     @property
     def write_refusal(self) -> str:
         """Why no writes are taken now; "" where that is not so."""
-        return self.committer.full_why
+        return self._read_only_why or self.committer.full_why or self.engine.write_refusal
+
+    @property
+    def refusal_kind(self) -> str:
+        """Which of `meter.REFUSAL_KINDS` it is, "" where writes are taken."""
+        if self._read_only_why or self.committer.full_why:
+            return "read_only" if self._read_only_why else "log_full"
+        return "store_behind" if self.engine.write_refusal else ""
 
     def _sync_later(self) -> None:
         self.committer.sync_soon()
@@ -389,9 +436,15 @@ class Node:
 
     def _fail(self, error: Exception) -> None:
         """The log or the store cannot be trusted any more: no answer leaves from now on."""
+        if self._failure is not None:
+            return
         self._failure = error
+        self.committer.halt()
         self.is_ready = False
-        self._log.error("server failed", reason=str(error))
+        if isinstance(error, LogWriteError | SyncFailedError):
+            self._log.error("server failed", reason=str(error))
+        else:
+            self._log.failure("server failed", error)
         for connection in tuple(self.connections):
             connection.abort(f"the server failed: {error}")
         self._stopped.set()
@@ -443,29 +496,30 @@ class Node:
             self._all_gone.set()
 
     def _tick(self) -> None:
+        self._next_tick = self.loop.call_later(TICK_S, self._tick)
         now_ns = time.monotonic_ns()
         for connection in tuple(self.connections):
             connection.tick(now_ns)
-        self.access.tick(self.connections)
-        self.views.tick(now_ns)
-        for event, peer, lines in self._limiter.drain(now_ns / 1e9):
-            self._log.info("log lines left out", about=event, peer=peer, lines=lines)
-        self._next_tick = self.loop.call_later(TICK_S, self._tick)
+        self._housekeeping.step("access", lambda: self.access.tick(self.connections))
+        self._housekeeping.step("read views", lambda: self.views.tick(now_ns))
+        self._housekeeping.step("log limits", lambda: self._limiter.tell(self._log, now_ns / 1e9))
+
+    def session_failed(self, error: Exception) -> None:
+        """A session failed, and its connection ends. If it left a change half done, so does the
+        node.
+        """
+        self.meter.session_failures += 1
+        self._log.failure("session failed", error)
+        if broken := self.engine.broken_invariant():
+            self._fail(RuntimeError(f"{broken}, because of {error!r}"))
 
     def log_notes(
         self, connection: ClientConnection, notes: list[tuple[str, dict[str, object]]]
     ) -> None:
         """Log what a session noted, and count it."""
         for event, fields in notes:
-            if event == "refused":
-                status = fields["status"]
-                assert isinstance(status, int)
-                self.meter.refusals[Status(status).name] += 1
-            elif event == "rollback":
-                self.meter.rollbacks[str(fields["kind"])] += 1
-            elif event == "fault":
-                self.meter.faults += 1
-            elif event == "denied":
+            self.meter.noted(event, fields)
+            if event == "denied":
                 self.access.denied(connection.peer, fields)
             self.log_refusal(event, connection.peer_host, peer=connection.peer, **fields)
 
@@ -488,7 +542,7 @@ class Node:
         self._log.warning(event, **fields)
 
     def log_detail(self, event: str, **fields: object) -> None:
-        """Log what happens all the time, for whoever looks closely."""
+        """Log what happens all the time."""
         self._log.debug(event, **fields)
 
     def users_changed(self) -> None:
@@ -525,7 +579,7 @@ class Node:
     @property
     def uptime_s(self) -> int:
         """Seconds since the node was made."""
-        return (time.monotonic_ns() - self._started_ns) // 1_000_000_000
+        return int(time.monotonic() - self._started_s)
 
     @property
     def now_s(self) -> int:
@@ -543,8 +597,3 @@ class Node:
 
             self._metrics_page = page
         return self._metrics_page(self, by_vbucket=by_vbucket)
-
-
-def _delete(device: FileLogDevice, segments: list[int]) -> None:
-    for segment in segments:
-        device.delete(segment)

@@ -58,9 +58,11 @@ def status_document(node: Node) -> dict[str, Any]:
         "dcp_connections": node.hub.connection_count,
         "dcp_streams": node.hub.stream_count,
         "memtable_bytes": node.engine.active_bytes + node.engine.frozen_bytes,
-        "merges": node.merge_count,
+        "merges": node.merging.count,
+        "merge_seconds": round(node.merging.seconds_under_way, 1),
         "write_refusal": node.write_refusal,
-        "merge_trouble": node.merge_trouble,
+        "merge_trouble": node.merging.trouble,
+        "quarantined": {str(vb_id): why for vb_id, why in node.engine.quarantined.items()},
     }
 
 
@@ -78,7 +80,7 @@ def _server(node: Node) -> Stats:
         ("ep_data_folder", str(node.data_dir)),
         ("ep_log_groups", str(engine.committed_group)),
         ("ep_memtable_bytes", str(engine.active_bytes + engine.frozen_bytes)),
-        ("ep_merges", str(node.merge_count)),
+        ("ep_merges", str(node.merging.count)),
         ("ep_merge_running", str(int(engine.is_merging))),
         ("ep_dcp_producers", str(node.hub.connection_count)),
         ("ep_dcp_streams", str(node.hub.stream_count)),

@@ -5,37 +5,47 @@ reverse, wherever it fails.
 
 Invariants
 - the clean mark is on disk only while nothing is open;
-- what cannot be opened leaves nothing open, and the folder unlocked.
+- what cannot be opened leaves nothing open, and the folder unlocked;
+- nothing is written into log or store before `begin` has returned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.folder import open_folder
+from dcp.server.log_loss import keep_copies, lost_words, write_receipt
+from dcp.server.logging_setup import EventLog
+from vbucket.device import LogFullError
 from vbucket.device_files import FileLogDevice, sync_folder
 from vbucket.ids import vb_uuid_from_random
 from vbucket.kvenv import StoreFailedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.recovery import start
-from vbucket.store import TABLES, NodeRecord
+from vbucket.recovery import recover_node
+from vbucket.store_records import TABLES, CleanEnd, NodeRecord
 
 if TYPE_CHECKING:
     from dcp.server.config import Settings
 
 NODE_ID_BYTES: Final = 16
+READ_ONLY_TEXT: Final = (
+    "writes are refused until there is room on the server's disk: it started read-only"
+)
 
 
 class Storage:
     """See the module. The public attributes are the parts, and what recovery found."""
 
-    def __init__(self, path: Path, settings: Settings) -> None:
-        """Open and recover; all that the engine knows then is on disk.
+    def __init__(self, path: Path, settings: Settings, *, accepts_log_loss: bool = False) -> None:
+        """Open and recover; all that the engine knows then is on disk. Then `begin`.
 
-        Raises FolderError, and what vbucket.recovery.start raises.
+        `accepts_log_loss`: where the log is damaged, copies of its segments are kept, what follows
+        the damage is given up, and `loss` tells what that was. Raises FolderError, and what
+        vbucket.recovery.recover_node raises.
         """
         with contextlib.ExitStack() as opened:
             self.folder = open_folder(path)
@@ -46,7 +56,8 @@ class Storage:
             opened.callback(env.close)
             for name in (self.folder.store_path, self.folder.path):
                 sync_folder(name)  # LMDB syncs its file, nobody the names above it
-            self.store, self.engine, self.torn, self.new_versions = start(
+            keep = partial(keep_copies, self.folder.path) if accepts_log_loss else None
+            self._startup = startup = recover_node(
                 env,
                 self.device,
                 durability=settings.durability,
@@ -54,9 +65,42 @@ class Storage:
                 draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
                 memtable_bytes_max=settings.memtable_bytes,
                 item_cache_bytes=settings.item_cache_bytes,
+                keep_copies=keep,
             )
+            self.store, self.engine = startup.store, startup.engine
+            self.writer = startup.writer
+            self.torn, self.loss = startup.torn, startup.loss
+            self.new_versions = startup.new_versions
             opened.callback(self.store.close)
+            if self.loss is not None:
+                write_receipt(self.folder.path, self.loss)
+            self.has_begun = False
             self._opened = opened.pop_all()
+
+    def tell(self, log: EventLog) -> None:
+        """Log what recovery found."""
+        if self.torn is not None:
+            log.warning("torn tail cut from the log", **self.torn._asdict())
+        if self.loss is not None:
+            log.error("log damaged, the rest given up as accepted", reason=self.loss.why)
+            log.error("lost seqnos", lost=lost_words(self.loss))
+        if self.new_versions:
+            why = "a loss of log" if self.loss is not None else "an unclean stop"
+            log.warning(f"new versions after {why}", vbuckets=len(self.new_versions))
+        for vb_id, reason in self.engine.quarantined.items():
+            log.error("quarantined", vb_id=vb_id, reason=reason)
+
+    def begin(self) -> str:
+        """Make the first writes. Return why there is no room for them, "" once they are made.
+
+        Raises what Startup.begin raises, but for full disks.
+        """
+        try:
+            self._startup.begin()
+        except (LogFullError, StoreFullError) as error:
+            return str(error)
+        self.has_begun = True
+        return ""
 
     @property
     def node(self) -> NodeRecord:
@@ -72,11 +116,15 @@ class Storage:
         "". Raises StoreDamagedError.
         """
         with self._opened:
-            if not is_clean:
+            if not (is_clean and self.has_begun):
                 return ""
             self.store.refresh()
+            parts = self.engine.partitions
+            clean_end = CleanEnd(
+                self.writer.end, {part.vb_id: (part.high_seqno, part.vb_uuid) for part in parts}
+            )
             try:
-                self.store.set_node(self.node._replace(clean_shutdown=True))
+                self.store.end(self.node._replace(clean_shutdown=True), clean_end)
             except (StoreFullError, StoreFailedError) as error:
                 return str(error)
             return ""

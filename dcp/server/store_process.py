@@ -7,10 +7,13 @@ the server's end, `main` is the child's (`python -m dcp.server.store_process`).
     message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
     request = {"id", "op": one of OPERATIONS, ...}
     reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
+    beat    = {"beat"}, every BEAT_S while a request is handled: the child runs
 
 Invariants
 - requests are handled one after another, in order;
 - a request happens wholly or not at all, whenever the child dies;
+- a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs. A
+  transaction that the disk takes long for is no reason, because beats come from another thread;
 - the child never outlives its server with effect: it is killed with it (Linux), ends at the end of
   its stdin, and commits nothing once its parent is another; until it is gone it holds the folder's
   lock, so that no new server opens the folder beside it.
@@ -25,8 +28,10 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -38,12 +43,20 @@ from vbucket.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_segment
 from vbucket.key_record import RecordDamagedError
-from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.kvenv import (
+    KvEnv,
+    MapFullError,
+    StoreDamagedError,
+    StoreFailedError,
+    StoreFullError,
+    with_room,
+)
 from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
 from vbucket.log import LogDamagedError
 from vbucket.merge import MergeRefusedError, MergeReport, merge
 from vbucket.retention import DiskUse, Planner, PlanReport, Step, Windows
-from vbucket.store import BY_SEQNO_TABLE, TABLES, StoreView, put_failover
+from vbucket.store import StoreView
+from vbucket.store_records import BY_SEQNO_TABLE, TABLES, put_failover
 
 if TYPE_CHECKING:
     import asyncio
@@ -54,12 +67,20 @@ SLICE_S: Final = 0.15
 """One transaction of a compaction, or SLICE_BYTES of it."""
 PLAN_S: Final = 1.0
 """After this long a plan is continued with another request."""
+BEAT_S: Final = 1.0
+SILENCE_S: Final = 30.0
+"""How long a child that has something to do may say nothing; many beats, so that a machine that
+swaps is given time."""
+STOP_S: Final = 3.0
+"""What a child gets to finish its request and end, before it is killed."""
+_GONE_S: Final = 1.0
+"""What the system gets to remove a killed child."""
 _LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1
 _ERRORS: Final[dict[str, type[Exception]]] = {
     error.__name__: error
     for error in (
-        BlockDamagedError, LogDamagedError, MergeRefusedError, RecordDamagedError,
+        BlockDamagedError, LogDamagedError, MapFullError, MergeRefusedError, RecordDamagedError,
         StoreDamagedError, StoreFailedError, StoreFullError, UnknownFormatError,
     )
 }  # fmt: skip
@@ -73,10 +94,11 @@ class StoreProcessDiedError(Exception):
 class StoreProcess:
     """The server's end of a running store process. Made by `start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, silence_s: float = SILENCE_S) -> None:
         import asyncio
 
         self._process = process
+        self._silence_s = silence_s
         self._turn = asyncio.Lock()
         self._last_id = 0
         self._reply_bytes = 0
@@ -94,11 +116,13 @@ class StoreProcess:
         *,
         nice: int = DEFAULT_NICE,
         map_size_bytes: int = MAP_SIZE_BYTES,
+        silence_s: float = SILENCE_S,
     ) -> StoreProcess:
         """Start a store process for a data folder whose lock `lock_fd` holds.
 
-        It runs `nice` steps below the server. Call it on a thread that lives as long as the
-        server: on Linux the child is killed when that thread ends.
+        `map_size_bytes` is what the map begins with. The child runs `nice` steps below the server.
+        Call it on a thread that lives as long as the server: on Linux the child is killed when that
+        thread ends.
         """
         import asyncio
 
@@ -107,7 +131,7 @@ class StoreProcess:
             str(data_path), str(os.getpid()), str(nice), str(map_size_bytes),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(lock_fd,),
         )  # fmt: skip
-        return cls(process)
+        return cls(process, silence_s)
 
     @property
     def pid(self) -> int:
@@ -172,12 +196,25 @@ class StoreProcess:
         used_bytes: int = await self._request({"op": "used_bytes"})
         return used_bytes
 
-    async def stop(self) -> None:
-        """End the child after the requests it has; return when it has gone. May be repeated."""
-        async with self._turn:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-            await self._process.wait()
+    async def stop(self) -> bool:
+        """End the child after the request that it has; kill it where that takes longer than STOP_S.
+
+        Return whether it has gone: a killed process stays while the disk does not answer it. May be
+        repeated.
+        """
+        import asyncio
+
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        for timeout_s in (STOP_S, _GONE_S):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                self.kill()
+            else:
+                return True
+        return False
 
     def kill(self) -> None:
         """End the child at once; what it was doing does not happen. `stop` waits for its end."""
@@ -190,13 +227,24 @@ class StoreProcess:
 
     async def _ask(self, request: dict[str, Any]) -> Any:
         """Make a request in one's turn."""
+        import asyncio
+
         self._last_id += 1
         request_id = request["id"] = self._last_id
         try:
-            reply = await self._exchange(request)
-            # A request that was cancelled has left its reply behind.
-            while reply["id"] != request_id:
-                reply = await self._read()
+            async with asyncio.timeout(self._silence_s):
+                await self._send(request)
+            reply: dict[str, Any] = {}
+            # Beats have no id, and a request that was cancelled has left its reply behind.
+            while reply.get("id") != request_id:
+                async with asyncio.timeout(self._silence_s):
+                    reply = await self._read()
+        except TimeoutError as error:
+            self.kill()
+            raise StoreProcessDiedError(
+                f"the store process {self.pid} said nothing for {self._silence_s:g} s during "
+                f"{request['op']!r} and was killed; nothing of it was stored. Start another one"
+            ) from error
         except (EOFError, ConnectionError) as error:
             status = await self._process.wait()
             raise StoreProcessDiedError(
@@ -207,18 +255,17 @@ class StoreProcess:
             raise _ERRORS[reply["error"]](reply["text"])
         return reply["result"]
 
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _send(self, request: dict[str, Any]) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         if stdin.is_closing():
             raise ConnectionResetError("the store process was stopped")
         stdin.write(_pack(request))
         await stdin.drain()
-        return await self._read()
 
     async def _read(self) -> dict[str, Any]:
-        """Read the next reply. One whose reading was cancelled is read on: either await may be
-        cancelled, and has taken nothing then.
+        """Read the next reply or beat. One whose reading was cancelled is read on: either await may
+        be cancelled, and has taken nothing then.
         """
         stdout = self._process.stdout
         assert stdout is not None
@@ -243,16 +290,20 @@ class StoreWork:
         self._planner = Planner()
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request says and return the reply; every error of `_ERRORS` becomes one."""
+        """Do what a request says and return the reply; every error of `_ERRORS` becomes one.
+
+        Where the map is full it grows, and the operation is tried again from its beginning.
+        """
+        operation = OPERATIONS[request["op"]]
         try:
-            result = OPERATIONS[request["op"]](self, request)
+            result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
             return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> MergeReport:
         """Merge sealed segments."""
-        segments = ((number, _sealed(self._log_folder, number)) for number in request["segments"])
+        segments = _SealedSegments(self._log_folder, request["segments"])
         return merge(self._env, segments, before_commit=self._before_commit)
 
     def set_failover(self, request: dict[str, Any]) -> None:
@@ -324,11 +375,58 @@ def main(arguments: list[str]) -> None:
     os.nice(nice)
     env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
     work = StoreWork(env, log_path(data_path), end_without_parent)
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    stdin, replies = sys.stdin.buffer, _Replies(sys.stdout.buffer)
     while (request := _read_message(stdin)) is not None:
-        stdout.write(_pack(work.handle(request)))
-        stdout.flush()
+        with replies.beating():
+            reply = work.handle(request)
+        replies.send(reply)
     env.close()
+
+
+class _Replies:
+    """The child's side of the pipe: replies, and beats while a request is handled."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._turn = threading.Lock()
+        self._is_busy = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        with self._turn:
+            self._stream.write(_pack(message))
+            self._stream.flush()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send beats until the block ends."""
+        self._is_busy.set()
+        try:
+            yield
+        finally:
+            self._is_busy.clear()
+
+    def _beat(self) -> None:
+        while self._is_busy.wait():
+            time.sleep(BEAT_S)
+            if self._is_busy.is_set():
+                # The server may be gone; then the main thread ends with the end of its input.
+                with suppress(OSError):
+                    self.send({"beat": True})
+
+
+class _SealedSegments:
+    """Sealed segments, each read when it is its turn; may be iterated again."""
+
+    def __init__(self, log_folder: Path, segments: list[int]) -> None:
+        self._log_folder = log_folder
+        self._segments = segments
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and bytes. Raises LogDamagedError for one that is not there."""
+        for segment in self._segments:
+            yield segment, _sealed(self._log_folder, segment)
 
 
 def _sealed(log_folder: Path, segment: int) -> bytes:

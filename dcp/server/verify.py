@@ -36,14 +36,15 @@ from dcp.server.folder import (
     store_path,
 )
 from vbucket.device import UnknownFormatError
-from vbucket.device_files import read_segment, segments_in
+from vbucket.device_files import read_mark_slots, read_segment, segments_in
 from vbucket.finding import Finding, Kind
 from vbucket.kvenv import StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbFile
 from vbucket.log import LogDamagedError
-from vbucket.store import TABLES
+from vbucket.log_end import read_marks
+from vbucket.store_records import TABLES
 from vbucket.verify import Progress, StoreCheck
-from vbucket.verify_log import LogCheck
+from vbucket.verify_log import KnownEnds, LogCheck
 
 PROGRESS_EVERY_S: Final = 1.0
 PROGRESS_EVERY_S_IN_A_FILE: Final = 30.0
@@ -164,7 +165,11 @@ def check_tables(data_path: Path) -> int:
         return ExitCode.FINDINGS
     log_folder = log_path(data_path)
     check = StoreCheck(
-        database, _segments(log_folder), lambda n: _segment(log_folder, n), on_progress=tell
+        database,
+        _segments(log_folder),
+        lambda n: _segment(log_folder, n),
+        marks=_marks(log_folder),
+        on_progress=tell,
     )
     try:
         for finding in check.findings():
@@ -183,7 +188,7 @@ def _log_alone(data_path: Path) -> Iterator[Finding]:
     check = LogCheck(
         _segments(log_folder),
         lambda n: _segment(log_folder, n),
-        merged_segment=None,
+        known=KnownEnds(mark=read_marks(_marks(log_folder))),
         high_seqnos=None,
     )
     yield from check.findings()
@@ -205,6 +210,14 @@ def _segment(log_folder: Path, segment: int) -> bytes:
         return read_segment(log_folder, segment)
     except (OSError, KeyError) as error:
         raise LogDamagedError(f"cannot be read: {error}") from error
+
+
+def _marks(log_folder: Path) -> list[bytes]:
+    try:
+        return read_mark_slots(log_folder)
+    except OSError as error:
+        _write(["finding", Kind.LOG, "log end mark", f"it cannot be read: {error}"])
+        return []
 
 
 def _write(message: list[Any]) -> None:

@@ -231,7 +231,9 @@ class ConnectionCommands:
         parts = [part for part in engine.partitions if part.state in states]
         for part in parts:
             if part.branch_group > engine.committed_group:
-                state.observes(part.vb_id)  # the branch has lowered its committed_seqno already
+                state.observes_history(
+                    part.vb_id
+                )  # the branch has lowered its committed_seqno already
         state.answer(
             request,
             value=b"".join(VB_SEQNO.pack(part.vb_id, seqno_of(part)) for part in parts),
@@ -260,7 +262,7 @@ class ConnectionCommands:
         if request.vb_id >= NUM_VBUCKETS:
             self.refuse_vbucket(request)
             return
-        state.observes(request.vb_id)
+        state.observes_history(request.vb_id)
         log = state.engine.partitions[request.vb_id].failover
         state.answer(request, value=pack_failover_log(log.pairs()))
 
@@ -274,7 +276,7 @@ class ConnectionCommands:
             self.refuse_vbucket(request)
             return
         part = state.engine.partitions[request.vb_id]
-        state.observes(request.vb_id)
+        state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]
         ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)
         if ended_at is None:

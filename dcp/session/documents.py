@@ -64,7 +64,7 @@ _STORE_FORMS: Final = {
     Opcode.REPLACE: (REPLACE, False),
     Opcode.REPLACEQ: (REPLACE, True),
 }
-_COME_BACK: Final = "writers have to wait until a takeover has caught up; try again soon"
+_COME_BACK: Final = "the partition takes no writes now; try again soon"
 _SET_FORM: Final = 0x80 << 8 | Opcode.SET
 _SET_EXTRAS: Final = STORE_EXTRAS.size << 8
 _SET_ANSWER: Final = HEADER.pack(0x81, Opcode.SET, 0, 16, 0, 0, 16, 0, 0)[:12]
@@ -514,7 +514,8 @@ class DocumentCommands:
             self._refuse_vbucket(opcode, opaque, vb_id)
             return
         if status == Status.ETMPFAIL:  # which tells nothing of what is stored
-            self.refuse(opcode, opaque, status, self._engine.write_refusal or _COME_BACK)
+            holds = self._engine.partitions[vb_id].holds
+            self.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
             return
         self._state.observes(vb_id)
         # A miss is an everyday answer: no context, no cost.

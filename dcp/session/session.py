@@ -25,6 +25,7 @@ from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.put_frames import PutFramesCommand
+from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
@@ -136,7 +137,7 @@ class Session:
         if now_ns < state.held_until_ns:
             state.is_full = True
             return
-        state.is_full = False
+        state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
@@ -178,6 +179,8 @@ class Session:
             if body_end > end:
                 missing_bytes = body_end - end
                 break
+            if opcode in _WRITES and self._must_wait():
+                break
             if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
                 self._take(buffer, position, body_end)
             elif self._gate.is_waiting:
@@ -204,14 +207,22 @@ class Session:
 
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that requests reach without a look at their opcode's rules."""
-        rights = self.state.rights
-        if rights is None or not self._gate.is_open:
+        state = self.state
+        rights = state.rights
+        if rights is None or not self._gate.is_open or state.engine.writers_wait:
             return _NO_HANDLERS
         if rights.has_all_documents:
             return self._hot
         if not self._checked:
             self._checked = {opcode: self._with_check(run) for opcode, run in self._hot.items()}
         return self._checked
+
+    def _must_wait(self) -> bool:
+        """Whether a command that writes has to wait for room; the session is full then."""
+        state, engine = self.state, self.state.engine
+        if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
+            state.is_full = state.waits_for_room = True
+        return state.waits_for_room
 
     def _with_check(self, run: DocumentHandler) -> DocumentHandler:
         state = self.state
@@ -332,6 +343,10 @@ class Session:
         return True
 
 
+_WRITES: Final = frozenset(
+    opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
+)
+"""Commands that change documents; they wait while the store has fallen behind."""
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(

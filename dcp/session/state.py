@@ -30,6 +30,8 @@ CONTEXT_CHARS_MAX: Final = 300
 FLUSH_PAUSE_NS: Final = 250_000_000
 """How long a flush waits before it looks again whether writes are taken."""
 
+_PARTLY_FLUSHED: Final = "some documents were deleted before; flush again to delete the rest"
+
 NOTES_MAX: Final = 16
 """Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
 
@@ -66,6 +68,17 @@ class Limits(NamedTuple):
     """Wrong logins after which a connection is closed."""
 
 
+class FlushAnswers(NamedTuple):
+    """How a flush is answered once it ends."""
+
+    done: bytes
+    """Follows the last step; b"" where the client wants no answer."""
+    damaged: Callable[[StoreDamagedError], None]
+    """Called instead where a step meets damaged data. What was deleted by then stays deleted."""
+    refused: Callable[[str], None]
+    """Called instead where writes are refused meanwhile, with the reason. The same holds."""
+
+
 class SessionState:
     """One connection's state. Plain attributes, read on the hot path."""
 
@@ -82,8 +95,7 @@ class SessionState:
         "facts",
         "faults",
         "flush",
-        "flush_answer",
-        "flush_damaged",
+        "flush_answers",
         "has_collections",
         "has_json",
         "has_mutation_tokens",
@@ -108,6 +120,7 @@ class SessionState:
         "unread_bytes",
         "user",
         "wait_group",
+        "waits_for_room",
     )
 
     def __init__(
@@ -141,6 +154,9 @@ class SessionState:
         """Bytes among `answers` that a request can ask for without sending as many itself."""
         self.is_full = False
         """Stop taking commands until the answers are gone."""
+        self.waits_for_room = False
+        """A command that writes waits at the head of the buffer until `engine.writers_wait` ends.
+        The shell calls `resume` then."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault asked for a delay."""
         self.is_closing = False
@@ -171,8 +187,7 @@ class SessionState:
         self.schedule = _nothing_to_schedule
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
-        self.flush_answer = b""
-        self.flush_damaged: Callable[[StoreDamagedError], None] = _not_flushing
+        self.flush_answers = _NOT_FLUSHING
 
     def answer(
         self,
@@ -276,22 +291,21 @@ class SessionState:
         body = self.error_body(f"the stored data is damaged: {error}")
         self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
 
-    def begin_flush(
-        self, flush: Flush, answer: bytes, damaged: Callable[[StoreDamagedError], None]
-    ) -> None:
-        """Delete all documents in steps, one per `resume`; `answer` follows the last one, and
-        `damaged` is called instead where a step comes upon damaged data: what it has deleted by
-        then stays so.
-        """
+    def begin_flush(self, flush: Flush, answers: FlushAnswers) -> None:
+        """Delete all documents in steps, one per `resume`."""
         self.flush = flush
-        self.flush_answer = answer
-        self.flush_damaged = damaged
+        self.flush_answers = answers
         self.continue_flush(0)
 
     def continue_flush(self, now_ns: int) -> None:
         """Take the next step; until the last one is done the session is full."""
         assert self.flush is not None
-        if self.engine.write_refusal:
+        engine = self.engine
+        if engine.write_refusal:
+            self.flush = None
+            self.flush_answers.refused(f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
+            return
+        if engine.writers_wait:
             self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
             return
@@ -301,14 +315,14 @@ class SessionState:
                 return
         except StoreDamagedError as error:
             self.flush = None
-            self.flush_damaged(error)
+            self.flush_answers.damaged(error)
             return
         self.flush = None
-        last_group = max(part.last_group for part in self.engine.partitions)
-        if last_group > self.engine.committed_group:
+        last_group = max(part.last_group for part in engine.partitions)
+        if last_group > engine.committed_group:
             self.wait_group = max(self.wait_group, last_group)
-        if self.flush_answer:
-            self.answers.append(self.flush_answer)
+        if self.flush_answers.done:
+            self.answers.append(self.flush_answers.done)
 
     def close(self, reason: str) -> None:
         """Close the connection after what has been answered."""
@@ -330,9 +344,21 @@ class SessionState:
         if last_group > self.engine.committed_group:
             self.wait_group = max(self.wait_group, last_group)
 
+    def observes_history(self, vb_id: int) -> None:
+        """The same for answers that tell of the partition's versions. A new version changes no
+        document, but nobody may know of it before it is committed.
+        """
+        self.observes(vb_id)
+        branch_group = self.engine.partitions[vb_id].branch_group
+        if branch_group > self.engine.committed_group:
+            self.wait_group = max(self.wait_group, branch_group)
 
-def _not_flushing(_error: StoreDamagedError) -> None:
+
+def _not_flushing(_why: object) -> None:
     """No flush is under way."""
+
+
+_NOT_FLUSHING: Final = FlushAnswers(b"", _not_flushing, _not_flushing)
 
 
 def _nothing_to_schedule() -> None:

@@ -218,7 +218,7 @@ class DcpCommands:
         part = self._partition_of(request, asked.flags)
         if part is None:
             return
-        state.observes(part.vb_id)
+        state.observes_history(part.vb_id)
         if asked.flags & _FROM_LATEST:
             high = part.committed_seqno
             vb_uuid = asked.vb_uuid or part.vb_uuid

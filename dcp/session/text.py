@@ -20,12 +20,13 @@ read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.session.connection import REPORTED_VERSION
 from dcp.session.documents import absolute_expiry
-from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
+from dcp.session.state import CONTEXT_CHARS_MAX, FlushAnswers, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import Status
 from vbucket.engine import ADD, REPLACE, SET, Document, Outcome
@@ -155,7 +156,7 @@ class TextSession:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered, after the answers were taken away."""
         state = self.state
-        state.is_full = False
+        state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         self._engine.begin_batch(now_ns)
         self._now_s = now_ns // 1_000_000_000
@@ -198,7 +199,10 @@ class TextSession:
                 self.state.send(b"CLIENT_ERROR line too long\r\n")
                 self.state.close(f"a text command has more than {LINE_BYTES_MAX} bytes")
             return position
-        self._take_line(bytes(buffer[position:newline]))
+        line = bytes(buffer[position:newline])
+        if _WRITES.match(line) and self._must_wait():
+            return position
+        self._take_line(line)
         return newline + 1
 
     def _take_line(self, line: bytes) -> None:
@@ -247,6 +251,8 @@ class TextSession:
         buffer = self._buffer
         end = position + store.value_bytes
         if len(buffer) < end + 2:
+            return position
+        if self._must_wait():
             return position
         self._store = None
         if buffer[end : end + 2] != b"\r\n":
@@ -372,8 +378,12 @@ class TextSession:
             if not is_quiet:
                 self.state.send(self._not_now())
         elif arguments in ([], [b"0"]):
-            answer = b"" if is_quiet else b"OK\r\n"
-            self.state.begin_flush(Flush(self._engine), answer, self._flush_damaged)
+            answers = FlushAnswers(
+                done=b"" if is_quiet else b"OK\r\n",
+                damaged=self._flush_damaged,
+                refused=self._flush_refused,
+            )
+            self.state.begin_flush(Flush(self._engine), answers)
         elif not is_quiet:
             self.state.send(b"CLIENT_ERROR flush_all works at once; it takes no delay but 0\r\n")
 
@@ -381,6 +391,10 @@ class TextSession:
         """Where quiet too: what is not gone may be taken for gone."""
         self.state.note("damaged data", command="flush_all", reason=str(error))
         self.state.send(_DAMAGED)
+
+    def _flush_refused(self, why: str) -> None:
+        """Where quiet too, for the same reason."""
+        self.state.send(b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode())
 
     def _answer_of(self, vb_id: int, outcome: Outcome, success: bytes) -> bytes:
         """Return the answer to a change, which waits for what it made or saw."""
@@ -393,6 +407,13 @@ class TextSession:
     def _not_now(self) -> bytes:
         why = self._engine.write_refusal
         return b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode() if why else _NOT_NOW
+
+    def _must_wait(self) -> bool:
+        """Whether a command that writes has to wait for room; the session is full then."""
+        state = self.state
+        if self._engine.writers_wait and not self._engine.write_refusal:
+            state.is_full = state.waits_for_room = True
+        return state.waits_for_room
 
     # -- the server ----------------------------------------------------------------------------
 
@@ -425,6 +446,8 @@ class TextSession:
         return None if seconds is None else absolute_expiry(seconds, self._now_s)
 
 
+_WRITES: Final = re.compile(rb" *(gats?|incr|decr|delete|touch|flush_all)\b")
+"""Lines that change something; stores wait with their data block."""
 _ALWAYS_ANSWERED: Final = frozenset({b"get", b"gets", b"gat", b"gats", b"stats", b"version"})
 """Commands that know no `noreply`: it is a key there, or nothing."""
 

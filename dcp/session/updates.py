@@ -14,7 +14,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.documents import DocumentCommands
-from dcp.session.state import SessionState
+from dcp.session.state import FlushAnswers, SessionState
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import MUTATION_TOKEN, U32, U64
 from dcp.wire.opcode import QUIET_FORMS, Opcode
@@ -171,15 +171,16 @@ class UpdateCommands:
         if request.extras not in {b"", bytes(4)} or request.key or request.value:
             self._refuse(request, "FLUSH has nothing, or a delay of 0: later is not supported")
             return
-        if self._state.engine.write_refusal:
-            self._documents.refuse_outcome(request.opcode, request.opaque, Status.ETMPFAIL, 0)
+        if why := self._state.engine.write_refusal:
+            self._documents.refuse(request.opcode, request.opaque, Status.ETMPFAIL, why)
             return
         opcode, opaque, state = request.opcode, request.opaque, self._state
-        state.begin_flush(
-            Flush(state.engine),
-            b"" if opcode == Opcode.FLUSHQ else pack_response(opcode, opaque=opaque),
-            lambda error: state.answer_damage(opcode, opaque, error),
+        answers = FlushAnswers(
+            done=b"" if opcode == Opcode.FLUSHQ else pack_response(opcode, opaque=opaque),
+            damaged=lambda error: state.answer_damage(opcode, opaque, error),
+            refused=lambda why: self._documents.refuse(opcode, opaque, Status.ETMPFAIL, why),
         )
+        state.begin_flush(Flush(state.engine), answers)
 
     def verbosity(self, request: Frame) -> None:
         """Take note of nothing: how much is logged is the server's setting, not a client's."""

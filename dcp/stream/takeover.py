@@ -28,7 +28,7 @@ from typing import Final
 
 from vbucket.engine import Engine
 from vbucket.lifecycle import put_state
-from vbucket.partition import Hold, VbState
+from vbucket.partition import VbState
 
 SENDING_NS_MAX: Final = 60 * 1_000_000_000
 """After so long in SENDING writes are told to come back later, so that the stream can catch up
@@ -45,6 +45,7 @@ class TakeoverStep(Enum):
     DONE = auto()
 
 
+_TOO_FAST: Final = "writers have to wait until a takeover has caught up; try again soon"
 _ASKED: Final = frozenset({TakeoverStep.PENDING_ASKED, TakeoverStep.ACTIVE_ASKED})
 
 
@@ -96,7 +97,7 @@ class Takeover:
         if self.step is not TakeoverStep.PENDING_ASKED or part.state != VbState.ACTIVE:
             return False
         put_state(engine, vb_id, VbState.DEAD)
-        part.hold_writes(Hold.TAKEOVER, is_held=False)
+        part.release_writes(self)
         self.step = TakeoverStep.DRAINING
         return True
 
@@ -106,11 +107,11 @@ class Takeover:
             return
         self.began_ns = self.began_ns or now_ns
         if now_ns - self.began_ns >= SENDING_NS_MAX:
-            engine.partitions[vb_id].hold_writes(Hold.TAKEOVER, is_held=True)
+            engine.partitions[vb_id].hold_writes(self, _TOO_FAST)
 
     def abandon(self, engine: Engine, vb_id: int) -> None:
         """The stream ends: leave the partition in the state that is safe (see the module)."""
         part = engine.partitions[vb_id]
-        part.hold_writes(Hold.TAKEOVER, is_held=False)
+        part.release_writes(self)
         if self.step is TakeoverStep.DRAINING and part.state == VbState.DEAD:
             put_state(engine, vb_id, VbState.ACTIVE)

@@ -139,7 +139,7 @@ class SmallNode:
         self.users = users
         self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
         self.is_ready = True
-        self.write_refusal = ""
+        self.refusal_kind = ""
         self.is_broken = False
         self.operations = SmallOperations()
         self.collections = SmallCollections()
@@ -208,8 +208,8 @@ async def ask(node):
 async def test_probes_need_no_login(ask, node):
     assert (await ask("GET", "/livez", login=None))[0] == 200
     assert (await ask("GET", "/readyz", login=None))[0] == 200
-    node.write_refusal = "the disk is full"
-    refused = (503, {"status": "writes are refused"})
+    node.refusal_kind = "log_full"
+    refused = (503, {"status": "writes are refused", "why": "log_full"})
     assert (await ask("GET", "/readyz", login=None))[:2] == refused
     node.is_ready = False
     assert (await ask("GET", "/livez", login=None))[0] == 200

@@ -17,7 +17,8 @@ from vbucket.device import LogWriteError, SyncFailedError
 from vbucket.device_memory import MEMORY_AHEAD_BYTES
 from vbucket.engine import SET
 from vbucket.group import Group
-from vbucket.log import recover
+from vbucket.log_end import read_marks
+from vbucket.log_recovery import recover
 
 VB = 7
 
@@ -35,7 +36,7 @@ class Server:
         self.failures: list[Exception] = []
         self.committer = Committer(
             self.engine,
-            self.device,
+            self.node.writer,
             syncs_groups=syncs_groups,
             on_commit=self._commit,
             on_rotated=self.rotated.append,
@@ -137,11 +138,11 @@ async def test_a_segment_that_cannot_be_begun_holds_back_what_comes_after() -> N
     server = Server(memtable_bytes=1)
     rotate, attempts, is_full = server.device.rotate, [], True
 
-    def full() -> int:
+    def full(at_least: int = 1) -> int:
         attempts.append(server.device.current_bytes)
         if is_full:
             raise module.LogFullError("no room for a segment")
-        return rotate()
+        return rotate(at_least)
 
     server.device.rotate = full  # type: ignore[method-assign]
     server.set(b"first")
@@ -233,3 +234,65 @@ async def test_a_branch_is_synced_whatever_the_durability(branches: bool) -> Non
     assert server.engine.partitions[VB].persisted_seqno == int(branches)
     server.committer.stop()
     assert server.device.unsynced_bytes == 0
+
+
+async def test_a_due_sync_comes_before_the_next_group() -> None:
+    """With `interval`, under load: the thread always has a group in its hands, or the next one."""
+    server = Server(syncs_groups=False)
+    synced_after: list[int] = []
+    sync = server.device.sync
+
+    def noted_sync() -> None:
+        synced_after.append(server.engine.committed_group)
+        sync()
+
+    def commit(group: Group) -> None:
+        server.committed.append(group.number)
+        server.set(b"more", LARGE)
+        if group.number == 1:
+            assert server.committer._is_busy
+            server.committer.sync_soon()
+
+    server.device.sync = noted_sync  # type: ignore[method-assign]
+    server.committer._on_commit = commit
+    server.set(b"first", LARGE)
+    await server.until(lambda: len(server.committed) >= 5)
+    assert synced_after == [1]
+    server.committer._on_commit = server._commit
+    await server.committer.drain()
+    server.committer.stop()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, size: int) -> None:
+    def fail(_: Group) -> None:
+        raise MemoryError("no memory to wake anybody")
+
+    server.committer._on_commit = fail
+    server.set(b"k", size)
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], MemoryError)
+    server.set(b"another")
+    await server.committer.drain()
+    assert len(server.failures) == 1
+    assert not server.engine.has_pending or server.engine.committed_group == 1
+
+
+async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> None:
+    def fail(_: bytes) -> None:
+        raise MemoryError("no memory for a group")
+
+    server.device.append = fail  # type: ignore[method-assign]
+    server.set(b"k", LARGE)
+    await server.until(lambda: server.failures)
+    assert isinstance(server.failures[0], MemoryError)
+    assert server.committed == []
+    await server.committer.drain()
+
+
+async def test_the_end_mark_is_synced_soon_after_the_last_group(server: Server) -> None:
+    server.set(b"k")
+    await server.until(lambda: server.committed)
+    assert server.node.writer.has_unsynced_mark
+    await server.until(lambda: not server.node.writer.has_unsynced_mark)
+    assert read_marks(server.device.marks()).end == server.node.writer.end

@@ -18,7 +18,7 @@ from vbucket.compaction import Floors
 from vbucket.engine import SET, Document
 from vbucket.lifecycle import purge
 from vbucket.retention import Planner, Windows
-from vbucket.store import put_failover
+from vbucket.store_records import put_failover
 
 VB = 7
 SECOND_NS = 1_000_000_000

@@ -16,7 +16,8 @@ from dcp.wire.status import Status
 from support.raw_client import RawClient
 from vbucket.ids import SEQNO_MAX
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.store import EXPIRY_TABLE, STORE_FORMAT_VERSION, TABLES, Store, StoreView, put_node
+from vbucket.store import Store, StoreView
+from vbucket.store_records import EXPIRY_TABLE, STORE_FORMAT_VERSION, TABLES, put_node
 
 VB = 5
 COUNT = 500

@@ -104,9 +104,12 @@ def check_refusals(server: DcpdProcess) -> None:
             assert "refused until there is room for the server's log" in context_of(answer)
         assert client.ask(Opcode.GET, key=KEY, vb_id=VB).value == bytes(500)
         assert client.ask(Opcode.GET, key=b"new", vb_id=VB).status == Status.KEY_ENOENT
-    assert server.metrics()["dcpd_writes_refused"] == 1
+    assert server.metrics()['dcpd_writes_refused{reason="log_full"}'] == 1
     assert server.status()["write_refusal"]
-    assert ask(server, "GET", "/readyz") == (503, b'{"status":"writes are refused"}')
+    assert ask(server, "GET", "/readyz") == (
+        503,
+        b'{"status":"writes are refused","why":"log_full"}',
+    )
     with pytest.raises(ServerRefusedError, match="until there is room"):
         server.branch(7, at=0)
     for change in (

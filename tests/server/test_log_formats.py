@@ -16,10 +16,16 @@ from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
 from vbucket.device import SEGMENT_FORMAT_VERSION
-from vbucket.device_files import read_segment, segment_path, segments_in
-from vbucket.log import KIND_GROUP, RECORD_BYTES, RECORD_HEAD, read_segment_header, scan_segment
+from vbucket.device_files import MARK_NAME, read_segment, segment_path, segments_in
+from vbucket.log import (
+    KIND_GROUP,
+    OLD_RECORD_HEAD,
+    RECORD_BYTES,
+    read_segment_header,
+    scan_segment,
+)
 
-OLD_FOLDER = Path(__file__).parents[1] / "data" / "folder-log-v1.zip"
+DATA = Path(__file__).parents[1] / "data"
 pytestmark = pytest.mark.crash
 
 
@@ -44,12 +50,15 @@ def numbered(name: str, value: str, count: int) -> dict[bytes, bytes]:
     return {b"%s-%d" % (name.encode(), n): b"%s %d" % (value.encode(), n) for n in range(count)}
 
 
-def test_a_folder_with_a_log_of_version_1_goes_on_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "log_versions"), [(1, [1, 1]), (2, [2])])
+def test_a_folder_with_an_older_log_goes_on_as_it_was(
+    tmp_path: Path, version: int, log_versions: list[int]
+) -> None:
     """It was killed: some is merged, a partition was branched, a group at the end is torn."""
     data = tmp_path / "data"
-    with ZipFile(OLD_FOLDER) as folder:
+    with ZipFile(DATA / f"folder-log-v{version}.zip") as folder:
         folder.extractall(data)
-    assert versions(data / "log") == [1, 1]
+    assert versions(data / "log") == log_versions
     assert findings(data) == ["torn-tail"]
     merged, logged = numbered("merged", "value", 20), numbered("logged", "value", 10)
     at_0 = {b"after-branch": b"v", **merged, b"logged-0": b"value 0", b"logged-1": b"value 1"}
@@ -73,7 +82,7 @@ def test_a_folder_with_a_log_of_version_1_goes_on_as_it_was(tmp_path: Path) -> N
 
 def plain_record(group: int, payload: bytes) -> bytes:
     """A record as every client can make it: that of a log without a salt."""
-    head = RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
+    head = OLD_RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
     return head + google_crc32c.value(head + payload).to_bytes(4, "big") + payload
 
 
@@ -84,8 +93,10 @@ def test_a_value_that_looks_like_a_record_in_a_torn_group_stops_no_start(tmp_pat
         crafted = b"".join(plain_record(group, b"x" * 40) for group in range(1, 200))
         with RawClient(server.port) as client:
             assert client.set(b"kept").status == Status.OK
+            mark = (log / MARK_NAME).read_bytes()
             assert client.set(b"crafted", crafted).status == Status.OK
         server.kill()
+        (log / MARK_NAME).write_bytes(mark)  # as after a power cut before that group's sync
         segment = segments_in(log)[-1]
         data = bytearray(read_segment(log, segment))
         first, last = scan_segment(bytes(data), segment, is_newest=True)

@@ -240,7 +240,7 @@ def test_a_folder_that_is_in_use_or_foreign_ends_with_3(start, tmp_path):
 
 def test_a_damaged_log_ends_with_4(start, tmp_path):
     start("--admin-port", "0").stop()
-    segments = sorted((tmp_path / "data" / "log").iterdir())
+    segments = sorted((tmp_path / "data" / "log").glob("*.log"))
     segments[-1].write_bytes(b"\xff" * 4096)
     result = dcpd("--port", "0", "--admin-port", "0", "--data", tmp_path / "data")
     assert result.returncode == ExitCode.DAMAGED

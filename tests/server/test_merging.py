@@ -2,93 +2,149 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from typing import Any
 
 import pytest
 
-from dcp.server import merging
 from dcp.server.compaction import Compaction, CompactionError
 from dcp.server.config import Settings
-from dcp.server.merging import merge_patiently
+from dcp.server.merging import MergeTroubleError, Merging
 from dcp.server.meter import Meter
 from dcp.server.store_process import StoreProcessDiedError
-from vbucket.kvenv import StoreFullError
-from vbucket.merge import MergeReport
-
-REPORT = MergeReport(3, {5: 9}, 9)
-
-
-class Process:
-    """A store process that does as it is told, once."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-        self.merge_s = 1.5
-
-    async def merge(self, segments: list[int]) -> MergeReport:
-        if self.error is not None:
-            raise self.error
-        return REPORT
-
-    async def used_bytes(self) -> int:
-        await self.merge([])
-        return 7
-
-
-class Node:
-    """What merging sees of a node. `starts` is what comes of starting another process."""
-
-    def __init__(self, first: Exception, *starts: Exception | Process) -> None:
-        self.store_process = Process(first)
-        self.starts = list(starts)
-        self.meter = Meter()
-        self.merge_trouble = ""
-        self.said: list[str] = []
-
-    async def renew_store_process(self, failed: Process) -> None:
-        assert failed is self.store_process
-        start = self.starts.pop(0)
-        if isinstance(start, Exception):
-            raise start
-        self.store_process = start
-
-    def warning(self, event: str, **_: object) -> None:
-        self.said.append(event)
-
-    error = info = warning
-
+from dcp.server.store_supervisor import StoreSupervisor
+from support.memory_node import MemoryNode
+from vbucket.engine import SET
+from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.log import LogDamagedError
+from vbucket.merge import MergeReport, merge
 
 NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files")
 DIED = StoreProcessDiedError("it ended")
 FULL = StoreFullError("the disk is full")
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "PAUSE_S", 0.0)
+class Process:
+    """A store process that does as it is told: it merges in memory, or fails."""
+
+    def __init__(self, node: MemoryNode, error: Exception | None) -> None:
+        self.node = node
+        self.error = error
+        self.merge_s = 1.5
+
+    async def merge(self, segments: list[int]) -> MergeReport:
+        if self.error is not None:
+            raise self.error
+        sealed = [(segment, self.node.device.read(segment)) for segment in segments]
+        return merge(self.node.env, sealed)
+
+    async def used_bytes(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return 7
+
+    async def stop(self) -> bool:
+        return True
+
+
+class Shell:
+    """What merging needs of a server. `starts` is what comes of starting store processes."""
+
+    def __init__(self, *starts: Exception | OSError | None) -> None:
+        self.node = MemoryNode()
+        self.starts = list(starts)
+        self.meter = Meter()
+        self.said: list[str] = []
+        self.merged = 0
+        self.store = StoreSupervisor(self.start)  # type: ignore[arg-type]
+        log: Any = self
+        self.merging = Merging(
+            self.node.engine,
+            self.node.device,
+            self.store,
+            self.meter,
+            log,
+            kick=self.kick,
+            on_merged=self.on_merged,
+            pause_s=0.0,
+        )
+
+    async def start(self) -> Process:
+        start = self.starts.pop(0)
+        if start is NO_DESCRIPTOR:
+            raise NO_DESCRIPTOR
+        return Process(self.node, start)
+
+    def kick(self) -> None:
+        if self.node.engine.is_merging:
+            return
+        self.node.begin_merge()
+        self.task = asyncio.ensure_future(self.merging.merge(self.node.device.segments()[-1]))
+
+    def on_merged(self) -> None:
+        self.merged += 1
+
+    def say(self, event: str, **_: object) -> None:
+        self.said.append(event)
+
+    warning = error = info = say
+
+    async def merge_one(self) -> None:
+        await self.store.start()
+        key = b"\0k%d" % self.merged
+        self.node.engine.store(SET, 5, key, key + b"v", 0, 0, 0, 0)
+        self.kick()
+        await self.task
 
 
 @pytest.mark.parametrize("first", [DIED, FULL])
 async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Exception) -> None:
-    node: Any = Node(first, NO_DESCRIPTOR, NO_DESCRIPTOR, Process(FULL), Process(None))
-    assert await merge_patiently(node, [1, 2, 3], node) == REPORT
-    assert node.starts == []
-    assert node.merge_trouble == ""
-    assert node.said[-2:] == ["merge put off", "merging goes on"]
-    assert node.meter.merge_failures == 3 + (first is FULL)
-    assert node.meter.last_merge_s == node.meter.merge_seconds.total == 1.5
+    shell = Shell(first, NO_DESCRIPTOR, NO_DESCRIPTOR, FULL, None)
+    await shell.merge_one()
+    assert shell.starts == []
+    assert shell.merging.trouble == ""
+    assert shell.merging.count == shell.merged == 1
+    assert shell.said[-2:] == ["merge put off", "merging goes on"]
+    assert shell.meter.merge_failures == 3 + (first is FULL)
+    assert shell.meter.last_merge_s == shell.meter.merge_seconds.total == 1.5
+    assert shell.node.engine.partitions[5].merged_seqno == 1
 
 
-async def test_a_process_that_dies_of_it_every_time_ends_it() -> None:
-    node: Any = Node(DIED, Process(DIED), Process(DIED))
-    with pytest.raises(RuntimeError, match="could not be merged"):
-        await merge_patiently(node, [1], node)
+@pytest.mark.parametrize(
+    "error",
+    [
+        DIED,
+        FULL,
+        StoreFailedError("the store took no transaction"),
+        StoreDamagedError("the node's record is damaged"),
+        LogDamagedError("log segment 1 is damaged"),
+    ],
+)
+async def test_nothing_that_goes_wrong_with_the_store_ends_merging(error: Exception) -> None:
+    shell = Shell(*[error] * 6, None)
+    await shell.merge_one()
+    assert shell.merging.count == 1
+    assert shell.meter.merge_failures == 6 - (error is DIED), "the first death may be an accident"
+
+
+async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:
+    shell = Shell(*[FULL] * 1000)
+    await shell.store.start()
+    shell.node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
+    with pytest.raises(MergeTroubleError, match="the disk is full"):
+        await shell.merging.merge_now()
+    assert shell.merging.why_behind() == "the disk is full"
+    assert shell.merging.seconds_under_way > 0
+    shell.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await shell.task
 
 
 async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
-    node: Any = Node(DIED, NO_DESCRIPTOR, Process(None))
-    work = Compaction(node, Settings())
+    shell: Any = Shell(DIED, NO_DESCRIPTOR, None)
+    await shell.store.start()
+    work = Compaction(shell, Settings())
     for _ in range(2):
         with pytest.raises(CompactionError, match="it ended"):
             await work._asked(lambda process: process.used_bytes())

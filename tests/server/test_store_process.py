@@ -22,8 +22,10 @@ from vbucket.kvenv import StoreFailedError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import LogDamagedError, pack_group
+from vbucket.log_writer import LogWriter
 from vbucket.merge import MergeRefusedError, MergeReport
-from vbucket.store import TABLES, NodeRecord, PartitionRecord, Store
+from vbucket.store import Store
+from vbucket.store_records import TABLES, NodeRecord, PartitionRecord
 
 VB = 5
 
@@ -49,7 +51,8 @@ class Server:
     def __init__(self, path: Path) -> None:
         self.folder: DataFolder = open_folder(path)
         self.device = FileLogDevice(self.folder.log_path, lambda: 1)
-        self.device.rotate()
+        self.writer = LogWriter(self.device)
+        self.writer.rotate()
         self.env = LmdbEnv(self.folder.store_path, TABLES)
         node = NodeRecord(1, self.env.engine, "00", clean_shutdown=False, durability="commit",
                           merged_segment=0)  # fmt: skip
@@ -60,8 +63,8 @@ class Server:
     def seal_one(self) -> int:
         """Write one change in a segment of its own, seal it, return its id."""
         self.seqno += 1
-        self.device.append(pack_group(self.seqno, entry(self.seqno), self.device.salt))
-        return self.device.rotate() - 1
+        self.writer.append(self.seqno, entry(self.seqno))
+        return self.writer.rotate() - 1
 
     def has(self) -> int:
         self.store.refresh()
@@ -90,11 +93,11 @@ async def process(server: Server) -> AsyncIterator[StoreProcess]:
 
 async def test_it_merges_what_the_server_then_reads(server: Server, process: StoreProcess) -> None:
     first, second = server.seal_one(), server.seal_one()
-    assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 2)
+    assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 2, {}, [])
     assert server.has() == 2
-    assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 0)
+    assert await process.merge([first, second]) == MergeReport(second, {VB: 2}, 0, {}, [])
     third = server.seal_one()
-    assert await process.merge([third]) == MergeReport(third, {VB: 3}, 1)
+    assert await process.merge([third]) == MergeReport(third, {VB: 3}, 1, {}, [])
     assert server.has() == 3
 
 
@@ -124,8 +127,8 @@ async def test_it_compacts_and_who_reads_goes_on_between_slices(
             vb_id=VB, key=b"\x00k", value=b"v", cas=seqno << 16, seqno=seqno, rev_seqno=seqno,
             prev_seqno=seqno - 1,
         )  # fmt: skip
-        server.device.append(pack_group(seqno, again, server.device.salt))
-    await process.merge([server.device.rotate() - 1])
+        server.writer.append(seqno, again)
+    await process.merge([server.writer.rotate() - 1])
     server.store.refresh()
     seen: list[list[int]] = []
 
@@ -245,7 +248,7 @@ async def test_it_runs_under_uvloop_too(server: Server) -> None:
     )  # fmt: skip
     output, _ = await child.communicate()
     assert child.returncode == 0
-    assert b"MergeReport(merged_segment=1, high_seqnos={5: 1}, entries=1)" in output
+    assert b"MergeReport(merged_segment=1, high_seqnos={5: 1}, entries=1, " in output
 
 
 async def test_it_dies_with_its_server(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ async def test_times_are_those_of_the_work_and_not_of_the_wait_for_it(
     await answer("compact", done, 16.0)
     assert await first == done
     assert process.compact_s == 16.0
-    await answer("merge", MergeReport(1, {}, 0), 3.0)
-    assert await merged == MergeReport(1, {}, 0)
+    await answer("merge", MergeReport(1, {}, 0, {}, []), 3.0)
+    assert await merged == MergeReport(1, {}, 0, {}, [])
     assert process.merge_s == 3.0
     await answer("compact", done, 2.0)
     await second

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from clients.errors import ConnectError, ConnectionLostError, ServerError
+from clients.errors import ServerError, TemporaryError
 from clients.kv_sync import SyncKv
 from clients.testing import ServerStartError
 from dcp.server import verify as shell
@@ -216,24 +217,48 @@ def damaged_block(folder: Path) -> list[Finding]:
     return [Finding(Kind(found["kind"]), found["where"], found["what"])]
 
 
-def test_a_merge_that_needs_damaged_data_stops_the_server_by_name(folder: Path) -> None:
-    """Not a loop, not a crash without words; and what is answered stays in the log."""
+def test_a_merge_that_needs_damaged_data_sets_the_partition_aside(folder: Path) -> None:
+    """Its writes are refused by name, all others go on, over restarts too; a branch at 0 is the
+    end of it.
+    """
     (finding,) = damaged_block(folder)
     vb_id = int(finding.where.removeprefix("vb "))
-    key = next(k for n in range(10**6) if vbucket_of(k := b"new:%d" % n) == vb_id).decode()
-    server = DcpdProcess(folder, "--memtable-bytes", "1MiB")
-    server.start()
-    try:
-        with server.connect() as kv, pytest.raises((ConnectionLostError, ConnectError)):
-            write_for_ever(kv, key)
-        process = server._process
-        assert process is not None
-        assert process.wait(20) == 1
-    finally:
-        server.kill()
-    said = server.log_path.read_text()
-    assert f"vb {vb_id}: the block of seqnos" in said
-    assert "start again once the cause is gone" in said
+    numbers = count()
+    key = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) == vb_id).decode()
+    other = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) != vb_id).decode()
+    with DcpdProcess(folder, "--memtable-bytes", "1MiB") as server:
+        with server.connect() as kv:
+            with pytest.raises(
+                TemporaryError, match=f"vb {vb_id} is in quarantine.*block of seqno"
+            ):
+                write_for_ever(kv, key)
+            newest = kv.get(key)
+            for _ in range(2):
+                kv.set(other, VALUE)
+                server.compact()
+                assert kv.get(key) == newest, "what was answered is there"
+        assert list(server.status()["quarantined"]) == [str(vb_id)]
+        assert server.metrics()["dcpd_vbuckets_quarantined"] == 1
+        server.restart_after_kill()
+        with server.connect() as kv:
+            assert kv.get(key) == newest
+            with pytest.raises(TemporaryError, match="is in quarantine"):
+                kv.set(key, VALUE)
+            assert server.stop() == 0
+        found = json.loads(run(folder, "-o", "json").stdout.splitlines()[0])
+        assert (found["kind"], found["where"]) == ("quarantine", f"vb {vb_id}")
+        server.start()
+        server.branch(vb_id, 0)
+        server.compact()
+        assert server.status()["quarantined"] == {}
+        with server.connect() as kv:
+            kv.set(key, b"anew")
+        server.compact()
+        server.restart_after_kill()
+        with server.connect() as kv:
+            assert kv.get(key).value == b"anew"
+        assert server.stop() == 0
+    assert run(folder).returncode == 0
 
 
 def write_for_ever(kv: SyncKv, key: str) -> None:

@@ -15,7 +15,7 @@ from vbucket.engine import SET
 from vbucket.ids import vbucket_of
 from vbucket.keyspace import BranchRefusedError
 from vbucket.kvenv import StoreDamagedError
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE
+from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 VB = vbucket_of(b"a")
 

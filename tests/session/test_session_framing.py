@@ -401,7 +401,7 @@ def test_a_run_is_for_partitions_that_take_writes(node: MemoryNode) -> None:
     peer = node.connect()
     peer.send(TOKENS_AND_COLLECTIONS)
     node.engine.partitions[1].state = VbState.REPLICA
-    node.engine.partitions[2].hold_writes(Hold.LOG_FULL, is_held=True)
+    node.engine.partitions[2].hold_writes(Hold.LOG_FULL, "the disk is full")
     answers = peer.send(one_set(vb_id=0) + one_set(vb_id=1) + one_set(vb_id=2))
     assert [answer.status for answer in answers] == [
         Status.OK, Status.NOT_MY_VBUCKET, Status.ETMPFAIL,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from dcp.session.state import FLUSH_PAUSE_NS
 from dcp.session.text import TextSession
 from dcp.wire.feature import Feature
@@ -91,41 +93,84 @@ def test_an_expired_document_is_gone_without_a_change() -> None:
     assert node.engine.has_pending, "it expires now"
 
 
-def test_a_flush_under_way_waits_and_goes_on(monkeypatch) -> None:
-    node, peer = new_peer()
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush looks at three keys a step."""
+    step = updates.Flush.step
+    monkeypatch.setattr(updates.Flush, "step", lambda self: step(self, 3))
+
+
+def begin_flush(node: MemoryNode, peer: Peer) -> int:
+    """Begin to flush ten documents; return how many are left after the first step."""
     for number in range(10):
         peer.set(VB, b"k%d" % number, b"v")
     node.commit()
-    step = updates.Flush.step
-    monkeypatch.setattr(updates.Flush, "step", lambda self: step(self, 3))
-    node.engine.refuse_writes(WHY)
-    assert peer.ask(Opcode.FLUSH).status == Status.ETMPFAIL
-    node.engine.refuse_writes("")
     peer.session.receive(pack_request(Opcode.FLUSH), node.now_ns)
-    before = node.engine.partitions[VB].item_count
-    assert 0 < before < 10
+    left = node.engine.partitions[VB].item_count
+    assert 0 < left < 10
+    return left
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_flush_under_way_is_refused_and_keeps_nobody_waiting() -> None:
+    node, peer = new_peer()
+    left = begin_flush(node, peer)
     node.engine.refuse_writes(WHY)
+    noop = peer.send(pack_request(Opcode.NOOP))
+    assert [answer.opcode for answer in noop] == [Opcode.FLUSH, Opcode.NOOP]
+    assert noop[0].status == Status.ETMPFAIL
+    assert json.loads(noop[0].value)["error"]["context"].startswith(f"{WHY}; some documents")
+    assert node.engine.partitions[VB].item_count == left
+    assert not peer.state.is_full
+    node.engine.refuse_writes("")
+    assert peer.ask(Opcode.FLUSH).status == Status.OK
+    assert node.engine.partitions[VB].item_count == 0
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_flush_under_way_waits_with_other_writers() -> None:
+    node, peer = new_peer()
+    left = begin_flush(node, peer)
+    node.engine.let_writers_wait()
     for _ in range(3):
         peer.session.resume(node.now_ns)
         assert peer.state.is_full
         assert peer.state.held_until_ns == node.now_ns + FLUSH_PAUSE_NS
-        assert node.engine.partitions[VB].item_count == before
+        assert node.engine.partitions[VB].item_count == left
         node.now_ns += FLUSH_PAUSE_NS
-    node.engine.refuse_writes("")
+    node.engine.refuse_writes("", Hold.STORE_BEHIND)
     while peer.state.is_full:
         peer.session.resume(node.now_ns)
     assert node.engine.partitions[VB].item_count == 0
-    assert not peer.state.is_closing
     assert len(peer.state.answers) == 1
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_a_flush_of_the_text_protocol_is_refused_too() -> None:
+    node = MemoryNode()
+    peer = node.connect()
+    for number in range(10):
+        peer.ask(Opcode.SET, key=b"k%d" % number, extras=bytes(8), value=b"v")
+    session = TextSession(peer.state)
+    session.receive(b"flush_all\r\n", node.now_ns)
+    node.engine.refuse_writes(WHY)
+    session.receive(b"version\r\n", node.now_ns)
+    refused, version, _ = b"".join(peer.state.answers).split(b"\r\n")
+    assert refused.startswith(b"SERVER_ERROR " + WHY.encode())
+    assert version.startswith(b"VERSION")
 
 
 def test_each_reason_to_hold_writers_ends_by_itself() -> None:
     node, peer = new_peer()
     part = node.engine.partitions[VB]
-    part.hold_writes(Hold.TAKEOVER, is_held=True)
+    takeover, other = object(), object()
+    part.hold_writes(takeover, "a takeover catches up")
+    part.hold_writes(other, "another one does")
     assert "takeover" in json.loads(peer.set(VB, b"k", b"v").value)["error"]["context"]
     node.engine.refuse_writes(WHY)
-    part.hold_writes(Hold.TAKEOVER, is_held=False)
+    part.release_writes(takeover)
     assert peer.set(VB, b"k", b"v").status == Status.ETMPFAIL
     node.engine.refuse_writes("")
+    assert "another one" in json.loads(peer.set(VB, b"k", b"v").value)["error"]["context"]
+    part.release_writes(other)
     assert peer.set(VB, b"k", b"v").status == Status.OK

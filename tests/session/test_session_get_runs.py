@@ -12,7 +12,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
 from vbucket.partition import VbState
-from vbucket.store import BY_KEY_TABLE
+from vbucket.store_records import BY_KEY_TABLE
 
 VB = 3
 REPLICA_VB = 4

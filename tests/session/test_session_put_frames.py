@@ -34,7 +34,7 @@ from vbucket.entry import head_of, key_of, seqno_of
 from vbucket.kvenv import StoreDamagedError
 from vbucket.manifest import INITIAL_MANIFEST
 from vbucket.partition import VbState
-from vbucket.store import put_manifest
+from vbucket.store_records import put_manifest
 
 VB = 5
 FORCE = 1

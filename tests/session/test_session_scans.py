@@ -18,7 +18,7 @@ from support.memory_node import MemoryNode, Peer
 from vbucket.lifecycle import put_state
 from vbucket.manifest import decode_leb128
 from vbucket.partition import VbState
-from vbucket.store import BY_SEQNO_TABLE
+from vbucket.store_records import BY_SEQNO_TABLE
 
 VB = 5
 ALL = (b"", b"\xff")

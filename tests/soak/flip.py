@@ -25,13 +25,17 @@ from typing import Final, NamedTuple
 
 from dcp.server.verify import page_findings
 from vbucket.device import UnknownFormatError
-from vbucket.device_files import FileLogDevice, read_segment, segments_in
+from vbucket.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
 from vbucket.entry import pack_mutation
 from vbucket.kvenv import StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
-from vbucket.log import LogDamagedError, pack_group, recover
+from vbucket.log import LogDamagedError
+from vbucket.log_end import NO_RECORD, LogEnd
+from vbucket.log_recovery import recover
+from vbucket.log_writer import LogWriter
 from vbucket.merge import merge
-from vbucket.store import TABLES, NodeRecord, PartitionRecord, Store
+from vbucket.store import Store
+from vbucket.store_records import TABLES, NodeRecord, PartitionRecord
 from vbucket.verify import StoreCheck
 
 VBS: Final = (3, 700)
@@ -88,7 +92,8 @@ def make_store(folder: Path) -> Truth:
     log = folder / "log"
     draw = random.Random(5)
     device = FileLogDevice(log, lambda: draw.getrandbits(64))
-    device.rotate()
+    writer = LogWriter(device)
+    writer.rotate()
     entries = []
     for vb_id in VBS:
         last: dict[bytes, int] = {}
@@ -101,8 +106,8 @@ def make_store(folder: Path) -> Truth:
                 )
             )  # fmt: skip
             last[key] = seqno
-    device.append(pack_group(1, b"".join(entries), device.salt))
-    device.rotate()
+    writer.append(1, b"".join(entries))
+    writer.rotate()
     merge(env, [(1, read_segment(log, 1))])
     device.delete(1)
     device.close()
@@ -187,7 +192,9 @@ def read_all(folder: Path, truth: Truth) -> tuple[Outcome, str]:
         node = store.node()
         if node is None:
             return Outcome.REFUSED, "no node: a server refuses to make one beside a log"
-        recover(FileLogDevice(folder / "log", lambda: 0), node.merged_segment)
+        device = FileLogDevice(folder / "log", lambda: 0)
+        merged_end = LogEnd.from_document(node.merged_end or NO_RECORD)
+        list(recover(device, node.merged_segment, merged_end=merged_end).groups())
     except NAMED as error:
         return Outcome.REFUSED, str(error)
     for (vb_id, what), expected in truth.items():
@@ -225,7 +232,13 @@ def check(folder: Path) -> str:
         except NAMED as error:
             return str(error)
         log = folder / "log"
-        store_check = StoreCheck(file, segments_in(log), partial(read_segment, log), vb_ids=VBS)
+        store_check = StoreCheck(
+            file,
+            segments_in(log),
+            partial(read_segment, log),
+            marks=read_mark_slots(log),
+            vb_ids=VBS,
+        )
         found = next(store_check.findings(), None)
     return found.line() if found else ""
 

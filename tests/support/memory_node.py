@@ -32,10 +32,13 @@ from vbucket.keyspace import Group
 from vbucket.kvenv import KvEnv
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import recover
+from vbucket.log_end import LogEnd
+from vbucket.log_recovery import recover
+from vbucket.log_writer import LogWriter
 from vbucket.merge import merge
 from vbucket.recovery import new_partitions, replay_log
-from vbucket.store import STORE_FORMAT_VERSION, TABLES, NodeRecord, Store
+from vbucket.store import Store
+from vbucket.store_records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.view import Views
 
 START_NS = 1_800_000_000_000_000_000
@@ -78,7 +81,7 @@ class MemoryNode:
         self._random = random.Random(seed)
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
-        self.device.rotate()
+        LogWriter(self.device).rotate()
         self.compactor = Compactor()
         self._raised: dict[int, tuple[int, int, Floors]] = {}
         self.env: KvEnv = self._new_env(seed)
@@ -97,8 +100,14 @@ class MemoryNode:
         self.engine = Engine(self.store, self.draw_uuid, item_cache_bytes=self.item_cache_bytes)
         node = self.store.node()
         assert node is not None
-        self.torn = replay_log(self.engine, recover(self.device, node.merged_segment))
-        self.device.rotate()
+        recovery = recover(
+            self.device,
+            node.merged_segment,
+            merged_end=None if node.merged_end is None else LogEnd.from_document(node.merged_end),
+        )
+        self.torn = replay_log(self.engine, self.store, recovery)
+        self.writer = LogWriter(self.device, recovery.end)
+        self.writer.rotate()
         self.hub = StreamHub()
         self.views = Views(self.engine, self.store)
         self.scans = RangeScans(self.views, lambda: self._random.randbytes(16))
@@ -117,8 +126,8 @@ class MemoryNode:
 
     def finish(self, group: Group) -> None:
         """Write and sync a group that was taken before, and wake who waits for it."""
-        self.device.append(group.record(self.device.salt))
-        self.device.sync()
+        self.writer.append(group.number, group.payload)
+        self.writer.sync()
         self.engine.group_committed(group)
         for vb_id in group.branched:
             self.hub.branched(vb_id)
@@ -130,7 +139,7 @@ class MemoryNode:
         """Freeze and seal; writes go on."""
         self.commit()
         self.engine.freeze()
-        self.device.rotate()
+        self.writer.rotate()
 
     def end_merge(self, *, is_answer_lost: bool = False) -> None:
         """Merge the sealed segments and drop what was frozen. The first answer may get lost: who
@@ -145,7 +154,8 @@ class MemoryNode:
         self.engine.drop_frozen(0, 512)
         self.engine.drop_frozen(512, 1024)
         for segment in segments:
-            self.device.delete(segment)
+            if segment not in report.kept:
+                self.device.delete(segment)
 
     def merge(self) -> None:
         self.begin_merge()

@@ -8,8 +8,9 @@ from vbucket.device_memory import MemoryLogDevice
 from vbucket.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
 from vbucket.key_record import StoredMeta
 from vbucket.kvenv import KvEnv
-from vbucket.log import pack_group
-from vbucket.store import NodeRecord, PartitionRecord, Store
+from vbucket.log_writer import LogWriter
+from vbucket.store import Store
+from vbucket.store_records import NodeRecord, PartitionRecord
 
 MUTATION = 0x57
 DELETION = 0x58
@@ -127,7 +128,8 @@ class SegmentWriter:
 
     def __init__(self) -> None:
         self.device = MemoryLogDevice()
-        self.device.rotate()
+        self.writer = LogWriter(self.device)
+        self.writer.rotate()
         self.group = 0
         self.pending: list[bytes] = []
 
@@ -136,13 +138,13 @@ class SegmentWriter:
 
     def end_group(self) -> None:
         self.group += 1
-        self.device.append(pack_group(self.group, b"".join(self.pending), self.device.salt))
+        self.writer.append(self.group, b"".join(self.pending))
         self.pending = []
 
     def seal(self) -> None:
         if self.pending:
             self.end_group()
-        self.device.rotate()
+        self.writer.rotate()
 
     def sealed(self) -> list[tuple[int, bytes]]:
         return [(number, self.device.read(number)) for number in self.device.segments()[:-1]]

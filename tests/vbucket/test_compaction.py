@@ -25,7 +25,8 @@ from vbucket.entry import pack_control
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
-from vbucket.store import BY_SEQNO_TABLE, STATE_TABLE, TABLES, StoreView, _put_document
+from vbucket.store import StoreView
+from vbucket.store_records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, _put_document
 from vbucket.verify_partition import PartitionCheck
 
 A, B, C, D = b"\0a", b"\0b", b"\0c", b"\0d"

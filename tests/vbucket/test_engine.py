@@ -5,12 +5,15 @@ What any order of them gives is in test_engine_model.py; what clients see, in te
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from struct import error as StructError  # noqa: N812 - the struct module names it in lower case
+
 import pytest
 
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine import SET, Document, Engine
-from vbucket.keyspace import BranchRefusedError
+from vbucket.keyspace import DELETION, MUTATION, BranchRefusedError
 from vbucket.log import scan_segment, split_entries
 
 VB, OTHER = 7, 8
@@ -94,8 +97,8 @@ def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: Memo
     put(node.engine, b"2")
     group = node.engine.take_group()
     assert group is not None
-    node.device.append(group.record(node.device.salt))
-    node.device.sync()
+    node.writer.append(group.number, group.payload)
+    node.writer.sync()
     segment = node.device.segments()[-1]
     (scanned,) = scan_segment(node.device.read(segment), segment)
     assert scanned[0] == group.number
@@ -244,3 +247,66 @@ def test_reads_find_every_layer(node: MemoryNode) -> None:
     for name in (b"store", b"frozen", b"active"):
         assert value_of(engine, b"\0" + name) == name
     assert value_of(engine, b"\0deleted") is None
+
+
+# -- exceptions in the middle of a change --------------------------------------------------------
+
+
+class NoMemory(list[bytes]):
+    """A list that cannot grow."""
+
+    def append(self, _: bytes) -> None:
+        raise MemoryError
+
+
+def change_all(engine: Engine) -> Iterator[Callable[[], object]]:
+    """Yield changes of every kind, each of a document that is there."""
+    yield lambda: put(engine, b"x")
+    yield lambda: engine.delete(VB, KEY, 0)
+    yield lambda: engine.put_with_meta(DELETION, VB, KEY, KEY, 0, 0, 0, 9, 9 << 16, 0)
+    yield lambda: engine.put_with_meta(MUTATION, VB, KEY, KEY + b"v", 0, 0, 0, 9, 9 << 16, 0)
+
+
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("place", ["pending", "entries"])
+def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
+    node: MemoryNode, index: int, place: str
+) -> None:
+    engine = node.engine
+    put(engine, b"1")
+    assert engine.broken_invariant() == ""
+    part = engine.partitions[VB]
+    before = (part.high_seqno, part.max_cas, part.item_count, engine.get(VB, KEY))
+    if place == "pending":
+        engine._pending = NoMemory(engine._pending)
+    else:
+        part.append_entry = NoMemory().append
+    with pytest.raises(MemoryError):
+        list(change_all(engine))[index]()
+    after = (part.high_seqno, part.max_cas, part.item_count, engine.get(VB, KEY))
+    if place == "pending":
+        assert after == before
+        assert engine.broken_invariant() == ""
+    else:
+        assert f"vb {VB}: seqno 2 was not applied wholly" in engine.broken_invariant()
+
+
+def test_a_value_that_cannot_be_encoded_changes_nothing(node: MemoryNode) -> None:
+    put(node.engine, b"1")
+    part = node.engine.partitions[VB]
+    before = (part.high_seqno, part.max_cas, part.item_count)
+    with pytest.raises(StructError):
+        node.engine.store(SET, VB, KEY, KEY + b"v", 0, 1 << 32, 0, 0)
+    assert (part.high_seqno, part.max_cas, part.item_count) == before
+    assert node.engine.broken_invariant() == ""
+    put(node.engine, b"2")
+    assert part.high_seqno == before[0] + 1
+
+
+def test_a_branch_in_the_open_group_breaks_no_invariant(node: MemoryNode) -> None:
+    for value in (b"1", b"2", b"3"):
+        put(node.engine, value)
+    node.engine.branch(VB, 1)
+    assert node.engine.broken_invariant() == ""
+    put(node.engine, b"4")
+    assert node.engine.broken_invariant() == ""

@@ -164,8 +164,10 @@ class EngineMachine(RuleBasedStateMachine):
         """The process dies between taking a group and the end of its sync; some of it is left."""
         group = self.node.engine.take_group()
         if group is not None:
-            record = group.record(self.node.device.salt)
-            self.node.device.append(record)
+            device = self.node.device
+            size_before = device.current_bytes
+            self.node.writer.append(group.number, group.payload)
+            record = device.read(device.segments()[-1])[size_before:]
             # With the zeros ahead of the log, a record that lacks only zeros at its end is whole.
             torn_bytes_max = len(record.rstrip(b"\0")) - 1
             keep_bytes = min(int(len(record) * part), torn_bytes_max)

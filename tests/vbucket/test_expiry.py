@@ -13,12 +13,12 @@ from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import put_state
 from vbucket.merge import merge
 from vbucket.partition import VbState
-from vbucket.store import (
+from vbucket.store import Store
+from vbucket.store_records import (
     BY_KEY_TABLE,
     EXPIRY_TABLE,
     STORE_FORMAT_VERSION,
     NodeRecord,
-    Store,
     put_node,
 )
 from vbucket.updates import touch

@@ -23,7 +23,8 @@ from vbucket.key_record import checked_meta
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.lifecycle import put_state
 from vbucket.partition import VbState
-from vbucket.store import BY_KEY_TABLE, EXPIRY_TABLE, TABLES, Store
+from vbucket.store import Store
+from vbucket.store_records import BY_KEY_TABLE, EXPIRY_TABLE, TABLES
 from vbucket.updates import touch
 
 VBUCKETS = (3, 1000)

@@ -18,9 +18,12 @@ from vbucket.device import UnknownFormatError
 from vbucket.device_memory import MemoryLogDevice
 from vbucket.kvenv import StoreDamagedError
 from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import LogDamagedError, RecoveredGroup, recover
+from vbucket.log import LogDamagedError
+from vbucket.log_end import read_marks
+from vbucket.log_recovery import RecoveredGroup, recover
 from vbucket.merge import merge
-from vbucket.store import (
+from vbucket.store import Store
+from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_TABLE,
@@ -28,10 +31,9 @@ from vbucket.store import (
     META_TABLE,
     STATE_TABLE,
     TABLES,
-    Store,
 )
 from vbucket.verify import StoreCheck
-from vbucket.verify_log import LogCheck
+from vbucket.verify_log import KnownEnds, LogCheck
 
 VBS = (3, 4)
 LMDB_FLIPS = 300
@@ -50,8 +52,12 @@ class SomeLog:
             writer.seal()
         writer.add(self.model.write(b"\0c", b"y"))
         writer.end_group()
+        writer.writer.sync()
+        self.marks_before = writer.device.marks()
         writer.add(self.model.branch(7))
         writer.end_group()
+        writer.writer.sync()
+        self.marks = writer.device.marks()
         self.device: MemoryLogDevice = writer.device
         self.groups = list(self.recovered())
         self.bytes = {segment: self.device.read(segment) for segment in self.device.segments()}
@@ -59,9 +65,12 @@ class SomeLog:
     def recovered(self) -> Iterator[RecoveredGroup]:
         return recover(self.device, 0).groups()
 
-    def findings(self, bytes_of: dict[int, bytes]) -> list[str]:
+    def findings(self, bytes_of: dict[int, bytes], marks: list[bytes]) -> list[str]:
         check = LogCheck(
-            sorted(bytes_of), bytes_of.__getitem__, merged_segment=0, high_seqnos={VBS[0]: 0}
+            sorted(bytes_of),
+            bytes_of.__getitem__,
+            known=KnownEnds(merged_segment=0, mark=read_marks(marks)),
+            high_seqnos={VBS[0]: 0},
         )
         return [finding.kind for finding in check.findings()]
 
@@ -69,9 +78,10 @@ class SomeLog:
 class DamagedLog(MemoryLogDevice):
     """A log of given bytes."""
 
-    def __init__(self, bytes_of: dict[int, bytes]) -> None:
+    def __init__(self, bytes_of: dict[int, bytes], marks: list[bytes]) -> None:
         super().__init__()
         self.bytes_of = bytes_of
+        self._marks = marks
 
     def segments(self) -> list[int]:
         return sorted(self.bytes_of)
@@ -86,26 +96,31 @@ def flipped(data: bytes, at: int, bit: int) -> bytes:
     return bytes(damaged)
 
 
-def test_every_byte_of_a_log() -> None:
-    """The last group of all cannot be told from a torn write: it goes, and that is said."""
+@pytest.mark.parametrize("is_last_marked", [True, False])
+def test_every_byte_of_a_log(is_last_marked: bool) -> None:
+    """While the end mark does not name it, the last group cannot be told from a torn write: it
+    goes, and that is said. Everything else is refused.
+    """
     log = SomeLog()
-    assert log.findings(log.bytes) == []
+    marks = log.marks if is_last_marked else log.marks_before
+    assert log.findings(log.bytes, marks) == []
     newest = max(log.bytes)
     names: list[tuple[int, str]] = []
     for segment, data in log.bytes.items():
         for at in range(len(data)):
             damaged = log.bytes | {segment: flipped(data, at, at % 8)}
-            recovery = recover(DamagedLog(damaged), 0)
+            recovery = recover(DamagedLog(damaged, marks), 0)
             try:
                 groups = list(recovery.groups())
             except (LogDamagedError, UnknownFormatError) as error:
                 names.append((segment, str(error)))
-                assert "log" in log.findings(damaged)
+                assert "log" in log.findings(damaged, marks)
                 continue
+            assert not is_last_marked
             assert segment == newest
             assert groups == log.groups[:-1]
             assert recovery.torn is not None
-            assert log.findings(damaged) == ["torn-tail"]
+            assert log.findings(damaged, marks) == ["torn-tail"]
     assert all(f"segment {segment}" in text for segment, text in names)
     assert len(names) > 100
 

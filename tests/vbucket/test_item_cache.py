@@ -10,7 +10,8 @@ from support.memory_node import MemoryNode
 from vbucket.engine import ADD, REPLACE, SET, Document
 from vbucket.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES
 from vbucket.keyspace import MUTATION
-from vbucket.store import BY_KEY_TABLE, StoredMeta
+from vbucket.store import StoredMeta
+from vbucket.store_records import BY_KEY_TABLE
 
 VB = 7
 DAY_S = 86_400

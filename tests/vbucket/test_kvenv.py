@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbucket.device import UnknownFormatError
-from vbucket.kvenv import KvEnv, KvReader, StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.kvenv import (
+    KvEnv,
+    KvReader,
+    MapFullError,
+    StoreDamagedError,
+    StoreFailedError,
+    StoreFullError,
+    with_room,
+)
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
 
@@ -214,21 +222,81 @@ def test_a_reader_that_was_killed_holds_no_pages_once_another_process_opens(tmp_
     env.close()
 
 
-def test_a_full_map_says_so_and_writes_nothing(tmp_path: Path) -> None:
+@pytest.fixture(params=["memory", "lmdb"])
+def small_env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvEnv]:
+    """A database whose map is full soon."""
+    env: KvEnv
+    if request.param == "memory":
+        env = MemoryEnv(TABLES, map_bytes=1 << 20)
+    else:
+        env = LmdbEnv(tmp_path / "s", TABLES, map_size_bytes=1 << 20)
+    yield env
+    env.close()
+
+
+def put_much(env: KvEnv, prefix: bytes, count: int = 100) -> None:
+    with env.write() as write:
+        for number in range(count):
+            write.put("fruit", prefix + b"%03d" % number, bytes(1 << 16))
+
+
+def test_a_full_map_says_so_and_writes_nothing(small_env: KvEnv) -> None:
+    fill(small_env, b"a")
+    for _ in range(2):
+        with pytest.raises(MapFullError, match="map of 1048576 bytes is full"):
+            put_much(small_env, b"x")
+    with pytest.raises(MapFullError), small_env.write() as write:
+        write.put_sorted("fruit", [(b"%03d" % n, bytes(1 << 16)) for n in range(100)])
+    snapshot = small_env.snapshot()
+    assert rows(snapshot) == {b"a": b"=a"}
+    snapshot.close()
+    fill(small_env, b"b")
+
+
+def test_a_full_map_grows_and_what_was_begun_is_done_again(small_env: KvEnv) -> None:
+    attempts: list[bytes] = []
+
+    def work() -> int:
+        attempts.append(b"")
+        put_much(small_env, b"x")
+        return 7
+
+    assert with_room(small_env, work) == 7
+    assert len(attempts) > 2
+    snapshot = small_env.snapshot()
+    assert len(rows(snapshot)) == 100
+    snapshot.close()
+
+
+def test_a_map_that_cannot_grow_any_more_says_so() -> None:
+    env = MemoryEnv(TABLES, map_bytes=1 << 20, map_bytes_max=1 << 21)
+    with pytest.raises(MapFullError):
+        with_room(env, lambda: put_much(env, b"x"))
+    assert rows(env.snapshot()) == {}
+
+
+def test_a_reader_adopts_the_map_that_another_process_made_larger(tmp_path: Path) -> None:
     env = LmdbEnv(tmp_path / "s", TABLES, map_size_bytes=1 << 20)
     fill(env, b"a")
-
-    def put_one_by_one() -> None:
-        with env.write() as write:
-            for number in range(100):
-                write.put("fruit", b"%d" % number, bytes(1 << 16))
-
-    with pytest.raises(StoreFullError, match="map of 1048576 bytes is full"):
-        put_one_by_one()
-    with pytest.raises(StoreFullError, match="larger map"), env.write() as write:
-        write.put_sorted("fruit", [(b"%03d" % n, bytes(1 << 16)) for n in range(100)])
-    assert rows(env.snapshot()) == {b"a": b"=a"}
-    fill(env, b"b")
+    snapshot = env.snapshot()
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from vbucket.kvenv import with_room\n"
+        "from vbucket.kvenv_lmdb import LmdbEnv\n"
+        "env = LmdbEnv(Path(sys.argv[1]), sys.argv[2].split(), map_size_bytes=1 << 20)\n"
+        "def work():\n"
+        "    with env.write() as write:\n"
+        "        for number in range(100):\n"
+        "            write.put('fruit', b'x%03d' % number, bytes(1 << 16))\n"
+        "with_room(env, work)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "s"), " ".join(TABLES)]
+    subprocess.run(arguments, check=True)
+    assert rows(snapshot) == {b"a": b"=a"}
+    snapshot.refresh()
+    assert len(rows(snapshot)) == 101
+    snapshot.close()
     env.close()
 
 

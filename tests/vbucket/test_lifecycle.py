@@ -16,7 +16,7 @@ from vbucket.keyspace import BranchRefusedError, FloorError
 from vbucket.kvenv import StoreDamagedError
 from vbucket.lifecycle import PurgeRefusedError, failover, purge, set_state
 from vbucket.partition import Partition, VbState
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE
+from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 VB = 7
 

@@ -20,18 +20,21 @@ from vbucket.device_memory import MemoryLogDevice
 from vbucket.entry import pack_control, pack_deletion, pack_mutation
 from vbucket.log import (
     KIND_GROUP,
+    OLD_RECORD_HEAD,
     RECORD_BYTES,
-    RECORD_HEAD,
     LogDamagedError,
     ScannedGroup,
-    TornTail,
+    groups_after,
     pack_group,
     read_segment_header,
-    recover,
+    record_crc,
     scan_segment,
     split_entries,
     written_bytes,
 )
+from vbucket.log_end import NO_RECORD, LogEnd, pack_mark, read_marks
+from vbucket.log_recovery import TornTail, recover
+from vbucket.log_writer import LogWriter
 
 HEADER = SEGMENT_HEADER_BYTES
 PAYLOADS = [b"first", b"", b"the third group", b"4"]
@@ -39,8 +42,15 @@ SALT = 0x0123_4567_89AB_CDEF
 
 
 def segment_of(payloads: list[bytes], *, number: int = 1, first_group: int = 1) -> bytes:
-    records = [pack_group(first_group + i, payload, SALT) for i, payload in enumerate(payloads)]
-    return pack_segment_header(number, 0, SALT) + b"".join(records)
+    return pack_segment_header(number, 0, SALT) + b"".join(records_of(payloads, first_group))
+
+
+def records_of(payloads: list[bytes], first_group: int = 1, crc: int = 0) -> list[bytes]:
+    records = []
+    for group, payload in enumerate(payloads, first_group):
+        records.append(pack_group(group, payload, SALT, crc))
+        crc = record_crc(records[-1])
+    return records
 
 
 def old_segment_of(payloads: list[bytes]) -> bytes:
@@ -52,7 +62,7 @@ def old_segment_of(payloads: list[bytes]) -> bytes:
 
 def plain_record(group: int, payload: bytes) -> bytes:
     """A record of format version 1: whoever knows the format can make it."""
-    head = RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
+    head = OLD_RECORD_HEAD.pack(0xDC9D_106E, KIND_GROUP, len(payload), group)
     return head + google_crc32c.value(head + payload).to_bytes(4, "big") + payload
 
 
@@ -68,9 +78,14 @@ def ends_of(payloads: list[bytes]) -> list[int]:
 def test_groups_come_back_as_they_were_packed(payloads: list[bytes], first_group: int) -> None:
     data = segment_of(payloads, first_group=first_group)
     ends = ends_of(payloads)
-    wanted = [ScannedGroup(first_group + i, p, ends[i + 1]) for i, p in enumerate(payloads)]
+    crcs = map(record_crc, records_of(payloads, first_group))
+    wanted = [
+        ScannedGroup(first_group + i, payload, ends[i + 1], crc)
+        for i, (payload, crc) in enumerate(zip(payloads, crcs, strict=True))
+    ]
     assert list(scan_segment(data, 1)) == wanted
-    assert list(scan_segment(data, 1, is_newest=True, group_before=first_group - 1)) == wanted
+    before = LogEnd(0, 0, first_group - 1, 0)
+    assert list(scan_segment(data, 1, is_newest=True, before=before)) == wanted
 
 
 def test_every_cut_of_the_newest_segment_is_a_clean_end_or_a_torn_tail() -> None:
@@ -143,8 +158,8 @@ def test_a_segment_under_another_number_is_damage() -> None:
 
 
 def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
-    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 3, 0, 1, 0, 0)
-    with pytest.raises(UnknownFormatError, match=r"version 3, .* up to 2; use the version"):
+    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 4, 0, 1, 0, 0)
+    with pytest.raises(UnknownFormatError, match=r"version 4, .* up to 3; use the version"):
         list(scan_segment(header, 1))
 
 
@@ -153,7 +168,36 @@ def test_group_numbers_that_jump_are_damage() -> None:
     with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
         list(scan_segment(data, 1))
     with pytest.raises(LogDamagedError, match="group 1 follows group 7"):
-        list(scan_segment(segment_of([b"a"]), 1, group_before=7))
+        list(scan_segment(segment_of([b"a"]), 1, before=LogEnd(0, 0, 7, 0)))
+
+
+def test_a_record_that_was_exchanged_breaks_the_chain() -> None:
+    """Every checksum is right, and the numbers too; only the record after it knows the other."""
+    records = records_of(PAYLOADS)
+    for index in range(len(records) - 1):
+        crc = record_crc(records[index - 1]) if index else 0
+        other = pack_group(index + 1, b"of another log", SALT, crc)
+        data = pack_segment_header(1, 0, SALT) + b"".join(
+            [*records[:index], other, *records[index + 1 :]]
+        )
+        with pytest.raises(LogDamagedError, match=f"group {index + 2} does not follow the group"):
+            list(scan_segment(data, 1, is_newest=True))
+
+
+def test_the_first_record_continues_the_one_that_the_store_knows() -> None:
+    data = segment_of(PAYLOADS, first_group=8)
+    with pytest.raises(LogDamagedError, match="group 8 does not follow the group 7"):
+        list(scan_segment(data, 1, before=LogEnd(0, 0, 7, 99)))
+
+
+def test_what_can_still_be_read_after_damage() -> None:
+    ends = ends_of(PAYLOADS)
+    data = bytearray(segment_of(PAYLOADS) + b"torn" + bytes(50))
+    data[ends[1] + 3] ^= 1
+    assert list(groups_after(bytes(data), 1, ends[1])) == [PAYLOADS[2], PAYLOADS[3]]
+    assert list(groups_after(bytes(data), 1, 0)) == [PAYLOADS[0], PAYLOADS[2], PAYLOADS[3]]
+    data[3] ^= 1
+    assert list(groups_after(bytes(data), 1, 0)) == []
 
 
 # -- values that look like records ---------------------------------------------------------------
@@ -193,7 +237,7 @@ def test_a_record_with_the_salt_behind_a_bad_place_is_damage() -> None:
 
 def test_a_segment_of_version_1_is_read_to_its_end() -> None:
     data = old_segment_of(PAYLOADS)
-    assert read_segment_header(data, 1) == (0, OLD_SALT, OLD_SEGMENT_HEADER.size)
+    assert read_segment_header(data, 1) == (0, OLD_SALT, OLD_SEGMENT_HEADER.size, False)
     assert [group.payload for group in scan_segment(data, 1)] == PAYLOADS
     torn = data + plain_record(5, b"torn")[:-1] + bytes(90)
     found = list(scan_segment(torn, 1, is_newest=True))
@@ -257,14 +301,16 @@ def test_a_payload_whose_lengths_do_not_add_up_is_refused() -> None:
 
 
 def device_with(*segments: list[bytes]) -> MemoryLogDevice:
-    device = MemoryLogDevice()
-    group = 0
+    return written(*segments).device  # type: ignore[return-value]
+
+
+def written(*segments: list[bytes]) -> LogWriter:
+    writer = LogWriter(MemoryLogDevice())
     for payloads in segments:
-        device.rotate()
+        writer.rotate()
         for payload in payloads:
-            group += 1
-            device.append(pack_group(group, payload, device.salt))
-    return device
+            writer.append(writer.end.group + 1, payload)
+    return writer
 
 
 def test_recovery_reads_all_segments_after_the_merged_one() -> None:
@@ -272,15 +318,17 @@ def test_recovery_reads_all_segments_after_the_merged_one() -> None:
     recovery = recover(device, 1)
     found = [(group.segment, group.group, group.payload) for group in recovery.groups()]
     assert found == [(2, 3, b"c"), (4, 4, b"d")]
-    assert recovery.last_group == 4
+    assert recovery.end.group == 4
     assert recovery.finish() is None
 
 
 @pytest.mark.parametrize("kept", range(RECORD_BYTES + 4))
 def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
-    device = device_with([b"a"], [b"b"])
-    device.sync()
-    record = pack_group(3, b"torn", device.salt)
+    writer = written([b"a"], [b"b"])
+    writer.sync()
+    device = writer.device
+    assert isinstance(device, MemoryLogDevice)
+    record = pack_group(3, b"torn", device.salt, writer.end.crc)
     device.append(record)
     after = device.crash(keep_unsynced_bytes=kept)
     torn_bytes = len(record[:kept].rstrip(b"\0"))
@@ -288,9 +336,11 @@ def test_recovery_cuts_a_torn_tail_and_the_log_goes_on(kept: int) -> None:
     assert [group.payload for group in recovery.groups()] == [b"a", b"b"]
     good = HEADER + RECORD_BYTES + 1
     assert recovery.finish() == (TornTail(2, good, torn_bytes) if kept else None)
-    after.append(pack_group(recovery.last_group + 1, b"again", after.salt))
-    again = recover(after, 0)
-    assert [group.payload for group in again.groups()] == [b"a", b"b", b"again"]
+    again = LogWriter(after, recovery.end)
+    again.rotate()
+    again.append(recovery.end.group + 1, b"again")
+    found = recover(after, 0)
+    assert [group.payload for group in found.groups()] == [b"a", b"b", b"again"]
 
 
 def test_recovery_cuts_zeros_without_a_word_about_a_torn_tail() -> None:
@@ -323,12 +373,12 @@ def test_a_missing_segment_is_damage(after_segment: int, missing: int) -> None:
     device = device_with([b"a"], [b"b"], [b"c"])
     device.delete(1)
     with pytest.raises(LogDamagedError, match=f"log segment {missing} is missing"):
-        recover(device, after_segment)
+        list(recover(device, after_segment).groups())
 
 
 def test_an_empty_log_beside_a_store_is_damage() -> None:
     with pytest.raises(LogDamagedError, match="log segment 1 is missing"):
-        recover(MemoryLogDevice(), 0)
+        list(recover(MemoryLogDevice(), 0).groups())
 
 
 def test_a_sealed_segment_that_lost_whole_groups_is_damage() -> None:
@@ -343,3 +393,144 @@ def test_a_flipped_bit_in_a_sealed_segment_is_damage() -> None:
     device.flip(1, device.read(1).index(b"b", HEADER))
     with pytest.raises(LogDamagedError, match="segment 1 is damaged at byte"):
         list(recover(device, 0).groups())
+
+
+# -- where the log ends --------------------------------------------------------------------------
+
+
+def cut_to(writer: LogWriter, groups: int) -> MemoryLogDevice:
+    """Return the log of one segment with so many of its groups, as if it had never been longer."""
+    device = writer.device
+    assert isinstance(device, MemoryLogDevice)
+    after = device.crash()
+    ends = [group.end for group in scan_segment(after.read(1), 1, is_newest=True)]
+    after.truncate(1, ends[groups - 1] if groups else HEADER)
+    return after
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_groups_that_were_on_disk_and_are_gone_are_damage(left: int) -> None:
+    """Cut at the end of a record, the file looks whole; the end mark beside it knows better."""
+    writer = written(PAYLOADS)
+    writer.sync()
+    with pytest.raises(LogDamagedError, match=f"ends here with group {left}, but it had group 4"):
+        list(recover(cut_to(writer, left), 0).groups())
+    assert len(list(recover(cut_to(writer, 4), 0).groups())) == 4
+
+
+def test_zeros_in_place_of_groups_that_were_on_disk_are_damage() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    after = cut_to(writer, 2)
+    after.append(bytes(300))
+    with pytest.raises(LogDamagedError, match="but it had group 4"):
+        list(recover(after, 0).groups())
+
+
+def test_groups_that_were_never_synced_may_be_missing() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    writer.append(5, b"never answered")
+    assert len(list(recover(cut_to(writer, 4), 0).groups())) == 4
+
+
+def test_a_group_other_than_the_marked_one_is_damage() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    after = cut_to(writer, 3)
+    scanned = list(scan_segment(after.read(1), 1, is_newest=True))
+    after.append(pack_group(4, b"of another log", after.salt, scanned[-1].crc))
+    with pytest.raises(LogDamagedError, match="group 4 is not the one that the end mark names"):
+        list(recover(after, 0).groups())
+
+
+def test_a_log_without_an_end_mark_is_damage() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    after = cut_to(writer, 4)
+    after._marks = []
+    with pytest.raises(LogDamagedError, match="no end mark beside the log"):
+        list(recover(after, 0).groups())
+    after._marks = [b"\xff" * 64, b""]
+    with pytest.raises(LogDamagedError, match="none of the 3 end marks"):
+        list(recover(after, 0).groups())
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_after_a_clean_stop_the_log_ends_exactly_where_it_did(left: int) -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    clean_end = writer.end
+    after = cut_to(writer, left)
+    after._marks = []  # the clean end is known without them
+    recovery = recover(after, 0, clean_end=clean_end)
+    if left == 4:
+        assert len(list(recovery.groups())) == 4
+        assert recovery.end == clean_end
+        return
+    with pytest.raises(LogDamagedError, match=f"group {left}; a clean stop left it at group 4"):
+        list(recovery.groups())
+
+
+def test_after_a_clean_stop_a_torn_tail_is_damage_and_so_is_a_group_too_many() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    before_last = LogEnd(1, 0, 3, record_crc(records_of(PAYLOADS)[2]))
+    with pytest.raises(LogDamagedError, match="with group 4; a clean stop left it at group 3"):
+        list(recover(cut_to(writer, 4), 0, clean_end=before_last).groups())
+    after = cut_to(writer, 4)
+    after.truncate(1, after.current_bytes - 1)
+    with pytest.raises(LogDamagedError, match="with group 3; a clean stop left it at group 4"):
+        list(recover(after, 0, clean_end=writer.end).groups())
+
+
+def test_the_log_continues_what_the_store_has_merged() -> None:
+    writer = written([b"a", b"b"], [b"c"])
+    writer.sync()
+    device = writer.device
+    first = list(scan_segment(device.read(1), 1))[-1]
+    merged_end = LogEnd(1, first.end, 2, first.crc)
+    found = list(recover(device, 1, merged_end=merged_end).groups())
+    assert [group.group for group in found] == [3]
+    with pytest.raises(LogDamagedError, match="group 3 does not follow"):
+        list(recover(device, 1, merged_end=merged_end._replace(crc=7)).groups())
+    with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
+        list(recover(device, 1, merged_end=merged_end._replace(group=1)).groups())
+
+
+def test_marks_are_written_in_turn_and_the_newest_good_one_counts() -> None:
+    ends = [LogEnd(1, 100 * group, group, group) for group in range(1, 4)]
+    slots = [pack_mark(ends[1], 8), pack_mark(ends[2], 9)]
+    assert read_marks(slots) == (ends[2], 9, "", 1)
+    for position in range(len(slots[1])):
+        torn = bytearray(slots[1])
+        torn[position] ^= 1
+        assert read_marks([slots[0], bytes(torn)])[:2] == (ends[1], 8)
+    assert read_marks([b"", b""]).end is None
+    assert read_marks([]).problem
+
+
+def test_the_writer_marks_what_is_synced_and_goes_on_with_the_chain() -> None:
+    writer = written([b"a", b"b"])
+    device = writer.device
+    assert read_marks(device.marks()).end == NO_RECORD
+    writer.sync()
+    assert read_marks(device.marks()).end == writer.end == writer.synced_end
+    writer.append(3, b"c")
+    assert read_marks(device.marks()).end != writer.end
+    writer.rotate()
+    assert read_marks(device.marks()).end == writer.end
+    again = LogWriter(device, writer.end)
+    again.rotate()
+    again.append(4, b"d")
+    again.sync()
+    assert [group.group for group in recover(device, 0).groups()] == [1, 2, 3, 4]
+
+
+def test_marks_that_were_given_up_count_no_more() -> None:
+    writer = written(PAYLOADS)
+    writer.sync()
+    after = cut_to(writer, 1)
+    first = list(scan_segment(after.read(1), 1, is_newest=True))[-1]
+    LogWriter(after, LogEnd(1, first.end, 1, first.crc)).mark_anew()
+    assert [group.group for group in recover(after, 0).groups()] == [1]

@@ -21,13 +21,14 @@ from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.log import LogDamagedError, pack_group
-from vbucket.merge import NODE_VB_ID, MergeRefusedError, MergeReport, merge
-from vbucket.store import (
+from vbucket.merge import DAMAGED_MAX, NODE_VB_ID, MergeRefusedError, MergeReport, merge
+from vbucket.store import Store
+from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    STATE_TABLE,
     TABLES,
     PartitionRecord,
-    Store,
     put_partition,
 )
 
@@ -172,15 +173,17 @@ def sealed(*entries: bytes) -> list[tuple[int, bytes]]:
 
 
 def test_a_merge_of_nothing_reports_where_it_stands(env: MemoryEnv) -> None:
-    assert merge(env, []) == MergeReport(0, dict.fromkeys(VB_IDS, 0), 0)
+    assert merge(env, []) == MergeReport(0, dict.fromkeys(VB_IDS, 0), 0, {}, [])
 
 
 def test_merging_the_same_segments_again_changes_nothing(env: MemoryEnv) -> None:
     model = ModelPartition(1)
     segments = sealed(*(model.write(key, b"v") for key in ALL_KEYS))
-    assert merge(env, segments) == MergeReport(1, {1: 6}, 6)
+    assert merge(env, segments) == MergeReport(1, {1: 6}, 6, {}, [])
     before = {name: dict(table) for name, table in env.tables.items()}
-    assert merge(env, segments) == MergeReport(1, {0: 0, 1: 6, 1023: 0}, 0), "no less is said"
+    assert merge(env, segments) == MergeReport(1, {0: 0, 1: 6, 1023: 0}, 0, {}, []), (
+        "no less is said"
+    )
     assert {name: dict(table) for name, table in env.tables.items()} == before
 
 
@@ -279,16 +282,95 @@ def test_a_merge_that_is_called_off_leaves_nothing(env: MemoryEnv) -> None:
     assert env.tables is before
 
 
-@pytest.mark.parametrize("table", [BY_KEY_TABLE, BY_SEQNO_TABLE])
-def test_damage_stops_a_rollback_and_is_not_spread(env: MemoryEnv, table: str) -> None:
-    model = ModelPartition(1)
+def damaged_store(table: str) -> tuple[MemoryEnv, SegmentWriter, list[ModelPartition]]:
+    """Three partitions, with a change of each in the log; the data of the second is damaged."""
+    env = MemoryEnv(TABLES)
+    create_store(env, [1, 2, 3]).close()
+    models = [ModelPartition(vb_id) for vb_id in (1, 2, 3)]
     writer = SegmentWriter()
-    writer.add(*(model.write(b"\x00k", b"%d" % number) for number in range(5)))
+    for model in models:
+        writer.add(*(model.write(b"\x00k", b"%d" % number) for number in range(5)))
     writer.seal()
     merge(env, writer.sealed())
-    writer.add(model.branch(3))
+    writer.add(*(model.branch(3) for model in models))
     writer.seal()
-    env.flip(table, next(iter(env.tables[table])), -1)
+    of_second = [key for key in env.tables[table] if key[:2] == b"\0\2"]
+    env.flip(table, of_second[0], -1)
+    return env, writer, models
+
+
+DAMAGED_TABLES = pytest.mark.parametrize("table", [BY_KEY_TABLE, BY_SEQNO_TABLE, STATE_TABLE])
+
+
+def of_vb(env: MemoryEnv, vb_id: int) -> dict[str, dict[bytes, bytes]]:
+    prefix = vb_id.to_bytes(2, "big")
+    return {
+        name: {key: value for key, value in rows.items() if key[:2] == prefix}
+        for name, rows in env.tables.items()
+    }
+
+
+@DAMAGED_TABLES
+def test_a_damaged_partition_is_left_out_and_all_others_are_merged(table: str) -> None:
+    env, writer, models = damaged_store(table)
+    before = of_vb(env, 2)
+    report = merge(env, writer.sealed())
+    assert report.merged_segment == 2
+    assert report.high_seqnos == {1: 3, 3: 3}
+    assert list(report.quarantined) == [2]
+    assert report.kept == [2]
+    assert of_vb(env, 2) == before
+    store = Store(env)
+    for model in (models[0], models[2]):
+        model.check(store, [b"\x00k"])
+    assert list(store.quarantine()) == [2]
+    # What came later is left out too, and its segments are kept; asked again, it says the same.
+    writer.add(models[0].write(b"\x00l", b"v"), models[1].write(b"\x00l", b"v"))
+    writer.seal()
+    writer.add(models[0].write(b"\x00m", b"v"))
+    writer.seal()
+    report = merge(env, writer.sealed())
+    assert (list(report.quarantined), report.kept) == ([2], [2, 3])
+    assert of_vb(env, 2) == before
+    again = merge(env, writer.sealed())
+    assert (again.quarantined, again.kept) == (report.quarantined, report.kept)
+    assert 2 not in again.high_seqnos
+
+
+@pytest.mark.parametrize("table", [BY_KEY_TABLE, BY_SEQNO_TABLE])
+def test_a_branch_at_0_ends_the_quarantine(table: str) -> None:
+    env, writer, models = damaged_store(table)
+    merge(env, writer.sealed())
+    writer.add(models[1].write(b"\x00l", b"left out"))
+    writer.seal()
+    merge(env, writer.sealed())
+    high_cas = models[1].max_cas
+    writer.add(models[1].branch(0), models[1].write(b"\x00new", b"v"))
+    writer.seal()
+    report = merge(env, writer.sealed())
+    assert (report.quarantined, report.kept) == ({}, [])
+    assert report.high_seqnos[2] == 1
+    store = Store(env)
+    models[1].check(store, [b"\x00k", b"\x00new"])
+    record = store.partition(2)
+    assert record is not None
+    assert record.max_cas >= high_cas
+    assert store.quarantine() == {}
+
+
+def test_more_damage_than_a_few_partitions_is_a_matter_of_the_disk() -> None:
+    vb_ids = list(range(DAMAGED_MAX + 1))
+    env = MemoryEnv(TABLES)
+    create_store(env, vb_ids).close()
+    writer = SegmentWriter()
+    models = [ModelPartition(vb_id) for vb_id in vb_ids]
+    writer.add(*(model.write(b"\x00k", b"v") for model in models))
+    writer.seal()
+    merge(env, writer.sealed())
+    for vb_id in vb_ids:
+        env.flip(BY_KEY_TABLE, vb_id.to_bytes(2, "big") + b"\x00k", -1)
+    writer.add(*(model.write(b"\x00k", b"w") for model in models))
+    writer.seal()
     before = env.tables
     with pytest.raises(StoreDamagedError):
         merge(env, writer.sealed())

@@ -14,7 +14,7 @@ from vbucket import block, retention
 from vbucket.engine import SET
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.retention import DiskUse, Planner, Step, Windows, seqno_at, seqno_below
-from vbucket.store import BY_KEY_TABLE
+from vbucket.store_records import BY_KEY_TABLE
 
 VB = 7
 SECOND_NS = 1_000_000_000

@@ -11,7 +11,7 @@ from vbucket.block import ONLY_MUTATIONS, ONLY_RAW, Block, block_key, find_frame
 from vbucket.engine import SET, Engine
 from vbucket.kvenv import StoreDamagedError
 from vbucket.runs import ALL_PLAIN, entries_within
-from vbucket.store import BY_SEQNO_TABLE
+from vbucket.store_records import BY_SEQNO_TABLE
 
 VB = 5
 OPAQUE = 0xA1B2C3D4

@@ -14,17 +14,20 @@ from vbucket.key_record import RecordDamagedError
 from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbEnv
 from vbucket.kvenv_memory import MemoryEnv
+from vbucket.log_end import LogEnd
 from vbucket.merge import merge
-from vbucket.store import (
+from vbucket.quarantine import Quarantined
+from vbucket.store import Store
+from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     FAILOVER_TABLE,
     META_TABLE,
     STATE_TABLE,
     TABLES,
+    CleanEnd,
     NodeRecord,
     PartitionRecord,
-    Store,
 )
 
 VB = 7
@@ -88,14 +91,25 @@ def test_the_owner_of_the_write_role_may_change_records(env: KvEnv) -> None:
     node = store.node()
     assert before is not None
     assert node is not None
-    store.set_node(node._replace(clean_shutdown=True))
-    store.set_failover(VB, [[55, 2, 8], [1, 0, 0]])
+    clean_end = CleanEnd(LogEnd(7, 500, 44, 0xFFFF_FFFF), {VB: (3, 1), 1023: (2**60, 2**48 - 1)})
+    assert store.clean_end() is None
+    store.end(node._replace(clean_shutdown=True), clean_end)
+    store.set_failovers({VB: [[55, 2, 8], [1, 0, 0]]})
     again = store.node()
     assert again is not None
     assert again.clean_shutdown
+    assert store.clean_end() == clean_end
+    store.begin(node)
+    assert store.node() == node
+    assert store.clean_end() is None
+    items = {VB: Quarantined(2, 5, 2**62, "a block is damaged")}
+    store.set_quarantine(items)
+    assert store.quarantine() == items
+    store.set_quarantine({})
+    assert store.quarantine() == {}
     assert store.partition(VB) == before._replace(failover=[[55, 2, 8], [1, 0, 0]], epoch=8)
     with pytest.raises(StoreFailedError, match="vb 9: the store has no such partition"):
-        store.set_failover(9, [[1, 0, 0]])
+        store.set_failovers({9: [[1, 0, 0]]})
     store.close()
 
 
@@ -134,7 +148,7 @@ def test_the_last_possible_seqno_is_an_end(env: KvEnv) -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"format_version": 3}, "version 3, this program knows up to 2; use the version of dcpd that"),
+    ({"format_version": 4}, "version 4, this program knows up to 3; use the version of dcpd that"),
     ({"engine_version": "lmdb 1.0"}, "written with lmdb 1.0, this program has"),
 ])  # fmt: skip
 def test_an_unknown_format_is_refused_with_what_to_do(

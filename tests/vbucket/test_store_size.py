@@ -13,18 +13,12 @@ from vbucket.device import pack_segment_header
 from vbucket.entry import pack_control, pack_mutation
 from vbucket.ids import vb_uuid_from_random
 from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log import pack_group
+from vbucket.log import pack_group, record_crc
 from vbucket.merge import merge
 from vbucket.recovery import new_partitions
 from vbucket.retention import DiskUse, Planner, Windows
-from vbucket.store import (
-    BY_SEQNO_TABLE,
-    STORE_FORMAT_VERSION,
-    TABLES,
-    NodeRecord,
-    Store,
-    StoreView,
-)
+from vbucket.store import Store, StoreView
+from vbucket.store_records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
 
 KEYS = 12_000
 VALUE = b"." * 128
@@ -50,6 +44,7 @@ class Churn:
         self._previous = [0] * KEYS
         self._seqnos = [0] * PARTITIONS
         self._sizes = [0]
+        self._crc = 0
 
     def segment(self) -> tuple[int, bytes]:
         entries = [
@@ -71,9 +66,9 @@ class Churn:
             entries.append(entry)
             size += len(entry)
         at = len(self._sizes)
-        data = pack_segment_header(at, self._sizes[-1], SALT) + pack_group(
-            at, b"".join(entries), SALT
-        )
+        record = pack_group(at, b"".join(entries), SALT, self._crc)
+        self._crc = record_crc(record)
+        data = pack_segment_header(at, self._sizes[-1], SALT) + record
         self._sizes.append(len(data))
         return at, data
 

@@ -18,9 +18,10 @@ from vbucket.key_record import by_key_item
 from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
 from vbucket.kvenv_memory import MemoryEnv
 from vbucket.merge import merge
-from vbucket.store import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, Store, put_partition
+from vbucket.store import Store
+from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, put_partition
 from vbucket.verify import StoreCheck
-from vbucket.verify_log import LogCheck
+from vbucket.verify_log import KnownEnds, LogCheck
 
 VB = 7
 PREFIX = VB.to_bytes(2, "big")
@@ -164,7 +165,8 @@ def test_a_torn_tail_and_a_merged_segment_are_harmless() -> None:
 def test_zeros_ahead_of_the_logs_end_are_nothing() -> None:
     case = Case()
     data = case.writer.device.read(2).ljust(4096, b"\0")
-    log = LogCheck([2], lambda _: data, merged_segment=1, high_seqnos={VB: 40})
+    known = KnownEnds(merged_segment=1)
+    log = LogCheck([2], lambda _: data, known=known, high_seqnos={VB: 40})
     assert list(log.findings()) == []
 
 

@@ -13,7 +13,7 @@ from dcp.stream.pins import allowed
 from support.memory_node import MemoryNode
 from vbucket.engine import SET
 from vbucket.kvenv import StoreDamagedError
-from vbucket.store import BY_SEQNO_TABLE
+from vbucket.store_records import BY_SEQNO_TABLE
 from vbucket.view import (
     AGE_MAX_S,
     ReadView,

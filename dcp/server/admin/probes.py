@@ -1,7 +1,7 @@
 """What operators and orchestrators look at.
 
 GET /livez             the process answers                        no login
-GET /readyz            200 ready, 503 not (starting, stopping, no room for writes)  no login
+GET /readyz            200 ready, 503 not (starting, stopping, writes are refused)  no login
 GET /metrics           for Prometheus; ?vbuckets=1 adds series for each partition
 GET /api/v1/status     what the node is and holds
 """
@@ -28,10 +28,13 @@ def routes(node: NodeView) -> list[RouteSpec]:
         return json_answer({"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
-        if node.is_ready and not node.write_refusal:
+        kind = node.refusal_kind
+        if node.is_ready and not kind:
             return json_answer({"status": "ok"})
-        status = "writes are refused" if node.is_ready else "not ready"
-        return json_answer({"status": status}, HTTPStatus.SERVICE_UNAVAILABLE)
+        document = {"status": "writes are refused" if node.is_ready else "not ready"}
+        if node.is_ready:
+            document["why"] = kind  # the words, which name folders, are for who logs in: status
+        return json_answer(document, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def status(_request: Request) -> Response:
         return json_answer(node.status())

@@ -51,8 +51,8 @@ class NodeView(Protocol):
     collections: CollectionsView
 
     @property
-    def write_refusal(self) -> str:
-        """Why no writes are taken now; "" where that is not so."""
+    def refusal_kind(self) -> str:
+        """Which of `meter.REFUSAL_KINDS` it is, "" where writes are taken."""
 
     def status(self) -> dict[str, Any]:
         """Return what the node is and holds, as JSON."""

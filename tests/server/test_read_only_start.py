@@ -1,0 +1,88 @@
+"""A server that crashed and finds its disk full starts read-only, and writes once there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from clients.consumer import Consumer
+from clients.kv import KvClient
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.raw_client import RawClient, context_of
+from support.server import DcpdProcess
+from support.small_disk import fill, small_disk, strip_zeros
+from support.waiting import until
+from vbucket.ids import vbucket_of
+
+pytestmark = pytest.mark.crash
+KEYS = [b"key-%d" % number for number in range(300)]
+
+
+@pytest.mark.parametrize("durability", ["commit", "interval"])
+async def test_a_start_on_a_full_disk_is_read_only(tmp_path: Path, durability: str) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        arguments = ("--durability", durability, "--audit", "off")
+        with DcpdProcess(disk / "data", *arguments) as server:
+            server.log_path = tmp_path / "server.log"
+            async with KvClient.connect(server.address) as kv:
+                await kv.set_many(dict.fromkeys(KEYS, b"v"))
+            server.kill()
+            strip_zeros(server.data / "log")
+            filler = fill(disk)
+            server.start()
+            await asyncio.to_thread(check_read_only, server)
+            async with KvClient.connect(server.address) as kv:
+                found = await kv.get_many(KEYS)
+                assert found.keys() == set(KEYS)
+            if durability == "commit":  # with less, streams wait for the new versions
+                assert await streamed(server) == set(KEYS)
+            filler.unlink()
+            await asyncio.to_thread(until, lambda: not server.status()["write_refusal"])
+            async with KvClient.connect(server.address) as kv:
+                await kv.set("room", b"again")
+            expected = {*KEYS, b"room"}
+            assert await streamed(server) == expected
+            server.restart_after_kill()
+            assert await streamed(server) == expected
+            said = server.log_path.read_text()
+            assert said.count('"event": "started read-only"') == 1
+            assert said.count("the disk has room again") == 1
+
+
+def check_read_only(server: DcpdProcess) -> None:
+    with RawClient(server.port) as client:
+        for key in (b"new", KEYS[0]):
+            answer = client.set(key)
+            assert answer.status == Status.ETMPFAIL
+            assert "it started read-only" in context_of(answer)
+        assert client.ask(Opcode.GET, key=KEYS[0], vb_id=vbucket_of(KEYS[0])).value == b"v"
+        assert client.ask(Opcode.NOOP).status == Status.OK
+    assert "No space left on device" in server.status()["write_refusal"]
+    assert server.metrics()['dcpd_writes_refused{reason="read_only"}'] == 1
+
+
+async def streamed(server: DcpdProcess) -> set[bytes]:
+    async with Consumer(server.address, until_now=True, validate=True) as consumer:
+        async for _ in consumer.batches():
+            pass
+    assert consumer.validator is not None
+    return set(consumer.validator.documents())
+
+
+async def test_a_read_only_server_stops_in_order(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk, DcpdProcess(disk / "data") as server:
+        server.log_path = tmp_path / "server.log"
+        async with KvClient.connect(server.address) as kv:
+            await kv.set_many(dict.fromkeys(KEYS, b"v"))
+        server.kill()
+        strip_zeros(server.data / "log")
+        filler = fill(disk)
+        server.start()
+        assert server.status()["write_refusal"]
+        assert server.stop() == 0
+        filler.unlink()
+        server.start()
+        assert await streamed(server) == set(KEYS)

@@ -1,0 +1,46 @@
+"""A disk of a few megabytes that can really be filled: a tmpfs, which only root may mount."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vbucket.device_files import segment_path, segments_in
+from vbucket.log import written_bytes
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Mount a disk of this size (as tmpfs writes it) for a while; skip where nobody may."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a disk of its own is mounted by root only: run the tests as root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Take all that is free; return the file to remove again."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1 << 9, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+    return filler
+
+
+def strip_zeros(log: Path) -> None:
+    """Take the room away that the newest segment has ahead."""
+    path = segment_path(log, segments_in(log)[-1])
+    path.write_bytes(path.read_bytes()[: written_bytes(path.read_bytes())])
