@@ -326,3 +326,27 @@ def test_takeover_state_requests_count_25_bytes_in_flow_control(node: MemoryNode
     peer.stream(VB, flags=StreamFlag.TAKEOVER, opaque=OPAQUE)
     (request,) = peer.drain()
     assert request.wire_bytes == peer.producer.unacked_bytes == 25
+
+
+def test_two_takeovers_that_cannot_catch_up_hold_writers_back_each_for_itself() -> None:
+    """While one of them is left, its stream still cannot keep up with writers."""
+    node = MemoryNode()
+    writer = node.connect()
+    writer.hello()
+    writer.set(VB, b"k", b"v")
+    node.commit()
+    first, second = owners = NewOwner(node, b"first"), NewOwner(node, b"second")
+    for owner in owners:
+        owner.peer.pump(1)
+        owner.peer.pump(1)
+    writer.set(VB, b"k", b"w")
+    node.commit()
+    for owner in owners:
+        owner.got()  # a marker that is not answered
+        owner.peer.producer.tick(START_NS)
+        owner.peer.producer.tick(START_NS + 60 * SECOND_NS)
+    assert writer.set(VB, b"k", b"v").status == Status.ETMPFAIL
+    first.peer.producer.close()
+    assert writer.set(VB, b"k", b"v").status == Status.ETMPFAIL
+    second.peer.producer.close()
+    assert writer.set(VB, b"k", b"v").status == Status.OK

@@ -1,0 +1,133 @@
+"""A start at the level of the engine: full disks, new versions, damage that is not in the way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from support.memory_node import START_NS
+from vbucket.device import LogFullError
+from vbucket.device_memory import MemoryLogDevice
+from vbucket.engine import SET, Document
+from vbucket.ids import vb_uuid_from_random
+from vbucket.kvenv import StoreFullError
+from vbucket.kvenv_memory import MemoryEnv
+from vbucket.manifest import SYSTEM_COLLECTION
+from vbucket.merge import merge
+from vbucket.recovery import Startup, recover_node
+from vbucket.store_records import BY_KEY_TABLE, TABLES
+
+VB = 7
+KEY = b"\0k"
+
+
+class Disk:
+    """What outlives a process."""
+
+    def __init__(self) -> None:
+        self.device = MemoryLogDevice()
+        self.env = MemoryEnv(TABLES)
+        self._draw = random.Random(1)
+
+    def recover(self, durability: str = "commit") -> Startup:
+        """Begin anew on what a crash leaves; `begin` is left to the caller."""
+        self.device = self.device.crash(keep_unsynced_bytes=1 << 30)
+        startup = recover_node(
+            self.env,
+            self.device,
+            durability=durability,
+            draw_uuid=lambda: vb_uuid_from_random(self._draw.getrandbits(64)),
+            draw_node_id=lambda: "00",
+            memtable_bytes_max=1 << 20,
+        )
+        startup.engine.begin_batch(START_NS)
+        return startup
+
+
+def put(startup: Startup, value: bytes, *, is_synced: bool = True) -> None:
+    engine = startup.engine
+    assert engine.store(SET, VB, KEY, KEY + value, 0, 0, 0, 0)[0] == 0
+    group = engine.take_group()
+    assert group is not None
+    startup.writer.append(group.number, group.payload)
+    if is_synced:
+        startup.writer.sync()
+    engine.group_committed(group, is_synced=is_synced)
+
+
+def value_of(startup: Startup) -> bytes:
+    document = startup.engine.get(VB, KEY)
+    assert isinstance(document, Document)
+    return document.value
+
+
+def merge_all(disk: Disk, startup: Startup) -> None:
+    startup.engine.freeze()
+    startup.writer.rotate()
+    segments = disk.device.segments()[:-1]
+    startup.engine.merged(merge(disk.env, [(n, disk.device.read(n)) for n in segments]))
+    startup.engine.drop_frozen(0, 1024)
+    for segment in segments:
+        disk.device.delete(segment)
+
+
+def test_the_log_goes_on_with_its_numbers_and_its_chain() -> None:
+    disk = Disk()
+    for number in range(4):
+        startup = disk.recover()
+        startup.begin()
+        assert startup.engine.group == number + 1
+        assert number == 0 or value_of(startup) == b"%d" % (number - 1)
+        put(startup, b"%d" % number)
+        if number == 2:
+            merge_all(disk, startup)  # the log is empty then, and the store knows the last group
+
+
+@pytest.mark.parametrize("durability", ["commit", "interval"])
+@pytest.mark.parametrize("full", ["log", "store"])
+def test_first_writes_that_find_no_room_may_be_made_again(durability: str, full: str) -> None:
+    disk = Disk()
+    startup = disk.recover(durability)
+    startup.begin()
+    put(startup, b"v")
+    startup = disk.recover(durability)
+    versions = len(startup.engine.partitions[VB].failover.entries)
+    rotate = disk.device.rotate
+    for _ in range(3):
+        if full == "store":
+            disk.env.fail_commit(1)
+        else:
+            disk.device.rotate = _no_room  # type: ignore[method-assign]
+        with pytest.raises((LogFullError, StoreFullError)):
+            startup.begin()
+        assert value_of(startup) == b"v", "reads may be served"
+        assert startup.engine.partitions[VB].last_group <= startup.engine.committed_group
+    disk.device.rotate = rotate  # type: ignore[method-assign]
+    startup.begin()
+    put(startup, b"w")
+    again = disk.recover(durability)
+    assert value_of(again) == b"w"
+    now = len(again.engine.partitions[VB].failover.entries)
+    assert now == versions + (durability == "interval"), "one for each unclean stop"
+
+
+def _no_room(at_least: int = 1) -> int:
+    raise LogFullError(f"no room for segment {at_least} or a later one")
+
+
+def test_a_damaged_system_event_is_not_in_the_way_of_new_versions() -> None:
+    disk = Disk()
+    startup = disk.recover("interval")
+    startup.begin()
+    manifest = startup.engine.manifest.create_scope("inventory")
+    startup.engine.set_manifest(manifest)
+    put(startup, b"v")
+    merge_all(disk, startup)
+    events = [key for key in disk.env.tables[BY_KEY_TABLE] if key[2] == SYSTEM_COLLECTION]
+    assert events
+    disk.env.flip(BY_KEY_TABLE, events[0], -1)
+    again = disk.recover("interval")
+    again.begin()
+    assert len(again.new_versions) == 1024
+    assert value_of(again) == b"v"
