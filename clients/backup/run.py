@@ -25,13 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive, needed_files
+from clients.backup.archive import Archive
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.errors import ArchiveError
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.backup.lock import RENEW_S, ArchiveLock
+from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import RunRecord
 from clients.backup.segment import Footer
 from clients.backup.segment_writer import SegmentWriter
@@ -63,6 +63,8 @@ PAUSE_MAX_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 10.0
 """How long a server may take to tell its collections: it has them in memory."""
 TICK_S: Final = 0.1
+KEEP_S: Final = 5.0
+"""How often the archive's lock is looked after."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
 """What a link to stream from asks for: the datatype is kept too."""
@@ -149,6 +151,7 @@ class Backup:
     """One run. `history`: every version, not only the newest of each snapshot.
 
     `versions_max`: name so many versions in a stream request only (None: all), for comparisons.
+    `give_up`: the first run of the archive that is lost or damaged, to go on without it.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class Backup:
         history: bool = True,
         level: int = LEVEL,
         versions_max: int | None = None,
+        give_up: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
@@ -168,6 +172,7 @@ class Backup:
         self._history = history
         self._level = level
         self._versions_max = versions_max
+        self._give_up = give_up
         self._on_progress = on_progress
         self._give_up_after_s = give_up_after_s
         self._sessions: dict[tuple[str, int], _Session] = {}
@@ -195,15 +200,12 @@ class Backup:
         began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         with self._archive.lock("backup run") as lock:
-            runs = self._archive.runs()
-            run = self._archive.next_run(runs)
-            found = self._archive.unfinished(run)
+            runs, run, found = self._archive.begin_run(lock, self._give_up)
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
                 self._history = found[0][2].is_history
-            self._archive.sweep(needed_files(runs) | {path for path, _, _ in found})
             self._writer = SegmentWriter(
-                self._archive, run, started_ns, is_history=self._history, level=self._level
+                self._archive, lock, run, started_ns, is_history=self._history, level=self._level
             )
             self._writer.adopt(found)
             try:
@@ -223,8 +225,7 @@ class Backup:
                 await asyncio.gather(*self._queue, return_exceptions=True)
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
-            await asyncio.to_thread(lock.renew)  # or it is somebody else's turn by now
-            self._archive.write_run(record)
+            await asyncio.to_thread(self._archive.write_run, record, lock)
         return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
 
     def take(self, session: _Session, pieces: list[Piece]) -> None:
@@ -273,7 +274,7 @@ class Backup:
         """Stream until every partition is done, over lost connections and moved partitions."""
         pause_s, try_at_s = PAUSE_FIRST_S, 0.0
         progress_at_s, progress = time.monotonic(), -1
-        renew_at_s = time.monotonic() + RENEW_S
+        keep_at_s = time.monotonic() + KEEP_S
         failure: DcpdError | None = None
         while self._done < len(self._feeds):
             now_s = time.monotonic()
@@ -298,9 +299,9 @@ class Backup:
                     f" {len(self._feeds) - self._done} partitions are not done",
                     node=self._address.node,
                 )
-            if now_s > renew_at_s:
-                renew_at_s = now_s + RENEW_S
-                await asyncio.to_thread(lock.renew)
+            if now_s > keep_at_s:
+                keep_at_s = now_s + KEEP_S
+                await asyncio.to_thread(lock.keep)
             await self._tick()
 
     async def _tick(self) -> None:
