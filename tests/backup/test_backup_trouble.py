@@ -282,6 +282,78 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
     }
 
 
+class SilentHost:
+    """Takes connections and says nothing, until it is told to: then it leads to a server."""
+
+    def __init__(self, server):
+        self.server = server
+        self.dialled = asyncio.Event()
+        self.speak = asyncio.Event()
+
+    async def __aenter__(self):
+        self.listener = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.port = self.listener.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.listener.close()
+        await self.listener.wait_closed()
+
+    async def serve(self, reader, writer):
+        self.dialled.set()
+        await self.speak.wait()
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        await asyncio.gather(self.pump(reader, to_writer), self.pump(to_reader, writer))
+
+    async def pump(self, reader, writer):
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_silent_node_does_not_keep_the_others(server, archive, monkeypatch, is_cut):
+    """It is dialled first, and answers when the others are done; one of them is cut off meanwhile,
+    and is dialled again."""
+    fill(server, b"silent", 2000)
+    monkeypatch.setattr(Link.connect.__func__, "__kwdefaults__",
+                        Link.connect.__kwdefaults__ | {"timeout_s": 10_000})  # fmt: skip
+    half, here = NUM_VBUCKETS // 2, Node("127.0.0.1", server.port)
+
+    async def go():
+        async with asyncio.timeout(60), SilentHost(server) as silent:
+            monkeypatch.setattr(
+                run_module, "parse_topology",
+                lambda *_, **__: Topology(
+                    (1, 1), (Node("127.0.0.1", silent.port), here), (0,) * half + (1,) * half
+                ),
+            )  # fmt: skip
+            cuts, done = [], []
+
+            def on_progress(progress):
+                if is_cut and not cuts and work._sessions:
+                    (session,) = work._sessions.values()
+                    session.link.close()
+                    cuts.append(progress.partitions_done)
+                done.append(progress.partitions_done)
+                if done[-1] >= half and silent.dialled.is_set():
+                    silent.speak.set()
+
+            made = create_archive(str(archive), 1)
+            work = Backup(made, parse_address(server.address), on_progress=on_progress)
+            report = await work.run()
+            assert half in done
+            assert cuts == ([0] if is_cut else [])
+            return report
+
+    report = asyncio.run(go())
+    assert ends_of(report.record) == {
+        vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
+    }
+
+
 @contextmanager
 def standing_still(server, patch):
     """The server is there, and does nothing; nobody waits for long."""

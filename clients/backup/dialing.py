@@ -1,0 +1,205 @@
+"""Where partitions are streamed from: finds their nodes, and dials all of them at the same time.
+
+Who calls it: `clients.backup.run`, which has the sessions. It calls `step` over and over; nothing
+here waits, so a silent node delays its own partitions only.
+
+Invariants
+- a partition is in one place: homeless, waiting for a newer topology, with a dial, or handed out by
+  `step`;
+- there is one dial to a node at a time, and one question for the topology, which only those wait
+  for that the topology has no node for;
+- what failed is tried again after a pause that doubles (PAUSE_MAX_S), until `reset`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, Final, NamedTuple
+
+from clients.backup.feed import Feed
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    TemporaryError,
+    TopologyError,
+)
+from clients.link import Link
+from clients.topology import Topology
+
+PAUSE_FIRST_S: Final = 0.05
+PAUSE_MAX_S: Final = 2.0
+
+TRANSIENT: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
+"""What is worth another try."""
+
+NodePlace = tuple[str, int]
+"""Host and port of a node."""
+
+
+class Home(NamedTuple):
+    """Partitions, and the node that has them."""
+
+    place: NodePlace
+    link: Link | None
+    """A new connection; None: there is a session already."""
+    feeds: list[Feed]
+
+
+class _Dial(NamedTuple):
+    task: asyncio.Task[Link]
+    feeds: list[Feed]
+
+
+class _Pause:
+    """When something may be tried again."""
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+        self._next_s = PAUSE_FIRST_S
+
+    def begin(self, now_s: float) -> None:
+        """Pause, longer each time."""
+        self.until_s = now_s + self._next_s
+        self._next_s = min(PAUSE_MAX_S, self._next_s * 2)
+
+
+class Dialing:
+    """See the module. `find` asks for the topology, `connect` connects to a node; `on_news` is
+    called when there is something for `step`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        find: Callable[[], Coroutine[Any, Any, Topology]],
+        connect: Callable[[NodePlace], Coroutine[Any, Any, Link]],
+        on_news: Callable[[], None],
+    ) -> None:
+        self.failure: DcpdError | None = None
+        """Why a partition is not streamed, for who gives up."""
+        self._topology = topology
+        self._is_stale = False
+        self._find = find
+        self._connect = connect
+        self._on_news = on_news
+        self._finding: asyncio.Task[Topology] | None = None
+        self._find_pause = _Pause()
+        self._dials: dict[NodePlace, _Dial] = {}
+        self._pauses: dict[NodePlace, _Pause] = {}
+        self._homeless: list[Feed] = []
+        self._waiting: list[Feed] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every partition has a home."""
+        return not (self._homeless or self._waiting or self._dials)
+
+    def add(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions, by the topology that is known."""
+        self._homeless += feeds
+
+    def add_lost(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions whose connection was lost: the node may be there again."""
+        self._homeless += feeds
+        self._is_stale = self._is_stale or bool(feeds)
+
+    def add_moved(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions that their node does not have any more."""
+        self._waiting += feeds
+        self._is_stale = self._is_stale or bool(feeds)
+
+    def reset(self) -> None:
+        """All is well again: what failed is forgotten, and pauses are short."""
+        self.failure = None
+        self._find_pause = _Pause()
+        self._pauses.clear()
+
+    def step(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+        """Return the partitions that have a home now; `sessions`: nodes that are connected.
+
+        Raises DcpdErrors that are not worth another try.
+        """
+        self._collect_topology(now_s)
+        homes = self._collect_dials(now_s)
+        homes += self._assign(now_s, {*sessions, *(home.place for home in homes)})
+        if self._is_stale and self._finding is None and now_s >= self._find_pause.until_s:
+            self._find_pause.begin(now_s)
+            self._finding = self._start(self._find())
+        return homes
+
+    async def close(self) -> None:
+        """Stop all that is under way."""
+        tasks = [dial.task for dial in self._dials.values()]
+        for dial in self._dials.values():
+            if dial.task.done() and not dial.task.cancelled() and dial.task.exception() is None:
+                dial.task.result().close()
+        everything = [*tasks, *([self._finding] if self._finding is not None else [])]
+        for task in everything:
+            task.cancel()
+        await asyncio.gather(*everything, return_exceptions=True)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _task: self._on_news())
+        return task
+
+    def _collect_topology(self, now_s: float) -> None:
+        task = self._finding
+        if task is None or not task.done():
+            return
+        self._finding = None
+        try:
+            self._topology = task.result()
+        except TRANSIENT as error:
+            self.failure = error
+            self._find_pause.begin(now_s)
+            return
+        self._is_stale = False
+        self._homeless += self._waiting
+        self._waiting.clear()
+
+    def _collect_dials(self, now_s: float) -> list[Home]:
+        homes = []
+        for place, dial in list(self._dials.items()):
+            if not dial.task.done():
+                continue
+            del self._dials[place]
+            try:
+                homes.append(Home(place, dial.task.result(), dial.feeds))
+            except TRANSIENT as error:
+                self.failure = error
+                self._pauses.setdefault(place, _Pause()).begin(now_s)
+                self.add_lost(dial.feeds)
+        return homes
+
+    def _assign(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+        """Give partitions to sessions, to dials that are under way, or to new ones."""
+        by_place: dict[NodePlace, list[Feed]] = {}
+        left: list[Feed] = []
+        for feed in self._homeless:
+            try:
+                node = self._topology.node_of(feed.vb_id)
+            except TopologyError as error:
+                self.failure = error
+                self.add_moved([feed])
+                continue
+            by_place.setdefault((node.host, node.kv_port), []).append(feed)
+        homes = []
+        for place, feeds in by_place.items():
+            if place in sessions:
+                homes.append(Home(place, None, feeds))
+            elif place in self._dials:
+                self._dials[place].feeds.extend(feeds)
+            elif place in self._pauses and now_s < self._pauses[place].until_s:
+                left += feeds
+            else:
+                self._dials[place] = _Dial(self._start(self._connect(place)), feeds)
+        self._homeless = left
+        return homes
