@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clients.errors import DcpdError
 from vbucket.ids import NUM_VBUCKETS
 
 _PLACE: Final = "__place"
@@ -28,6 +29,34 @@ class Cuts(NamedTuple):
 
     cut: dict[int, int]
     high: dict[int, int]
+
+
+class Writer(NamedTuple):
+    """Who applies a batch."""
+
+    query: str = ""
+    """The query's id, which is in its checkpoint; "": it is not known."""
+    take_over_from: str = ""
+    """The query that the table may be taken from."""
+
+
+def owner_after(owner: str, writer: Writer, path: str) -> str:
+    """Return the query that a table belongs to from now on; `owner`: it did so far, "": to none.
+
+    Raises DcpdError where it belongs to another one: each would go on from its own checkpoint, and
+    undo what the other one is ahead.
+    """
+    if owner in {"", writer.query} or (writer.query and writer.take_over_from == owner):
+        return writer.query
+    who = f"of query {writer.query}" if writer.query else "outside of a streaming query"
+    hint = (
+        "Start the query that it belongs to from its checkpoint, or name another path. Is that one"
+        f" stopped for good? take_over_from={owner!r} gives the table to this query, which has to"
+        " begin with a new checkpoint at startingOffsets=earliest."
+    )
+    if not writer.query:
+        hint = f"Name a query that the batch belongs to, if it is right here: query={owner!r}"
+    raise DcpdError(f"the table {path} belongs to query {owner}, and this batch is {who}. {hint}")
 
 
 def bucket_of(vb_id: int, buckets: int) -> int:
