@@ -59,9 +59,9 @@ SOURCES: Final = "dcp/compiled_sources.txt"
 """What was compiled: a checksum of each source, so that changed sources are noticed."""
 LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
 LOCK: Final = "requirements/compile.txt"
-"""What a build with compiled modules needs beside hatchling, locked by scripts/lock."""
+"""What a compiled build needs in addition to hatchling; written by scripts/lock."""
 _PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+==[^\\\n]+?)\s*\\?$", re.MULTILINE)
-"""A locked package with its version and its environment marker; hashes are on lines below it."""
+"""A locked package with version and environment marker. Its hashes are on the lines below."""
 
 _SETUP: Final = """
 import sys
@@ -88,9 +88,9 @@ def sources_text(root: Path) -> str:
 
 
 def locked_packages(root: Path) -> list[str]:
-    """Return what compiling needs, in the locked versions. Raises CompileError.
+    """Return the packages that compiling needs, in locked versions. Raises CompileError.
 
-    Build requirements cannot carry hashes (PEP 517), so only the versions are taken.
+    Build requirements cannot have hashes (PEP 517), so only the versions are used.
     """
     try:
         found = _PIN.findall((root / LOCK).read_text())
@@ -98,8 +98,8 @@ def locked_packages(root: Path) -> list[str]:
         found = []
     if not found:
         raise CompileError(
-            f"{LOCK} is missing or empty: it names what compiling needs. Take a whole copy of the "
-            "sources, or build without DCPD_COMPILE."
+            f"{LOCK} is missing or empty. It names what compiling needs: use a complete copy of "
+            "the sources, or build without DCPD_COMPILE."
         )
     return found
 
@@ -126,8 +126,8 @@ def compile_into(root: Path, target: Path) -> list[Path]:
             why = (done.stdout + done.stderr)[-3000:]
             raise CompileError(
                 f"the hot modules could not be compiled:\n{why}\nIt takes a C compiler, Python's "
-                f"headers, and the packages of {LOCK}, which pip brings unless it is told "
-                "--no-build-isolation. Everything works uncompiled too, slower."
+                f"headers, and the packages of {LOCK}, which pip installs for the build unless "
+                "--no-build-isolation is given. Everything also works uncompiled, only slower."
             )
         built = work / "built"
         found = sorted(path for pattern in LIBRARY_PATTERNS for path in built.rglob(pattern))

@@ -34,7 +34,7 @@ _READ: Final = (1, 2, VERSION)
 _FIELDS_1: Final = 6
 """Fields of a position of version 1."""
 _FIELDS: Final = range(_FIELDS_1, len(Position._fields) + 1)
-"""How many fields a position may have: each version has one more."""
+"""Numbers of fields that a position may have: each version added one."""
 _COLLECTION_ID_MAX: Final = 0xFFFF_FFFF
 
 Checkpoint = dict[int, Position]
@@ -212,7 +212,7 @@ def _position(vb_id: object, entry: Any) -> Position:
 
 
 def _filter(where: str, entry: Any) -> Filter | None:
-    """Return the filter of a position, where it has one."""
+    """Return the filter of a position, None if it has none."""
     if entry is None:
         return None
     if not isinstance(entry, list) or len(entry) != len(Filter._fields):
@@ -225,7 +225,7 @@ def _filter(where: str, entry: Any) -> Filter | None:
 
 
 def _collections(where: str, ids: Any) -> tuple[int, ...] | None:
-    """Return the ids of collections of a position, where it has them."""
+    """Return the collection ids of a position, None if it has none."""
     if ids is None:
         return None
     if not isinstance(ids, list) or any(

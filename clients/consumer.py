@@ -235,9 +235,9 @@ class Consumer:
         await self._supervisor.start(positions)
 
     def _check_filter(self, positions: Mapping[int, Position]) -> None:
-        """Raise CheckpointError for positions among other documents than those that are followed.
+        """Raise CheckpointError if positions belong to another filter than this consumer's.
 
-        A collection of the same name that was made again is noticed later, by its id.
+        A collection that was dropped and created again is noticed later, by its id.
         """
         ids = set(self._collection_ids)
         others = [
@@ -246,18 +246,17 @@ class Consumer:
             if position.seqno
             and position.filter not in {None, self._filter}
             and not (
-                # Named otherwise, and the same.
+                # The same collections, named differently.
                 position.filter.key_prefixes == self._filter.key_prefixes
                 and set(position.collections or ()) == ids
             )
         ]
         if others:
             raise CheckpointError(
-                f"the checkpoint is of another filter: it is for {others[0]}"
+                f"the checkpoint belongs to another filter: it is for {others[0]}"
                 f" ({len(others)} partitions), and this consumer follows {self._filter}",
-                hint="Documents that only one of them has would be missing, and nothing would tell."
-                " Ask for the same as before; or begin anew with another checkpoint, under another"
-                " name or in another file.",
+                hint="Going on from it would skip documents without notice. Use the same filter as"
+                " before, or begin anew with another checkpoint (another file or name).",
             )
 
     async def close(self) -> None:

@@ -108,7 +108,7 @@ class Batch(NamedTuple):
     """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
     collections: tuple[int, ...] | None = None
     filter: Filter | None = None
-    """Both of the streams that are opened in it, for the same."""
+    """Collections and filter of the streams that it opens, for the same function."""
 
 
 class ConsumerCore(StreamRequests):

@@ -212,8 +212,8 @@ def advance(
     """Move `positions` by events, as the core itself does while it receives them.
 
     For a user who is in the middle of a batch; the end of a batch comes with its positions.
-    `markers`, `collections` and `filter` are the batch's: snapshots that were announced before it,
-    and what the streams that are opened in it follow.
+    `markers`, `collections` and `filter` come from the batch: the snapshots announced before it,
+    and what the streams that it opens follow.
     """
     streams: dict[int, Stream] = {}
     for event in events:

@@ -2,9 +2,9 @@ r"""LMDB for clients: the one module of theirs that imports it. A file that one 
 
     what it is                key `\0format` -> b"<format> <version>"
 
-A file of another format, or a newer version, is refused; one of an older version becomes one of the
-newer, so that older programs refuse it. The server's own LMDB is another thing
-altogether (vbucket.kvenv_lmdb); clients never touch it.
+A file of another format or a newer version is refused. A file of an older version gets the new
+mark, so that older programs refuse it. The server's own LMDB is another thing altogether
+(vbucket.kvenv_lmdb); clients never touch it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from clients.position import Position
 
 FORMAT: Final = "dcpd-mirror"
 VERSION: Final = 2
-"""1: its positions had no filter; it is read."""
+"""Version 1 had positions without a filter; it can be read."""
 _ENTRY: Final = Struct(">1sHQI")
 _UNDO: Final = Struct(">?H")
 """Whether there was a value before, length of the key."""

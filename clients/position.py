@@ -12,8 +12,8 @@ Invariants of a `Position`
   and goes on while seqnos come without a gap. Seqno 0 always counts;
 - `collections` are those that the stream was opened for: an id is never given again, so a name
   that means another one by now is noticed;
-- `filter` is what the stream was opened for, as the user asked for it: who comes back asking for
-  something else is refused, as documents would be missing of which nothing tells.
+- `filter` is what the user asked for when the stream was opened. Resuming with another filter is
+  refused, because it would skip documents without notice.
 
 Ranges are thinned out with age (`RANGES_MAX`): a rollback is mostly shallow.
 """
@@ -33,20 +33,20 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 NAMED_MAX: Final = 5
-"""Collections and prefixes that a text names; a filter may have many."""
+"""How many collections or prefixes a message names."""
 
 
 class Filter(NamedTuple):
-    """Which documents a consumer follows; equal for those that ask for the same."""
+    """Which documents a consumer follows. Equal filters select the same documents."""
 
     collections: tuple[str, ...] | None = None
-    """Names, or ids as "0x8"; None: the default collection alone, (): all."""
+    """Names, or ids such as "0x8". None for the default collection only, () for all."""
     key_prefixes: tuple[bytes, ...] = ()
-    """Beginnings of keys; (): all keys."""
+    """() for all keys."""
 
     @classmethod
     def of(cls, collections: Iterable[str | int] | None, key_prefixes: Iterable[bytes]) -> Filter:
-        """Return the filter, whatever the order, and without prefixes that others cover."""
+        """Return the filter, sorted and without prefixes that others cover."""
         kept: list[bytes] = []
         for prefix in sorted(set(key_prefixes)):
             if not kept or not prefix.startswith(kept[-1]):
@@ -87,7 +87,7 @@ class Position(NamedTuple):
     collections: tuple[int, ...] | None = None
     """Ids of the collections that it is a place in, () all; None: not known."""
     filter: Filter | None = None
-    """Which documents it is a place among; None: not known."""
+    """Which documents were followed up to here; None: not known."""
 
     @property
     def vb_uuid(self) -> int:

@@ -11,10 +11,10 @@ Who calls it: everything that reads or writes an archive.
 
 Invariants
 - a file is written as a whole; a manifest names only files that are there;
-- segments are written first, then the manifest, then the mark. So a run without a manifest is
-  - unfinished, where there is no mark for it: the next run goes on with its segments;
-  - lost, where there is one: nothing is written any more until somebody gives it up;
-- only who holds the lock writes, and manifests only right after a look that it is still held.
+- segments are written first, then the manifest, then the mark. A run without a manifest is
+  - unfinished if it has no mark: the next run continues from its segments;
+  - lost if it has a mark: the archive takes no further runs until the user gives it up;
+- only the holder of the lock writes. It checks the lock right before each manifest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from clients.backup.segment import (
 ARCHIVE_FILE: Final = "dcpd-archive"
 RUNS_FOLDER: Final = "runs"
 MARKS_FOLDER: Final = "finished"
-"""Beside runs/, so that it stays when something in there is deleted, and is copied before it."""
+"""Separate from runs/: it survives deletions there, and sorts first, so a copy that was cut short
+has the mark without the run."""
 RUNS_MAX: Final = 999_999
 """Runs that an archive ever has: names of their files have six digits."""
 FOOTER_READ_BYTES: Final = 256 * 1024
@@ -96,7 +97,7 @@ class Archive:
     def runs_of(self, point: Point, *, salvage: bool = False) -> list[RunRecord]:
         """Return the runs that a point stands on, oldest first.
 
-        Raises ArchiveDamagedError where it is not certain which, without `salvage`; PointError.
+        Raises PointError, and without `salvage` ArchiveDamagedError if damage may hide some.
         """
         runs, damages = self.runs_and_damages()
         if damages and not salvage and not point.is_within(runs):
@@ -104,11 +105,11 @@ class Archive:
         return point.runs_of(runs)
 
     def runs_and_damages(self) -> tuple[list[RunRecord], dict[str, str]]:
-        """Return the runs before the first that is lost or damaged, and what is, by its file.
+        """Return the runs before the first lost or damaged one, and the damage by manifest.
 
-        A run stands on those before it: what follows a damaged manifest cannot be read either.
+        A run builds on those before it, so nothing after a damaged manifest can be read.
         """
-        mark = self._newest_mark()  # first: a run that ends meanwhile has both in the end
+        mark = self._newest_mark()  # read first, or a run that ends meanwhile would look lost
         found: dict[int, RunRecord] = {}
         damaged: dict[int, str] = {}
         for name in sorted(self.files()):
@@ -123,7 +124,7 @@ class Archive:
                 damaged[int(match[1])] = "it is missing"
         newest = max((0, *found, *damaged))
         if mark is not None and newest > mark.run:
-            damaged.pop(newest, None)  # the run was killed while it wrote its manifest
+            damaged.pop(newest, None)  # the run died while it wrote its manifest
         begin = max((0, *(record.base_through for record in found.values())))
         end = max((0, *found, *damaged))
         if mark is not None and mark.run not in found:
@@ -141,10 +142,10 @@ class Archive:
     def begin_run(
         self, lock: ArchiveLock, give_up: int | None = None
     ) -> tuple[list[RunRecord], int, list[tuple[str, int, Footer]]]:
-        """Return the finished runs, the number of the next one, and what is `unfinished` of it.
+        """Prepare the next run; return the finished runs, its number and its `unfinished` segments.
 
-        `give_up`: the first run that is lost or damaged; it and those after it go. What no run
-        needs is deleted. Raises ArchiveDamagedError, ArchiveError.
+        `give_up` names the first lost or damaged run: that run and all later ones are dropped.
+        Files that no run needs are deleted. Raises ArchiveDamagedError, ArchiveError.
         """
         runs, damages = self.runs_and_damages()
         last = runs[-1].run if runs else 0
@@ -154,7 +155,7 @@ class Archive:
         elif damages:
             raise self._damaged(runs, damages)
         mark = self._newest_mark()
-        if mark is None or mark.run < last:  # written by an older program, or killed before it
+        if mark is None or mark.run < last:  # an older program wrote the run, or it died there
             self._write_mark(_mark_of(runs[-1]) if runs else MarkRecord(0))
         run = self.next_run(runs)
         found = self.unfinished(run)
@@ -172,9 +173,9 @@ class Archive:
         return run
 
     def write_run(self, record: RunRecord, lock: ArchiveLock) -> None:
-        """Write a run's manifest: from then on the run is there; then its mark.
+        """Write a run's manifest, which makes the run exist, and then its mark.
 
-        Raises ArchiveLockedError where somebody took the lock.
+        Raises ArchiveLockedError if the lock is lost.
         """
         lock.renew()
         self.write(run_file(record.run), pack_run(record))
@@ -213,9 +214,9 @@ class Archive:
         return found
 
     def sweep(self, keep: set[str], lock: ArchiveLock) -> int:
-        """Delete what no run needs; return how many files went.
+        """Delete what no run needs; return the number of deleted files.
 
-        Raises ArchiveLockedError where somebody took the lock.
+        Raises ArchiveLockedError if the lock is lost.
         """
         lock.renew()
         spare = [
@@ -237,7 +238,7 @@ class Archive:
     # -- marks ---------------------------------------------------------------------------------
 
     def _newest_mark(self) -> MarkRecord | None:
-        """Return the newest mark; None: the archive has none, older programs wrote it."""
+        """Return the newest mark, None in an archive that only older programs wrote."""
         runs = [int(match[1]) for name in self._marks() if (match := _MARK_FILE.fullmatch(name))]
         if not runs:
             return None
@@ -245,10 +246,10 @@ class Archive:
         try:
             return parse_mark(self.read(_mark_file(run)))
         except (DamagedError, FileNotFoundError):
-            return MarkRecord(run)  # its name says enough
+            return MarkRecord(run)  # the name is enough
 
     def _write_mark(self, mark: MarkRecord) -> None:
-        """Write a mark; delete those before it, which say less."""
+        """Write a mark and delete the older ones."""
         path = _mark_file(mark.run)
         self.write(path, pack_mark(mark))
         for name in self._marks():
@@ -270,13 +271,13 @@ class Archive:
             raise self._damaged(runs, damages)
 
     def _give_up_after(self, last: int, lock: ArchiveLock) -> None:
-        """Forget all runs after one; killed meanwhile, they are still told of."""
+        """Drop all runs after `last`. If this is interrupted, they still count as lost."""
         lock.renew()
         for name in sorted(self.files(), reverse=True):
             match = _RUN_FILE.fullmatch(name)
             if match is not None and int(match[1]) > last:
                 self.delete(name)
-        # The newest mark goes last: as long as it is there, the runs count as lost.
+        # The newest mark is deleted last: until then the runs count as lost.
         later = [name for name in self._marks() if name > _mark_file(last)]
         self.write(_mark_file(last), pack_mark(MarkRecord(last)))
         for name in later:
@@ -312,7 +313,7 @@ def _mark_of(record: RunRecord) -> MarkRecord:
 
 
 def _of_mark(run: int, mark: MarkRecord | None) -> str:
-    """Return what is known of a run that is not there."""
+    """Return what the mark says about a missing run."""
     if mark is None or mark.run != run or not mark.ended_ns:
         return ""
     return f" (the run ended at {time_text(mark.ended_ns)} with {mark.changes} changes)"

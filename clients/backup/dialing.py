@@ -1,14 +1,14 @@
-"""Where partitions are streamed from: finds their nodes, and dials all of them at the same time.
+"""Connects a backup to the nodes of its partitions, to all nodes at the same time.
 
-Who calls it: `clients.backup.run`, which has the sessions. It calls `step` over and over; nothing
-here waits, so a silent node delays its own partitions only.
+Who calls it: `clients.backup.run`, which owns the sessions and calls `step` regularly. `step` never
+waits, so a silent node delays only its own partitions.
 
 Invariants
-- a partition is in one place: homeless, waiting for a newer topology, with a dial, or handed out by
-  `step`;
-- there is one dial to a node at a time, and one question for the topology, which only those wait
-  for that the topology has no node for;
-- what failed is tried again after a pause that doubles (PAUSE_MAX_S), until `reset`.
+- a partition is in exactly one place: homeless, waiting for a newer topology, with a dial, or
+  handed out by `step`;
+- there is at most one dial per node and one topology request at a time. Only partitions without a
+  node in the known topology wait for that request;
+- a failed attempt is repeated after a pause that doubles up to PAUSE_MAX_S, until `reset`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PAUSE_MAX_S: Final = 2.0
 TRANSIENT: Final = (
     ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
 )  # fmt: skip
-"""What is worth another try."""
+"""Errors after which another attempt makes sense."""
 
 NodePlace = tuple[str, int]
 """Host and port of a node."""
 
 
 class Home(NamedTuple):
-    """Partitions, and the node that has them."""
+    """Partitions and the node that serves them."""
 
     place: NodePlace
     link: Link | None
-    """A new connection; None: there is a session already."""
+    """A new connection, None if there is a session already."""
     feeds: list[Feed]
 
 
@@ -56,7 +56,7 @@ class _Dial(NamedTuple):
 
 
 class _Pause:
-    """When something may be tried again."""
+    """The time of the next attempt."""
 
     def __init__(self) -> None:
         self.until_s = 0.0
@@ -69,8 +69,8 @@ class _Pause:
 
 
 class Dialing:
-    """See the module. `find` asks for the topology, `connect` connects to a node; `on_news` is
-    called when there is something for `step`.
+    """See the module. `find` fetches the topology, `connect` connects to a node, and `on_news` is
+    called when `step` has something to do.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Dialing:
         on_news: Callable[[], None],
     ) -> None:
         self.failure: DcpdError | None = None
-        """Why a partition is not streamed, for who gives up."""
+        """The last error that keeps a partition from being streamed."""
         self._topology = topology
         self._is_stale = False
         self._find = find
@@ -100,29 +100,29 @@ class Dialing:
         return not (self._homeless or self._waiting or self._dials)
 
     def add(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions, by the topology that is known."""
+        """Find a home for partitions with the known topology."""
         self._homeless += feeds
 
     def add_lost(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions whose connection was lost: the node may be there again."""
+        """Find a home for partitions whose connection was lost; the same node is tried first."""
         self._homeless += feeds
         self._is_stale = self._is_stale or bool(feeds)
 
     def add_moved(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions that their node does not have any more."""
+        """Find a home for partitions that left their node; this needs a newer topology."""
         self._waiting += feeds
         self._is_stale = self._is_stale or bool(feeds)
 
     def reset(self) -> None:
-        """All is well again: what failed is forgotten, and pauses are short."""
+        """Forget failures and start with short pauses again."""
         self.failure = None
         self._find_pause = _Pause()
         self._pauses.clear()
 
     def step(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
-        """Return the partitions that have a home now; `sessions`: nodes that are connected.
+        """Return the partitions that have a home now. `sessions` are the connected nodes.
 
-        Raises DcpdErrors that are not worth another try.
+        Raises DcpdErrors that another attempt would not cure.
         """
         self._collect_topology(now_s)
         homes = self._collect_dials(now_s)
@@ -133,7 +133,7 @@ class Dialing:
         return homes
 
     async def close(self) -> None:
-        """Stop all that is under way."""
+        """Cancel all dials and requests."""
         tasks = [dial.task for dial in self._dials.values()]
         for dial in self._dials.values():
             if dial.task.done() and not dial.task.cancelled() and dial.task.exception() is None:
@@ -180,7 +180,7 @@ class Dialing:
         return homes
 
     def _assign(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
-        """Give partitions to sessions, to dials that are under way, or to new ones."""
+        """Give partitions to sessions, to running dials, or to new dials."""
         by_place: dict[NodePlace, list[Feed]] = {}
         left: list[Feed] = []
         for feed in self._homeless:

@@ -1,30 +1,30 @@
 """Who may write to an archive: one at a time.
 
-Local archives are locked by the system (flock), which lets go of a process that dies.
+Local archives use flock, which the system releases when the process dies.
 
-Other stores have no locks, and through fsspec no "create if it is not there" that all of them keep.
-There the lock is a lease made of flags. A flag is a file below locks/ that one writer alone writes:
-who it is, when it last renewed the flag, and whether it claims the lease or holds it.
+Remote stores have no locks, and fsspec offers no atomic "create if absent" for all of them. There
+the lock is a lease made of flags. A flag is a file below locks/ that only its own writer writes. It
+says who the writer is, when it was last renewed, and whether the writer claims or holds the lease.
 
     write a claim -> list all flags -> none is alive: write "held"
                                     -> one is held: delete the claim, ArchiveLockedError
-                                    -> others claim too: the one with the lowest name waits for the
-                                       others, they delete theirs, ArchiveLockedError
+                                    -> only other claims: the lowest name waits for the others to
+                                       go; the others delete theirs, ArchiveLockedError
 
-A flag that was not renewed for LEASE_S is dead. Who finds dead ones waits for SETTLE_S, looks
-again before and after it writes "held", and deletes them.
+A flag is dead when it was not renewed for LEASE_S. A claimant that finds dead flags waits SETTLE_S
+and lists again before it writes "held", and once more after. Then it deletes them.
 
 Invariants
 - `with` ends with the lock held, or with ArchiveLockedError and no flag left;
-- a flag is written before the others are listed. So of two writers at least one sees the other, on
-  any store whose listing shows what was written before;
-- a holder looks before each manifest that it writes (`renew`): where its flag is gone, or another
-  one is held, it raises ArchiveLockedError. It ignores claims, which give way to it;
-- a holder that did not renew for LEASE_S, by any of its clocks, raises it too: somebody may have
-  had the lease and be gone again.
+- a writer writes its flag before it lists the others. If a listing shows all earlier writes, at
+  least one of two writers sees the other;
+- a holder checks before each manifest (`renew`). If its flag is gone or another flag is held, it
+  raises ArchiveLockedError. It ignores claims: claimants give way to holders;
+- a holder that did not renew for LEASE_S, by any of its clocks, raises it too. Another writer may
+  have come and gone meanwhile.
 
-What remains: the clocks of writers have to agree within LEASE_S - RENEW_S, and a write that a
-holder began in time may arrive after somebody took the lease.
+Limits: the clocks of writers must agree within LEASE_S - RENEW_S. A write that a holder started in
+time may still arrive after another writer took the lease.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ from clients.backup.errors import ArchiveError, ArchiveLockedError
 from clients.backup.place import Place, io_error
 
 LOCK_FILE: Final = "lock"
-"""Of local archives. Elsewhere older programs wrote their lease there: it counts as a held flag."""
+"""The locked file of a local archive. In remote archives older programs kept their lease in it:
+there it counts as a held flag."""
 FLAGS_FOLDER: Final = "locks"
 LEASE_S: Final = 300
-"""A flag that was not renewed for so long belongs to nobody: its writer was killed."""
+"""A flag that was not renewed for this long is dead: its writer was killed."""
 RENEW_S: Final = 60.0
-"""How often a lease is renewed; a fifth of its time."""
+"""How often a lease is renewed: five times per LEASE_S."""
 SETTLE_S: Final = 2.0
-"""How long a dead flag is looked at before its lease is taken: some stores show a file while it is
-written, and some listings are late."""
+"""The pause before a dead lease is taken, because some stores show half-written files and some
+listings lag behind."""
 CLAIM_WAIT_S: Final = 10.0
-"""How long the first of several claimants waits for the others to give way: one request each."""
+"""How long the first of several claimants waits for the others to give way."""
 _PAUSE_S: Final = 0.2
 _OPEN_TRIES: Final = 10
-"""How often a lock file is opened again that somebody deleted meanwhile."""
+"""Attempts to open a lock file that is deleted between open and flock."""
 
 
 class _Flag(NamedTuple):
@@ -78,10 +79,11 @@ class ArchiveLock:
         self._place = place
         self._file: int | None = None
         self._mutex = threading.Lock()
-        # Names rise with time: the first of several claimants mostly is the one that gets it.
+        # Names sort by time, so the first claimant usually wins.
         self._name = f"{FLAGS_FOLDER}/{time.time_ns():020}-{secrets.token_hex(8)}"
         self._renewed = (0.0, 0.0)
-        """When the last renewal began: steady clock, and wall clock, which counts sleep too."""
+        """When the last renewal began: by the steady clock, and by the wall clock, which includes
+        the time that a machine sleeps."""
         self._document = {"purpose": purpose, "host": socket.gethostname(), "pid": os.getpid()}
 
     def __enter__(self) -> ArchiveLock:
@@ -107,7 +109,7 @@ class ArchiveLock:
                 self._place.delete(self._name)
 
     def renew(self) -> None:
-        """Make sure that the lock is still held. Raises ArchiveLockedError where it is not."""
+        """Check that the lock is held, and renew it. Raises ArchiveLockedError if it is lost."""
         with self._mutex:
             if self._file is not None:
                 if not self._is_file_there():
@@ -116,7 +118,7 @@ class ArchiveLock:
                 self._renew_lease()
 
     def keep(self) -> None:
-        """Renew if the last time is RENEW_S ago; to be called at least so often."""
+        """Renew if the last renewal is RENEW_S old. Callers call it at least that often."""
         if self._file is not None or self._age_s() >= RENEW_S:
             self.renew()
 
@@ -127,11 +129,11 @@ class ArchiveLock:
             self._file = self._open_locked()
             if self._is_file_there():
                 break
-            os.close(self._file)  # somebody deleted it: the lock is on a file that no other sees
+            os.close(self._file)  # deleted meanwhile: others would lock a new file
             self._file = None
         else:
             raise self._refusal(self._local_holder())
-        with suppress(OSError):  # on a full disk it holds too, and does not say whose it is
+        with suppress(OSError):  # on a full disk the lock holds, but does not name its owner
             os.truncate(self._file, 0)
             os.pwrite(self._file, self._bytes(is_held=True), 0)
 
@@ -151,7 +153,7 @@ class ArchiveLock:
         return file
 
     def _is_file_there(self) -> bool:
-        """Whether the file that is locked is the one that others will lock."""
+        """Whether the locked file still has its name, so that others lock the same one."""
         assert self._file is not None
         try:
             found = self._place.local_path(LOCK_FILE).stat()
@@ -165,7 +167,7 @@ class ArchiveLock:
     # -- leases --------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """Get the lease, or raise ArchiveLockedError with no flag left."""
+        """Take the lease, or raise ArchiveLockedError and leave no flag."""
         try:
             self._write_flag(is_held=False)
             began = self._renewed
@@ -176,7 +178,7 @@ class ArchiveLock:
             self._write_flag(is_held=True)
             if dead:
                 self._refuse_if_held(self._others())
-            if _since_s(began) >= LEASE_S:  # others may have taken the claim for dead
+            if _since_s(began) >= LEASE_S:  # others may have treated the claim as dead
                 raise self._lost()
         except BaseException:
             with suppress(ArchiveError):
@@ -186,7 +188,7 @@ class ArchiveLock:
             self._place.delete(flag.name)
 
     def _wait_for_others(self) -> list[_Flag]:
-        """Return the dead flags once no other is alive. Raises ArchiveLockedError."""
+        """Wait until no other flag is alive; return the dead ones. Raises ArchiveLockedError."""
         give_up_at_s = time.monotonic() + CLAIM_WAIT_S
         while True:
             others = self._others()
@@ -206,18 +208,18 @@ class ArchiveLock:
         if self._name not in names:
             raise self._lost()
         self._write_flag(is_held=True)
-        if _since_s(before) >= LEASE_S:  # somebody may have had the lease meanwhile
+        if _since_s(before) >= LEASE_S:  # another writer may have had the lease meanwhile
             raise self._lost()
 
     def _others(self, names: dict[str, int] | None = None) -> list[_Flag]:
-        """Return the flags of others; where none are named, of programs of old too."""
+        """Return the flags of others. Without `names` the lease of older programs is included."""
         if names is None:
             names = {**self._place.files(FLAGS_FOLDER), LOCK_FILE: 0}
         flags = [self._flag(name) for name in names if name != self._name]
         return [flag for flag in flags if flag.document]
 
     def _flag(self, name: str) -> _Flag:
-        """Return a flag; its document is empty where it is gone."""
+        """Read a flag. The document is empty if the file is gone."""
         try:
             document = json.loads(self._place.read(name))
         except FileNotFoundError:
@@ -225,7 +227,7 @@ class ArchiveLock:
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            # Half-written, or damaged: it lives for as long as if it had never been renewed.
+            # Half-written or damaged: treat it as renewed when its writer started.
             document = {"renewed_s": _begun_s(name)}
         age_s = time.time() - float(document.get("renewed_s", 0))
         return _Flag(name, document, document.get("state") != "claim", age_s < LEASE_S)
@@ -270,6 +272,6 @@ def _since_s(then: tuple[float, float]) -> float:
 
 
 def _begun_s(name: str) -> float:
-    """Return when a flag's writer began, which is in its name; 0: it is not."""
+    """Return the start time in a flag's name, 0 if there is none."""
     digits = name.rpartition("/")[2].partition("-")[0]
     return int(digits) / 1e9 if digits.isdigit() else 0.0

@@ -3,8 +3,8 @@
     file   magic (8; its last byte is the format version), u32 raw bytes, u32 CRC-32C of what
            follows; a zstd frame of CBOR
 
-A run's manifest is written after its segments: a run is there when it is. A mark in another folder
-follows, which stays when the newest manifest is lost.
+A run's manifest is written after its segments and makes the run exist. A mark in another folder
+follows. It shows that the run existed if the manifest is lost later.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ArchiveRecord(NamedTuple):
 
 
 class MarkRecord(NamedTuple):
-    """That a run was finished; its number is in the file's name, too. For messages only."""
+    """A finished run. The number in the file's name is what counts; the rest is for messages."""
 
     run: int
-    """0: no run was finished yet."""
+    """0 before the first run is finished."""
     base_through: int = 0
     ended_ns: int = 0
     changes: int = 0
@@ -120,7 +120,7 @@ def pack_mark(record: MarkRecord) -> bytes:
 
 
 def parse_mark(data: bytes) -> MarkRecord:
-    """Return a mark; fields that came with later programs are passed over.
+    """Return a mark; fields of newer programs are ignored.
 
     Raises DamagedError, ArchiveFormatError.
     """

@@ -44,7 +44,7 @@ class Point(NamedTuple):
         return [record for record in runs if record.run <= last]
 
     def is_within(self, runs: Sequence[RunRecord]) -> bool:
-        """Whether later runs than these would change nothing: it names a run or time in them."""
+        """Whether it names a run or a time in these runs, so that later runs do not matter."""
         if not runs:
             return False
         if self.run is not None:

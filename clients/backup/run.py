@@ -59,7 +59,7 @@ ANSWER_TIMEOUT_S: Final = 10.0
 """How long a server may take to tell its collections: it has them in memory."""
 TICK_S: Final = 0.1
 KEEP_S: Final = 5.0
-"""How often the archive's lock is looked after."""
+"""How often a run checks whether the archive's lock needs renewal."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
 """What a link to stream from asks for: the datatype is kept too."""
@@ -142,7 +142,7 @@ class Backup:
     """One run. `history`: every version, not only the newest of each snapshot.
 
     `versions_max`: name so many versions in a stream request only (None: all), for comparisons.
-    `give_up`: the first run of the archive that is lost or damaged, to go on without it.
+    `give_up`: the first lost or damaged run of the archive, to continue without it.
     """
 
     def __init__(

@@ -79,12 +79,12 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Write the open segment, if there is anything in it, and read it back. Raises
-        ArchiveError, once; ArchiveLockedError where the lock is gone.
+        ArchiveError, once; ArchiveLockedError if the lock is lost.
         """
         if self._builder.is_empty or self._has_failed:
             return
         self._has_failed = True
-        self._lock.keep()  # who took the lock writes files of the same names
+        self._lock.keep()  # another holder would write files of the same names
         data = self._builder.finish()
         path = segment_file(self._run, len(self.records), is_base=self._is_base)
         self._archive.write(path, data)

@@ -11,8 +11,7 @@ JSON lines (`-o json`), one object each, `"v": 1`:
 
 `cas` and `vb_uuid` are decimal strings; `key_encoding`/`value_encoding` "base64" mark what is not
 UTF-8. With --state the position is saved every second, at the end and on SIGINT and SIGTERM, after
-the lines it covers were written. It is of the documents that were asked for: with another --prefix
-it is refused.
+the lines it covers were written. A state file belongs to its --prefix and is refused with another.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ which it began), and what is not as usual:
     rollback=R         the batch that ends here begins by going back to R
 A partition of which nothing is held is left out. Beside them there is
 
-    "collections": "scope.a,scope.b"    what the query follows; older programs left it out
+    "collections": "scope.a,scope.b"    what the query follows; older programs did not write it
 
 Invariants
 - the same positions give the same bytes: partitions in numeric order, no spaces to choose;
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 COLLECTIONS: Final = "collections"
-"""The member of an offset that is no partition."""
+"""The member of an offset that is not a partition."""
 NOTHING: Final = Entry()
 """The entry of a partition that is not in the offset."""
 

@@ -206,7 +206,7 @@ def _starting_offset(text: str) -> Offset:
     offset: Offset = {}
     for name, item in document.items():
         if name == COLLECTIONS:
-            continue  # of the query whose offset it was
+            continue  # it describes the query that the offset comes from
         vb_id = partition_number(name)
         if type(item) is int and item >= 0:
             offset[str(vb_id)] = str(item)

@@ -26,7 +26,7 @@ BUCKETS_MAX: Final = 1024
 FORMATS: Final = ("parquet", "delta")
 TABLES: Final = ("current", "changes")
 _QUERY_ID: Final = "sql.streaming.queryId"
-"""Spark sets this property of the thread for a query's batches."""
+"""The local property in which Spark keeps the id while a query's batch runs."""
 _NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revision")
 
 
@@ -48,8 +48,8 @@ def apply_changes(
     (what deltalake can reach, with its `storage_options`; through the driver). `buckets` counts
     when the table is made.
 
-    A table belongs to the query that wrote it first; a batch of another one is refused, but for
-    one with `take_over_from` that query's id. `query`: the id, where Spark does not tell it (Spark
+    A table belongs to the query that wrote it first. A batch of another query is refused unless
+    `take_over_from` is the first one's id. `query` is the id where Spark does not tell it (Spark
     Connect). Raises ValueError for arguments that it does not take, DcpdError.
     """
     if format not in FORMATS:
@@ -75,8 +75,8 @@ def apply_changes(
 
 
 def _query_of(batch_df: DataFrame) -> str:
-    """Return the id of the streaming query that a batch is of, which its checkpoint keeps; "" where
-    there is none, or Spark does not tell it.
+    """Return the id of the batch's streaming query, which its checkpoint keeps; "" if there is no
+    query or Spark does not tell it.
     """
     # A session of Spark Connect has no context.
     context = getattr(batch_df.sparkSession, "sparkContext", None)

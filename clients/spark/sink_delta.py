@@ -46,7 +46,7 @@ from clients.spark.sink_rules import (
 HIGH: Final = "dcpHigh"
 """Name of the commit's metadata: partition -> highest seqno, as JSON text."""
 QUERY_PROPERTY: Final = "dcpd.query"
-"""Who commits while this changes fails, by Delta's rule for changed metadata."""
+"""Delta fails commits that are based on older metadata, so a change of owner stops the old one."""
 APPLIED: Final = "applied"
 _DESCRIPTION: Final = "Change log of dcpd in {buckets} buckets"
 _BUCKETS: Final = re.compile(r"Change log of dcpd in (\d+) buckets")
@@ -66,7 +66,7 @@ def apply_batch(
     try:
         _apply(batch, tables)
     except CommitFailedError:
-        tables.own()  # raises where they were taken over meanwhile
+        tables.own()  # raises if another query took them over meanwhile
         raise
 
 

@@ -10,9 +10,9 @@ writes that bucket's current file anew: Parquet files cannot be changed.
 Invariants
 - files are written once, under names that are not used again;
 - what the manifest does not name does not count: a batch that fails leaves garbage and no trace;
-- what a manifest names is on disk before the manifest is, and a manifest is on disk before anything
-  is removed that the one before names: a power cut leaves a whole table, and no batch that Spark
-  was told of is lost;
+- files are durable before the manifest that names them, and a manifest is durable before files
+  that older manifests name are removed. A power cut leaves a whole table, and never loses a batch
+  that was reported to Spark as done;
 - files that a batch replaces are removed after the next one, so that readers have time;
 - a table belongs to one query (`sink_rules.owner_after`).
 """
@@ -48,7 +48,7 @@ from clients.spark.sink_rules import (
 from clients.spark.table_files import TableFiles
 
 FORMAT: Final = 2
-"""1: without the query that the table belongs to; it is read, and belongs to the next one."""
+"""Format 1 did not name the query that owns the table; the next query takes it."""
 MANIFEST: Final = "manifest.json"
 FOLDERS: Final = ("changes", "current")
 MERGE_FILES: Final = 8
@@ -88,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True):
     replaced: tuple[str, ...] = ()
     """Files that the last batch replaced."""
     query: str = ""
-    """The query that the table belongs to; "": to any."""
+    """The query that owns the table; "" for none."""
 
     def named(self) -> set[str]:
         """Return all files that count."""
@@ -150,7 +150,7 @@ def apply_batch(batch_df: Any, path: Path, buckets: int, writer: Writer) -> None
 
 
 def open_table(files: TableFiles, buckets: int, writer: Writer) -> Manifest:
-    """Return the manifest of a table that is to be written, as of its new owner.
+    """Return the manifest of a table to be written, with its owner; make the folders.
 
     Raises DcpdErrors.
     """
@@ -186,7 +186,7 @@ def write_buckets(
 
 
 def apply_to_bucket(batch: pa.Table, files: TableFiles, number: int, manifest: Manifest) -> Outcome:
-    """Write the files of a bucket as they are after a batch; return which, when on disk."""
+    """Write a bucket's files after a batch, durably; return which they are."""
     before = manifest.files.get(number, Bucket())
     cuts = cuts_of(batch)
     undone = cut_partitions(cuts, manifest.high)
@@ -279,7 +279,7 @@ class _Folder:
         return name
 
     def sync(self, names: Collection[str]) -> None:
-        """Return when those of these files that were written are on disk."""
+        """Make those of these files durable that were written through this object."""
         written = sorted(self.written.intersection(names))
         for name in written:
             self._files.sync(name)

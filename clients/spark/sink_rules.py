@@ -35,27 +35,27 @@ class Writer(NamedTuple):
     """Who applies a batch."""
 
     query: str = ""
-    """The query's id, which is in its checkpoint; "": it is not known."""
+    """The query's id, which its checkpoint keeps; "" if it is not known."""
     take_over_from: str = ""
-    """The query that the table may be taken from."""
+    """A query whose table this one may take over."""
 
 
 def owner_after(owner: str, writer: Writer, path: str) -> str:
-    """Return the query that a table belongs to from now on; `owner`: it did so far, "": to none.
+    """Return the query that owns a table from now on. `owner` is the present one, "" for none.
 
-    Raises DcpdError where it belongs to another one: each would go on from its own checkpoint, and
-    undo what the other one is ahead.
+    Raises DcpdError if another query owns it: each would resume from its own checkpoint and undo
+    the other's newer rows.
     """
     if owner in {"", writer.query} or (writer.query and writer.take_over_from == owner):
         return writer.query
     who = f"of query {writer.query}" if writer.query else "outside of a streaming query"
     hint = (
-        "Start the query that it belongs to from its checkpoint, or name another path. Is that one"
-        f" stopped for good? take_over_from={owner!r} gives the table to this query, which has to"
-        " begin with a new checkpoint at startingOffsets=earliest."
+        "Resume the query that owns the table from its checkpoint, or use another path. If that"
+        f" query is stopped for good, take_over_from={owner!r} gives the table to this one, which"
+        " must start with a new checkpoint and startingOffsets=earliest."
     )
     if not writer.query:
-        hint = f"Name a query that the batch belongs to, if it is right here: query={owner!r}"
+        hint = f"If the batch belongs to that query, pass query={owner!r}."
     raise DcpdError(f"the table {path} belongs to query {owner}, and this batch is {who}. {hint}")
 
 

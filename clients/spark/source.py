@@ -50,7 +50,7 @@ from clients.spark.values import value_parser
 _T = TypeVar("_T")
 
 DEFAULT_COLLECTION: Final = "_default._default"
-"""What a query follows that names no collections."""
+"""The collection of a query without the option collections."""
 LOOK_AGAIN_S: Final = 1.0
 """How long seqnos that did not move may hide a branch: a full survey costs the server 20 ms."""
 
@@ -244,20 +244,20 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._planner.tasks(steps_between(start, end))
 
     def _check(self, offset: Offset) -> None:
-        """Raise DcpdError for an offset of a query that followed other collections."""
+        """Raise DcpdError if an offset belongs to a query of other collections."""
         found = offset.get(COLLECTIONS, self._collections)
         if found != self._collections:
             raise DcpdError(
-                f"the checkpoint is of a query that follows the collections {found}, and this one"
+                f"the checkpoint belongs to a query of the collections {found}, and this one"
                 f" follows {self._collections}",
-                hint="What only one of them has would be missing, and nothing would tell. Give the"
-                " option collections as before, or begin anew with another checkpointLocation.",
+                hint="Going on from it would skip documents without notice. Use the option"
+                " collections as before, or begin anew with another checkpointLocation.",
             )
 
     def _offset_of(self, entries: dict[int, Entry], start: Offset) -> Offset:
-        """Return the offset of a batch's end: `start` itself where nothing is new.
+        """Return the offset of a batch's end, `start` itself if nothing is new.
 
-        Spark compares texts: the same offset has to be the same object's text.
+        Spark compares offsets as text, so an unchanged offset must be the same object.
         """
         end = offset_of(entries)
         is_same = end == {name: text for name, text in start.items() if name != COLLECTIONS}

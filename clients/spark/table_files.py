@@ -1,8 +1,8 @@
-"""The files of a Parquet table: the calls that a power cut can fall between.
+"""The file operations of a Parquet table, one call for each step that a power cut can separate.
 
-Names are relative to the table: `manifest.json`, `changes/0003-....parquet`. What each call
-promises to survive is POSIX's: a file's bytes after `sync`, names after `sync_folder`. Tests run
-the sink over files that forget, in part, what was not synced.
+Names are relative to the table: `manifest.json`, `changes/0003-....parquet`. As in POSIX, a file's
+bytes are durable after `sync`, and names after `sync_folder`. Tests replace this class by one that
+loses, in part, what was not synced.
 
 Who calls it: `clients.spark.sink_parquet`, on the driver and on executors, which share the folder.
 """
@@ -22,7 +22,7 @@ class TableFiles:
         self.path = path
 
     def make_folder(self, name: str) -> None:
-        """Make a folder of the table, and the table's own; they survive a power cut."""
+        """Create a folder of the table and its parents, durably."""
         path = self.path / name
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class TableFiles:
         return (self.path / name).read_bytes()
 
     def source(self, name: str) -> Any:
-        """Return a file as pyarrow reads it."""
+        """Return what pyarrow reads a file from."""
         return self.path / name
 
     def create(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
@@ -43,15 +43,15 @@ class TableFiles:
             write(file)
 
     def sync(self, name: str) -> None:
-        """Return when a file is on disk as it is."""
+        """Make a file's bytes durable."""
         _sync(self.path / name)
 
     def sync_folder(self, name: str = "") -> None:
-        """Return when the names in a folder are on disk as they are."""
+        """Make the names in a folder durable."""
         _sync(self.path / name)
 
     def replace(self, old: str, new: str) -> None:
-        """Give a file the name of another one, which goes."""
+        """Rename a file over another one."""
         (self.path / old).replace(self.path / new)
 
     def remove(self, name: str) -> None:
@@ -59,7 +59,7 @@ class TableFiles:
         (self.path / name).unlink(missing_ok=True)
 
     def older_than(self, pattern: str, moment_s: float) -> list[str]:
-        """Return the files whose names fit a pattern, and that were written before a moment."""
+        """Return the files that match a pattern and were last written before a time."""
         found = self.path.glob(pattern)
         return [
             path.relative_to(self.path).as_posix()

@@ -218,7 +218,7 @@ def test_watch_refuses_the_state_of_another_prefix(ctl, tmp_path):
     assert (code, out) == (1, b"")
     assert "it is for the default collection, keys that begin with 'one:'" in err
     assert "this consumer follows the default collection, keys that begin with 'two:'" in err
-    assert "in another file" in err
+    assert "another file or name" in err
     ctl("set", "one:2", "c")
     assert [line["key"] for line in lines(ctl(*watch, "--prefix", "one:")[1])] == ["one:2"]
 

@@ -135,7 +135,7 @@ def test_a_checkpoint_of_other_collections_is_refused(spark, dcpd, tmp_path):
     with pytest.raises(StreamingQueryException) as caught:
         stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.items")
     text = str(caught.value)
-    assert "of a query that follows the collections shop.orders, and this one" in text
+    assert "belongs to a query of the collections shop.orders, and this one" in text
     assert "follows shop.items" in text
     assert "another checkpointLocation" in text
     stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.orders")

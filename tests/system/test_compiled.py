@@ -59,13 +59,18 @@ def no_registry(folder: Path) -> str:
     return "" if asked.returncode == 0 else f"pip fetches no packages: {asked.stderr.strip()[:200]}"
 
 
+def plain_environment() -> dict[str, str]:
+    """The environment without what would compile, or lead to other sources."""
+    left_out = {*COMPILING, "PYTHONPATH"}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 def run(
     *arguments: str, cwd: Path | None = None, python: Path | str = sys.executable, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with `more` in its environment."""
-    environment = {name: value for name, value in os.environ.items() if name not in COMPILING}
     return subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=environment | more,
+        [str(python), *arguments], cwd=cwd, env=plain_environment() | more,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -151,7 +156,7 @@ def use(python: Path, folder: Path, **more: str) -> str:
     bin_folder = python.parent
     server = subprocess.Popen(
         [str(bin_folder / "dcpd"), "--port", "0", "--admin-port", "0", "--data", "data"],
-        cwd=folder, env=os.environ | more, stdout=subprocess.PIPE, text=True,
+        cwd=folder, env=plain_environment() | more, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert server.stdout is not None
@@ -175,7 +180,7 @@ def use(python: Path, folder: Path, **more: str) -> str:
     return output
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> None:
     """Nothing is there but what pip brings; the locked versions, beside hatchling."""
     python = built.python()
@@ -184,7 +189,7 @@ def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> N
     assert "(compiled) is ready" in use(python, tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_pip_builds_without_a_compiler_in_an_empty_environment(
     built: Built, tmp_path: Path
 ) -> None:
@@ -218,7 +223,7 @@ def run_python(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
     checked = run_python(site, "-c", CHECK, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
@@ -229,7 +234,7 @@ def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-5000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_compiled_server_says_so_and_refuses_changed_sources(site: Path, tmp_path: Path) -> None:
     version = run_python(site, "-m", "dcp.server.main", "--version", cwd=tmp_path)
     assert version.stdout.endswith("(compiled)\n"), version.stderr
