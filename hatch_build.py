@@ -3,15 +3,18 @@
     DCPD_COMPILE=1 pip install .      a wheel with them
     scripts/compile                   in place, beside the sources (scripts/compile --remove)
 
-DCPD_COMPILE_LEVEL is the C compiler's level of optimisation (3). It takes a C compiler and the
-extra `compile` (mypyc). Nothing else depends on it: without them the
-modules run as they stand. `COMPILED` is what is compiled: the way of a SET, a GET and a stream.
+DCPD_COMPILE_LEVEL is the C compiler's level of optimisation (3). It takes a C compiler, Python's
+headers, mypyc, and the packages whose types the modules use. pip installs the packages into its
+isolated build environment, in the versions that requirements/compile.txt locks; scripts/compile
+takes them from .venv. Nothing else depends on compiling: without it the modules run as they stand.
+`COMPILED` is what is compiled: the way of a SET, a GET and a stream.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +58,10 @@ GROUP: Final = "dcpd"
 SOURCES: Final = "dcp/compiled_sources.txt"
 """What was compiled: a checksum of each source, so that changed sources are noticed."""
 LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
+LOCK: Final = "requirements/compile.txt"
+"""What a compiled build needs in addition to hatchling; written by scripts/lock."""
+_PIN: Final = re.compile(r"^([A-Za-z0-9_.-]+==[^\\\n]+?)\s*\\?$", re.MULTILINE)
+"""A locked package with version and environment marker. Its hashes are on the lines below."""
 
 _SETUP: Final = """
 import sys
@@ -80,6 +87,23 @@ def sources_text(root: Path) -> str:
     return "".join(f"{digest}  {name}\n" for digest, name in zip(sums, COMPILED, strict=True))
 
 
+def locked_packages(root: Path) -> list[str]:
+    """Return the packages that compiling needs, in locked versions. Raises CompileError.
+
+    Build requirements cannot have hashes (PEP 517), so only the versions are used.
+    """
+    try:
+        found = _PIN.findall((root / LOCK).read_text())
+    except FileNotFoundError:
+        found = []
+    if not found:
+        raise CompileError(
+            f"{LOCK} is missing or empty. It names what compiling needs: use a complete copy of "
+            "the sources, or build without DCPD_COMPILE."
+        )
+    return found
+
+
 def compile_into(root: Path, target: Path) -> list[Path]:
     """Compile the sources in `root`; put the libraries, and what they were made of, under `target`.
 
@@ -102,8 +126,8 @@ def compile_into(root: Path, target: Path) -> list[Path]:
             why = (done.stdout + done.stderr)[-3000:]
             raise CompileError(
                 f"the hot modules could not be compiled:\n{why}\nIt takes a C compiler, Python's "
-                "headers, and the extra `compile` (pip install 'dcpd[compile]'). Everything works "
-                "without it too, slower."
+                f"headers, and the packages of {LOCK}, which pip installs for the build unless "
+                "--no-build-isolation is given. Everything also works uncompiled, only slower."
             )
         built = work / "built"
         found = sorted(path for pattern in LIBRARY_PATTERNS for path in built.rglob(pattern))
@@ -137,8 +161,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs beside hatchling."""
-        return list(self.metadata.core.optional_dependencies["compile"]) if _is_asked_for() else []
+        """Return what the build needs beside hatchling; pip asks before it builds."""
+        return locked_packages(Path(self.root)) if _is_asked_for() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the libraries to a wheel."""

@@ -1,10 +1,12 @@
 """Checkpoints: where a consumer stands, kept in a file or in memory.
 
-    file = CBOR {"format": "dcpd-checkpoint", "version": 2, "crc32": u32, "positions": bytes}
+    file = CBOR {"format": "dcpd-checkpoint", "version": 3, "crc32": u32, "positions": bytes}
     positions = CBOR {vb: position}
-    position = [versions, seqno, snap_start, snap_end, complete, base_seqno, collections]
+    position = [versions, seqno, snap_start, snap_end, complete, base_seqno, collections, filter]
+    filter = [names of collections (null: the default one, []: all), prefixes of keys]; null: not
+             known
 
-Version 1 had no collections, and is read as well.
+Version 1 had no collections, version 2 no filter; both are read.
 
 A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so a crash leaves the
 old or the new one. What cannot be read is a CheckpointError that says what to do, never a silent
@@ -23,14 +25,16 @@ from zlib import crc32
 import cbor2
 
 from clients.errors import CheckpointError
-from clients.position import Position
+from clients.position import Filter, Position
 from vbucket.ids import SEQNO_MAX
 
 FORMAT: Final = "dcpd-checkpoint"
-VERSION: Final = 2
-_READ: Final = (1, VERSION)
+VERSION: Final = 3
+_READ: Final = (1, 2, VERSION)
 _FIELDS_1: Final = 6
 """Fields of a position of version 1."""
+_FIELDS: Final = range(_FIELDS_1, len(Position._fields) + 1)
+"""Numbers of fields that a position may have: each version added one."""
 _COLLECTION_ID_MAX: Final = 0xFFFF_FFFF
 
 Checkpoint = dict[int, Position]
@@ -185,7 +189,7 @@ def _position(vb_id: object, entry: Any) -> Position:
     where = f"partition {vb_id!r}: "
     if not isinstance(vb_id, int) or not 0 <= vb_id < 65536:
         raise ValueError(f"{where}not a partition")
-    if not isinstance(entry, list) or len(entry) not in {_FIELDS_1, len(Position._fields)}:
+    if not isinstance(entry, list) or len(entry) not in _FIELDS:
         raise ValueError(f"{where}a position has {len(Position._fields)} fields")
     versions, seqno, snap_start, snap_end, complete, base_seqno = entry[:_FIELDS_1]
     if (
@@ -202,13 +206,26 @@ def _position(vb_id: object, entry: Any) -> Position:
         raise ValueError(f"{where}seqno {seqno} is outside of snapshot {snap_start}..{snap_end}")
     pairs = tuple((vb_uuid, began) for vb_uuid, began in versions)
     ranges = tuple((first, last) for first, last in complete)
-    collections = _collections(where, entry[_FIELDS_1:])
-    return Position(pairs, seqno, snap_start, snap_end, ranges, base_seqno, collections)
+    ids, raw_filter = [*entry[_FIELDS_1:], None, None][:2]
+    collections, chosen = _collections(where, ids), _filter(where, raw_filter)
+    return Position(pairs, seqno, snap_start, snap_end, ranges, base_seqno, collections, chosen)
 
 
-def _collections(where: str, rest: list[Any]) -> tuple[int, ...] | None:
-    """Return the ids of collections that a position's last field holds, where it has one."""
-    ids = rest[0] if rest else None
+def _filter(where: str, entry: Any) -> Filter | None:
+    """Return the filter of a position, None if it has none."""
+    if entry is None:
+        return None
+    if not isinstance(entry, list) or len(entry) != len(Filter._fields):
+        raise ValueError(f"{where}a filter has {len(Filter._fields)} fields")
+    names, prefixes = entry
+    for kind, items in ((str, [] if names is None else names), (bytes, prefixes)):
+        if not isinstance(items, list) or any(type(item) is not kind for item in items):
+            raise ValueError(f"{where}a filter's names or prefixes are none")
+    return Filter(None if names is None else tuple(names), tuple(prefixes))
+
+
+def _collections(where: str, ids: Any) -> tuple[int, ...] | None:
+    """Return the collection ids of a position, None if it has none."""
     if ids is None:
         return None
     if not isinstance(ids, list) or any(

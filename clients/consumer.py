@@ -29,7 +29,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -53,8 +53,10 @@ from clients.consumer_start import (
     prefixes_of,
 )
 from clients.consumer_supervisor import Supervisor
+from clients.errors import CheckpointError
 from clients.event import Event
 from clients.link import Link
+from clients.position import Filter, Position
 from clients.topology import Topology
 from clients.validator import StreamValidator
 
@@ -137,13 +139,15 @@ class Consumer:
         by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
         self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
         self._collections = chosen_collections(collections)
+        prefixes = prefixes_of(key_prefixes)
+        self._filter = Filter.of(() if self._collections == "all" else self._collections, prefixes)
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._was_closed = False
         self._older_than: dict[int, int] = {}
         """By partition: a CAS below which changes are left out on this side."""
         self._core_options: dict[str, Any] = {
             "until_now": until_now, "history": history, "previous_values": previous_values,
-            "key_prefixes": prefixes_of(key_prefixes), "buffer_bytes": buffer_bytes,
+            "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
             "noop_interval_s": noop_interval_s,
         }  # fmt: skip
         self._placement = Placement(
@@ -191,7 +195,8 @@ class Consumer:
     async def open(self) -> None:
         """Load the checkpoint, connect, ask for the streams.
 
-        Raises CheckpointError, ConnectError, AuthenticationError, TopologyError, ValueError, and
+        Raises CheckpointError, also for a checkpoint of another filter (collections, key_prefixes),
+        ConnectError, AuthenticationError, TopologyError, ValueError, and
         RuntimeError for one that was closed: what it received and did not hand out is in its way.
         """
         if self._reader.is_open:
@@ -222,11 +227,37 @@ class Consumer:
         self._older_than = starts.older_than
         positions = {vb: saved.get(vb, starts.positions.get(vb)) for vb in vb_ids}
         known = {vb: position for vb, position in positions.items() if position is not None}
+        self._check_filter(known)
         self._reader.delivered.update(known)
         if self.validator is not None:
             self.validator.begin(known)
         self._reader.is_open = True
         await self._supervisor.start(positions)
+
+    def _check_filter(self, positions: Mapping[int, Position]) -> None:
+        """Raise CheckpointError if positions belong to another filter than this consumer's.
+
+        A collection that was dropped and created again is noticed later, by its id.
+        """
+        ids = set(self._collection_ids)
+        others = [
+            position.filter
+            for position in positions.values()
+            if position.seqno
+            and position.filter not in {None, self._filter}
+            and not (
+                # The same collections, named differently.
+                position.filter.key_prefixes == self._filter.key_prefixes
+                and set(position.collections or ()) == ids
+            )
+        ]
+        if others:
+            raise CheckpointError(
+                f"the checkpoint belongs to another filter: it is for {others[0]}"
+                f" ({len(others)} partitions), and this consumer follows {self._filter}",
+                hint="Going on from it would skip documents without notice. Use the same filter as"
+                " before, or begin anew with another checkpoint (another file or name).",
+            )
 
     async def close(self) -> None:
         """Close all connections. Streams can be resumed from `checkpoint()`."""

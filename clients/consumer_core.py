@@ -56,7 +56,7 @@ from clients.event import (
 )
 from clients.frame_buffer import FrameBuffer, frame_at
 from clients.pending_requests import ignored
-from clients.position import Position
+from clients.position import Filter, Position
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -107,7 +107,8 @@ class Batch(NamedTuple):
     markers: dict[int, tuple[int, int]]
     """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
     collections: tuple[int, ...] | None = None
-    """Of the streams that are opened in it, for the same."""
+    filter: Filter | None = None
+    """Collections and filter of the streams that it opens, for the same function."""
 
 
 class ConsumerCore(StreamRequests):
@@ -126,6 +127,7 @@ class ConsumerCore(StreamRequests):
         history: bool = False,
         previous_values: bool = False,
         key_prefixes: tuple[bytes, ...] = (),
+        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
         hidden: tuple[bytes, ...] = (),
         older_than: Mapping[int, int] = MappingProxyType({}),
         asks_on_rollback: bool = False,
@@ -138,6 +140,7 @@ class ConsumerCore(StreamRequests):
             history=history,
             previous_values=previous_values,
             key_prefixes=key_prefixes,
+            filter=filter,
         )
         super().__init__(
             extensions,
@@ -219,8 +222,10 @@ class ConsumerCore(StreamRequests):
             prefixes = self._extensions.key_prefixes if self._extensions.leaves_out_here else ()
             self._events = left_in(self._events, prefixes, self._hidden, self._older_than)
         positions = {stream.vb_id: stream.position() for stream in self._touched}
-        opened_for = self._extensions.collections
-        return Batch(self._events, positions, wire_bytes, self._markers, opened_for)
+        opened = self._extensions
+        return Batch(
+            self._events, positions, wire_bytes, self._markers, opened.collections, opened.filter
+        )
 
     def processed(self, batch: Batch) -> None:
         """Note that the user is done with a batch; acknowledges at half the window."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from clients.position import Position
+from clients.position import Filter, Position
 
 VERSION_LOG: Final = b"x_version_log"
 SNAPSHOT_END: Final = b"x_snapshot_end"
@@ -40,7 +40,9 @@ class Extensions:
         history: bool = False,
         previous_values: bool = False,
         key_prefixes: tuple[bytes, ...] = (),
+        filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
     ) -> None:
+        self.filter = filter
         self.key_prefixes = key_prefixes
         self.collections = collections
         self._filter: dict[str, object] = {}

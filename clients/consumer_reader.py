@@ -188,7 +188,8 @@ class Reader:
             if count is None or count >= len(batch.events):
                 positions.update(batch.positions)
             elif count > 0:
-                advance(positions, batch.events[:count], batch.markers, batch.collections)
+                events = batch.events[:count]
+                advance(positions, events, batch.markers, batch.collections, batch.filter)
         return positions
 
     # -- inside --------------------------------------------------------------------------------

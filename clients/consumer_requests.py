@@ -258,6 +258,7 @@ class StreamRequests:
         if status == Status.OK:
             stream.open(tuple(parse_failover_log(frame.value)))
             stream.collections = self._extensions.collections
+            stream.filter = self._extensions.filter
             self._open[frame.opaque] = stream
             self._events.append(
                 StreamOpened(stream.vb_id, stream.versions, stream.seqno, stream.snap_start)

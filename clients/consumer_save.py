@@ -22,7 +22,7 @@ from clients.consumer_metrics import ConsumerMetrics
 from clients.consumer_session import LOG
 from clients.errors import CheckpointError, DcpdError
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
-from clients.position import Position, Versions
+from clients.position import Filter, Position, Versions
 
 _NOTHING: Final = Position()
 _REAL: Final = (Mutation, Deletion, SystemEvent, Rollback)
@@ -150,9 +150,9 @@ def _is_whole(store: object) -> bool:
     return bool(getattr(store, "is_whole", False))
 
 
-def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None]:
+def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None, Filter | None]:
     """Return what of a position is not moved by changes, hidden ones among them."""
-    return position.versions, position.collections
+    return position.versions, position.collections, position.filter
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:

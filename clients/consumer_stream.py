@@ -29,7 +29,7 @@ from clients.event import (
     StreamOpened,
     SystemEvent,
 )
-from clients.position import RANGES_MAX, Position, Versions, clipped, thinned
+from clients.position import RANGES_MAX, Filter, Position, Versions, clipped, thinned
 
 
 class StreamState(Enum):
@@ -68,6 +68,7 @@ class Stream:
         "base_seqno",
         "ceiling",
         "collections",
+        "filter",
         "has_position",
         "is_marker_new",
         "marker_end",
@@ -114,6 +115,7 @@ class Stream:
         self.snap_start, self.snap_end = position.snap_start, position.snap_end
         self.base_seqno = position.base_seqno
         self.collections = position.collections
+        self.filter = position.filter
         ranges = list(position.complete) or [(0, 0)]
         if self.seqno == self.snap_end and ranges[-1][1] < self.seqno:
             ranges.append((self.seqno, self.seqno))
@@ -134,6 +136,7 @@ class Stream:
             (*self.older_ranges, (self.range_start, self.range_end)),
             self.base_seqno,
             self.collections,
+            self.filter,
         )
 
     def open(self, versions: Versions) -> None:
@@ -204,12 +207,13 @@ def advance(
     events: Iterable[Event],
     markers: Mapping[int, tuple[int, int]],
     collections: tuple[int, ...] | None,
+    filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
 ) -> None:
     """Move `positions` by events, as the core itself does while it receives them.
 
     For a user who is in the middle of a batch; the end of a batch comes with its positions.
-    `markers` and `collections` are the batch's: snapshots that were announced before it, and what
-    the streams that are opened in it follow.
+    `markers`, `collections` and `filter` come from the batch: the snapshots announced before it,
+    and what the streams that it opens follow.
     """
     streams: dict[int, Stream] = {}
     for event in events:
@@ -228,7 +232,7 @@ def advance(
                 stream.complete_snapshot()
             case StreamOpened():
                 stream.open(event.failover_log)
-                stream.collections = collections
+                stream.collections, stream.filter = collections, filter
             case Rollback():
                 stream.place(_back_at(stream.position(), event.to_seqno))
             case _:
@@ -244,4 +248,7 @@ def _back_at(position: Position, seqno: int) -> Position:
     is_below = seqno < position.base_seqno
     complete = ((seqno, seqno),) if is_below else clipped(position.complete, seqno)
     base_seqno = min(position.base_seqno, seqno)
-    return Position(versions, seqno, seqno, seqno, complete, base_seqno, position.collections)
+    return position._replace(
+        versions=versions, seqno=seqno, snap_start=seqno, snap_end=seqno, complete=complete,
+        base_seqno=base_seqno,
+    )  # fmt: skip

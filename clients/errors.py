@@ -6,7 +6,7 @@
     ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is open
     ├── AuthenticationError     user or password refused
     ├── TopologyError           the cluster configuration cannot be used
-    ├── CheckpointError         a checkpoint file is damaged or not one of ours
+    ├── CheckpointError         a checkpoint is damaged, not one of ours, or of other documents
     ├── StreamViolationError    a stream broke the rules of DCP
     ├── HistoryBranchedError    a partition had to go back, and the consumer was told not to
     └── StatusError             the server answered with a status other than OK
@@ -120,7 +120,7 @@ class TopologyError(DcpdError):
 
 
 class CheckpointError(DcpdError):
-    """A checkpoint file is damaged, of another format, or cannot be written."""
+    """A checkpoint is damaged, of another format or of other documents, or cannot be written."""
 
 
 class StreamViolationError(DcpdError):

@@ -2,8 +2,9 @@ r"""LMDB for clients: the one module of theirs that imports it. A file that one 
 
     what it is                key `\0format` -> b"<format> <version>"
 
-A file of another format, or a newer version, is refused. The server's own LMDB is another thing
-altogether (vbucket.kvenv_lmdb); clients never touch it.
+A file of another format or a newer version is refused. A file of an older version gets the new
+mark, so that older programs refuse it. The server's own LMDB is another thing altogether
+(vbucket.kvenv_lmdb); clients never touch it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ _OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
 class LmdbFile:
     """See the module. Close it when done. Raises CheckpointError."""
 
-    def __init__(self, path: str | Path, file_format: str, *, is_durable: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, file_format: str, *, version: int = 1, is_durable: bool = True
+    ) -> None:
         self.path = Path(path)
-        wanted = f"{file_format} 1".encode()
+        wanted = f"{file_format} {version}".encode()
+        older = [f"{file_format} {number}".encode() for number in range(1, version)]
         try:
             self._key, self._env = _opened(self.path, is_durable=is_durable)
             with self._env.begin(write=True) as transaction:
                 found = transaction.get(_FORMAT_KEY)
-                if found is None and not transaction.stat()["entries"]:
+                is_new = found is None and not transaction.stat()["entries"]
+                if is_new or bytes(found or b"") in older:
                     transaction.put(_FORMAT_KEY, wanted)
                     found = wanted
         except lmdb.Error as error:

@@ -39,9 +39,10 @@ class Mirror:
 
     `path`: of the LMDB file, None = in memory. `collection`: "scope.collection", None = the default
     one. `key_prefixes`: only documents whose key begins with one of them. `options` go to the
-    Consumer. A file that is a mirror of other documents, or of a collection that was dropped and
-    made again since, is emptied and begins anew. A mirror whose stream failed raises that error
-    when it is read: it is never silently out of date.
+    Consumer. A file with a mirror of other documents is refused (CheckpointError). If the
+    collection was dropped and created again, the file is emptied and begins anew; so does a file of
+    an older version with other documents. A mirror whose stream failed raises that error when it is
+    read: it is never silently out of date.
     """
 
     def __init__(

@@ -26,6 +26,8 @@ from clients.mirror_state import Changing
 from clients.position import Position
 
 FORMAT: Final = "dcpd-mirror"
+VERSION: Final = 2
+"""Version 1 had positions without a filter; it can be read."""
 _ENTRY: Final = Struct(">1sHQI")
 _UNDO: Final = Struct(">?H")
 """Whether there was a value before, length of the key."""
@@ -38,7 +40,7 @@ class LmdbStore:
     """See the module and `clients.mirror_state.MirrorStore`."""
 
     def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
-        self._file = LmdbFile(path, FORMAT, is_durable=is_durable)
+        self._file = LmdbFile(path, FORMAT, version=VERSION, is_durable=is_durable)
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:

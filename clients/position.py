@@ -11,13 +11,16 @@ Invariants of a `Position`
   seqnos out, older versions of keys are missing until its end. A range begins at a snapshot's end
   and goes on while seqnos come without a gap. Seqno 0 always counts;
 - `collections` are those that the stream was opened for: an id is never given again, so a name
-  that means another one by now is noticed.
+  that means another one by now is noticed;
+- `filter` is what the user asked for when the stream was opened. Resuming with another filter is
+  refused, because it would skip documents without notice.
 
 Ranges are thinned out with age (`RANGES_MAX`): a rollback is mostly shallow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 RANGES_MAX: Final = 128
@@ -27,6 +30,47 @@ RANGES_NEWEST: Final = 16
 
 Versions = tuple[tuple[int, int], ...]
 Ranges = tuple[tuple[int, int], ...]
+
+
+NAMED_MAX: Final = 5
+"""How many collections or prefixes a message names."""
+
+
+class Filter(NamedTuple):
+    """Which documents a consumer follows. Equal filters select the same documents."""
+
+    collections: tuple[str, ...] | None = None
+    """Names, or ids such as "0x8". None for the default collection only, () for all."""
+    key_prefixes: tuple[bytes, ...] = ()
+    """() for all keys."""
+
+    @classmethod
+    def of(cls, collections: Iterable[str | int] | None, key_prefixes: Iterable[bytes]) -> Filter:
+        """Return the filter, sorted and without prefixes that others cover."""
+        kept: list[bytes] = []
+        for prefix in sorted(set(key_prefixes)):
+            if not kept or not prefix.startswith(kept[-1]):
+                kept.append(prefix)
+        if collections is None:
+            return cls(None, tuple(kept))
+        names = {item if isinstance(item, str) else f"0x{item:x}" for item in collections}
+        return cls(tuple(sorted(names)), tuple(kept))
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        if self.collections is None:
+            where = "the default collection"
+        else:
+            where = f"collections {_named(self.collections)}" if self.collections else "everything"
+        if not self.key_prefixes:
+            return where
+        texts = [repr(prefix.decode(errors="backslashreplace")) for prefix in self.key_prefixes]
+        return f"{where}, keys that begin with {_named(texts)}"
+
+
+def _named(items: Sequence[str]) -> str:
+    more = f" and {len(items) - NAMED_MAX} more" if len(items) > NAMED_MAX else ""
+    return ", ".join(items[:NAMED_MAX]) + more
 
 
 class Position(NamedTuple):
@@ -42,6 +86,8 @@ class Position(NamedTuple):
     """The consumer began here and never asked for what lies below (a start at "now")."""
     collections: tuple[int, ...] | None = None
     """Ids of the collections that it is a place in, () all; None: not known."""
+    filter: Filter | None = None
+    """Which documents were followed up to here; None: not known."""
 
     @property
     def vb_uuid(self) -> int:
@@ -86,7 +132,9 @@ def rolled_back(
     kept = tuple(version for version in versions if version[1] <= seqno)
     if not kept or seqno <= 0:
         return Position()
-    return Position(kept, seqno, seqno, seqno, complete, base_seqno, position.collections)
+    return Position(
+        kept, seqno, seqno, seqno, complete, base_seqno, position.collections, position.filter
+    )
 
 
 def gone_back(position: Position, seqno: int) -> Position:
@@ -99,8 +147,8 @@ def gone_back(position: Position, seqno: int) -> Position:
     if not versions:
         return Position()
     return Position(
-        versions, at, at, at, complete, position.base_seqno, position.collections
-    )  # fmt: skip
+        versions, at, at, at, complete, position.base_seqno, position.collections, position.filter
+    )
 
 
 def clipped(complete: Ranges, seqno: int) -> Ranges:

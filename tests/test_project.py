@@ -200,8 +200,12 @@ def test_every_dependency_is_locked_with_hashes():
     project = pyproject()["project"]
     built_with = pyproject()["build-system"]["requires"]
     extras = project["optional-dependencies"]
-    for lock, wanted in (("run", []), ("test", extras["test"]), ("bench", extras["bench"])):
-        names = {normal(item) for item in [*project["dependencies"], *built_with, *wanted]}
+    wanted_by_lock = {
+        "run": built_with, "test": [*built_with, *extras["test"]],
+        "bench": [*built_with, *extras["bench"]], "compile": extras["compile"],
+    }  # fmt: skip
+    for lock, wanted in wanted_by_lock.items():
+        names = {normal(item) for item in [*project["dependencies"], *wanted]}
         assert names - set(locked(lock)) == set(), f"run scripts/lock for {lock}"
     for path in (ROOT / "requirements").glob("*.txt"):
         for block in re.split(r"\n(?=\S)", path.read_text()):
@@ -212,6 +216,8 @@ def test_locks_agree_with_each_other():
     run, test, bench = locked("run"), locked("test"), locked("bench")
     assert {name: test.get(name) for name in run} == run
     assert {name: bench.get(name) for name in run} == run
+    compiling = locked("compile")
+    assert {name: test.get(name) for name in compiling} == compiling, "tests compile with the same"
 
 
 def test_nothing_names_a_registry_or_a_machine():

@@ -1,16 +1,20 @@
 """An archive: a folder behind any fsspec URL, and who may write to it.
 
     dcpd-archive            what this folder is (manifest.ArchiveRecord)
-    lock                    who writes to it
-    runs/000001.run         a finished run's manifest, written last
+    lock, locks/            who writes to it (clients.backup.lock)
+    runs/000001.run         a finished run's manifest
     runs/000001/0000.seg    its segments
     runs/000003/base-0000.seg   what older runs were folded into
+    finished/000003         the mark of the newest finished run
 
 Who calls it: everything that reads or writes an archive.
 
 Invariants
-- a file is written as a whole and never changed; a manifest names only files that are there;
-- only who holds the lock writes (clients.backup.lock).
+- a file is written as a whole; a manifest names only files that are there;
+- segments are written first, then the manifest, then the mark. A run without a manifest is
+  - unfinished if it has no mark: the next run continues from its segments;
+  - lost if it has a mark: the archive takes no further runs until the user gives it up;
+- only the holder of the lock writes. It checks the lock right before each manifest.
 """
 
 from __future__ import annotations
@@ -30,13 +34,17 @@ from clients.backup.errors import (
 from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import (
     ArchiveRecord,
+    MarkRecord,
     RunRecord,
     pack_archive,
+    pack_mark,
     pack_run,
     parse_archive,
+    parse_mark,
     parse_run,
 )
 from clients.backup.place import PARTIAL, Place
+from clients.backup.point import Point, time_text
 from clients.backup.segment import (
     MAGIC,
     TRAILER,
@@ -49,12 +57,16 @@ from clients.backup.segment import (
 
 ARCHIVE_FILE: Final = "dcpd-archive"
 RUNS_FOLDER: Final = "runs"
+MARKS_FOLDER: Final = "finished"
+"""Separate from runs/: it survives deletions there, and sorts first, so a copy that was cut short
+has the mark without the run."""
 RUNS_MAX: Final = 999_999
 """Runs that an archive ever has: names of their files have six digits."""
 FOOTER_READ_BYTES: Final = 256 * 1024
 """What is read of a segment's end at first: mostly all of the footer."""
 
 _RUN_FILE: Final = re.compile(r"runs/(\d{6})\.run")
+_MARK_FILE: Final = re.compile(r"finished/(\d{6})")
 _SEGMENT_FILE: Final = re.compile(r"runs/(\d{6})/(base-)?(\d{4,})\.seg")
 
 
@@ -79,18 +91,25 @@ class Archive:
         """Return the finished runs, oldest first. Raises ArchiveDamagedError."""
         runs, damages = self.runs_and_damages()
         if damages:
-            raise ArchiveDamagedError(
-                "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
-                hint="restore and export --salvage take the runs before it; further runs need the"
-                " file back, from a copy of the archive, or a new archive.",
-            )  # fmt: skip
+            raise self._damaged(runs, damages)
         return runs
 
-    def runs_and_damages(self) -> tuple[list[RunRecord], dict[str, str]]:
-        """Return the runs before the first whose manifest is damaged, and what is damaged.
+    def runs_of(self, point: Point, *, salvage: bool = False) -> list[RunRecord]:
+        """Return the runs that a point stands on, oldest first.
 
-        A run stands on those before it: what follows a damaged manifest cannot be read either.
+        Raises PointError, and without `salvage` ArchiveDamagedError if damage may hide some.
         """
+        runs, damages = self.runs_and_damages()
+        if damages and not salvage and not point.is_within(runs):
+            raise self._damaged(runs, damages)
+        return point.runs_of(runs)
+
+    def runs_and_damages(self) -> tuple[list[RunRecord], dict[str, str]]:
+        """Return the runs before the first lost or damaged one, and the damage by manifest.
+
+        A run builds on those before it, so nothing after a damaged manifest can be read.
+        """
+        mark = self._newest_mark()  # read first, or a run that ends meanwhile would look lost
         found: dict[int, RunRecord] = {}
         damaged: dict[int, str] = {}
         for name in sorted(self.files()):
@@ -103,15 +122,45 @@ class Archive:
                 damaged[int(match[1])] = str(error)
             except FileNotFoundError:  # folded away since it was listed
                 damaged[int(match[1])] = "it is missing"
-        base_through = max((record.base_through for record in found.values()), default=0)
+        newest = max((0, *found, *damaged))
+        if mark is not None and newest > mark.run:
+            damaged.pop(newest, None)  # the run died while it wrote its manifest
+        begin = max((0, *(record.base_through for record in found.values())))
+        end = max((0, *found, *damaged))
+        if mark is not None and mark.run not in found:
+            begin, end = max(begin, mark.base_through), max(end, mark.run)
         records: list[RunRecord] = []
         damages: dict[str, str] = {}
-        for run in range(base_through + 1, max((0, *found, *damaged)) + 1):
+        for run in range(begin + 1, end + 1):
             if run not in found:
-                damages[run_file(run)] = damaged.get(run, "it is missing")
+                what = damaged.get(run, "it is missing")
+                damages[run_file(run)] = what + _of_mark(run, mark)
             elif not damages:
                 records.append(found[run])
         return records, damages
+
+    def begin_run(
+        self, lock: ArchiveLock, give_up: int | None = None
+    ) -> tuple[list[RunRecord], int, list[tuple[str, int, Footer]]]:
+        """Prepare the next run; return the finished runs, its number and its `unfinished` segments.
+
+        `give_up` names the first lost or damaged run: that run and all later ones are dropped.
+        Files that no run needs are deleted. Raises ArchiveDamagedError, ArchiveError.
+        """
+        runs, damages = self.runs_and_damages()
+        last = runs[-1].run if runs else 0
+        if give_up is not None:
+            self._check_give_up(give_up, runs, damages)
+            self._give_up_after(last, lock)
+        elif damages:
+            raise self._damaged(runs, damages)
+        mark = self._newest_mark()
+        if mark is None or mark.run < last:  # an older program wrote the run, or it died there
+            self._write_mark(_mark_of(runs[-1]) if runs else MarkRecord(0))
+        run = self.next_run(runs)
+        found = self.unfinished(run)
+        self.sweep(needed_files(runs) | {path for path, _, _ in found}, lock)
+        return runs, run, found
 
     def next_run(self, runs: Sequence[RunRecord]) -> int:
         """Return the number of the run after these. Raises ArchiveError where there is none."""
@@ -123,9 +172,16 @@ class Archive:
             )  # fmt: skip
         return run
 
-    def write_run(self, record: RunRecord) -> None:
-        """Write a run's manifest: from then on the run is there."""
+    def write_run(self, record: RunRecord, lock: ArchiveLock) -> None:
+        """Write a run's manifest, which makes the run exist, and then its mark.
+
+        Raises ArchiveLockedError if the lock is lost.
+        """
+        lock.renew()
         self.write(run_file(record.run), pack_run(record))
+        mark = self._newest_mark()
+        if mark is None or mark.run <= record.run:
+            self._write_mark(_mark_of(record))
 
     def footer(self, path: str) -> Footer:
         """Return a segment's footer. Raises DamagedError, FileNotFoundError, ArchiveError."""
@@ -157,8 +213,12 @@ class Archive:
             found.append((path, files[path], footer))
         return found
 
-    def sweep(self, keep: set[str]) -> int:
-        """Delete what no run needs; return how many files went. Needs the lock."""
+    def sweep(self, keep: set[str], lock: ArchiveLock) -> int:
+        """Delete what no run needs; return the number of deleted files.
+
+        Raises ArchiveLockedError if the lock is lost.
+        """
+        lock.renew()
         spare = [
             name
             for name in self.files()
@@ -175,6 +235,64 @@ class Archive:
         """Return the lock, to be used with `with`."""
         return ArchiveLock(self._place, purpose)
 
+    # -- marks ---------------------------------------------------------------------------------
+
+    def _newest_mark(self) -> MarkRecord | None:
+        """Return the newest mark, None in an archive that only older programs wrote."""
+        runs = [int(match[1]) for name in self._marks() if (match := _MARK_FILE.fullmatch(name))]
+        if not runs:
+            return None
+        run = max(runs)
+        try:
+            return parse_mark(self.read(_mark_file(run)))
+        except (DamagedError, FileNotFoundError):
+            return MarkRecord(run)  # the name is enough
+
+    def _write_mark(self, mark: MarkRecord) -> None:
+        """Write a mark and delete the older ones."""
+        path = _mark_file(mark.run)
+        self.write(path, pack_mark(mark))
+        for name in self._marks():
+            if name < path:
+                self.delete(name)
+
+    def _marks(self) -> list[str]:
+        return sorted(self._place.files(MARKS_FOLDER))
+
+    def _check_give_up(
+        self, give_up: int, runs: Sequence[RunRecord], damages: dict[str, str]
+    ) -> None:
+        if not damages:
+            raise ArchiveError(
+                f"run {give_up} cannot be given up: no run is lost or damaged", node=self.url,
+                hint="Leave --give-up out.",
+            )  # fmt: skip
+        if run_file(give_up) != min(damages):
+            raise self._damaged(runs, damages)
+
+    def _give_up_after(self, last: int, lock: ArchiveLock) -> None:
+        """Drop all runs after `last`. If this is interrupted, they still count as lost."""
+        lock.renew()
+        for name in sorted(self.files(), reverse=True):
+            match = _RUN_FILE.fullmatch(name)
+            if match is not None and int(match[1]) > last:
+                self.delete(name)
+        # The newest mark is deleted last: until then the runs count as lost.
+        later = [name for name in self._marks() if name > _mark_file(last)]
+        self.write(_mark_file(last), pack_mark(MarkRecord(last)))
+        for name in later:
+            self.delete(name)
+
+    def _damaged(self, runs: Sequence[RunRecord], damages: dict[str, str]) -> ArchiveDamagedError:
+        first = int(min(damages).removeprefix(f"{RUNS_FOLDER}/").removesuffix(".run"))
+        how = f"goes on after run {runs[-1].run}" if runs else "begins anew with everything"
+        return ArchiveDamagedError(
+            "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
+            hint="Bring the file back from a copy of the archive. Without it: restore and export"
+            f" take the runs before it with --run or --salvage; dcpctl backup run --give-up {first}"
+            f" gives up run {first} and all after it, and {how}.",
+        )  # fmt: skip
+
 
 def run_file(run: int) -> str:
     """Return the place of a run's manifest."""
@@ -184,6 +302,21 @@ def run_file(run: int) -> str:
 def segment_file(run: int, number: int, *, is_base: bool = False) -> str:
     """Return the place of a segment."""
     return f"{RUNS_FOLDER}/{run:06}/{'base-' if is_base else ''}{number:04}.seg"
+
+
+def _mark_file(run: int) -> str:
+    return f"{MARKS_FOLDER}/{run:06}"
+
+
+def _mark_of(record: RunRecord) -> MarkRecord:
+    return MarkRecord(record.run, record.base_through, record.ended_ns, record.changes)
+
+
+def _of_mark(run: int, mark: MarkRecord | None) -> str:
+    """Return what the mark says about a missing run."""
+    if mark is None or mark.run != run or not mark.ended_ns:
+        return ""
+    return f" (the run ended at {time_text(mark.ended_ns)} with {mark.changes} changes)"
 
 
 def needed_files(runs: Sequence[RunRecord]) -> set[str]:

@@ -69,7 +69,7 @@ class Export:
         salvage: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
+        self._runs = archive.runs_of(point, salvage=salvage)
         self._point = point
         self._routes = Routes(selection, self._runs)
         self._prefix = selection.prefix

@@ -24,7 +24,6 @@ from clients.backup.chunk import CHUNK_BYTES, Chunker
 from clients.backup.errors import ArchiveDamagedError, BackupError
 from clients.backup.feed import Piece
 from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
-from clients.backup.lock import RENEW_S
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import Reader
@@ -84,10 +83,9 @@ def fold(
         if not old:
             return FoldReport(into_run, (), 0, 0, bytes_before, bytes_before)
         reader = Reader(archive, old)
-        writer = SegmentWriter.of_base(archive, into_run, time.time_ns())
+        writer = SegmentWriter.of_base(archive, lock, into_run, time.time_ns())
         chunker = Chunker()
         bases: dict[int, Leg] = {}
-        renew_at_s = time.monotonic() + RENEW_S
         vb_ids = sorted({vb_id for record in old for vb_id in record.legs})
         for index, vb_id in enumerate(vb_ids):
             chain = chain_of(old, vb_id)
@@ -99,15 +97,12 @@ def fold(
                     writer.add(chunk)
             for chunk in chunker.finish(vb_id):
                 writer.add(chunk)
-            if time.monotonic() >= renew_at_s:
-                renew_at_s = time.monotonic() + RENEW_S
-                lock.renew()
+            lock.keep()
             if on_progress is not None:
                 on_progress(index + 1, len(vb_ids))
         for chunk in chunker.flush():
             writer.add(chunk)
         writer.close()
-        lock.renew()
         first = kept[0]
         merged = first._replace(
             base_through=into_run - 1,
@@ -120,9 +115,9 @@ def fold(
             changes=first.changes + writer.changes,
             raw_bytes=first.raw_bytes + writer.raw_bytes,
         )
-        archive.write_run(merged)
+        archive.write_run(merged, lock)
         after = [merged, *kept[1:]]
-        archive.sweep(needed_files(after))
+        archive.sweep(needed_files(after), lock)
         return FoldReport(
             into_run, tuple(record.run for record in old), sum(item.changes for item in old),
             writer.changes, bytes_before, sum(record.stored_bytes for record in after),

@@ -3,7 +3,8 @@
     file   magic (8; its last byte is the format version), u32 raw bytes, u32 CRC-32C of what
            follows; a zstd frame of CBOR
 
-A run's manifest is written last: a run is there when it is.
+A run's manifest is written after its segments and makes the run exist. A mark in another folder
+follows. It shows that the run existed if the manifest is lost later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vbucket.ids import NUM_VBUCKETS
 
 ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])
 RUN_MAGIC: Final = b"DCPDRUN" + bytes([FORMAT_VERSION])
+MARK_MAGIC: Final = b"DCPDFIN" + bytes([FORMAT_VERSION])
 _HEAD: Final = Struct(">8sII")
 
 
@@ -30,6 +32,16 @@ class ArchiveRecord(NamedTuple):
 
     archive_id: str
     created_ns: int
+
+
+class MarkRecord(NamedTuple):
+    """A finished run. The number in the file's name is what counts; the rest is for messages."""
+
+    run: int
+    """0 before the first run is finished."""
+    base_through: int = 0
+    ended_ns: int = 0
+    changes: int = 0
 
 
 class SegmentRecord(NamedTuple):
@@ -98,6 +110,23 @@ def parse_archive(data: bytes) -> ArchiveRecord:
         if document["partitions"] != NUM_VBUCKETS:
             raise ArchiveError(f"the archive is of a server with {document['partitions']} vbuckets")
         return ArchiveRecord(str(document["id"]), int(document["created_ns"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the document cannot be read: {error!r}") from error
+
+
+def pack_mark(record: MarkRecord) -> bytes:
+    """Return the mark of a finished run."""
+    return _pack(MARK_MAGIC, record._asdict())
+
+
+def parse_mark(data: bytes) -> MarkRecord:
+    """Return a mark; fields of newer programs are ignored.
+
+    Raises DamagedError, ArchiveFormatError.
+    """
+    document = _parse(MARK_MAGIC, data)
+    try:
+        return MarkRecord(*(int(document[name]) for name in MarkRecord._fields))
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"the document cannot be read: {error!r}") from error
 

@@ -79,19 +79,6 @@ class Place:
         except OSError as error:
             raise io_error(self.url, f"{path} cannot be written", error) from error
 
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a file that must not be there yet; return whether it was not.
-
-        As good as the store's promise; local files have better means. Raises ArchiveError.
-        """
-        try:
-            self._fs.pipe_file(f"{self._root}/{path}", data, mode="create")
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise io_error(self.url, f"{path} cannot be written", error) from error
-        return True
-
     def delete(self, path: str) -> None:
         """Delete a file if it is there. Raises ArchiveError."""
         try:

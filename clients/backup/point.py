@@ -43,6 +43,14 @@ class Point(NamedTuple):
         last = self._last_of(runs)
         return [record for record in runs if record.run <= last]
 
+    def is_within(self, runs: Sequence[RunRecord]) -> bool:
+        """Whether it names a run or a time in these runs, so that later runs do not matter."""
+        if not runs:
+            return False
+        if self.run is not None:
+            return self.run <= runs[-1].run
+        return self.time_ns is not None and self.time_ns <= runs[-1].ended_ns
+
     def _last_of(self, runs: Sequence[RunRecord]) -> int:
         numbers = f"its runs are {runs[0].run} to {runs[-1].run}"
         if self.run is not None:

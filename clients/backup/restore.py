@@ -115,7 +115,7 @@ class Restore:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Raises BackupErrors for a point or a selection that the archive does not have."""
-        self.runs = point.runs_of(archive.runs_and_damages()[0] if salvage else archive.runs())
+        self.runs = archive.runs_of(point, salvage=salvage)
         self._url = archive.url
         self._point = point
         self._selection = selection

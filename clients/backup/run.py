@@ -25,25 +25,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
-from clients.backup.archive import Archive, needed_files
+from clients.backup.archive import Archive
 from clients.backup.chunk import Chunker, RawChunk
+from clients.backup.dialing import TRANSIENT, Dialing, Home, NodePlace
 from clients.backup.errors import ArchiveError
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.backup.lock import RENEW_S, ArchiveLock
+from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import RunRecord
 from clients.backup.segment import Footer
 from clients.backup.segment_writer import SegmentWriter
 from clients.backup.zstd import LEVEL
 from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
     StreamViolationError,
-    TemporaryError,
-    TopologyError,
     error_from_status,
 )
 from clients.handshake import FEATURES
@@ -58,18 +55,14 @@ QUEUE_CHUNKS: Final = 64
 """Chunks that wait for the thread: 16 MiB, a fraction of a second."""
 GIVE_UP_AFTER_S: Final = 60.0
 """How long a run tries to reach nodes and to place partitions without any progress."""
-PAUSE_FIRST_S: Final = 0.05
-PAUSE_MAX_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 10.0
 """How long a server may take to tell its collections: it has them in memory."""
 TICK_S: Final = 0.1
+KEEP_S: Final = 5.0
+"""How often a run checks whether the archive's lock needs renewal."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
 """What a link to stream from asks for: the datatype is kept too."""
-
-_TRANSIENT: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
 
 
 class Progress(NamedTuple):
@@ -149,6 +142,7 @@ class Backup:
     """One run. `history`: every version, not only the newest of each snapshot.
 
     `versions_max`: name so many versions in a stream request only (None: all), for comparisons.
+    `give_up`: the first lost or damaged run of the archive, to continue without it.
     """
 
     def __init__(
@@ -159,6 +153,7 @@ class Backup:
         history: bool = True,
         level: int = LEVEL,
         versions_max: int | None = None,
+        give_up: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
@@ -168,11 +163,12 @@ class Backup:
         self._history = history
         self._level = level
         self._versions_max = versions_max
+        self._give_up = give_up
         self._on_progress = on_progress
         self._give_up_after_s = give_up_after_s
-        self._sessions: dict[tuple[str, int], _Session] = {}
+        self._sessions: dict[NodePlace, _Session] = {}
         self._feeds: dict[int, Feed] = {}
-        self._homeless: list[Feed] = []
+        self._dialing: Dialing | None = None
         self._chunker = Chunker()
         self._queue: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -195,27 +191,30 @@ class Backup:
         began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         with self._archive.lock("backup run") as lock:
-            runs = self._archive.runs()
-            run = self._archive.next_run(runs)
-            found = self._archive.unfinished(run)
+            runs, run, found = self._archive.begin_run(lock, self._give_up)
             started_ns = found[0][2].started_ns if found else time.time_ns()
             if found:
                 self._history = found[0][2].is_history
-            self._archive.sweep(needed_files(runs) | {path for path, _, _ in found})
             self._writer = SegmentWriter(
-                self._archive, run, started_ns, is_history=self._history, level=self._level
+                self._archive, lock, run, started_ns, is_history=self._history, level=self._level
             )
             self._writer.adopt(found)
             try:
                 topology = await self._find_topology()
                 self._prepare_feeds(topology, run, runs, found)
-                await self._follow(topology, lock)
+                self._dialing = Dialing(
+                    topology, self._find_topology, self._connect, on_news=self.wake.set
+                )
+                self._dialing.add(self._feeds.values())
+                await self._follow(self._dialing, lock)
                 await self._finish_writing()
             except DcpdError as error:
                 if not isinstance(error, ArchiveError):
                     await self._finish_writing()  # the open segment too, for the next run
                 raise
             finally:
+                if self._dialing is not None:
+                    await self._dialing.close()
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
@@ -223,8 +222,7 @@ class Backup:
                 await asyncio.gather(*self._queue, return_exceptions=True)
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
-            await asyncio.to_thread(lock.renew)  # or it is somebody else's turn by now
-            self._archive.write_run(record)
+            await asyncio.to_thread(self._archive.write_run, record, lock)
         return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
 
     def take(self, session: _Session, pieces: list[Piece]) -> None:
@@ -243,7 +241,8 @@ class Backup:
             if self._done == len(self._feeds):
                 self.wake.set()
         if intake.gone:
-            self._homeless += intake.gone
+            assert self._dialing is not None
+            self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
         if len(self._queue) > QUEUE_CHUNKS and not self._is_paused:
@@ -267,40 +266,31 @@ class Backup:
             chain: list[Placed] = [placed for item in runs for placed in item.placed(vb_id)]
             feed = Feed(vb_id, run, chain, legs.get(vb_id, []), self._versions_max)
             self._feeds[vb_id] = feed
-            self._homeless.append(feed)
 
-    async def _follow(self, topology: Topology, lock: ArchiveLock) -> None:
+    async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
         """Stream until every partition is done, over lost connections and moved partitions."""
-        pause_s, try_at_s = PAUSE_FIRST_S, 0.0
         progress_at_s, progress = time.monotonic(), -1
-        renew_at_s = time.monotonic() + RENEW_S
-        failure: DcpdError | None = None
+        keep_at_s = time.monotonic() + KEEP_S
         while self._done < len(self._feeds):
             now_s = time.monotonic()
-            self._collect_lost()
-            if self._homeless and now_s >= try_at_s:
-                try:
-                    if failure is not None or progress >= 0:
-                        topology = await self._find_topology()
-                    await self._place(topology)
-                except _TRANSIENT as error:
-                    failure, try_at_s = error, time.monotonic() + pause_s
-                    pause_s = min(PAUSE_MAX_S, pause_s * 2)
+            self._collect_lost(dialing)
+            for home in dialing.step(now_s, self._sessions):
+                self._stream_from(home)
             if self._progress_mark() != progress:
                 progress, progress_at_s = self._progress_mark(), now_s
-                if not self._homeless:
-                    failure, pause_s = None, PAUSE_FIRST_S
+                if dialing.is_idle:
+                    dialing.reset()
             elif self._queue:
                 progress_at_s = now_s  # it is the archive that is slow, not the server
             elif now_s - progress_at_s > self._give_up_after_s:
-                raise failure or OperationTimeoutError(
+                raise dialing.failure or OperationTimeoutError(
                     f"no change came for {self._give_up_after_s:g} s, and"
                     f" {len(self._feeds) - self._done} partitions are not done",
                     node=self._address.node,
                 )
-            if now_s > renew_at_s:
-                renew_at_s = now_s + RENEW_S
-                await asyncio.to_thread(lock.renew)
+            if now_s > keep_at_s:
+                keep_at_s = now_s + KEEP_S
+                await asyncio.to_thread(lock.keep)
             await self._tick()
 
     async def _tick(self) -> None:
@@ -319,16 +309,16 @@ class Backup:
     def _progress_mark(self) -> int:
         return self._changes + self._done
 
-    def _collect_lost(self) -> None:
+    def _collect_lost(self, dialing: Dialing) -> None:
         """Take the partitions of connections that are gone; raise what is not worth a retry."""
         for place, session in list(self._sessions.items()):
             if session.failure is None:
                 continue
-            if not isinstance(session.failure, _TRANSIENT):
+            if not isinstance(session.failure, TRANSIENT):
                 raise session.failure
             del self._sessions[place]
             self._wire_bytes += session.intake.wire_bytes
-            self._homeless += session.intake.abandon()
+            dialing.add_lost(session.intake.abandon())
 
     async def _find_topology(self) -> Topology:
         link = await Link.connect(self._address, features=STREAM_FEATURES)
@@ -342,50 +332,26 @@ class Backup:
         finally:
             link.close()
 
-    async def _place(self, topology: Topology) -> None:
-        """Stream homeless partitions from the nodes that have them.
+    async def _connect(self, place: NodePlace) -> Link:
+        return await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
 
-        Raises the first error of one that is nowhere, or whose node cannot be reached, once the
-        others stream.
-        """
-        by_place: dict[tuple[str, int], list[Feed]] = {}
-        failure: DcpdError | None = None
-        for feed in self._homeless:
-            try:
-                node = topology.node_of(feed.vb_id)
-            except TopologyError as error:
-                failure = failure or error
-                continue
-            by_place.setdefault((node.host, node.kv_port), []).append(feed)
-        for place, feeds in by_place.items():
-            try:
-                await self._place_at(place, feeds)
-            except _TRANSIENT as error:
-                failure = failure or error
-                continue
-            placed = set(feeds)
-            self._homeless = [feed for feed in self._homeless if feed not in placed]
-        if failure is not None:
-            raise failure
-
-    async def _place_at(self, place: tuple[str, int], feeds: list[Feed]) -> None:
-        """Stream partitions from a node."""
-        session = self._sessions.get(place)
-        if session is None:
-            link = await Link.connect(self._address.at(*place), features=STREAM_FEATURES)
-            name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
-            intake = Intake(name, history=self._history, node=link.node)
-            session = self._sessions[place] = _Session(self, link, intake)
-            for feed in feeds:
-                intake.add(feed)
-            session.begin()
-            if self._is_paused:
-                link.pause_reading()
-        else:
-            for feed in feeds:
+    def _stream_from(self, home: Home) -> None:
+        """Stream partitions from their node."""
+        if home.link is None:
+            session = self._sessions[home.place]
+            for feed in home.feeds:
                 session.intake.add(feed)
             session.intake.ask()
             session.flush()
+            return
+        name = f"dcpd-backup-{secrets.token_hex(6)}".encode()
+        intake = Intake(name, history=self._history, node=home.link.node)
+        session = self._sessions[home.place] = _Session(self, home.link, intake)
+        for feed in home.feeds:
+            intake.add(feed)
+        session.begin()
+        if self._is_paused:
+            home.link.pause_reading()
 
     # -- writing -------------------------------------------------------------------------------
 

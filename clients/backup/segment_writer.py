@@ -11,6 +11,7 @@ from typing import Final
 from clients.backup.archive import Archive, segment_file
 from clients.backup.chunk import RawChunk
 from clients.backup.errors import ArchiveDamagedError
+from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import SegmentRecord
 from clients.backup.segment import Footer, SegmentBuilder
 from clients.backup.zstd import LEVEL
@@ -23,11 +24,19 @@ class SegmentWriter:
     """Makes and writes segments; used by one thread at a time."""
 
     def __init__(
-        self, archive: Archive, run: int, started_ns: int, *, is_history: bool, level: int = LEVEL
+        self,
+        archive: Archive,
+        lock: ArchiveLock,
+        run: int,
+        started_ns: int,
+        *,
+        is_history: bool,
+        level: int = LEVEL,
     ) -> None:
         self.records: list[SegmentRecord] = []
         self.changes = self.raw_bytes = 0
         self._archive = archive
+        self._lock = lock
         self._run = run
         self._started_ns = started_ns
         self._is_history = is_history
@@ -38,9 +47,9 @@ class SegmentWriter:
         self._builder = self._new()
 
     @classmethod
-    def of_base(cls, archive: Archive, run: int, now_ns: int) -> SegmentWriter:
+    def of_base(cls, archive: Archive, lock: ArchiveLock, run: int, now_ns: int) -> SegmentWriter:
         """Return the writer of what older runs are folded into."""
-        writer = cls(archive, run, now_ns, is_history=False)
+        writer = cls(archive, lock, run, now_ns, is_history=False)
         writer._is_base = True
         return writer
 
@@ -54,7 +63,7 @@ class SegmentWriter:
         self._builder = self._new()
 
     def add(self, chunk: RawChunk) -> None:
-        """Compress a chunk; write the segment when it is full. Raises ArchiveError, once."""
+        """Compress a chunk; write the segment when it is full. Raises ArchiveErrors, once."""
         if self._has_failed:
             return
         self._builder.add(chunk, self._level)
@@ -70,11 +79,12 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Write the open segment, if there is anything in it, and read it back. Raises
-        ArchiveError, once.
+        ArchiveError, once; ArchiveLockedError if the lock is lost.
         """
         if self._builder.is_empty or self._has_failed:
             return
         self._has_failed = True
+        self._lock.keep()  # another holder would write files of the same names
         data = self._builder.finish()
         path = segment_file(self._run, len(self.records), is_base=self._is_base)
         self._archive.write(path, data)

@@ -6,7 +6,7 @@ JSON (`-o json`), one object per command or line, `"v": 1`:
              history
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
              rollbacks
-    info     archive, runs, changes, bytes, oldest and newest place; --run N: its partitions
+    info     archive, runs, changes, bytes, oldest and newest place, broken; --run N: its partitions
     verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken
     restore  result (restored, partial, planned) and counts; damages, earlier, refused
     merge, prune, export: what was done
@@ -59,6 +59,7 @@ backup.add_command(export)
         " it was. Where the server's history branched, the archive goes back to where it parts.",
         "dcpctl backup run --archive backups",
         "dcpctl backup run --archive backups --newest-only -o json",
+        "dcpctl backup run --archive backups --give-up 7",
     ),
 )
 @ARCHIVE
@@ -66,8 +67,12 @@ backup.add_command(export)
     "--newest-only", is_flag=True,
     help="Only the newest version of a document per run: smaller, without places between runs.",
 )  # fmt: skip
+@click.option(
+    "--give-up", type=click.IntRange(min=1), metavar="N",
+    help="Give up run N, the first that is lost or damaged, and all after it; go on before it.",
+)  # fmt: skip
 @with_target
-def run_(*, target: Target, url: str, newest_only: bool) -> int:
+def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
     """Back up."""
     from clients.backup.run import Backup, Progress
 
@@ -79,8 +84,9 @@ def run_(*, target: Target, url: str, newest_only: bool) -> int:
 
         async def go() -> Any:
             return await Backup(
-                archive, target.address, history=not newest_only, on_progress=on_progress
-            ).run()
+                archive, target.address, history=not newest_only, give_up=give_up,
+                on_progress=on_progress,
+            ).run()  # fmt: skip
 
         report = asyncio.run(go())
     record: RunRecord = report.record
@@ -133,6 +139,11 @@ def list_(*, target: Target, url: str) -> int:
         for record in runs
     ]  # fmt: skip
     write_rows(target.output_or("table" if is_terminal() else "plain"), columns, rows)
+    return _name_damages(damages)
+
+
+def _name_damages(damages: dict[str, str]) -> int:
+    """Say which runs are lost or damaged; return the exit code."""
     for path, what in damages.items():
         click.echo(f"dcpctl: damaged: {path}: {what}", err=True)
     return EXIT_FAILED if damages else EXIT_OK
@@ -152,11 +163,11 @@ def list_(*, target: Target, url: str) -> int:
 def info(*, target: Target, url: str, run: int | None) -> int:
     """Show what an archive holds."""
     archive = open_archive(url)
-    runs = archive.runs()
+    runs, damages = archive.runs_and_damages()
     mode = target.output_or("table" if is_terminal() else "plain")
     if run is not None:
         _show_run(mode, runs, run)
-        return EXIT_OK
+        return _name_damages(damages)
     document: dict[str, Any] = {
         "archive": archive.record.archive_id, "created": time_text(archive.record.created_ns),
         "runs": len(runs), "changes": sum(record.changes for record in runs),
@@ -167,11 +178,11 @@ def info(*, target: Target, url: str, run: int | None) -> int:
         "collections": sorted({path for record in runs for path, _ in record.collections.values()}),
     }  # fmt: skip
     if mode == "json":
-        write_json(document)
+        write_json({**document, "broken": damages})
     else:
         lines = [f"{name.replace('_', ' ')}\t{_shown(value)}" for name, value in document.items()]
         write_raw("\n".join(lines).encode() + b"\n")
-    return EXIT_OK
+    return _name_damages(damages)
 
 
 @backup.command(

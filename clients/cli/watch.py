@@ -11,7 +11,7 @@ JSON lines (`-o json`), one object each, `"v": 1`:
 
 `cas` and `vb_uuid` are decimal strings; `key_encoding`/`value_encoding` "base64" mark what is not
 UTF-8. With --state the position is saved every second, at the end and on SIGINT and SIGTERM, after
-the lines it covers were written.
+the lines it covers were written. A state file belongs to its --prefix and is refused with another.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def watch(
         store=CheckpointFile(state) if state is not None else None,
         until_now=until_now,
         rollback_to=rollback_to,
+        key_prefixes=[prefix.encode(errors="surrogateescape")] if prefix else (),
         connect_timeout_s=target.timeout_s,
     )
     watcher = _Watcher(
         consumer,
         _FORMATS[target.output_or("plain")],
         count=count,
-        prefix=prefix.encode(errors="surrogateescape"),
         kinds=None if show_all else _ALWAYS,
         is_saving=state is not None,
     )
@@ -134,14 +134,12 @@ class _Watcher:
         render: Callable[[Event], bytes],
         *,
         count: int | None,
-        prefix: bytes,
         kinds: tuple[type, ...] | None,
         is_saving: bool,
     ) -> None:
         self._consumer = consumer
         self._render = render
         self._left = count
-        self._prefix = prefix
         self._kinds = kinds
         self._is_saving = is_saving
         self._signal: signal.Signals | None = None
@@ -192,7 +190,7 @@ class _Watcher:
 
     def _print(self, events: Sequence[Event]) -> bool:
         """Write the lines of a batch; True when enough changes were written."""
-        render, prefix, kinds = self._render, self._prefix, self._kinds
+        render, kinds = self._render, self._kinds
         lines = []
         is_enough = False
         for position, event in enumerate(events, 1):
@@ -201,12 +199,9 @@ class _Watcher:
             if isinstance(event, StreamFailed):
                 self._has_failed = True
                 click.echo(f"dcpctl: {event.what}\n  try: {event.hint}", err=True)
-            if isinstance(event, _CHANGES):
-                if prefix and not event.key.startswith(prefix):
-                    continue
-                if self._left is not None:
-                    self._left -= 1
-                    is_enough = not self._left
+            if isinstance(event, _CHANGES) and self._left is not None:
+                self._left -= 1
+                is_enough = not self._left
             lines.append(render(event))
             if is_enough:
                 self._consumer.handed_out(position)

@@ -7,7 +7,9 @@ which it began), and what is not as usual:
     complete=A-B,...   where the state was held completely; else from `base` to the seqno
     base=N             nothing below N was ever asked for (a start at "latest", a time or a seqno)
     rollback=R         the batch that ends here begins by going back to R
-A partition of which nothing is held is left out.
+A partition of which nothing is held is left out. Beside them there is
+
+    "collections": "scope.a,scope.b"    what the query follows; older programs did not write it
 
 Invariants
 - the same positions give the same bytes: partitions in numeric order, no spaces to choose;
@@ -42,6 +44,8 @@ class Entry(NamedTuple):
         return self.position.seqno
 
 
+COLLECTIONS: Final = "collections"
+"""The member of an offset that is not a partition."""
 NOTHING: Final = Entry()
 """The entry of a partition that is not in the offset."""
 
@@ -135,6 +139,8 @@ def entries_of(offset: Mapping[str, str]) -> dict[int, Entry]:
     """Return the entries of an offset. Raises ValueError saying which partition's is wrong."""
     entries = {}
     for name, text in offset.items():
+        if name == COLLECTIONS:
+            continue
         vb_id = partition_number(name)
         if not isinstance(text, str):
             raise ValueError(f"partition {vb_id}: text wanted, found {text!r}")

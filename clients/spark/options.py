@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from clients.address import ServerAddress, parse_address
-from clients.spark.offset import Offset, decode, partition_number
+from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
 from clients.spark.value_schema import check_columns
 from vbucket.ids import NUM_VBUCKETS
 
@@ -205,6 +205,8 @@ def _starting_offset(text: str) -> Offset:
     document = json.loads(text)  # its error is a ValueError
     offset: Offset = {}
     for name, item in document.items():
+        if name == COLLECTIONS:
+            continue  # it describes the query that the offset comes from
         vb_id = partition_number(name)
         if type(item) is int and item >= 0:
             offset[str(vb_id)] = str(item)

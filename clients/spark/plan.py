@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from clients.position import Position, Ranges, Versions, rolled_back
-from clients.spark.offset import NOTHING, Entry, Offset, decode, entry_at, trimmed
+from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
 from failover.history import FailoverLog, Version
 from failover.rollback import Question, decide
 
@@ -202,7 +202,7 @@ def steps_between(start: Offset, end: Offset) -> list[Step]:
     """
     steps = []
     for name, text in end.items():
-        if start.get(name) == text:
+        if start.get(name) == text or name == COLLECTIONS:
             continue
         before = decode(start[name]) if name in start else NOTHING
         after = decode(text)

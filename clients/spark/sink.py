@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from clients.errors import DcpdError
+from clients.spark.sink_rules import Writer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -24,6 +25,8 @@ BUCKETS: Final = 16
 BUCKETS_MAX: Final = 1024
 FORMATS: Final = ("parquet", "delta")
 TABLES: Final = ("current", "changes")
+_QUERY_ID: Final = "sql.streaming.queryId"
+"""The local property in which Spark keeps the id while a query's batch runs."""
 _NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revision")
 
 
@@ -35,13 +38,19 @@ def apply_changes(
     format: str = "parquet",  # noqa: A002 - the word that Spark has for it
     buckets: int = BUCKETS,
     storage_options: Mapping[str, str] | None = None,
+    query: str | None = None,
+    take_over_from: str = "",
 ) -> None:
     """Apply a batch of the source `dcp` to the table at `path`: its change log, its documents.
 
     A rollback row undoes exactly, from the log. A batch that Spark repeats changes nothing twice.
     `format`: "parquet" (a folder that driver and executors share; written by executors) or "delta"
     (what deltalake can reach, with its `storage_options`; through the driver). `buckets` counts
-    when the table is made. Raises ValueError for arguments that it does not take, DcpdError.
+    when the table is made.
+
+    A table belongs to the query that wrote it first. A batch of another query is refused unless
+    `take_over_from` is the first one's id. `query` is the id where Spark does not tell it (Spark
+    Connect). Raises ValueError for arguments that it does not take, DcpdError.
     """
     if format not in FORMATS:
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
@@ -53,15 +62,25 @@ def apply_changes(
             f"a batch without the columns {', '.join(missing)}: give apply_changes the rows of the"
             " source dcp as they are"
         )
+    writer = Writer(_query_of(batch_df) if query is None else query, take_over_from)
     if format == "parquet":
         from clients.spark import sink_parquet
 
         if storage_options:
             raise ValueError("storage_options are for format='delta'; parquet takes a folder")
         # A relative path is the driver's: executors have other working folders.
-        sink_parquet.apply_batch(batch_df, Path(path).absolute(), buckets)
+        sink_parquet.apply_batch(batch_df, Path(path).absolute(), buckets, writer)
         return
-    _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {})
+    _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {}, writer)
+
+
+def _query_of(batch_df: DataFrame) -> str:
+    """Return the id of the batch's streaming query, which its checkpoint keeps; "" if there is no
+    query or Spark does not tell it.
+    """
+    # A session of Spark Connect has no context.
+    context = getattr(batch_df.sparkSession, "sparkContext", None)
+    return str(context.getLocalProperty(_QUERY_ID) or "") if context is not None else ""
 
 
 def read_table(

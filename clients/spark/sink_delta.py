@@ -11,7 +11,8 @@ what an attempt left (docs/spark.md):
 2. current is merged: computed from the log below the cuts and the batch alone;
 3. the log loses what is dead.
 The commit of step 1 tells in its metadata how far the log goes in every partition; where somebody
-else committed last (OPTIMIZE, say), that is read from the log itself.
+else committed last (OPTIMIZE, say), that is read from the log itself. A property of the log names
+the query that both tables belong to (QUERY_PROPERTY).
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake import CommitProperties, DeltaTable, write_deltalake
+from deltalake.exceptions import CommitFailedError
 
 from clients.spark.sink_rules import (
+    Writer,
     above,
     as_current,
     bucket_of,
@@ -36,11 +39,14 @@ from clients.spark.sink_rules import (
     cuts_of,
     identities,
     is_one_of,
+    owner_after,
     verdict,
 )
 
 HIGH: Final = "dcpHigh"
 """Name of the commit's metadata: partition -> highest seqno, as JSON text."""
+QUERY_PROPERTY: Final = "dcpd.query"
+"""Delta fails commits that are based on older metadata, so a change of owner stops the old one."""
 APPLIED: Final = "applied"
 _DESCRIPTION: Final = "Change log of dcpd in {buckets} buckets"
 _BUCKETS: Final = re.compile(r"Change log of dcpd in (\d+) buckets")
@@ -49,11 +55,22 @@ _PREDICATE_PARTITIONS: Final = 128
 """Partitions in one predicate: each is a term of an expression that is worked off recursively."""
 
 
-def apply_batch(batch: pa.Table, path: str, buckets: int, options: Mapping[str, str]) -> None:
-    """Apply a batch of rows."""
+def apply_batch(
+    batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: Writer
+) -> None:
+    """Apply a batch of rows. Raises DcpdError where the tables belong to another query."""
+    tables = _Tables(path, dict(options), buckets, writer)
+    tables.own()
     if not batch.num_rows:
         return
-    tables = _Tables(path, dict(options), buckets)
+    try:
+        _apply(batch, tables)
+    except CommitFailedError:
+        tables.own()  # raises if another query took them over meanwhile
+        raise
+
+
+def _apply(batch: pa.Table, tables: _Tables) -> None:
     cuts = cuts_of(batch)
     high = tables.high()
     undone = cut_partitions(cuts, high)
@@ -74,7 +91,9 @@ def apply_batch(batch: pa.Table, path: str, buckets: int, options: Mapping[str, 
 class _Tables:
     """The two tables at a path."""
 
-    def __init__(self, path: str, options: dict[str, str], buckets: int) -> None:
+    def __init__(self, path: str, options: dict[str, str], buckets: int, writer: Writer) -> None:
+        self._path = path
+        self._writer = writer
         self._changes_path = f"{path.rstrip('/')}/changes"
         self._current_path = f"{path.rstrip('/')}/current"
         self._options = options or None
@@ -85,6 +104,16 @@ class _Tables:
         table = self._open(self._changes_path)
         found = _BUCKETS.fullmatch(table.metadata().description or "") if table else None
         return int(found[1]) if found else 0
+
+    def own(self) -> None:
+        """Make sure that the tables belong to the writer. Raises DcpdError."""
+        table = self._open(self._changes_path)
+        if table is None:
+            return
+        owner = table.metadata().configuration.get(QUERY_PROPERTY, "")
+        query = owner_after(owner, self._writer, self._path)
+        if query != owner:
+            table.alter.set_table_properties({QUERY_PROPERTY: query}, raise_if_not_exists=False)
 
     def _open(self, path: str) -> DeltaTable | None:
         if not DeltaTable.is_deltatable(path, self._options):
@@ -123,11 +152,18 @@ class _Tables:
         if is_there and not changes.num_rows:
             return
         attempts = pa.array([attempt] * changes.num_rows, pa.string())
+        rows = self._bucketed(changes).append_column(APPLIED, attempts)
+        if not is_there:
+            query = self._writer.query
+            DeltaTable.create(
+                self._changes_path, rows.schema, partition_by=["bucket"],
+                storage_options=self._options, raise_if_key_not_exists=False,
+                description=_DESCRIPTION.format(buckets=self._buckets),
+                configuration={QUERY_PROPERTY: query} if query else None,
+            )  # fmt: skip
         write_deltalake(
-            self._changes_path, self._bucketed(changes).append_column(APPLIED, attempts),
-            mode="append", partition_by=["bucket"], storage_options=self._options,
-            commit_properties=_metadata(high),
-            description=None if is_there else _DESCRIPTION.format(buckets=self._buckets),
+            self._changes_path, rows, mode="append", partition_by=["bucket"],
+            storage_options=self._options, commit_properties=_metadata(high),
         )  # fmt: skip
 
     def merge(self, final: pa.Table) -> None:

@@ -10,14 +10,18 @@ writes that bucket's current file anew: Parquet files cannot be changed.
 Invariants
 - files are written once, under names that are not used again;
 - what the manifest does not name does not count: a batch that fails leaves garbage and no trace;
-- files that a batch replaces are removed after the next one, so that readers have time.
+- files are durable before the manifest that names them, and a manifest is durable before files
+  that older manifests name are removed. A power cut leaves a whole table, and never loses a batch
+  that was reported to Spark as done;
+- files that a batch replaces are removed after the next one, so that readers have time;
+- a table belongs to one query (`sink_rules.owner_after`).
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +33,7 @@ import pyarrow.parquet as pq
 from clients.errors import DcpdError
 from clients.spark.sink_rules import (
     Cuts,
+    Writer,
     above,
     as_current,
     bucket_of,
@@ -37,11 +42,15 @@ from clients.spark.sink_rules import (
     cuts_of,
     identities,
     is_one_of,
+    owner_after,
     verdict,
 )
+from clients.spark.table_files import TableFiles
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""Format 1 did not name the query that owns the table; the next query takes it."""
 MANIFEST: Final = "manifest.json"
+FOLDERS: Final = ("changes", "current")
 MERGE_FILES: Final = 8
 """So many log files of a bucket, of one level, become one of the next level."""
 SWEEP_BATCHES: Final = 64
@@ -78,6 +87,8 @@ class Manifest(msgspec.Struct, frozen=True):
     """By partition: no row of the log is above it."""
     replaced: tuple[str, ...] = ()
     """Files that the last batch replaced."""
+    query: str = ""
+    """The query that owns the table; "" for none."""
 
     def named(self) -> set[str]:
         """Return all files that count."""
@@ -94,32 +105,32 @@ class Outcome(msgspec.Struct, frozen=True):
     """Files that it wrote and merged into others at once."""
 
 
-def load_manifest(path: Path) -> Manifest | None:
+def load_manifest(files: TableFiles) -> Manifest | None:
     """Return a table's manifest, None where there is no table. Raises DcpdError."""
     try:
-        text = (path / MANIFEST).read_bytes()
+        text = files.read(MANIFEST)
     except FileNotFoundError:
         return None
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.DecodeError as error:
-        raise DcpdError(f"{path / MANIFEST} is no manifest of a table: {error}") from None
-    if manifest.format != FORMAT:
+        raise DcpdError(f"{files.path / MANIFEST} is no manifest of a table: {error}") from None
+    if not 1 <= manifest.format <= FORMAT:
         raise DcpdError(
-            f"{path} has format {manifest.format}, this version knows {FORMAT}",
+            f"{files.path} has format {manifest.format}, this version knows 1 to {FORMAT}",
             hint="Use the version that wrote it, or begin a new table.",
         )
     return manifest
 
 
-def apply_batch(batch_df: Any, path: Path, buckets: int) -> None:
+def apply_batch(batch_df: Any, path: Path, buckets: int, writer: Writer) -> None:
     """Apply a batch (a DataFrame): one Spark job writes the files, then the manifest counts them.
 
-    Raises DcpdError where the table is of another format, or somebody else writes it too.
+    Raises DcpdError where the table is of another format, belongs to another query, or somebody
+    else writes it too.
     """
-    manifest = load_manifest(path) or Manifest(buckets)
-    for folder in ("changes", "current"):
-        (path / folder).mkdir(parents=True, exist_ok=True)
+    files = TableFiles(path)
+    manifest = open_table(files, buckets, writer)
     schema = _arrow_schema(batch_df)
     spark = batch_df.sparkSession
     tasks = min(manifest.buckets, int(spark.conf.get("spark.sql.shuffle.partitions")))
@@ -129,13 +140,25 @@ def apply_batch(batch_df: Any, path: Path, buckets: int) -> None:
         arrived = list(batches)
         if arrived:  # with a time zone of the session, which changes no moment
             rows = pa.Table.from_batches(arrived).cast(schema)
-            yield from write_buckets(rows, path, manifest)
+            yield from write_buckets(rows, files, manifest)
 
     bucketed = batch_df.repartition(tasks, (batch_df["vb"] * count / 1024).cast("int"))
     rows = bucketed.mapInArrow(write, WRITTEN).collect()
     outcomes = {row["bucket"]: msgspec.json.decode(row["outcome"], type=Outcome) for row in rows}
     if outcomes:
-        commit(path, manifest, outcomes)
+        commit(files, manifest, outcomes)
+
+
+def open_table(files: TableFiles, buckets: int, writer: Writer) -> Manifest:
+    """Return the manifest of a table to be written, with its owner; make the folders.
+
+    Raises DcpdErrors.
+    """
+    manifest = load_manifest(files) or Manifest(buckets)
+    query = owner_after(manifest.query, writer, str(files.path))
+    for folder in FOLDERS:
+        files.make_folder(folder)
+    return msgspec.structs.replace(manifest, format=FORMAT, query=query)
 
 
 def _arrow_schema(batch_df: Any) -> pa.Schema:
@@ -144,14 +167,16 @@ def _arrow_schema(batch_df: Any) -> pa.Schema:
     return to_arrow_schema(batch_df.schema, timezone="UTC")
 
 
-def write_buckets(rows: pa.Table, path: Path, manifest: Manifest) -> Iterator[pa.RecordBatch]:
+def write_buckets(
+    rows: pa.Table, files: TableFiles, manifest: Manifest
+) -> Iterator[pa.RecordBatch]:
     """Apply a task's rows, whole buckets of a batch; yield one row per bucket (`WRITTEN`)."""
     present = sorted({bucket_of(vb, manifest.buckets) for vb in pc.unique(rows["vb"]).to_pylist()})
     of_bucket = [bucket_of(vb_id, manifest.buckets) for vb_id in range(1024)]
     numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
     for number in present:
         batch = rows.filter(pc.equal(numbers, number))
-        outcome = apply_to_bucket(batch, path, number, manifest)
+        outcome = apply_to_bucket(batch, files, number, manifest)
         yield pa.RecordBatch.from_pydict(
             {
                 "bucket": pa.array([number], pa.int32()),
@@ -160,12 +185,12 @@ def write_buckets(rows: pa.Table, path: Path, manifest: Manifest) -> Iterator[pa
         )
 
 
-def apply_to_bucket(batch: pa.Table, path: Path, number: int, manifest: Manifest) -> Outcome:
-    """Write the files of a bucket as they are after a batch; return which."""
+def apply_to_bucket(batch: pa.Table, files: TableFiles, number: int, manifest: Manifest) -> Outcome:
+    """Write a bucket's files after a batch, durably; return which they are."""
     before = manifest.files.get(number, Bucket())
     cuts = cuts_of(batch)
     undone = cut_partitions(cuts, manifest.high)
-    folder = _Folder(path, number)
+    folder = _Folder(files, number)
     logs = before.changes
     changes = changes_in(batch)
     dead = kept = changes.slice(0, 0)
@@ -184,6 +209,7 @@ def apply_to_bucket(batch: pa.Table, path: Path, number: int, manifest: Manifest
         current = folder.write("current", rows.sort_by("vb")) if rows.num_rows else ""
     bucket = Bucket(_merged(folder, logs, changes.schema), current)
     kept_files = {current, *(file.name for file in bucket.changes)}
+    folder.sync(kept_files)
     return Outcome(bucket, _high(cuts), tuple(sorted(folder.written - kept_files)))
 
 
@@ -234,64 +260,75 @@ def _merged(folder: _Folder, logs: tuple[LogFile, ...], schema: pa.Schema) -> tu
 class _Folder:
     """The files of a bucket."""
 
-    def __init__(self, path: Path, number: int) -> None:
-        self._path = path
+    def __init__(self, files: TableFiles, number: int) -> None:
+        self._files = files
         self._number = number
         self.written: set[str] = set()
         """Names of files written through this object."""
 
     def read(self, name: str, schema: pa.Schema) -> pa.Table:
         """Return a file's rows."""
-        return pq.read_table(self._path / name, partitioning=None).select(schema.names).cast(schema)
+        table = pq.read_table(self._files.source(name), partitioning=None)
+        return table.select(schema.names).cast(schema)
 
     def write(self, folder: str, rows: pa.Table) -> str:
         """Write rows to a new file; return its name."""
         name = f"{folder}/{self._number:04}-{secrets.token_hex(8)}.parquet"
-        pq.write_table(rows, self._path / name, compression="zstd")
+        self._files.create(name, lambda file: pq.write_table(rows, file, compression="zstd"))
         self.written.add(name)
         return name
 
+    def sync(self, names: Collection[str]) -> None:
+        """Make those of these files durable that were written through this object."""
+        written = sorted(self.written.intersection(names))
+        for name in written:
+            self._files.sync(name)
+        for folder in sorted({name.partition("/")[0] for name in written}):
+            self._files.sync_folder(folder)
 
-def commit(path: Path, before: Manifest, outcomes: Mapping[int, Outcome]) -> None:
+
+def commit(files: TableFiles, before: Manifest, outcomes: Mapping[int, Outcome]) -> None:
     """Make the files of a batch count, and remove what the batch before replaced."""
-    now = load_manifest(path)
+    now = load_manifest(files)
     if (now.generation if now else 0) != before.generation:
         raise DcpdError(
-            f"{path} was written by somebody else while a batch was applied",
+            f"{files.path} was written by somebody else while a batch was applied",
             hint="One query per table.",
         )
-    files = {**before.files, **{number: item.bucket for number, item in outcomes.items()}}
+    named = {**before.files, **{number: item.bucket for number, item in outcomes.items()}}
     high = dict(before.high)
     for outcome in outcomes.values():
         high.update(outcome.high)
-    after = Manifest(
-        before.buckets, FORMAT, before.generation + 1, files, dict(sorted(high.items()))
+    after = msgspec.structs.replace(
+        before, generation=before.generation + 1, files=named, high=dict(sorted(high.items()))
     )
     unused = {name for outcome in outcomes.values() for name in outcome.unused}
     replaced = tuple(sorted((before.named() | unused) - after.named()))
     after = msgspec.structs.replace(after, replaced=replaced)
-    temporary = path / f"{MANIFEST}.{secrets.token_hex(8)}"
-    temporary.write_bytes(msgspec.json.encode(after))
-    temporary.replace(path / MANIFEST)
+    temporary = f"{MANIFEST}.{secrets.token_hex(8)}"
+    files.create(temporary, lambda file: file.write(msgspec.json.encode(after)))
+    files.sync(temporary)
+    files.replace(temporary, MANIFEST)
+    files.sync_folder()
     for name in before.replaced:
-        (path / name).unlink(missing_ok=True)
+        files.remove(name)
     if after.generation % SWEEP_BATCHES == 0:
-        _sweep(path, after)
+        _sweep(files, after)
 
 
-def _sweep(path: Path, manifest: Manifest) -> None:
+def _sweep(files: TableFiles, manifest: Manifest) -> None:
     """Remove files that no manifest names: attempts that failed left them."""
     known = manifest.named() | set(manifest.replaced)
-    oldest = time.time() - SWEEP_AGE_S
-    for file in path.glob("*/*.parquet"):
-        name = f"{file.parent.name}/{file.name}"
-        if name not in known and file.stat().st_mtime < oldest:
-            file.unlink(missing_ok=True)
+    oldest_s = time.time() - SWEEP_AGE_S
+    for pattern in ("*/*.parquet", f"{MANIFEST}.*"):
+        for name in files.older_than(pattern, oldest_s):
+            if name not in known:
+                files.remove(name)
 
 
 def files_of(path: Path, table: str) -> list[str]:
     """Return the files of `current` or `changes`, in order of buckets."""
-    manifest = load_manifest(path)
+    manifest = load_manifest(TableFiles(path))
     if manifest is None:
         raise DcpdError(f"{path} has no table: there is no {MANIFEST}")
     names: list[str] = []

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from clients.errors import DcpdError
 from vbucket.ids import NUM_VBUCKETS
 
 _PLACE: Final = "__place"
@@ -28,6 +29,34 @@ class Cuts(NamedTuple):
 
     cut: dict[int, int]
     high: dict[int, int]
+
+
+class Writer(NamedTuple):
+    """Who applies a batch."""
+
+    query: str = ""
+    """The query's id, which its checkpoint keeps; "" if it is not known."""
+    take_over_from: str = ""
+    """A query whose table this one may take over."""
+
+
+def owner_after(owner: str, writer: Writer, path: str) -> str:
+    """Return the query that owns a table from now on. `owner` is the present one, "" for none.
+
+    Raises DcpdError if another query owns it: each would resume from its own checkpoint and undo
+    the other's newer rows.
+    """
+    if owner in {"", writer.query} or (writer.query and writer.take_over_from == owner):
+        return writer.query
+    who = f"of query {writer.query}" if writer.query else "outside of a streaming query"
+    hint = (
+        "Resume the query that owns the table from its checkpoint, or use another path. If that"
+        f" query is stopped for good, take_over_from={owner!r} gives the table to this one, which"
+        " must start with a new checkpoint and startingOffsets=earliest."
+    )
+    if not writer.query:
+        hint = f"If the batch belongs to that query, pass query={owner!r}."
+    raise DcpdError(f"the table {path} belongs to query {owner}, and this batch is {who}. {hint}")
 
 
 def bucket_of(vb_id: int, buckets: int) -> int:

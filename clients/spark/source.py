@@ -34,7 +34,7 @@ from pyspark.sql.types import StructType
 from clients.errors import DcpdError, HistoryBranchedError
 from clients.spark.columns import record_batch, rollback_batch
 from clients.spark.fetch import fetch
-from clients.spark.offset import Entry, Offset, entries_of, entry_at, offset_of
+from clients.spark.offset import COLLECTIONS, Entry, Offset, entries_of, entry_at, offset_of
 from clients.spark.options import OptionError, Settings, parse_options
 from clients.spark.plan import (
     Facts,
@@ -49,6 +49,8 @@ from clients.spark.values import value_parser
 
 _T = TypeVar("_T")
 
+DEFAULT_COLLECTION: Final = "_default._default"
+"""The collection of a query without the option collections."""
 LOOK_AGAIN_S: Final = 1.0
 """How long seqnos that did not move may hide a branch: a full survey costs the server 20 ms."""
 
@@ -195,6 +197,8 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """High seqnos when the last survey was made."""
         self._seen_at_s = 0.0
         self._latest: Offset | None = None
+        names = settings.collections
+        self._collections = ",".join(sorted(names)) if names else DEFAULT_COLLECTION
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
         """Return where a new query begins."""
@@ -223,7 +227,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
         """Return the tasks of a batch. The two offsets alone decide what is to be read."""
-        return _in_words(lambda: self._planner.tasks(steps_between(start, end)))
+        return _in_words(lambda: self._partitions(start, end))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the changes of one task."""
@@ -234,7 +238,33 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Close the driver's connections."""
         self._planner.survey.close()
 
+    def _partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        self._check(start)
+        self._check(end)
+        return self._planner.tasks(steps_between(start, end))
+
+    def _check(self, offset: Offset) -> None:
+        """Raise DcpdError if an offset belongs to a query of other collections."""
+        found = offset.get(COLLECTIONS, self._collections)
+        if found != self._collections:
+            raise DcpdError(
+                f"the checkpoint belongs to a query of the collections {found}, and this one"
+                f" follows {self._collections}",
+                hint="Going on from it would skip documents without notice. Use the option"
+                " collections as before, or begin anew with another checkpointLocation.",
+            )
+
+    def _offset_of(self, entries: dict[int, Entry], start: Offset) -> Offset:
+        """Return the offset of a batch's end, `start` itself if nothing is new.
+
+        Spark compares offsets as text, so an unchanged offset must be the same object.
+        """
+        end = offset_of(entries)
+        is_same = end == {name: text for name, text in start.items() if name != COLLECTIONS}
+        return start if is_same else {**end, COLLECTIONS: self._collections}
+
     def _latest_offset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:
+        self._check(start)
         survey = self._planner.survey
         now_s = time.monotonic()
         if self._seen is not None and now_s - self._seen_at_s < LOOK_AGAIN_S:
@@ -249,15 +279,13 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ends, gone_back = next_entries(entries, facts, history=history, targets=self._targets)
         if gone_back and self._settings.fails_on_rollback:
             raise _branched(gone_back)
-        self._latest = offset_of(ends)
+        self._latest = self._offset_of(ends, start)
         rows_max = self._rows_max(start, self._latest, limit)
         if rows_max is not None:
             ends, _ = next_entries(
                 entries, facts, history=history, targets=self._targets, rows_max=rows_max
             )
-        end = offset_of(ends)
-        # Spark compares texts: the same offset has to be the same object's text.
-        return start if end == start else end
+        return self._offset_of(ends, start)
 
     def _rows_max(self, start: Offset, end: Offset, limit: ReadLimit) -> int | None:
         """Return how many rows a batch may have under a limit, and under both of ours."""

@@ -43,9 +43,10 @@ def test_the_page_names_every_command():
 
 def test_the_page_tells_the_format_as_it_is():
     """Numbers, names and fields of the format, taken from the code."""
-    for name in manifest.RunRecord._fields:
+    for name in (*manifest.RunRecord._fields, *manifest.MarkRecord._fields):
         assert f"`{name}`" in PAGE, name
-    for magic in (segment.MAGIC, segment.END_MAGIC, manifest.RUN_MAGIC, manifest.ARCHIVE_MAGIC):
+    magics = (manifest.RUN_MAGIC, manifest.ARCHIVE_MAGIC, manifest.MARK_MAGIC)
+    for magic in (segment.MAGIC, segment.END_MAGIC, *magics):
         assert f"`{magic[:7].decode()}`" in PAGE
         assert magic[7] == segment.FORMAT_VERSION == 1
     assert f"records of {segment.SECTION.size} bytes" in PAGE

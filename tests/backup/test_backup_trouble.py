@@ -18,7 +18,7 @@ import pytest
 
 from clients.address import parse_address
 from clients.backup import archive as archive_module
-from clients.backup import place, restore_link, segment_writer
+from clients.backup import lock, place, restore_link, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
 from clients.backup.chunk import Chunker
@@ -63,30 +63,10 @@ def test_two_runs_at_once_are_refused(ctl, server, archive):
     backup(ctl, server, archive)
 
 
-def test_two_leases_at_once_are_refused_and_dead_ones_are_taken(monkeypatch):
-    from clients.backup import lock as lock_module
-
-    url = "memory://leases"
-    create_archive(url, 1)
-    second = open_archive(url).lock("second")
-    with (
-        open_archive(url).lock("first"),
-        pytest.raises(ArchiveLockedError, match="in use by first"),
-    ):
-        second.__enter__()
-    with open_archive(url).lock("third") as dead:
-        monkeypatch.setattr(lock_module, "LEASE_S", 0)
-        with (
-            open_archive(url).lock("fourth"),
-            pytest.raises(ArchiveLockedError, match="in use by fourth"),
-        ):
-            dead.renew()
-
-
 def steal(url):
     """Take the lease of an archive, as somebody does who found it old."""
-    holder = {"purpose": "a thief", "token": "other", "renewed_s": time.time()}
-    open_archive(url).write("lock", json.dumps(holder).encode())
+    holder = {"purpose": "a thief", "state": "held", "renewed_s": time.time()}
+    open_archive(url).write("locks/1-thief", json.dumps(holder).encode())
 
 
 def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
@@ -102,8 +82,8 @@ def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
     with pytest.raises(ArchiveLockedError, match="in use by a thief"):
         asyncio.run(Backup(made, address, on_progress=lambda _progress: steal(url)).run())
     assert [record.run for record in made.runs()] == [1, 2]
-    made.delete("lock")
-    monkeypatch.setattr(fold_module, "RENEW_S", 0)
+    made.delete("locks/1-thief")
+    monkeypatch.setattr(lock, "RENEW_S", 0)
     folded = []
 
     def on_fold(count, _total):
@@ -114,7 +94,26 @@ def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
         fold_module.fold(made, 2, on_fold)
     assert folded == [1], "it stops at once, not after the work"
     assert [record.run for record in made.runs()] == [1, 2]
-    made.delete("lock")
+    made.delete("locks/1-thief")
+
+
+def test_who_lost_the_lease_writes_no_segment(server, monkeypatch):
+    """Who took it writes files of the same names."""
+    address, url = parse_address(server.address), "memory://stolen-segment"
+    made = create_archive(url, 1)
+    fill(server, b"segment", 10)
+    monkeypatch.setattr(lock, "RENEW_S", 0)
+    monkeypatch.setattr(run_module, "KEEP_S", 1000)
+    add = segment_writer.SegmentWriter.add
+
+    def steal_and_add(self, chunk):
+        steal(url)
+        add(self, chunk)
+
+    monkeypatch.setattr(segment_writer.SegmentWriter, "add", steal_and_add)
+    with pytest.raises(ArchiveLockedError, match="in use by a thief"):
+        asyncio.run(Backup(made, address).run())
+    assert made.files() == {}
 
 
 def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
@@ -278,6 +277,78 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
     made, address = create_archive(str(archive), 1), parse_address(server.address)
     work = Backup(made, address, on_progress=seen.append, give_up_after_s=10)
     report = asyncio.run(work.run())
+    assert ends_of(report.record) == {
+        vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
+    }
+
+
+class SilentHost:
+    """Takes connections and says nothing, until it is told to: then it leads to a server."""
+
+    def __init__(self, server):
+        self.server = server
+        self.dialled = asyncio.Event()
+        self.speak = asyncio.Event()
+
+    async def __aenter__(self):
+        self.listener = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.port = self.listener.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self.listener.close()
+        await self.listener.wait_closed()
+
+    async def serve(self, reader, writer):
+        self.dialled.set()
+        await self.speak.wait()
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self.server.port)
+        await asyncio.gather(self.pump(reader, to_writer), self.pump(to_reader, writer))
+
+    async def pump(self, reader, writer):
+        with suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_silent_node_does_not_keep_the_others(server, archive, monkeypatch, is_cut):
+    """It is dialled first, and answers when the others are done; one of them is cut off meanwhile,
+    and is dialled again."""
+    fill(server, b"silent", 2000)
+    monkeypatch.setattr(Link.connect.__func__, "__kwdefaults__",
+                        Link.connect.__kwdefaults__ | {"timeout_s": 10_000})  # fmt: skip
+    half, here = NUM_VBUCKETS // 2, Node("127.0.0.1", server.port)
+
+    async def go():
+        async with asyncio.timeout(60), SilentHost(server) as silent:
+            monkeypatch.setattr(
+                run_module, "parse_topology",
+                lambda *_, **__: Topology(
+                    (1, 1), (Node("127.0.0.1", silent.port), here), (0,) * half + (1,) * half
+                ),
+            )  # fmt: skip
+            cuts, done = [], []
+
+            def on_progress(progress):
+                if is_cut and not cuts and work._sessions:
+                    (session,) = work._sessions.values()
+                    session.link.close()
+                    cuts.append(progress.partitions_done)
+                done.append(progress.partitions_done)
+                if done[-1] >= half and silent.dialled.is_set():
+                    silent.speak.set()
+
+            made = create_archive(str(archive), 1)
+            work = Backup(made, parse_address(server.address), on_progress=on_progress)
+            report = await work.run()
+            assert half in done
+            assert cuts == ([0] if is_cut else [])
+            return report
+
+    report = asyncio.run(go())
     assert ends_of(report.record) == {
         vb_id: seqno for vb_id, seqno in high_seqnos(server).items() if seqno
     }

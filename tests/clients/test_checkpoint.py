@@ -13,12 +13,16 @@ from clients.checkpoint import (
     encode_checkpoint,
 )
 from clients.errors import CheckpointError
-from clients.position import RANGES_MAX, RANGES_NEWEST, Position, rolled_back, thinned
+from clients.position import RANGES_MAX, RANGES_NEWEST, Filter, Position, rolled_back, thinned
 
 POSITION = Position(((7, 5), (9, 0)), 12, 10, 20, ((0, 4), (8, 8)), 0)
 GOLDEN_1 = (
     "a466666f726d61746f646370642d636865636b706f696e746776657273696f6e016563726333321a81a967f569"
     "706f736974696f6e7355a11186828207058209000c0a148282000482080800"
+)
+GOLDEN_2 = (
+    "a466666f726d61746f646370642d636865636b706f696e746776657273696f6e026563726333321a32baad9869"
+    "706f736974696f6e735818a11187828207058209000c0a148282000482080800820008"
 )
 
 
@@ -43,11 +47,13 @@ def test_memory_keeps_a_copy():
     st.dictionaries(
         st.integers(0, 1023),
         st.builds(
-            lambda uuid, a, b, c, ids: Position(
-                ((uuid, a),), a + b, a, a + b + c, ((0, a),), 0, ids
+            lambda uuid, a, b, c, ids, chosen: Position(
+                ((uuid, a),), a + b, a, a + b + c, ((0, a),), 0, ids, chosen
             ),
             *[st.integers(0, 2**50)] * 4,
             st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=3).map(tuple),
+            st.none()
+            | st.builds(Filter.of, st.none() | st.lists(st.text()), st.lists(st.binary())),
         ),
     )
 )
@@ -60,6 +66,33 @@ def test_a_checkpoint_of_the_first_version_is_read():
     raw = bytes.fromhex(GOLDEN_1)
     assert decode_checkpoint(raw) == {17: POSITION}
     assert decode_checkpoint(encode_checkpoint(decode_checkpoint(raw))) == {17: POSITION}
+
+
+def test_a_checkpoint_of_the_second_version_is_read():
+    """Made by the program that wrote version 2: it has collections, and no filter."""
+    position = POSITION._replace(collections=(0, 8))
+    raw = bytes.fromhex(GOLDEN_2)
+    assert decode_checkpoint(raw) == {17: position}
+    assert decode_checkpoint(encode_checkpoint(decode_checkpoint(raw))) == {17: position}
+
+
+def test_filters_are_equal_where_they_ask_for_the_same():
+    of = Filter.of
+    assert of(["b", "a", "b"], [b"y", b"x"]) == of(["a", "b"], [b"x", b"y", b"xx", b"x"])
+    assert len({of(None, []), of([], []), of(["a"], []), of(None, [b"x"]), of([0], [])}) == 5
+    assert str(of(None, [])) == "the default collection"
+    assert str(of([], [b"u:"])) == "everything, keys that begin with 'u:'"
+    assert str(of(["s.b", "s.a", 8], [])) == "collections 0x8, s.a, s.b"
+    many = of(None, [b"%d" % number for number in range(1, 10)])
+    assert str(many).endswith("begin with '1', '2', '3', '4', '5' and 4 more")
+    assert r"\xff" in str(of(None, [b"\xff"]))
+
+
+@pytest.mark.parametrize("entry", [5, [], [None], [None, None], [[8], []], [None, ["text"]]])
+def test_what_is_no_filter_is_a_value_error(entry):
+    fields = [[[7, 0]], 5, 5, 5, [], 0, None, entry]
+    with pytest.raises(ValueError, match="filter"):
+        decode_position(cbor2.dumps(fields))
 
 
 @given(
@@ -95,8 +128,8 @@ def test_damage_is_an_error_and_never_a_position(data):
         (b"", "cut short"),
         (b"hello world", "not a checkpoint|damaged"),
         (
-            cbor2.dumps({"format": "dcpd-checkpoint", "version": 3}),
-            "format 3; this program reads up to 2",
+            cbor2.dumps({"format": "dcpd-checkpoint", "version": 4}),
+            "format 4; this program reads up to 3",
         ),
         (cbor2.dumps([1]), "not a checkpoint"),
     ],

@@ -23,6 +23,7 @@ from clients import (
     Mutation,
     Position,
     ServerCheckpoint,
+    SyncConsumer,
     decode_position,
     encode_position,
 )
@@ -74,7 +75,7 @@ def test_lmdb_refuses_a_file_of_something_else(tmp_path):
     from clients.mirror_lmdb import LmdbStore
 
     LmdbStore(tmp_path / "c").close()
-    with pytest.raises(CheckpointError, match="is dcpd-mirror 1, not dcpd-checkpoints 1"):
+    with pytest.raises(CheckpointError, match="is dcpd-mirror 2, not dcpd-checkpoints 1"):
         LmdbCheckpoint(tmp_path / "c").load()
     (tmp_path / "d").write_bytes(b"x" * 9000)
     with pytest.raises(CheckpointError, match="cannot be opened"):
@@ -298,3 +299,105 @@ def test_lmdb_consumers_of_one_process_share_a_file(tmp_path):
 def test_names_of_checkpoints_that_would_meet_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="1 to 200 bytes"):
         LmdbCheckpoint(tmp_path / "c", name)
+
+
+# -- of which documents a checkpoint is ----------------------------------------------------------
+
+KINDS = ("file", "lmdb", "server", "memory", "positions")
+
+
+class Kept:
+    """A checkpoint in one of the places that there are, and consumers that go on from it."""
+
+    def __init__(self, kind, server, folder):
+        self.kind, self.server, self.folder = kind, server, folder
+        self.memory = MemoryCheckpoint()
+        self.positions = {}
+
+    def options(self):
+        """What a consumer needs to go on; stores of the user's hand positions over by `start`."""
+        if self.kind == "positions":
+            kept = {vb: decode_position(raw) for vb, raw in self.positions.items()}
+            return {"start": kept}
+        return {"store": self.store()}
+
+    def store(self):
+        return {
+            "file": lambda: CheckpointFile(self.folder / "state"),
+            "lmdb": lambda: LmdbCheckpoint(self.folder / "state"),
+            "server": lambda: ServerCheckpoint(self.server.address, f"of-{self.folder.name}"),
+            "memory": lambda: self.memory,
+        }[self.kind]()
+
+    async def keys(self, **options):
+        """Read what is there now, and keep where that ends; documents of other tests are not."""
+        consumer = Consumer(
+            self.server.address, until_now=True, vbuckets=range(100), **self.options(), **options
+        )
+        async with consumer:
+            found = [event.key async for event in consumer if isinstance(event, Mutation)]
+            if self.kind == "positions":
+                kept = consumer.checkpoint()
+                self.positions = {vb: encode_position(place) for vb, place in kept.items()}
+            else:
+                await consumer.save()
+        return sorted(key for key in found if key.startswith(b"k"))
+
+    async def forget_filters(self):
+        """Make it one of an older version."""
+        if self.kind == "positions":
+            for vb, raw in self.positions.items():
+                self.positions[vb] = encode_position(decode_position(raw)._replace(filter=None))
+            return
+        store = self.store()
+        saved = store.load()
+        saved = await saved if asyncio.iscoroutine(saved) else saved
+        done = store.save({vb: place._replace(filter=None) for vb, place in saved.items()})
+        if asyncio.iscoroutine(done):
+            await done
+        if hasattr(store, "close"):
+            done = store.close()
+            if asyncio.iscoroutine(done):
+                await done
+
+
+@pytest.fixture
+def kept(request, server, tmp_path):
+    return Kept(request.param, server, tmp_path)
+
+
+@pytest.mark.parametrize("kept", KINDS, indirect=True)
+async def test_a_checkpoint_of_other_documents_is_refused(kept):
+    """Its consumer would miss those that it has passed already, and nothing would tell."""
+    ones = await kept.keys(key_prefixes="k1")
+    assert ones
+    for options in ({"key_prefixes": "k2"}, {}, {"collections": "all", "key_prefixes": "k1"}):
+        with pytest.raises(CheckpointError) as info:
+            await kept.keys(**options)
+        assert "it is for the default collection, keys that begin with 'k1' (" in str(info.value)
+        wanted = "everything" if "collections" in options else "the default collection"
+        assert f"this consumer follows {wanted}" in str(info.value)
+        assert "begin anew with another checkpoint (another file or name)" in info.value.hint
+    assert await kept.keys(key_prefixes=["k1", "k12"]) == [], "the same, in other words"
+
+
+@pytest.mark.parametrize("kept", KINDS, indirect=True)
+async def test_a_checkpoint_of_an_older_version_takes_on_the_filter_that_it_is_used_with(kept):
+    assert await kept.keys()
+    await kept.forget_filters()
+    assert await kept.keys(key_prefixes="k1") == [], "it is believed"
+    with pytest.raises(CheckpointError, match="begin with 'k1'"):
+        await kept.keys()
+
+
+def test_a_consumer_without_asyncio_refuses_it_too(server, tmp_path):
+    def read(**options):
+        store = CheckpointFile(tmp_path / "state")
+        with SyncConsumer(server.address, until_now=True, store=store, **options) as changes:
+            count = sum(isinstance(event, Mutation) for event in changes)
+            changes.save()
+        return count
+
+    assert read(key_prefixes="k1")
+    with pytest.raises(CheckpointError, match="begin with 'k1'"):
+        read(key_prefixes="k2")

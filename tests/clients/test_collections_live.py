@@ -16,10 +16,17 @@ from clients.checkpoint import CheckpointFile, decode_position, encode_position
 from clients.checkpoint_lmdb import LmdbCheckpoint
 from clients.checkpoint_server import ServerCheckpoint
 from clients.consumer import Consumer
-from clients.errors import DcpdError, HistoryBranchedError, NotFoundError, UnknownCollectionError
+from clients.errors import (
+    CheckpointError,
+    DcpdError,
+    HistoryBranchedError,
+    NotFoundError,
+    UnknownCollectionError,
+)
 from clients.event import Mutation, Rollback, StreamEnded, SystemEvent
 from clients.kv import KvClient
 from clients.mirror import Mirror
+from clients.position import Filter
 from dcp.wire.message import EndReason
 from support.server import DcpdProcess
 from vbucket.ids import vbucket_of
@@ -229,7 +236,7 @@ async def test_another_choice_of_collections_is_no_silent_gap(
         for name in ("one", "two"):
             await kv.collection(f"_default.{name}").set("k", name.encode())
 
-    async def values(collections: list[str], **options: Any) -> list[bytes]:
+    async def values(collections: list[str] | list[int], **options: Any) -> list[bytes]:
         async with Consumer(
             running.address, vbuckets=[VB], collections=collections, until_now=True,
             store=CheckpointFile(tmp_path / "state"), **options,
@@ -240,10 +247,21 @@ async def test_another_choice_of_collections_is_no_silent_gap(
 
     both = ["_default.one", "_default.two"]
     assert await values(["_default.one"]) == [b"one"]
+    with pytest.raises(CheckpointError, match=r"it is for collections _default\.one ") as info:
+        await values(both)
+    assert "this consumer follows collections _default.one, _default.two" in str(info.value)
+    # A checkpoint of an older version knows ids alone.
+    store = CheckpointFile(tmp_path / "state")
+    store.save({vb: position._replace(filter=None) for vb, position in store.load().items()})
     with pytest.raises(HistoryBranchedError, match=r"collections (\d+), followed are \1, \d+"):
         await values(both, on_rollback="fail")
     assert await values(both) == [b"one", b"two"]
     assert await values(both[::-1]) == []
+    (position,) = store.load().values()
+    assert position.filter == Filter(tuple(both))
+    ids = position.collections
+    assert ids is not None
+    assert await values([int(number) for number in ids]) == [], "named otherwise, and the same"
 
 
 async def test_a_mirror_of_a_collection_that_is_dropped_does_not_pretend_to_follow(

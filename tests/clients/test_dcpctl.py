@@ -205,7 +205,22 @@ def test_watch_saves_its_state_on_signals(ctl, server, tmp_path, number, code):
         os.kill(process.pid, number)
         process.stdout.read()
         assert process.wait(timeout=20) == code
-    assert ctl("watch", "--state", str(state), "--until-now", "--prefix", "zz")[0] == 0
+    assert ctl("watch", "--state", str(state), "--until-now")[0] == 0
+
+
+def test_watch_refuses_the_state_of_another_prefix(ctl, tmp_path):
+    ctl("set", "one:1", "a")
+    ctl("set", "two:1", "b")
+    state = tmp_path / "state"
+    watch = ("watch", "--state", str(state), "--until-now", "-o", "json")
+    assert [line["key"] for line in lines(ctl(*watch, "--prefix", "one:")[1])] == ["one:1"]
+    code, out, err = ctl(*watch, "--prefix", "two:")
+    assert (code, out) == (1, b"")
+    assert "it is for the default collection, keys that begin with 'one:'" in err
+    assert "this consumer follows the default collection, keys that begin with 'two:'" in err
+    assert "another file or name" in err
+    ctl("set", "one:2", "c")
+    assert [line["key"] for line in lines(ctl(*watch, "--prefix", "one:")[1])] == ["one:2"]
 
 
 def test_import(ctl, tmp_path):

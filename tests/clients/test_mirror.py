@@ -24,9 +24,11 @@ from clients import (
     SyncConsumer,
     SyncMirror,
 )
+from clients.checkpoint import decode_position, encode_position
 from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Rollback, SystemEvent
-from clients.mirror_lmdb import LmdbStore
+from clients.lmdb_file import LmdbFile, rows_from
+from clients.mirror_lmdb import FORMAT, LmdbStore
 from clients.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.testing import DcpServer
@@ -228,11 +230,40 @@ async def test_a_mirror_of_a_prefix_holds_nothing_else(server):
         assert "k2" not in view
 
 
-async def test_a_file_that_is_a_mirror_of_other_keys_begins_anew(server, tmp_path):
+async def test_a_file_that_is_a_mirror_of_other_keys_is_refused(server, tmp_path):
     path = tmp_path / "view"
-    for prefix, count in (("k1", 11), ("k2", 11), ("k2", 11), ("", 100)):
+
+    async def count(prefix):
         async with Mirror(server.address, path, key_prefixes=prefix or ()) as view:
-            assert sum(key.startswith(b"k") for key in view) == count
+            return sum(key.startswith(b"k") for key in view)
+
+    for prefix in ("k1", ["k1", "k11"]):
+        assert await count(prefix) == 11, "the same keys"
+    for prefix in ("k2", "", ["k1", "k2"]):
+        with pytest.raises(CheckpointError, match=r"it is for the default.*begin with 'k1'"):
+            await count(prefix)
+    assert await count("k1") == 11, "nothing of it was touched"
+
+
+async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, tmp_path):
+    """Its positions do not know of which documents they are; the file does."""
+    path = tmp_path / "view"
+    async with Mirror(server.address, path, key_prefixes="k1"):
+        pass
+    file = LmdbFile(path, FORMAT, version=2)
+    with file.writing() as transaction:
+        transaction.put(b"\0format", b"dcpd-mirror 1")
+        for key, raw in list(rows_from(transaction, b"p")):
+            transaction.put(key, encode_position(decode_position(raw)._replace(filter=None)))
+    file.close()
+    for prefix in ("k1", "k2"):
+        async with Mirror(server.address, path, key_prefixes=prefix) as view:
+            assert sum(key.startswith(b"k") for key in view) == 11
+    with pytest.raises(CheckpointError, match="begin with 'k2'"):
+        async with Mirror(server.address, path):
+            pass
+    with pytest.raises(CheckpointError, match="is dcpd-mirror 2, not dcpd-mirror 1"):
+        LmdbFile(path, FORMAT)
 
 
 async def test_a_mirror_that_is_not_answered_is_not_caught_up(monkeypatch):

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from clients.errors import DcpdError
 from clients.spark import sink_delta, sink_parquet
-from clients.spark.sink_parquet import Manifest, Outcome, commit, load_manifest, write_buckets
+from clients.spark.sink_parquet import Manifest, Outcome, commit, open_table, write_buckets
+from clients.spark.sink_rules import Writer
+from clients.spark.table_files import TableFiles
 
 SCHEMA = pa.schema(
     [
@@ -72,24 +74,29 @@ class Model:
 class ParquetTable:
     """The Parquet sink, as driver and executors use it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: TableFiles | None = None) -> None:
         self.path = folder
-        for name in ("changes", "current"):
-            (folder / name).mkdir(parents=True)
+        self.files = files or TableFiles(folder)
+        self.writer = Writer()
+
+    def manifest(self) -> Manifest:
+        found = sink_parquet.load_manifest(self.files)
+        assert found is not None
+        return found
 
     def apply(self, batch: pa.Table, *, interrupted: int = 0) -> None:
-        manifest = load_manifest(self.path) or Manifest(4)
+        manifest = open_table(self.files, 4, self.writer)
         if not batch.num_rows:
             return
         outcomes = {}
-        for told in write_buckets(batch, self.path, manifest):
+        for told in write_buckets(batch, self.files, manifest):
             row = told.to_pylist()[0]
             outcomes[row["bucket"]] = sink_parquet.msgspec.json.decode(row["outcome"], type=Outcome)
             if interrupted == 1:
                 return
         if interrupted == 2:
             return
-        commit(self.path, manifest, outcomes)
+        commit(self.files, manifest, outcomes)
 
     def rows(self, name: str) -> list[dict]:
         files = sink_parquet.files_of(self.path, name)
@@ -102,11 +109,12 @@ class DeltaTables:
     def __init__(self, folder: Path, buckets: int = 4) -> None:
         self.path = str(folder)
         self.buckets = buckets
+        self.writer = Writer()
 
     def apply(self, batch: pa.Table, *, interrupted: int = 0) -> None:
         steps = ("append", "merge", "remove")
         if not interrupted:
-            sink_delta.apply_batch(batch, self.path, self.buckets, {})
+            sink_delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
             return
         whole = getattr(sink_delta._Tables, steps[interrupted - 1])
 
@@ -116,7 +124,7 @@ class DeltaTables:
 
         setattr(sink_delta._Tables, steps[interrupted - 1], stop)
         try:
-            sink_delta.apply_batch(batch, self.path, self.buckets, {})
+            sink_delta.apply_batch(batch, self.path, self.buckets, {}, self.writer)
         except InterruptedError:
             pass
         finally:
@@ -209,9 +217,9 @@ def sets(vb: int, first: int, count: int, keys: int = 1000) -> list[Change]:
 def test_a_batch_touches_the_buckets_of_its_partitions_only(tmp_path):
     sink = ParquetTable(tmp_path / "table")
     sink.apply(table(sets(1, 1, 10) + sets(900, 1, 10)))
-    before = load_manifest(sink.path)
+    before = sink.manifest()
     sink.apply(table(sets(900, 11, 1)))
-    after = load_manifest(sink.path)
+    after = sink.manifest()
     assert after.files[0] == before.files[0]
     assert after.files[3].changes[0] == before.files[3].changes[0], "the log is added to"
     assert len(after.files[3].changes) == 2
@@ -238,7 +246,7 @@ def test_the_log_stays_in_few_files_and_replaced_files_go(tmp_path):
     sink = ParquetTable(tmp_path / "table")
     for number in range(70):
         sink.apply(table(sets(1, 1 + number, 1)))
-    manifest = load_manifest(sink.path)
+    manifest = sink.manifest()
     assert len(manifest.files[0].changes) < 20
     assert len(sink.rows("changes")) == 70
     on_disk = {f"{file.parent.name}/{file.name}" for file in sink.path.glob("*/*.parquet")}
@@ -250,16 +258,16 @@ def test_two_writers_are_noticed(tmp_path):
     manifest = Manifest(4)
     sink.apply(table(sets(1, 1, 1)))
     with pytest.raises(DcpdError, match="somebody else"):
-        commit(sink.path, manifest, {})
+        commit(sink.files, manifest, {})
 
 
 def test_a_table_of_another_format_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text('{"buckets": 4, "format": 99}')
     with pytest.raises(DcpdError, match="format 99"):
-        load_manifest(tmp_path)
+        sink_parquet.load_manifest(TableFiles(tmp_path))
     (tmp_path / "manifest.json").write_text("[]")
     with pytest.raises(DcpdError, match="no manifest"):
-        load_manifest(tmp_path)
+        sink_parquet.load_manifest(TableFiles(tmp_path))
 
 
 def test_delta_finds_out_how_far_the_log_goes_if_somebody_else_committed(tmp_path):

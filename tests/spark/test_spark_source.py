@@ -99,14 +99,7 @@ def test_collections_are_a_column(spark, dcpd):
             await kv.collection("shop.items").set("k", b"an item")
 
     dcpd.ask("GET", "/api/v1/status")
-    subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", dcpd.address, "collection", "create",
-         "shop.orders"], check=True, capture_output=True,
-    )  # fmt: skip
-    subprocess.run(
-        [sys.executable, "-m", "clients.cli", "--server", dcpd.address, "collection", "create",
-         "shop.items"], check=True, capture_output=True,
-    )  # fmt: skip
+    create_collections(dcpd, "shop.orders", "shop.items")
     asyncio.run(fill())
     rows = read(spark, dcpd, collections="shop.orders,shop.items", valueFormat="string").collect()
     assert sorted((row["collection"], bytes(row["key"]), row["value"]) for row in rows) == [
@@ -115,6 +108,38 @@ def test_collections_are_a_column(spark, dcpd):
     assert [row["value"] for row in read(spark, dcpd, valueFormat="string").collect()] == [
         "default"
     ]
+
+
+def create_collections(dcpd, *names) -> None:
+    for name in names:
+        subprocess.run(
+            [sys.executable, "-m", "clients.cli", "--server", dcpd.address, "collection", "create",
+             name], check=True, capture_output=True,
+        )  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_other_collections_is_refused(spark, dcpd, tmp_path):
+    """What lies behind it would be missing, and nothing would tell."""
+    create_collections(dcpd, "shop.orders", "shop.items")
+    batches: list = []
+
+    async def fill(value: bytes) -> None:
+        async with KvClient.connect(dcpd.address) as kv:
+            for name in ("shop.orders", "shop.items"):
+                await kv.collection(name).set("k", value)
+
+    asyncio.run(fill(b"1"))
+    stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.orders")
+    asyncio.run(fill(b"2"))
+    with pytest.raises(StreamingQueryException) as caught:
+        stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.items")
+    text = str(caught.value)
+    assert "belongs to a query of the collections shop.orders, and this one" in text
+    assert "follows shop.items" in text
+    assert "another checkpointLocation" in text
+    stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.orders")
+    assert [[row["collection"] for row in rows] for _, rows in batches] == [["shop.orders"]] * 2
 
 
 @pytest.mark.timeout(300)
@@ -312,6 +337,34 @@ def test_an_offset_is_the_same_object_while_nothing_changes(dcpd, driver):
     assert driver().latestOffset(again, ReadAllAvailable()) is again
 
 
+def test_an_offset_tells_the_collections_that_it_is_of(dcpd, driver):
+    create_collections(dcpd, "shop.orders", "shop.items")
+    asyncio.run(store(dcpd, DOCUMENTS))
+    end = driver().latestOffset({}, ReadAllAvailable())
+    assert end["collections"] == "_default._default"
+    both = driver(collections="shop.orders,shop.items").latestOffset({}, ReadAllAvailable())
+    assert both["collections"] == "shop.items,shop.orders"
+    again = driver(collections="shop.items,shop.orders")
+    assert again.latestOffset(both, ReadAllAvailable()) is both, "in another order the same"
+    other = driver(collections="shop.orders")
+    for ask in (
+        lambda: other.latestOffset(end, ReadAllAvailable()),
+        lambda: other.partitions({}, end),
+    ):
+        with pytest.raises(DcpdError, match=r"_default\._default, and this one .* shop\.orders"):
+            ask()
+    # Older programs did not write it: it is believed, and the next batch has it.
+    old = {name: text for name, text in end.items() if name != "collections"}
+    assert other.latestOffset(old, ReadAllAvailable()) is old
+    assert other.partitions(old, old) == []
+    with dcpd.connect() as kv:
+        kv.set(b"one more", b"1")
+    reader = driver()
+    assert reader.latestOffset(old, ReadAllAvailable())["collections"] == "_default._default"
+    begun = driver(startingOffsets=json.dumps(both), collections="shop.orders")
+    assert begun.initialOffset() == {k: v for k, v in both.items() if k != "collections"}
+
+
 def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
     with dcpd.connect() as kv:
         for number in range(3):
@@ -329,7 +382,7 @@ def test_limits_of_rows_and_bytes(dcpd, driver):
     asyncio.run(store(dcpd, dict.fromkeys(DOCUMENTS, b"x" * 1000)))
 
     def rows(offset) -> int:
-        return sum(int(text.split(" ")[0]) for text in offset.values())
+        return sum(entry.seqno for entry in entries_of(offset).values())
 
     both = driver(maxRowsPerTrigger="30", maxBytesPerTrigger="11000")
     assert both.getDefaultReadLimit() == ReadMaxRows(30)

@@ -13,6 +13,7 @@ from clients.backup.archive import Archive, create_archive
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
+from clients.backup.lock import ArchiveLock
 from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import Reader, View
@@ -49,34 +50,34 @@ def back_up(
 ) -> RunRecord:
     """Run a backup to its end and return the run; its time is the node's."""
     node.commit()
-    pair = _Pair(node, archive, list(vb_ids), history=history, versions_max=versions_max,
-                 chunk_bytes=chunk_bytes, segment_bytes=segment_bytes)  # fmt: skip
-    received = 0
-    for _ in range(ROUNDS_MAX):
-        data = pair.exchange(piece_bytes)
-        for at in range(0, len(data), piece_bytes):
-            part = data[at : at + piece_bytes]
-            received += pair.take(part)
-            if kill_after_bytes is not None and received >= kill_after_bytes:
-                raise KilledError
-        if all(feed.state is FeedState.DONE for feed in pair.feeds.values()):
-            return pair.finish()
-    raise AssertionError("the backup does not end")
+    with archive.lock("test") as lock:
+        pair = _Pair(node, archive, lock, list(vb_ids), history=history, versions_max=versions_max,
+                     chunk_bytes=chunk_bytes, segment_bytes=segment_bytes)  # fmt: skip
+        received = 0
+        for _ in range(ROUNDS_MAX):
+            data = pair.exchange(piece_bytes)
+            for at in range(0, len(data), piece_bytes):
+                part = data[at : at + piece_bytes]
+                received += pair.take(part)
+                if kill_after_bytes is not None and received >= kill_after_bytes:
+                    raise KilledError
+            if all(feed.state is FeedState.DONE for feed in pair.feeds.values()):
+                return pair.finish()
+        raise AssertionError("the backup does not end")
 
 
 class _Pair:
     """A node's session and an intake, what one says handed to the other."""
 
     def __init__(
-        self, node: MemoryNode, archive: Archive, vb_ids: list[int], *, history: bool,
-        versions_max: int | None, chunk_bytes: int, segment_bytes: int,
+        self, node: MemoryNode, archive: Archive, lock: ArchiveLock, vb_ids: list[int], *,
+        history: bool, versions_max: int | None, chunk_bytes: int, segment_bytes: int,
     ) -> None:  # fmt: skip
         self.node, self.archive, self.segment_bytes = node, archive, segment_bytes
-        runs = archive.runs()
-        self.run = runs[-1].run + 1 if runs else 1
-        self.found = archive.unfinished(self.run)
+        self.lock = lock
+        runs, self.run, self.found = archive.begin_run(lock)
         self.history = self.found[0][2].is_history if self.found else history
-        self.writer = SegmentWriter(archive, self.run, node.now_ns, is_history=self.history)
+        self.writer = SegmentWriter(archive, lock, self.run, node.now_ns, is_history=self.history)
         self.writer.adopt(self.found)
         legs = {}
         for _, _, footer in self.found:
@@ -143,7 +144,7 @@ class _Pair:
             collections={key: (manifest.path_of(key), 0) for key in manifest.collections},
             changes=writer.changes, raw_bytes=writer.raw_bytes, wire_bytes=self.intake.wire_bytes,
         )  # fmt: skip
-        self.archive.write_run(record)
+        self.archive.write_run(record, self.lock)
         return record
 
 

@@ -1,12 +1,14 @@
-"""The hot modules compiled: a wheel made with them passes the tests of the core, and says so."""
+"""The hot modules compiled, from an empty environment: they work, and say so."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -16,9 +18,12 @@ from dcp.compiled import compiled_modules, problem, version_text
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "dcp", "vbucket", "failover", "clients", "pyproject.toml", "hatch_build.py", "README.md",
-    "LICENSE",
+    "dcp", "vbucket", "failover", "clients", "requirements", "pyproject.toml", "hatch_build.py",
+    "README.md", "LICENSE",
 )  # fmt: skip
+PACKAGES = ("dcp", "vbucket", "failover", "clients")
+COMPILING = {"DCPD_COMPILE": "1", "DCPD_COMPILE_LEVEL": "0"}
+"""What the README tells, with the C compiler's quickest level."""
 CORE = (
     "vbucket/test_engine.py",
     "vbucket/test_log.py",
@@ -48,33 +53,167 @@ def no_compiler() -> str:
     return ""
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder to import a compiled wheel from."""
-    if why := no_compiler():
-        pytest.skip(why)
-    folder = tmp_path_factory.mktemp("compiled")
-    source = folder / "source"
-    source.mkdir()
-    without = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "compiled_sources.txt")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=without)
-        else:
-            shutil.copyfile(ROOT / name, source / name)
-    built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=source, env=os.environ | {"DCPD_COMPILE": "1", "DCPD_COMPILE_LEVEL": "0"},
+def no_registry(folder: Path) -> str:
+    """Why pip can fetch nothing here, "" if it can. It asks for what every build needs."""
+    asked = run("-m", "pip", "download", "--no-deps", "--dest", str(folder), "hatchling")
+    return "" if asked.returncode == 0 else f"pip fetches no packages: {asked.stderr.strip()[:200]}"
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment without what would compile, or lead to other sources."""
+    left_out = {*COMPILING, "PYTHONPATH"}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def run(
+    *arguments: str, cwd: Path | None = None, python: Path | str = sys.executable, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with `more` in its environment."""
+    return subprocess.run(
+        [str(python), *arguments], cwd=cwd, env=plain_environment() | more,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = folder.glob("*.whl")
-    assert "none-any" not in wheel.name, "a compiled wheel is for one Python on one platform"
-    target = folder / "site"
+
+
+class Built:
+    """A copy of the sources, and what was built of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = folder / "source"
+        self.site = folder / "site"
+        """The compiled packages alone, to import them from."""
+        self.environment = folder / "environment"
+        """An environment that had nothing but pip, and then `pip install .`; if `not_run` is ""."""
+        self.not_run = ""
+
+    def python(self) -> Path:
+        if self.not_run:
+            pytest.skip(self.not_run)
+        return self.environment / "bin" / "python"
+
+    def copy_sources(self) -> None:
+        self.source.mkdir()
+        without = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd", "compiled_sources.txt")
+        for name in SOURCES:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, self.source / name, ignore=without)
+            else:
+                shutil.copyfile(ROOT / name, self.source / name)
+
+    def install(self) -> None:
+        """Do as the README says, in an environment of its own."""
+        venv.create(self.environment, with_pip=True)
+        installed = run("-m", "pip", "install", ".", cwd=self.source, python=self.python(),
+                        **COMPILING)  # fmt: skip
+        assert installed.returncode == 0, installed.stdout + installed.stderr
+        (packages,) = self.environment.glob("lib/python*/site-packages")
+        for name in PACKAGES:
+            shutil.copytree(packages / name, self.site / name)
+        for library in packages.glob("*__mypyc*.so"):
+            shutil.copyfile(library, self.site / library.name)
+
+    def build_here(self) -> None:
+        """Make a wheel with what is installed here: where nothing can be fetched."""
+        built = run("-m", "hatchling", "build", "-t", "wheel", "-d", str(self.folder),
+                    cwd=self.source, **COMPILING)  # fmt: skip
+        assert built.returncode == 0, built.stdout + built.stderr
+        unpack(self.folder, self.site)
+
+
+def unpack(folder: Path, target: Path) -> str:
+    """Unpack the one wheel in a folder; return its name."""
+    (wheel,) = folder.glob("dcpd-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
-    shutil.copyfile(ROOT / "hatch_build.py", target / "hatch_build.py")
-    return target
+    return wheel.name
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Compiled once for all tests: it takes the better part of a minute."""
+    if why := no_compiler():
+        pytest.skip(why)
+    built = Built(tmp_path_factory.mktemp("compiled"))
+    built.copy_sources()
+    built.not_run = no_registry(built.folder / "probe")
+    if built.not_run:
+        built.build_here()
+    else:
+        built.install()
+    shutil.copyfile(ROOT / "hatch_build.py", built.site / "hatch_build.py")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(built: Built) -> Path:
+    return built.site
+
+
+def use(python: Path, folder: Path, **more: str) -> str:
+    """Start dcpd from an environment, write and read with dcpctl; return what dcpd printed."""
+    output = ""
+    bin_folder = python.parent
+    server = subprocess.Popen(
+        [str(bin_folder / "dcpd"), "--port", "0", "--admin-port", "0", "--data", "data"],
+        cwd=folder, env=plain_environment() | more, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        for line in server.stdout:
+            output += line
+            if "dcpctl --server" in line:
+                break
+        address = re.search(r"dcpctl --server (\S+)", output)
+        assert address is not None, "it did not start"
+        for command, wanted in (("set hello world", ""), ("get hello", "world")):
+            done = run(
+                str(bin_folder / "dcpctl"), "--server", address[1], *command.split(),
+                python=python, cwd=folder, **more,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert wanted in done.stdout
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+    assert server.returncode == 0
+    return output
+
+
+@pytest.mark.timeout(900)
+def test_pip_compiles_in_an_empty_environment(built: Built, tmp_path: Path) -> None:
+    """Nothing is there but what pip brings; the locked versions, beside hatchling."""
+    python = built.python()
+    version = run(str(python.with_name("dcpd")), "--version", python=python)
+    assert version.stdout.endswith("(compiled)\n"), version.stderr
+    assert "(compiled) is ready" in use(python, tmp_path)
+
+
+@pytest.mark.timeout(900)
+def test_pip_builds_without_a_compiler_in_an_empty_environment(
+    built: Built, tmp_path: Path
+) -> None:
+    """Without the variable nothing of it is needed."""
+    python = built.python()
+    made = run("-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), ".",
+               cwd=built.source, python=python, CC="false")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert unpack(tmp_path, tmp_path / "plain").endswith("-py3-none-any.whl")
+    output = use(python, tmp_path, PYTHONPATH=str(tmp_path / "plain"))
+    assert "is ready" in output
+    assert "compiled" not in output
+
+
+def test_what_compiling_needs_is_locked_to_versions(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "hatch_build.py"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    ask = "from hatchling.build import get_requires_for_build_wheel as ask; print(ask())"
+    assert run("-c", ask, cwd=ROOT).stdout == "[]\n", "a plain build needs nothing"
+    without_lock = run("-c", ask, cwd=tmp_path, **COMPILING)
+    assert "requirements/compile.txt is missing" in without_lock.stderr
+    asked = run("-c", ask, cwd=ROOT, **COMPILING).stdout
+    for name in ("mypy", "setuptools", "msgspec", "cbor2", "lmdb", "sortedcontainers-stubs"):
+        assert re.search(rf"'{name}==[0-9.]+'", asked), asked
 
 
 def run_python(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -84,7 +223,7 @@ def run_python(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
     checked = run_python(site, "-c", CHECK, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
@@ -95,7 +234,7 @@ def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-5000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_compiled_server_says_so_and_refuses_changed_sources(site: Path, tmp_path: Path) -> None:
     version = run_python(site, "-m", "dcp.server.main", "--version", cwd=tmp_path)
     assert version.stdout.endswith("(compiled)\n"), version.stderr

@@ -1,0 +1,205 @@
+"""Connects a backup to the nodes of its partitions, to all nodes at the same time.
+
+Who calls it: `clients.backup.run`, which owns the sessions and calls `step` regularly. `step` never
+waits, so a silent node delays only its own partitions.
+
+Invariants
+- a partition is in exactly one place: homeless, waiting for a newer topology, with a dial, or
+  handed out by `step`;
+- there is at most one dial per node and one topology request at a time. Only partitions without a
+  node in the known topology wait for that request;
+- a failed attempt is repeated after a pause that doubles up to PAUSE_MAX_S, until `reset`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, Final, NamedTuple
+
+from clients.backup.feed import Feed
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+    TemporaryError,
+    TopologyError,
+)
+from clients.link import Link
+from clients.topology import Topology
+
+PAUSE_FIRST_S: Final = 0.05
+PAUSE_MAX_S: Final = 2.0
+
+TRANSIENT: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
+"""Errors after which another attempt makes sense."""
+
+NodePlace = tuple[str, int]
+"""Host and port of a node."""
+
+
+class Home(NamedTuple):
+    """Partitions and the node that serves them."""
+
+    place: NodePlace
+    link: Link | None
+    """A new connection, None if there is a session already."""
+    feeds: list[Feed]
+
+
+class _Dial(NamedTuple):
+    task: asyncio.Task[Link]
+    feeds: list[Feed]
+
+
+class _Pause:
+    """The time of the next attempt."""
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+        self._next_s = PAUSE_FIRST_S
+
+    def begin(self, now_s: float) -> None:
+        """Pause, longer each time."""
+        self.until_s = now_s + self._next_s
+        self._next_s = min(PAUSE_MAX_S, self._next_s * 2)
+
+
+class Dialing:
+    """See the module. `find` fetches the topology, `connect` connects to a node, and `on_news` is
+    called when `step` has something to do.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        find: Callable[[], Coroutine[Any, Any, Topology]],
+        connect: Callable[[NodePlace], Coroutine[Any, Any, Link]],
+        on_news: Callable[[], None],
+    ) -> None:
+        self.failure: DcpdError | None = None
+        """The last error that keeps a partition from being streamed."""
+        self._topology = topology
+        self._is_stale = False
+        self._find = find
+        self._connect = connect
+        self._on_news = on_news
+        self._finding: asyncio.Task[Topology] | None = None
+        self._find_pause = _Pause()
+        self._dials: dict[NodePlace, _Dial] = {}
+        self._pauses: dict[NodePlace, _Pause] = {}
+        self._homeless: list[Feed] = []
+        self._waiting: list[Feed] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every partition has a home."""
+        return not (self._homeless or self._waiting or self._dials)
+
+    def add(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions with the known topology."""
+        self._homeless += feeds
+
+    def add_lost(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions whose connection was lost; the same node is tried first."""
+        self._homeless += feeds
+        self._is_stale = self._is_stale or bool(feeds)
+
+    def add_moved(self, feeds: Collection[Feed]) -> None:
+        """Find a home for partitions that left their node; this needs a newer topology."""
+        self._waiting += feeds
+        self._is_stale = self._is_stale or bool(feeds)
+
+    def reset(self) -> None:
+        """Forget failures and start with short pauses again."""
+        self.failure = None
+        self._find_pause = _Pause()
+        self._pauses.clear()
+
+    def step(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+        """Return the partitions that have a home now. `sessions` are the connected nodes.
+
+        Raises DcpdErrors that another attempt would not cure.
+        """
+        self._collect_topology(now_s)
+        homes = self._collect_dials(now_s)
+        homes += self._assign(now_s, {*sessions, *(home.place for home in homes)})
+        if self._is_stale and self._finding is None and now_s >= self._find_pause.until_s:
+            self._find_pause.begin(now_s)
+            self._finding = self._start(self._find())
+        return homes
+
+    async def close(self) -> None:
+        """Cancel all dials and requests."""
+        tasks = [dial.task for dial in self._dials.values()]
+        for dial in self._dials.values():
+            if dial.task.done() and not dial.task.cancelled() and dial.task.exception() is None:
+                dial.task.result().close()
+        everything = [*tasks, *([self._finding] if self._finding is not None else [])]
+        for task in everything:
+            task.cancel()
+        await asyncio.gather(*everything, return_exceptions=True)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda _task: self._on_news())
+        return task
+
+    def _collect_topology(self, now_s: float) -> None:
+        task = self._finding
+        if task is None or not task.done():
+            return
+        self._finding = None
+        try:
+            self._topology = task.result()
+        except TRANSIENT as error:
+            self.failure = error
+            self._find_pause.begin(now_s)
+            return
+        self._is_stale = False
+        self._homeless += self._waiting
+        self._waiting.clear()
+
+    def _collect_dials(self, now_s: float) -> list[Home]:
+        homes = []
+        for place, dial in list(self._dials.items()):
+            if not dial.task.done():
+                continue
+            del self._dials[place]
+            try:
+                homes.append(Home(place, dial.task.result(), dial.feeds))
+            except TRANSIENT as error:
+                self.failure = error
+                self._pauses.setdefault(place, _Pause()).begin(now_s)
+                self.add_lost(dial.feeds)
+        return homes
+
+    def _assign(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
+        """Give partitions to sessions, to running dials, or to new dials."""
+        by_place: dict[NodePlace, list[Feed]] = {}
+        left: list[Feed] = []
+        for feed in self._homeless:
+            try:
+                node = self._topology.node_of(feed.vb_id)
+            except TopologyError as error:
+                self.failure = error
+                self.add_moved([feed])
+                continue
+            by_place.setdefault((node.host, node.kv_port), []).append(feed)
+        homes = []
+        for place, feeds in by_place.items():
+            if place in sessions:
+                homes.append(Home(place, None, feeds))
+            elif place in self._dials:
+                self._dials[place].feeds.extend(feeds)
+            elif place in self._pauses and now_s < self._pauses[place].until_s:
+                left += feeds
+            else:
+                self._dials[place] = _Dial(self._start(self._connect(place)), feeds)
+        self._homeless = left
+        return homes
