@@ -31,16 +31,19 @@ from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
+from dcp.server.held_bytes import HeldBytes, receive_buffers, send_buffers
 from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
 from dcp.server.logging_setup import EventLog
 from dcp.server.logins import PeerLogins
 from dcp.server.merging import merge_patiently
 from dcp.server.meter import Meter
+from dcp.server.newcomers import Newcomers
 from dcp.server.operations import Operations
 from dcp.server.stats import stats, status_document
 from dcp.server.storage import Storage
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.tls_listener import TlsHandshake
 from dcp.server.users import Users
 from dcp.server.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
@@ -89,6 +92,10 @@ class Node:
         self.connections: set[ClientConnection] = set()
         self.waiting: set[ClientConnection] = set()
         """Connections with answers that wait for a commit."""
+        self.handshakes: set[TlsHandshake] = set()
+        self.newcomers: Newcomers = Newcomers(settings.connections_max)
+        self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
+        self.send_buffers: HeldBytes = send_buffers(settings.send_buffers_bytes_max)
         self.connections_total: int = 0
         self.merge_count: int = 0
         self.merge_trouble: str = ""
@@ -99,7 +106,7 @@ class Node:
         self._log = log
         self._limiter = LogLimiter()
         self._metrics_page: Callable[..., bytes] | None = None
-        self.access = Access(settings, users, log)
+        self.access: Access = Access(settings, users, log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters = CommitWaiters()
         self._stopping: asyncio.Task[None] | None = None
@@ -425,20 +432,24 @@ class Node:
             scans=self.scans,
         )
 
+    @property
+    def connection_count(self) -> int:
+        """How many key-value connections there are, TLS handshakes included."""
+        return len(self.connections) + len(self.handshakes)
+
     def connection_opened(self, connection: ClientConnection) -> None:
-        """Keep a connection, unless there are too many."""
+        """Keep a connection; where there are too many, a newcomer is closed, or this one."""
         self.connections.add(connection)
         self.connections_total += 1
-        if len(self.connections) > self._settings.connections_max:
-            connection.abort(
-                f"{self._settings.connections_max} connections are open, the limit "
-                "(setting connections_max)"
-            )
+        self.newcomers.enter(connection, self.connection_count)
 
     def connection_closed(self, connection: ClientConnection) -> None:
         """Forget a connection."""
         self.connections.discard(connection)
         self.waiting.discard(connection)
+        self.newcomers.leave(connection)
+        self.receive_buffers.forget(connection)
+        self.send_buffers.forget(connection)
         if not self.connections:
             self._all_gone.set()
 

@@ -11,7 +11,8 @@ Invariants
 - no input raises: bad frames are answered as the protocol defines, or the connection closes with
   a reason;
 - what is kept of a peer is bounded: one incomplete packet (header checked before its body is
-  waited for) and ANSWER_BYTES_MAX of answers plus one;
+  waited for) and ANSWER_BYTES_MAX of answers plus one; `state.held_bytes` tells how much was
+  received and is kept;
 - the same bytes get the same answers however the network cut them.
 """
 
@@ -125,6 +126,7 @@ class Session:
             self._gathered += data
             self._missing_bytes -= len(data)
             if self._missing_bytes > 0:
+                state.held_bytes = len(self._gathered)
                 return
             data, self._gathered = bytes(self._gathered), bytearray()
         state.buffer = state.buffer + data if state.buffer else data
@@ -135,6 +137,7 @@ class Session:
         state = self.state
         if now_ns < state.held_until_ns:
             state.is_full = True
+            state.held_bytes = len(state.buffer)
             return
         state.is_full = False
         state.unread_bytes = 0
@@ -143,6 +146,7 @@ class Session:
         if state.flush is not None:
             state.continue_flush(now_ns)
             if state.is_full:
+                state.held_bytes = len(state.buffer)
                 return
         buffer = state.buffer
         end = len(buffer)
@@ -187,10 +191,18 @@ class Session:
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
 
+    def drop_received(self) -> None:
+        """Let go of what was received and not taken: the connection is gone."""
+        self.state.buffer = b""
+        self._gathered = bytearray()
+        self.state.held_bytes = self._missing_bytes = 0
+
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not consumed: the beginning of a packet, if a packet can begin so."""
         state = self.state
         end = len(buffer)
+        state.taken_bytes += position
+        state.held_bytes = end - position
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # Whoever speaks another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)

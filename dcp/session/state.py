@@ -91,6 +91,7 @@ class SessionState:
         "has_put_frames",
         "has_xerror",
         "hashes_keys",
+        "held_bytes",
         "held_until_ns",
         "hub",
         "is_closing",
@@ -105,6 +106,7 @@ class SessionState:
         "scans",
         "schedule",
         "stale_user",
+        "taken_bytes",
         "unread_bytes",
         "user",
         "wait_group",
@@ -134,6 +136,11 @@ class SessionState:
         """The node's range scans; None: this session has no such commands."""
         self.buffer = b""
         """What was received and not yet consumed."""
+        self.held_bytes = 0
+        """All that the session keeps of what was received: an incomplete packet, or packets that
+        wait while the session is full."""
+        self.taken_bytes = 0
+        """How much of what was received has been worked through, since the connection began."""
         self.answers: list[bytes] = []
         """Responses in order; they may leave when `wait_group` is committed."""
         self.wait_group = 0
