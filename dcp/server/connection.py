@@ -2,7 +2,7 @@
 
 Answers wait here until the group that they depend on is committed; stream messages follow the
 answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
-many answers wait for the disk, and while merging has fallen behind.
+many answers wait for the disk, while merging has fallen behind, and while a password is checked.
 What is held for all peers together is bounded by the node (dcp.server.held_bytes).
 """
 
@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from dcp.server.logins import PeerLogins
+from dcp.session.auth import AuthStep
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
@@ -105,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
         self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins.on_outcome = self._login_checked
         if self._handshake is not None:
             self._handshake.has_ended()
             self._handshake = None
@@ -275,12 +277,18 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
         if state.is_closing and state.flush is None:
             self._close_if_done()
-        elif state.is_full and not self._held and not self._is_write_paused:
+        elif state.is_full and not (self._held or self._is_write_paused or state.login):
             wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
             if wait_ns > 0:
                 self._loop.call_later(wait_ns / 1e9, self._resume_session)
             else:
                 self._loop.call_soon(self._resume_session)
+
+    def _login_checked(self, step: AuthStep) -> None:
+        """Answer a login whose password was checked, and go on with what came after it."""
+        assert isinstance(self.session, Session), "text knows no login"
+        self.session.login_checked(step)
+        self._after_commands()
 
     def _note_received(self) -> None:
         """Tell the node what is kept of what was received."""
@@ -352,7 +360,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
-        is_busy = state.answers or state.flush is not None
+        is_busy = state.answers or state.flush is not None or state.login is not None
         if state.is_closing and not (is_busy or self._held or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
                 self._node.log_detail(

@@ -161,6 +161,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ),
     ),
     MetricSpec(
+        "dcpd_password_checks", "gauge", "", (),
+        "Passwords that are being checked, or wait for it.",
+        "at its limit: somebody guesses passwords, see the audit log",
+        _one(lambda node: node.access.logins.checks_under_way),
+    ),
+    MetricSpec(
         "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
         "Incomplete packets and handshakes of all connections.",
         "at the setting receive_buffers_bytes_max: connections that stand still are closed",

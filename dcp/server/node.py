@@ -198,7 +198,7 @@ class Node:
         try:
             await self._stop_storage()
         finally:
-            await asyncio.to_thread(self.access.audit.close)
+            await self.access.close()
 
     async def _drain(self) -> None:
         await self.committer.drain()

@@ -13,6 +13,7 @@ Invariants
 - what is kept of a peer is bounded: one incomplete packet (header checked before its body is
   waited for) and ANSWER_BYTES_MAX of answers plus one; `state.held_bytes` tells how much was
   received and is kept;
+- while the outcome of a login is not known, no command is taken;
 - the same bytes get the same answers however the network cut them.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
 from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands, Run
@@ -96,7 +98,7 @@ class Session:
         self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
         self._checked: dict[int, DocumentHandler] = {}
         """What users run that may not read and write everything; made for the first of them."""
-        connection = ConnectionCommands(state)
+        self._connection = connection = ConnectionCommands(state)
         self._cold = (
             connection.handlers()
             | CollectionCommands(state).handlers()
@@ -135,7 +137,7 @@ class Session:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered, after the answers were taken away."""
         state = self.state
-        if now_ns < state.held_until_ns:
+        if now_ns < state.held_until_ns or state.login is not None:
             state.is_full = True
             state.held_bytes = len(state.buffer)
             return
@@ -190,6 +192,10 @@ class Session:
             runs = documents.runs() if hot is self._hot else _NO_RUNS
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
+
+    def login_checked(self, step: AuthStep) -> None:
+        """Answer the login that was waited for; what came after it is taken with `resume`."""
+        self._connection.login_checked(step)
 
     def drop_received(self) -> None:
         """Let go of what was received and not taken: the connection is gone."""

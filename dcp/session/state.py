@@ -97,6 +97,7 @@ class SessionState:
         "is_closing",
         "is_full",
         "limits",
+        "login",
         "login_failures",
         "notes",
         "notes_left_out",
@@ -159,6 +160,8 @@ class SessionState:
         self.stale_user = ""
         """Who was logged in until the user was removed."""
         self.login_failures = 0
+        self.login: Frame | None = None
+        """The SASL request whose outcome is not known yet; no command is taken before it is."""
         self.exchange: object | None = None
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
