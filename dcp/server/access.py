@@ -6,6 +6,7 @@ goes through `tick`.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
@@ -69,6 +70,11 @@ class Access:
     def logins_of(self, host: str, peer: str, *, is_tls: bool) -> PeerLogins:
         """Return the authenticator of a connection."""
         return self.logins.peer(host, peer, "kv-tls" if is_tls else "kv")
+
+    async def close(self) -> None:
+        """Wait for the threads that check passwords and write the audit log, and end them."""
+        await self.logins.close()
+        await asyncio.to_thread(self.audit.close)
 
     def denied(self, peer: str, fields: dict[str, object]) -> None:
         """A session refused a command for lack of rights; `fields` as SessionState.denial notes."""

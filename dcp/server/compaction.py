@@ -108,7 +108,7 @@ class Compaction:
                 async with self._turn:
                     await self._go_on()
             except CompactionError as error:
-                self._node.log_warning("compaction put off", reason=str(error))
+                self._node.log.warning("compaction put off", reason=str(error))
 
     async def compact(self, vb_ids: Sequence[int], windows: Windows) -> dict[str, Any]:
         """Compact partitions now, whether or not it is worth it; return what came of it.
@@ -201,7 +201,7 @@ class Compaction:
                 del self._standing[stream]  # it moved, or nothing waits for it any more
             elif now_s - since_s >= PIN_LIMIT_S:
                 self._node.meter.streams_too_slow += 1
-                self._node.log_warning(
+                self._node.log.warning(
                     "stream ended: it stood still while compaction waited for it",
                     vb_id=stream.vb_id, seqno=seqno, waited_s=round(now_s - since_s),
                 )  # fmt: skip
@@ -236,7 +236,7 @@ class Compaction:
             for vb_id in report.finished:
                 del self._raised[vb_id]
         if vbuckets:
-            self._node.log_detail(
+            self._node.log.debug(
                 "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
             )
         return versions, tombstones
@@ -265,7 +265,7 @@ class Compaction:
         for vb_id, text in damages:
             if vb_id not in self._damaged:
                 self._damaged.add(vb_id)
-                self._node.log_warning("partition cannot be compacted", vb_id=vb_id, reason=text)
+                self._node.log.warning("partition cannot be compacted", vb_id=vb_id, reason=text)
 
 
 def windows_of(history_window_s: float, history_bytes: int, purge_age_s: float) -> Windows:

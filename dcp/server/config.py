@@ -42,6 +42,9 @@ ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
 """Names the TOML file where --config does not."""
 
+BUFFERED_VALUES_MIN: Final = 2
+"""Longest values that the buffers of all connections hold at least."""
+
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 
@@ -313,7 +316,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = MAX_VALUE_BYTES
     connections_max: Annotated[
         int,
-        Option("Connections at a time; more are refused.", read_count, "COUNT", 1, 1_000_000),
+        Option(
+            "Connections at a time; one more takes the place of the oldest without a login, and is "
+            "refused where there is none.",
+            read_count,
+            "COUNT",
+            1,
+            1_000_000,
+        ),
     ] = 10_000
     connections_per_user_max: Annotated[
         int,
@@ -328,6 +338,28 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     streams_max: Annotated[
         int, Option("Streams of one DCP connection.", read_count, "COUNT", 1, 1_000_000)
     ] = 1024
+    receive_buffers_bytes_max: Annotated[
+        int,
+        Option(
+            "Memory for incomplete packets and handshakes of all connections; where it is full, "
+            "the one that has stood still for the longest time is closed.",
+            read_size,
+            "SIZE",
+            1 << 20,
+            1 << 40,
+        ),
+    ] = 256 << 20
+    send_buffers_bytes_max: Annotated[
+        int,
+        Option(
+            "Memory for what clients do not read, of all connections; where it is full, the one "
+            "that has read nothing for the longest time is closed.",
+            read_size,
+            "SIZE",
+            1 << 20,
+            1 << 40,
+        ),
+    ] = 512 << 20
     login_body_bytes_max: Annotated[
         int,
         Option(
@@ -461,6 +493,7 @@ def resolve(
         origins[key] = origin
     settings = Settings(**values)
     _check_ports(settings, origins)
+    _check_buffers(settings, origins)
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
@@ -480,6 +513,18 @@ def _check_ports(settings: Settings, origins: Mapping[str, str]) -> None:
             origin = origins.get(key) or origins.get(other, "")
             raise ConfigError(
                 f"{origin}: the {names[other]} and the {name} are both {port}; they must differ"
+            )
+
+
+def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
+    """A value that is taken must fit, beside the part that is left for logins."""
+    least = BUFFERED_VALUES_MIN * settings.value_bytes_max
+    for key in ("receive_buffers_bytes_max", "send_buffers_bytes_max"):
+        if getattr(settings, key) < least:
+            origin = origins.get(key) or origins.get("value_bytes_max", key)
+            raise ConfigError(
+                f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
+                f"value_bytes_max ({size_text(settings.value_bytes_max)})"
             )
 
 

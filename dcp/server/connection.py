@@ -2,7 +2,8 @@
 
 Answers wait here until the group that they depend on is committed; stream messages follow the
 answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
-many answers wait for the disk, and while a command that writes waits for room.
+many answers wait for the disk, while a command that writes waits for room, and while a password is
+checked. What is held for all peers together is bounded by the node (dcp.server.held_bytes).
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, cast
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, cast
 
 from dcp.server.logins import PeerLogins
+from dcp.session.auth import AuthStep
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
+    from dcp.server.tls_listener import TlsHandshake
 
 _P = ParamSpec("_P")
 
@@ -37,6 +40,22 @@ PIECE_BYTES_MIN: Final = 1024
 and is cheaper for short ones."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
+TLS_READ_BUFFER_BYTES: Final = 64 << 10
+"""Encrypted bytes above which nothing more is read from a peer over TLS while reading is paused;
+what one read brought in comes on top."""
+TLS_PIECE_BYTES: Final = 64 << 10
+"""What a TLS transport gets at a time, and keeps until it is paused. It encrypts all of a piece and
+passes it on to the transport beneath, whose buffer nobody sees; more waits in `_outgoing`."""
+
+
+class _TlsTransport(Protocol):
+    """What transports over TLS have beside those without, in asyncio as in uvloop."""
+
+    def set_read_buffer_limits(self, high: int) -> None:
+        """Bound what is kept while reading is paused."""
+
+    def get_read_buffer_size(self) -> int:
+        """Return how many encrypted bytes are kept."""
 
 
 def _supervised(
@@ -56,37 +75,60 @@ def _supervised(
 class ClientConnection(asyncio.Protocol):
     """One accepted connection. The node keeps it in `node.connections` while it is open."""
 
-    def __init__(self, node: Node, *, is_tls: bool = False) -> None:
+    def __init__(self, node: Node, *, handshake: TlsHandshake | None = None) -> None:
+        """`handshake` comes before `connection_made` where the connection is over TLS."""
         self._node = node
-        self._is_tls = is_tls
+        self._handshake = handshake
+        self._is_tls = handshake is not None
         self._loop = node.loop
         self._meter = node.meter
         self._held: deque[tuple[int, bytes, int]] = deque()
         """Commit group, answers, when the requests were read."""
         self._held_bytes = 0
+        self._outgoing: deque[bytes] = deque()
+        """What a TLS transport did not take yet; it is paused meanwhile."""
+        self._outgoing_bytes = 0
+        self._handed_bytes = 0
+        """How much of the first of them the transport has."""
+        self._largest_bytes = 0
+        """The most that the transport got at a time since nothing was left in it. It keeps all of
+        that until its last byte has left, and tells of what is left only."""
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
+        self._is_aborted = False
         self._has_begun = False
+        self._is_new = True
+        """Whether it stands among the node's newcomers."""
+        self._has_held = False
+        """Whether it stands among those that hold received bytes."""
+        self._has_unsent = False
+        """Whether it stands among those that hold bytes which the peer does not read."""
+        self._taken_bytes = 0
+        """What the session had taken when that was noted."""
         self._transport: asyncio.Transport
         self.session: Session | TextSession
         self.peer = ""
         self.peer_host = ""
         self.logins: PeerLogins
-        self.opened_ns = 0
-        self.heard_ns = 0
+        self.opened_ns = self.heard_ns = time.monotonic_ns()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the session; refuse the connection where there are too many."""
         self._transport = cast("asyncio.Transport", transport)
-        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        high = TLS_PIECE_BYTES if self._is_tls else WRITE_BUFFER_BYTES
+        self._transport.set_write_buffer_limits(high=high)
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
-        self.opened_ns = self.heard_ns = time.monotonic_ns()
         self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins.on_outcome = self._login_checked
+        if self._handshake is not None:
+            self._handshake.has_ended()
+            self._handshake = None
+            cast("_TlsTransport", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
         self.session = Session(self._node.session_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
         self._node.connection_opened(self)
@@ -101,6 +143,8 @@ class ClientConnection(asyncio.Protocol):
             # what was done before it: that must not wait for the next writer.
             self._node.committer.kick()
         self._held.clear()
+        self._outgoing.clear()
+        self.session.drop_received()  # at once: a cycle of references keeps the session for a while
         self._node.scans.leave(self.session.state)
         self.logins.leave()
         self._node.connection_closed(self)
@@ -131,13 +175,18 @@ class ClientConnection(asyncio.Protocol):
         """The peer does not read: take nothing more from it, produce nothing more."""
         self._is_write_paused = True
         self._update_reading()
+        self._note_unsent(has_moved=True)
 
     @_supervised
     def resume_writing(self) -> None:
         """The peer reads again."""
         self._is_write_paused = False
-        self._resume_session()
-        self.schedule_pump()
+        self._hand_over()
+        self._note_unsent(has_moved=True)
+        if not self._is_write_paused:
+            self._resume_session()
+            self.schedule_pump()
+            self._close_if_done()
 
     # -- what the node calls -----------------------------------------------------------------------
 
@@ -164,9 +213,22 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
             self._close_if_done()
 
+    @property
+    def is_stranger(self) -> bool:
+        """Whether nobody has logged in, or asked anything where no login is needed."""
+        return self._is_new
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether what is received or sent here waits for the peer."""
+        return self._is_write_paused or not self.session.state.is_full
+
     @_supervised
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
+        self._note_unsent()
+        if self._is_tls:
+            self._note_received()
         reason = self._node.access.overdue(self, now_ns)
         producer = self.session.state.producer
         if producer is not None and not producer.tick(now_ns):
@@ -185,6 +247,8 @@ class ClientConnection(asyncio.Protocol):
         if self.session.state.rights is None:
             self.logins.leave()
             self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
+            self._is_new = True
+            self._node.newcomers.enter(self, self._node.connection_count)
         if self.session.state.producer is not None and not may_stream:
             self.abort("the user may not stream any more, or was removed")
 
@@ -197,6 +261,7 @@ class ClientConnection(asyncio.Protocol):
     def abort(self, reason: str) -> None:
         """Close now; what is not sent is lost."""
         self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        self._is_aborted = True
         self._transport.abort()
 
     def finish(self, reason: str) -> None:
@@ -216,6 +281,9 @@ class ClientConnection(asyncio.Protocol):
     def _after_commands(self) -> None:
         state = self.session.state
         node = self._node
+        if self._is_new and state.taken_bytes and self.session.is_logged_in:
+            self._is_new = False
+            node.newcomers.leave(self)
         if state.answers:
             self._meter.answers += len(state.answers)
             data = b"".join(state.answers)
@@ -235,22 +303,62 @@ class ClientConnection(asyncio.Protocol):
         if state.notes:
             node.log_notes(self, state.notes)
             state.notes.clear()
-            if state.notes_left_out:
-                node.meter.suppressed_log_lines += state.notes_left_out
-                state.notes_left_out = 0
+            node.meter.suppressed_log_lines += state.notes_left_out
+            state.notes_left_out = 0
         self._update_reading()
+        if state.held_bytes or self._has_held:
+            self._note_received()
         if state.producer is not None:
             self.schedule_pump()
         if state.is_closing and state.flush is None:
             self._close_if_done()
-        elif state.waits_for_room:
-            pass  # the node calls `writers_may_go_on`
-        elif state.is_full and not self._held and not self._is_write_paused:
-            wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
-            if wait_ns > 0:
-                self._loop.call_later(wait_ns / 1e9, self._resume_session)
-            else:
-                self._loop.call_soon(self._resume_session)
+        elif state.is_full:
+            self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        """Go on with what is left in the session's buffer, unless somebody else sees to that: a
+        commit, a peer that reads, the check of a password, or the end of the wait for room.
+        """
+        state = self.session.state
+        if self._held or self._is_write_paused or state.login or state.waits_for_room:
+            return
+        wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
+        if wait_ns > 0:
+            self._loop.call_later(wait_ns / 1e9, self._resume_session)
+        else:
+            self._loop.call_soon(self._resume_session)
+
+    @_supervised
+    def _login_checked(self, step: AuthStep) -> None:
+        """Answer a login whose password was checked, and go on with what came after it."""
+        assert isinstance(self.session, Session), "text knows no login"
+        self.session.login_checked(step)
+        self._after_commands()
+
+    def _note_received(self) -> None:
+        """Tell the node what is kept of what was received."""
+        state = self.session.state
+        if self._is_aborted:
+            return  # its buffers go with it
+        held_bytes = state.held_bytes
+        if self._is_tls:
+            held_bytes += cast("_TlsTransport", self._transport).get_read_buffer_size()
+        if held_bytes or self._has_held:
+            self._has_held = held_bytes > 0
+            has_moved = state.taken_bytes != self._taken_bytes
+            self._taken_bytes = state.taken_bytes
+            self._node.receive_buffers.note(self, held_bytes, has_moved=has_moved)
+
+    def _note_unsent(self, *, has_moved: bool = False) -> None:
+        """Tell the node what the peer has not read yet."""
+        unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing_bytes
+        if unsent_bytes:
+            unsent_bytes += self._largest_bytes
+        else:
+            self._largest_bytes = 0
+        if (unsent_bytes or self._has_unsent) and not self._is_aborted:
+            self._has_unsent = unsent_bytes > 0
+            self._node.send_buffers.note(self, unsent_bytes, has_moved=has_moved)
 
     @_supervised
     def _resume_session(self) -> None:
@@ -295,7 +403,7 @@ class ClientConnection(asyncio.Protocol):
             return  # release() and resume_writing() schedule the next turn
         messages = producer.pump(PUMP_BYTES)
         for damage in producer.damages:
-            self._node.log_event("backfill failed", peer=self.peer, reason=damage)
+            self._node.log.info("backfill failed", peer=self.peer, reason=damage)
         producer.damages.clear()
         if messages:
             self._write_pieces(messages)
@@ -304,11 +412,10 @@ class ClientConnection(asyncio.Protocol):
 
     def _close_if_done(self) -> None:
         state = self.session.state
-        if state.is_closing and not self._held and not state.answers and state.flush is None:
+        is_busy = state.answers or state.flush is not None or state.login is not None
+        if state.is_closing and not (is_busy or self._held or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
-                self._node.log_detail(
-                    "connection closed", peer=self.peer, reason=state.close_reason
-                )
+                self._node.log.debug("connection closed", peer=self.peer, reason=state.close_reason)
             elif not self._transport.is_closing():
                 self._node.log_refusal(
                     "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
@@ -317,12 +424,33 @@ class ClientConnection(asyncio.Protocol):
 
     def _write_pieces(self, pieces: list[Message]) -> None:
         sent_bytes = sum(map(len, pieces))
-        if sent_bytes < PIECE_BYTES_MIN * len(pieces):
+        if self._is_tls or sent_bytes < PIECE_BYTES_MIN * len(pieces):
             self._write(b"".join(pieces))
         else:
             self._meter.sent_bytes += sent_bytes
+            self._largest_bytes = max(self._largest_bytes, sent_bytes)
             self._transport.writelines(pieces)
 
     def _write(self, data: bytes) -> None:
-        self._meter.sent_bytes += len(data)
+        size = len(data)
+        self._meter.sent_bytes += size
+        if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing):
+            self._outgoing.append(data)
+            self._outgoing_bytes += size
+            self._hand_over()
+            return
+        if size > self._largest_bytes:  # noqa: PLR1730 - max() costs more, once per batch
+            self._largest_bytes = size
         self._transport.write(data)
+
+    def _hand_over(self) -> None:
+        """Give a TLS transport what waits for it, until it has enough."""
+        outgoing = self._outgoing
+        while outgoing and not self._is_write_paused:
+            data, begin = outgoing[0], self._handed_bytes
+            self._handed_bytes += TLS_PIECE_BYTES
+            if self._handed_bytes >= len(data):
+                outgoing.popleft()
+                self._outgoing_bytes -= len(data)
+                self._handed_bytes = 0
+            self._transport.write(data[begin : begin + TLS_PIECE_BYTES])

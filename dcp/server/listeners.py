@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Final
 from dcp.server.admin import AdminServer
 from dcp.server.config import Settings, plain_host_of
 from dcp.server.connection import ClientConnection
+from dcp.server.tls_listener import TlsListener
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
 
 BACKLOG: Final = 1024
-TLS_SHUTDOWN_S: Final = 0.5
-"""What a peer gets to say its goodbye of TLS; one that only waits would hold up a stop."""
 
 
 class Listeners:
@@ -24,6 +23,7 @@ class Listeners:
         self._node = node
         self._settings = settings
         self._servers: list[asyncio.Server] = []
+        self._tls_listener: TlsListener | None = None
         self._admins: list[AdminServer] = []
         self.kv_port = 0
         self.admin_port = 0
@@ -37,23 +37,16 @@ class Listeners:
         server = await node.loop.create_server(
             lambda: ClientConnection(node), plain_host, settings.port, backlog=BACKLOG
         )
-        self.kv_port = self._keep(server)
+        self._servers.append(server)
+        self.kv_port = server.sockets[0].getsockname()[1]
         admin = AdminServer(node)
         self._admins.append(admin)
         self.admin_port = await admin.start(plain_host, settings.admin_port)
         context = node.access.tls_context
         if context is None:
             return
-        server = await node.loop.create_server(
-            lambda: ClientConnection(node, is_tls=True),
-            settings.host,
-            settings.tls_port,
-            backlog=BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=settings.handshake_timeout_s,
-            ssl_shutdown_timeout=TLS_SHUTDOWN_S,
-        )
-        self.kv_tls_port = self._keep(server)
+        self._tls_listener = TlsListener(node, context, settings.handshake_timeout_s)
+        self.kv_tls_port = await self._tls_listener.start(settings.host, settings.tls_port, BACKLOG)
         admin = AdminServer(node)
         self._admins.append(admin)
         self.admin_tls_port = await admin.start(settings.host, settings.admin_tls_port, context)
@@ -62,10 +55,7 @@ class Listeners:
         """Take no new connections; finish the requests under way of the admin interface."""
         for server in self._servers:
             server.close()
+        if self._tls_listener is not None:
+            await self._tls_listener.stop()
         for admin in self._admins:
             await admin.stop()
-
-    def _keep(self, server: asyncio.Server) -> int:
-        self._servers.append(server)
-        port: int = server.sockets[0].getsockname()[1]
-        return port

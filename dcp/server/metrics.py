@@ -177,6 +177,36 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda node: node.connections_total),
     ),
     MetricSpec(
+        "dcpd_connections_pushed_out_total", "counter", "", ("setting",),
+        "Connections that were closed to make room for others, by the setting that was reached.",
+        "rising: a flood of connections, or a setting that is too small for the clients",
+        lambda node: _counted(
+            {
+                "connections_max": node.newcomers.closed_total,
+                "receive_buffers_bytes_max": node.receive_buffers.closed_total,
+                "send_buffers_bytes_max": node.send_buffers.closed_total,
+            }
+        ),
+    ),
+    MetricSpec(
+        "dcpd_password_checks", "gauge", "", (),
+        "Passwords that are being checked, or wait for it.",
+        "at its limit: somebody guesses passwords, see the audit log",
+        _one(lambda node: node.access.logins.checks_under_way),
+    ),
+    MetricSpec(
+        "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
+        "Incomplete packets and handshakes of all connections.",
+        "at the setting receive_buffers_bytes_max: connections that stand still are closed",
+        _one(lambda node: node.receive_buffers.held_bytes),
+    ),
+    MetricSpec(
+        "dcpd_send_buffer_bytes", "gauge", "bytes", (),
+        "What clients have not read, of all connections; looked at four times a second.",
+        "at the setting send_buffers_bytes_max: connections that do not read are closed",
+        _one(lambda node: node.send_buffers.held_bytes),
+    ),
+    MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
         "Read from clients.", "near what the network carries",
         _one(lambda node: node.meter.received_bytes),

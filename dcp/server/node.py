@@ -37,6 +37,7 @@ from dcp.server.config import Settings, is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
+from dcp.server.held_bytes import HeldBytes, receive_buffers, send_buffers
 from dcp.server.housekeeping import Housekeeping
 from dcp.server.listeners import Listeners
 from dcp.server.log_limiter import LogLimiter
@@ -44,11 +45,13 @@ from dcp.server.logging_setup import EventLog
 from dcp.server.logins import PeerLogins
 from dcp.server.merging import Merging
 from dcp.server.meter import Meter
+from dcp.server.newcomers import Newcomers
 from dcp.server.operations import Operations
 from dcp.server.stats import stats, status_document
 from dcp.server.storage import READ_ONLY_TEXT, Storage
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.server.store_supervisor import StoreSupervisor
+from dcp.server.tls_listener import TlsHandshake
 from dcp.server.users import Users
 from dcp.server.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
@@ -107,15 +110,19 @@ class Node:
         self.connections: set[ClientConnection] = set()
         self.waiting: set[ClientConnection] = set()
         """Connections with answers that wait for a commit."""
+        self.handshakes: set[TlsHandshake] = set()
+        self.newcomers: Newcomers = Newcomers(settings.connections_max)
+        self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
+        self.send_buffers: HeldBytes = send_buffers(settings.send_buffers_bytes_max)
         self.connections_total: int = 0
         self.pid = os.getpid()
         self.is_ready: bool = False
         self._started_s = time.monotonic()
-        self._log = log
+        self.log = log
         self._limiter = LogLimiter()
         self._housekeeping = Housekeeping(self.meter, log)
         self._metrics_page: Callable[..., bytes] | None = None
-        self.access = Access(settings, users, log)
+        self.access: Access = Access(settings, users, log)
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters = CommitWaiters()
         self._stopping: asyncio.Task[None] | None = None
@@ -173,11 +180,11 @@ class Node:
         if why:
             if not was_read_only:
                 self.engine.refuse_writes(READ_ONLY_TEXT)
-                self._log.error("started read-only", reason=why)
+                self.log.error("started read-only", reason=why)
             return
         if was_read_only:
             self.engine.refuse_writes("")
-            self._log.info("the disk has room again, writes are taken")
+            self.log.info("the disk has room again, writes are taken")
         await self.store.start()
         self.committer.start()
         self._merge_what_is_replayed()
@@ -245,7 +252,7 @@ class Node:
         try:
             await self._stop_storage()
         finally:
-            await asyncio.to_thread(self.access.audit.close)
+            await self.access.close()
 
     def _stop_s_left(self, most_s: float) -> float:
         """Return what a step of the stop may take."""
@@ -266,7 +273,7 @@ class Node:
         is_clean = self._failure is None
         if not await self.store.stop():
             is_clean = False
-            self._log.error("the store process does not end: its disk does not answer")
+            self.log.error("the store process does not end: its disk does not answer")
         try:
             self.committer.stop()
         except SyncFailedError:
@@ -276,7 +283,7 @@ class Node:
             # Without the mark the next start takes it for a crash, which loses nothing that was
             # promised.
             if why := self._storage.close(is_clean=is_clean):
-                self._log.error("no clean mark", reason=why)
+                self.log.error("no clean mark", reason=why)
 
     # -- start-up ----------------------------------------------------------------------------------
 
@@ -285,11 +292,11 @@ class Node:
             self.data_dir, self._settings, accepts_log_loss=self._accepts_log_loss
         )
         self.engine = engine = storage.engine
-        storage.tell(self._log)
+        storage.tell(self.log)
         self.pager = Pager(engine, storage.store)
         self.views = Views(engine, storage.store)
         self.scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
-        self.collections = Collections(engine, self.until_group_committed, self.log_event)
+        self.collections = Collections(engine, self.until_group_committed, self.log.info)
         self.committer = Committer(
             engine,
             storage.writer,
@@ -305,7 +312,7 @@ class Node:
             storage.device,
             self.store,
             self.meter,
-            self._log,
+            self.log,
             kick=self.committer.kick,
             on_merged=self._merged,
             kept=kept_segments(storage.store.quarantine()),
@@ -383,7 +390,7 @@ class Node:
             await self.store.process.set_failover(vb_id, log)
         except _STORE_ERRORS as error:
             # The next merge writes it; recovery reads it from the log.
-            self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
+            self.log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
     def refresh_store(self) -> None:
         """Read the newest store; the frozen layer hides what a merge under way has put there."""
@@ -400,10 +407,10 @@ class Node:
     def _pressure_changed(self, pressure: Pressure, why: str) -> None:
         """Writers may go on, or are refused; while they only wait, nothing is to be done."""
         if why:
-            self._log.error("writes refused", reason=why)
+            self.log.error("writes refused", reason=why)
             self._was_refused = True
         elif pressure is Pressure.ROOM and self._was_refused:
-            self._log.info("writes are taken again")
+            self.log.info("writes are taken again")
             self._was_refused = False
         if pressure is not Pressure.WAITING:
             for connection in tuple(self.connections):
@@ -413,10 +420,10 @@ class Node:
         """The log has no room for a group, or has room again ("")."""
         if why:
             self.engine.refuse_writes("writes are refused until there is room for the server's log")
-            self._log.error("log full", reason=why)
+            self.log.error("log full", reason=why)
         else:
             self.engine.refuse_writes("")
-            self._log.info("log has room again")
+            self.log.info("log has room again")
 
     @property
     def write_refusal(self) -> str:
@@ -442,9 +449,9 @@ class Node:
         self.committer.halt()
         self.is_ready = False
         if isinstance(error, LogWriteError | SyncFailedError):
-            self._log.error("server failed", reason=str(error))
+            self.log.error("server failed", reason=str(error))
         else:
-            self._log.failure("server failed", error)
+            self.log.failure("server failed", error)
         for connection in tuple(self.connections):
             connection.abort(f"the server failed: {error}")
         self._stopped.set()
@@ -478,20 +485,24 @@ class Node:
             scans=self.scans,
         )
 
+    @property
+    def connection_count(self) -> int:
+        """How many key-value connections there are, TLS handshakes included."""
+        return len(self.connections) + len(self.handshakes)
+
     def connection_opened(self, connection: ClientConnection) -> None:
-        """Keep a connection, unless there are too many."""
+        """Keep a connection; where there are too many, a newcomer is closed, or this one."""
         self.connections.add(connection)
         self.connections_total += 1
-        if len(self.connections) > self._settings.connections_max:
-            connection.abort(
-                f"{self._settings.connections_max} connections are open, the limit "
-                "(setting connections_max)"
-            )
+        self.newcomers.enter(connection, self.connection_count)
 
     def connection_closed(self, connection: ClientConnection) -> None:
         """Forget a connection."""
         self.connections.discard(connection)
         self.waiting.discard(connection)
+        self.newcomers.leave(connection)
+        self.receive_buffers.forget(connection)
+        self.send_buffers.forget(connection)
         if not self.connections:
             self._all_gone.set()
 
@@ -502,14 +513,14 @@ class Node:
             connection.tick(now_ns)
         self._housekeeping.step("access", lambda: self.access.tick(self.connections))
         self._housekeeping.step("read views", lambda: self.views.tick(now_ns))
-        self._housekeeping.step("log limits", lambda: self._limiter.tell(self._log, now_ns / 1e9))
+        self._housekeeping.step("log limits", lambda: self._limiter.tell(self.log, now_ns / 1e9))
 
     def session_failed(self, error: Exception) -> None:
         """A session failed, and its connection ends. If it left a change half done, so does the
         node.
         """
         self.meter.session_failures += 1
-        self._log.failure("session failed", error)
+        self.log.failure("session failed", error)
         if broken := self.engine.broken_invariant():
             self._fail(RuntimeError(f"{broken}, because of {error!r}"))
 
@@ -531,19 +542,7 @@ class Node:
             return
         if left_out:
             fields["left_out_before"] = left_out
-        self._log.info(event, **{"peer": peer_host, **fields})
-
-    def log_event(self, event: str, **fields: object) -> None:
-        """Log one event with its fields."""
-        self._log.info(event, **fields)
-
-    def log_warning(self, event: str, **fields: object) -> None:
-        """Log what an operator should look at."""
-        self._log.warning(event, **fields)
-
-    def log_detail(self, event: str, **fields: object) -> None:
-        """Log what happens all the time."""
-        self._log.debug(event, **fields)
+        self.log.info(event, **{"peer": peer_host, **fields})
 
     def users_changed(self) -> None:
         """Let open connections know at once what their users may do now."""

@@ -97,7 +97,7 @@ class Operations:
         if branch is not None:
             node.end_reasons[vb_id] = EndReason.STATE_CHANGED
         await node.until_committed(vb_id)
-        node.log_event("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
+        node.log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
         part = node.engine.partitions[vb_id]
         return {
             "vb": vb_id,
@@ -114,7 +114,7 @@ class Operations:
         self._refuse_while_full()
         purge_seqno = lifecycle.purge(self._node.engine, vb_id, upto_seqno)
         await self._node.until_committed(vb_id)
-        self._node.log_event("purge", vb_id=vb_id, purge_seqno=purge_seqno)
+        self._node.log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
         high_seqno = self._node.engine.partitions[vb_id].high_seqno
         return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
 
@@ -132,7 +132,7 @@ class Operations:
         if purge_age_s is not None:
             windows = windows._replace(purge_age_ns=int(purge_age_s * 1e9))
         report = await compaction.compact(vb_ids, windows)
-        self._node.log_event("compacted on command", **report)
+        self._node.log.info("compacted on command", **report)
         return report
 
     async def explain(self, vb_id: int, question: Question) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Operations:
 
     async def _durable(self, event: str, branch: Branch) -> None:
         await self._node.until_committed(branch.vb_id)
-        self._node.log_event(
+        self._node.log.info(
             event, vb_id=branch.vb_id, seqno=branch.seqno, undone=branch.undone_seqnos
         )
 
@@ -213,7 +213,7 @@ class Operations:
                     yield _Found(connection, producer, stream)
 
     def _log(self, event: str, choice: StreamChoice, count: int, **fields: object) -> None:
-        self._node.log_event(event, name=choice.name, vb_id=choice.vb_id, count=count, **fields)
+        self._node.log.info(event, name=choice.name, vb_id=choice.vb_id, count=count, **fields)
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -247,14 +247,14 @@ class Operations:
             rollback_seqno=rollback_seqno,
         )
         document = _fault_document(fault)
-        self._node.log_event("fault set", **document)
+        self._node.log.info("fault set", **document)
         return document
 
     def clear_faults(self, fault_id: int | None = None) -> int:
         """Take one rule away, or all; return how many there were."""
         cleared = self._faults.clear(fault_id)
         if cleared:
-            self._node.log_event("faults cleared", fault=fault_id, count=cleared)
+            self._node.log.info("faults cleared", fault=fault_id, count=cleared)
         return cleared
 
 

@@ -1,6 +1,6 @@
 """Who may log in: the built-in guest from this machine, and users kept in a file.
 
-Called by sessions (as their `Authenticator`), by the admin API and at start-up (protected mode).
+Called by logins (dcp.server.logins), by the admin API and at start-up (protected mode).
 
 Invariants
 - a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
@@ -41,6 +41,7 @@ from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
 from dcp.session.scram import (
     HASH_NAMES,
+    MESSAGE_BYTES_MAX,
     MalformedMessageError,
     ScramExchange,
     ScramKeys,
@@ -94,8 +95,33 @@ class _LoginAttempt(NamedTuple):
     is_known: bool
 
 
+class PlainLogin(NamedTuple):
+    """A message of PLAIN, taken apart."""
+
+    user: str
+    password: str
+
+
+class PasswordCheck(NamedTuple):
+    """A password that has to be derived to tell whether it is right."""
+
+    user: str
+    password: str
+    keys: ScramKeys
+    is_known: bool
+    """Whether these are keys of a user; those of nobody take as long, and never match."""
+    memory: bytes
+    """What is remembered if it is right; equal for equal users and passwords."""
+
+    def matches(self) -> bool:
+        """Derive. Takes 5 ms of a processor; to be called in a thread."""
+        return password_matches(_PLAIN_KEYS, self.password, self.keys)
+
+
 class Users:
-    """The users of one server. What changes them may be called from any thread."""
+    """The users of one server. What changes them may be called from any thread, and takes tens of
+    milliseconds; what logs in is called on the loop.
+    """
 
     def __init__(
         self,
@@ -120,8 +146,7 @@ class Users:
         self.revision = 0
         self.problem = ""
         """Why the file's last change was not taken over; "" if it was."""
-        self._guest_salt = draw_bytes(SALT_BYTES)
-        self._guest_keys: dict[str, ScramKeys] = {}
+        self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
         self._load()
 
     # -- the table -------------------------------------------------------------------------------
@@ -250,9 +275,15 @@ class Users:
             for mechanism in HASH_NAMES
         }
 
-    def is_password_of(self, name: str, password: str, *, peer_is_loopback: bool) -> bool:
-        """Return whether a user may log in with a password from there."""
+    def check_of(self, name: str, password: str, *, peer_is_loopback: bool) -> PasswordCheck | bool:
+        """Return whether a user may log in with a password from there, or the check that tells.
+
+        Only what says nothing about who exists is known without a derivation: the guest, whose
+        password is public, what no password can be, and a password that was right before.
+        """
         self.reload_if_changed()
+        if len(password) > PASSWORD_CHARS_MAX:
+            return False
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return hmac.compare_digest(password.encode(), GUEST_PASSWORD.encode())
         keys, is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
@@ -264,24 +295,33 @@ class Users:
         )
         if memory in self._verified:
             return True
-        matches = password_matches(_PLAIN_KEYS, password, keys)
-        if not (matches and is_known):
-            return False
+        return PasswordCheck(name, password, keys, is_known, memory)
+
+    def conclude(self, check: PasswordCheck, *, matches: bool) -> bool:
+        """Return whether a check whose outcome is known now lets its user in, and remember that."""
+        record = self._content.users.get(check.user)
+        if not (matches and check.is_known and record and record.keys[_PLAIN_KEYS] == check.keys):
+            return False  # removed, or given another password meanwhile
         if len(self._verified) >= VERIFIED_MAX:
             self._verified.clear()
-        self._verified.add(memory)
+        self._verified.add(check.memory)
         return True
 
-    # -- dcp.session.auth.Authenticator ----------------------------------------------------------
+    def plain_step(self, name: str, *, is_right: bool) -> AuthStep:
+        """Return the outcome of a login with a password."""
+        rights = self.rights_of(name)
+        if not is_right or rights is None:
+            return AuthStep(Status.AUTH_ERROR, claimed=name)
+        return AuthStep(Status.OK, user=name, rights=rights, claimed=name)
+
+    # -- SCRAM -----------------------------------------------------------------------------------
 
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:  # noqa: ARG002 - the same for all
         """Return the mechanisms on offer. SDKs insist on SCRAM-SHA512, simple clients on PLAIN."""
         return [*HASH_NAMES, PLAIN]
 
     def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
-        """Begin an exchange."""
-        if mechanism == PLAIN:
-            return self._plain(initial, peer_is_loopback=peer_is_loopback)
+        """Begin an exchange. It costs an HMAC: the keys are there."""
         if mechanism not in HASH_NAMES:
             return AuthStep(Status.AUTH_ERROR)
         self.reload_if_changed()
@@ -309,49 +349,24 @@ class Users:
             return AuthStep(Status.AUTH_ERROR, claimed=exchange.user)
         return AuthStep(Status.OK, answer, user=exchange.user, rights=rights, claimed=exchange.user)
 
-    def _plain(self, message: bytes, *, peer_is_loopback: bool) -> AuthStep:
-        parts = message.split(b"\0")
-        if len(parts) != 3:
-            return AuthStep(Status.EINVAL)
-        try:
-            authzid, name, password = (part.decode() for part in parts)
-        except UnicodeDecodeError:
-            return AuthStep(Status.AUTH_ERROR)
-        if authzid not in {"", name} or len(password) > PASSWORD_CHARS_MAX:
-            return AuthStep(Status.AUTH_ERROR, claimed=name)
-        is_right = self.is_password_of(name, password, peer_is_loopback=peer_is_loopback)
-        rights = self.rights_of(name)
-        if not is_right or rights is None:
-            return AuthStep(Status.AUTH_ERROR, claimed=name)
-        return AuthStep(Status.OK, user=name, rights=rights, claimed=name)
-
     # -- keys ------------------------------------------------------------------------------------
 
     def _keys_of(
         self, name: str, mechanism: str, *, peer_is_loopback: bool
     ) -> tuple[ScramKeys, bool]:
         """Return keys for whatever name, and whether they are those of a user."""
-        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
-            return self._keys_of_guest(mechanism), True
-        known = self._content.users.get(name)
-        if known is not None:
-            return known.keys[mechanism], True
+        # Made for every name: whether there is such a user must not show in the time it takes.
         size = hashlib.new(HASH_NAMES[mechanism]).digest_size
         seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
         # No password has a stored key of zeros, and `is_known` is False besides.
-        return ScramKeys(seed[:SALT_BYTES], ITERATIONS, bytes(size), bytes(size)), False
+        decoy = ScramKeys(seed[:SALT_BYTES], ITERATIONS, bytes(size), bytes(size))
+        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
+            return self._guest_keys[mechanism], True
+        known = self._content.users.get(name)
+        return (decoy, False) if known is None else (known.keys[mechanism], True)
 
     def _is_guest(self, name: str, *, peer_is_loopback: bool) -> bool:
         return name == GUEST and peer_is_loopback and self._has_guest
-
-    def _keys_of_guest(self, mechanism: str) -> ScramKeys:
-        keys = self._guest_keys.get(mechanism)
-        if keys is None:
-            keys = keys_of_password(
-                mechanism, GUEST_PASSWORD, salt=self._guest_salt, iterations=GUEST_ITERATIONS
-            )
-            self._guest_keys[mechanism] = keys
-        return keys
 
     # -- the file --------------------------------------------------------------------------------
 
@@ -390,6 +405,30 @@ class Users:
     def _take_over(self, content: UsersContent) -> None:
         self._content = content
         self.revision += 1
+
+
+def read_plain(message: bytes) -> PlainLogin | AuthStep:
+    """Take a message of PLAIN (RFC 4616) apart; return a refusal where that cannot be done."""
+    parts = message.split(b"\0")
+    if len(parts) != 3 or len(message) > MESSAGE_BYTES_MAX:
+        return AuthStep(Status.EINVAL)
+    try:
+        authzid, name, password = (part.decode() for part in parts)
+    except UnicodeDecodeError:
+        return AuthStep(Status.AUTH_ERROR)
+    if authzid not in {"", name}:
+        return AuthStep(Status.AUTH_ERROR, claimed=name)
+    return PlainLogin(name, password)
+
+
+def _guest_keys(salt: bytes) -> dict[str, ScramKeys]:
+    """Derive the guest's keys, at start-up: it takes 5 ms."""
+    return {
+        mechanism: keys_of_password(
+            mechanism, GUEST_PASSWORD, salt=salt, iterations=GUEST_ITERATIONS
+        )
+        for mechanism in HASH_NAMES
+    }
 
 
 def _check_name(name: str) -> None:

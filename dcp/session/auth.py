@@ -2,6 +2,9 @@
 
 Called by the session's SASL commands; implemented by the server's user table. An exchange is an
 opaque object that the session keeps between SASL_AUTH and SASL_STEP and drops afterwards.
+
+Checking a password takes milliseconds of a processor, so the outcome of `start` may come later: the
+session then takes no command until the shell hands it in with `Session.login_checked`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ class AuthStep(NamedTuple):
 
     status: int
     """OK (logged in), AUTH_CONTINUE (send `data`, expect another message), AUTH_ERROR (refused,
-    whatever the reason) or EINVAL (not a message of this mechanism)."""
+    whatever the reason), EINVAL (not a message of this mechanism), or EBUSY or ETMPFAIL (not now:
+    it says nothing about the password)."""
     data: bytes = b""
     """What goes back to the client."""
     exchange: object | None = None
@@ -37,8 +41,8 @@ class Authenticator(Protocol):
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:
         """Return the SASL mechanisms on offer, strongest first, by their names on the wire."""
 
-    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
-        """Begin an exchange with the client's first message."""
+    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep | None:
+        """Begin an exchange with the client's first message. None: the outcome comes later."""
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
         """Go on with an exchange that answered AUTH_CONTINUE."""

@@ -37,6 +37,8 @@ CONFIG_VERSION: Final = Struct(">qq")
 _ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
 """kv_engine's "alive": what GET_ALL_VB_SEQNOS asks for that names no state."""
 _ANY_STATE: Final = 0
+_NOT_NOW: Final = frozenset({Status.EBUSY, Status.ETMPFAIL})
+"""Refusals of a login that say nothing about its password."""
 
 
 class ConnectionCommands:
@@ -102,10 +104,18 @@ class ConnectionCommands:
             state.refuse(request, Status.AUTH_ERROR, f"no such SASL mechanism: {mechanism}")
             self._count_failure()
             return
-        self._finish_step(
-            request,
-            state.authenticator.start(mechanism, request.value, state.peer_is_loopback),
-        )
+        step = state.authenticator.start(mechanism, request.value, state.peer_is_loopback)
+        if step is None:
+            state.login = request._replace(value=b"")  # the password is not needed any more
+            state.is_full = True
+        else:
+            self._finish_step(request, step)
+
+    def login_checked(self, step: AuthStep) -> None:
+        """Answer the login whose outcome is known now."""
+        request, self._state.login = self._state.login, None
+        assert request is not None, "no login is under way"
+        self._finish_step(request, step)
 
     def authenticate_further(self, request: Frame) -> None:
         """Go on with a SASL exchange."""
@@ -126,7 +136,7 @@ class ConnectionCommands:
         state.logged_in(None, FULL_RIGHTS)
         why = step.why or "user or password is wrong, or not allowed from there"
         state.refuse(request, step.status, why)
-        if step.status != Status.EBUSY:  # the password was right
+        if step.status not in _NOT_NOW:
             self._count_failure()
 
     def _count_failure(self) -> None:

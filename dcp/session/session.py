@@ -11,7 +11,9 @@ Invariants
 - no input raises: bad frames are answered as the protocol defines, or the connection closes with
   a reason;
 - what is kept of a peer is bounded: one incomplete packet (header checked before its body is
-  waited for) and ANSWER_BYTES_MAX of answers plus one;
+  waited for) and ANSWER_BYTES_MAX of answers plus one; `state.held_bytes` tells how much was
+  received and is kept;
+- while the outcome of a login is not known, no command is taken;
 - the same bytes get the same answers however the network cut them.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
 from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands, Run
@@ -96,7 +99,7 @@ class Session:
         self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
         self._checked: dict[int, DocumentHandler] = {}
         """What users run that may not read and write everything; made for the first of them."""
-        connection = ConnectionCommands(state)
+        self._connection = connection = ConnectionCommands(state)
         self._cold = (
             connection.handlers()
             | CollectionCommands(state).handlers()
@@ -126,6 +129,7 @@ class Session:
             self._gathered += data
             self._missing_bytes -= len(data)
             if self._missing_bytes > 0:
+                state.held_bytes = len(self._gathered)
                 return
             data, self._gathered = bytes(self._gathered), bytearray()
         state.buffer = state.buffer + data if state.buffer else data
@@ -134,8 +138,9 @@ class Session:
     def resume(self, now_ns: int) -> None:
         """Go on with what is buffered, after the answers were taken away."""
         state = self.state
-        if now_ns < state.held_until_ns:
+        if now_ns < state.held_until_ns or state.login is not None:
             state.is_full = True
+            state.held_bytes = len(state.buffer)
             return
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
@@ -144,6 +149,7 @@ class Session:
         if state.flush is not None:
             state.continue_flush(now_ns)
             if state.is_full:
+                state.held_bytes = len(state.buffer)
                 return
         buffer = state.buffer
         end = len(buffer)
@@ -190,10 +196,22 @@ class Session:
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
 
+    def login_checked(self, step: AuthStep) -> None:
+        """Answer the login that was waited for; what came after it is taken with `resume`."""
+        self._connection.login_checked(step)
+
+    def drop_received(self) -> None:
+        """Let go of what was received and not taken: the connection is gone."""
+        self.state.buffer = b""
+        self._gathered = bytearray()
+        self.state.held_bytes = self._missing_bytes = 0
+
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
         """Keep what is not consumed: the beginning of a packet, if a packet can begin so."""
         state = self.state
         end = len(buffer)
+        state.taken_bytes += position
+        state.held_bytes = end - position
         if position < end < position + HEADER_BYTES and not state.is_closing:
             # Whoever speaks another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)

@@ -103,11 +103,13 @@ class SessionState:
         "has_put_frames",
         "has_xerror",
         "hashes_keys",
+        "held_bytes",
         "held_until_ns",
         "hub",
         "is_closing",
         "is_full",
         "limits",
+        "login",
         "login_failures",
         "notes",
         "notes_left_out",
@@ -117,6 +119,7 @@ class SessionState:
         "scans",
         "schedule",
         "stale_user",
+        "taken_bytes",
         "unread_bytes",
         "user",
         "wait_group",
@@ -147,6 +150,11 @@ class SessionState:
         """The node's range scans; None: this session has no such commands."""
         self.buffer = b""
         """What was received and not yet consumed."""
+        self.held_bytes = 0
+        """All that the session keeps of what was received: an incomplete packet, or packets that
+        wait while the session is full."""
+        self.taken_bytes = 0
+        """How much of what was received has been worked through, since the connection began."""
         self.answers: list[bytes] = []
         """Responses in order; they may leave when `wait_group` is committed."""
         self.wait_group = 0
@@ -168,6 +176,8 @@ class SessionState:
         self.stale_user = ""
         """Who was logged in until the user was removed."""
         self.login_failures = 0
+        self.login: Frame | None = None
+        """The SASL request whose outcome is not known yet; no command is taken before it is."""
         self.exchange: object | None = None
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None

@@ -37,6 +37,9 @@ from vbucket.updates import Flush, count, extend, touch
 LINE_BYTES_MAX: Final = 64 * 1024
 """Longest command line: a get of 250 keys of the longest kind."""
 
+KEY_BYTES: Final = 64
+"""What a key of a get that is under way takes in memory: most are short."""
+
 _LONG_PAST_S: Final = 1
 """Expiry of a document that is stored with a time before now (a negative exptime)."""
 _NO_CAS: Final = 1
@@ -177,6 +180,15 @@ class TextSession:
             state.send(_DAMAGED)
             state.close(f"damaged data: {error}")
         del self._buffer[:position]
+        state.taken_bytes += position
+        keys = self._read.keys if self._read is not None else ()
+        state.held_bytes = len(self._buffer) + KEY_BYTES * len(keys)
+
+    def drop_received(self) -> None:
+        """Let go of what was received and not taken: the connection is gone."""
+        self._buffer = bytearray()
+        self._read = self._store = None
+        self.state.held_bytes = 0
 
     def _next_step(self, position: int) -> int:
         """Do what the bytes at `position` are about; return where the next ones begin, the same

@@ -177,6 +177,16 @@ def test_not_loopback(host):
     assert not is_loopback(host)
 
 
+def test_buffers_hold_the_longest_value_and_something_beside():
+    assert refusal({"receive_buffers_bytes_max": "39MiB"}) == (
+        "--receive-buffers-bytes-max: receive_buffers_bytes_max must be at least 40MiB, 2 times "
+        "value_bytes_max (20MiB)"
+    )
+    assert refusal({"send_buffers_bytes_max": "1MiB"}).startswith("--send-buffers-bytes-max: ")
+    small = {"receive_buffers_bytes_max": "1MiB", "send_buffers_bytes_max": "1MiB"}
+    assert resolve(small | {"value_bytes_max": "512KiB"}, {}).settings.value_bytes_max == 512 << 10
+
+
 def test_ports_that_are_open_must_differ():
     assert resolve({"port": "18091"}, {}).settings.port == 18091, "there is no TLS port"
     assert refusal({"port": "11207", "tls_cert": "c.pem"}) == (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.server import logins as logins_module
+from dcp.server import password_checks
 from dcp.server import users as users_module
 from dcp.server.audit import AuditLog
 from dcp.server.logging_setup import EventLog
@@ -30,13 +33,29 @@ HERE = Peer("127.0.0.1", "127.0.0.1:5", "admin")
 
 
 @pytest.fixture
-def logins(tmp_path, monkeypatch):
+async def logins(tmp_path, monkeypatch):
     monkeypatch.setattr(users_module, "ITERATIONS", 4096)
     users = Users(tmp_path / USERS_FILE)
     users.add("ada", "secret1")
     audit = AuditLog(tmp_path / "audit.log", EventLog(logging.getLogger("dcpd")), bytes_max=1 << 20)
-    yield Logins(users, audit, LoginLimits(3, 2))
+    logins = Logins(users, audit, LoginLimits(3, 2))
+    yield logins
+    await logins.close()
     audit.close()
+
+
+@pytest.fixture
+def derived(monkeypatch):
+    """The stored keys that a password was derived for, and in which thread."""
+    derivations = []
+    original = users_module.password_matches
+
+    def counted(mechanism, password, keys):
+        derivations.append(threading.current_thread())
+        return original(mechanism, password, keys)
+
+    monkeypatch.setattr(users_module, "password_matches", counted)
+    return derivations
 
 
 @pytest.fixture
@@ -50,8 +69,18 @@ def audited(logins):
     return read
 
 
-def plain(peer_logins, user, password):
-    return peer_logins.start("PLAIN", f"\0{user}\0{password}".encode(), True)
+def begin_plain(peer_logins, user, password):
+    """Begin a login and return a future of its outcome."""
+    outcome = asyncio.get_running_loop().create_future()
+    peer_logins.on_outcome = outcome.set_result
+    step = peer_logins.start("PLAIN", f"\0{user}\0{password}".encode(), True)
+    if step is not None:
+        outcome.set_result(step)
+    return outcome
+
+
+async def plain(peer_logins, user, password):
+    return await begin_plain(peer_logins, user, password)
 
 
 # -- too many failures -----------------------------------------------------------------------------
@@ -104,34 +133,99 @@ def test_no_minute_takes_more_than_twice_the_limit(times, limit):
 # -- one connection --------------------------------------------------------------------------------
 
 
-def test_the_right_password_is_refused_too_while_a_user_is_blocked(logins, audited):
+async def test_the_right_password_is_refused_too_while_a_user_is_blocked(logins, audited):
     peer = logins.peer("10.0.0.1", "10.0.0.1:7", "kv")
     for _ in range(3):
-        assert plain(peer, "ada", "wrong").status == Status.AUTH_ERROR
-    blocked = plain(peer, "ada", "secret1")
+        assert (await plain(peer, "ada", "wrong")).status == Status.AUTH_ERROR
+    blocked = await plain(peer, "ada", "secret1")
     assert blocked.status == Status.AUTH_ERROR
     assert "too many wrong logins from 10.0.0.1" in blocked.why
-    assert plain(logins.peer("10.0.0.2", "10.0.0.2:7", "kv"), "ada", "secret1").user == "ada"
+    other = logins.peer("10.0.0.2", "10.0.0.2:7", "kv")
+    assert (await plain(other, "ada", "secret1")).user == "ada"
     records = audited()
     assert [r["result"] for r in records] == ["refused"] * 4 + ["ok"]
     assert all(r["user"] == "ada" for r in records)
     assert "secret1" not in json.dumps(records)
 
 
-def test_connections_of_a_user_are_counted_until_they_leave(logins):
+async def test_a_blocked_login_derives_nothing(logins, derived, audited):
+    peer = logins.peer("h", "h:1", "kv")
+    for _ in range(3):
+        await plain(peer, "ada", "wrong")
+    assert len(derived) == 3
+    assert threading.main_thread() not in derived
+    for number in range(50):
+        step = peer.start("PLAIN", b"\0ada\0guess%d" % number, True)
+        assert step is not None, "refused at once"
+        assert "too many wrong logins" in step.why
+    assert len(derived) == 3
+    assert [r["result"] for r in audited()] == ["refused"] * 53
+
+
+async def test_guesses_that_come_together_do_not_get_around_the_limit(logins, derived, audited):
+    """All of them come before the first is found wrong."""
+    guesses = [
+        begin_plain(logins.peer("h", f"h:{number}", "kv"), "ada", f"guess{number}")
+        for number in range(20)
+    ]
+    steps = await asyncio.gather(*guesses)
+    assert {step.status for step in steps} == {Status.AUTH_ERROR}
+    assert 3 <= len(derived) < 3 + password_checks.THREADS
+    assert sum("too many wrong logins" in step.why for step in steps) >= 20 - len(derived)
+    assert [r["result"] for r in audited()] == ["refused"] * 20
+
+
+async def test_clients_that_come_together_with_one_password_cost_one_derivation(logins, derived):
+    peers = [logins.peer("h", f"h:{number}", "kv") for number in range(2)]
+    steps = await asyncio.gather(*(begin_plain(peer, "ada", "secret1") for peer in peers))
+    assert [step.status for step in steps] == [Status.OK] * 2
+    assert len(derived) == 1
+
+
+async def test_what_does_not_fit_is_refused_at_once_and_is_no_wrong_login(
+    logins, audited, monkeypatch
+):
+    monkeypatch.setattr(password_checks, "WAITING_PER_HOST_MAX", 1)
+    places = password_checks.THREADS + 1
+    peers = [logins.peer("h", f"h:{number}", "kv") for number in range(places + 10)]
+    outcomes = [begin_plain(peer, f"user{at}", "secret1") for at, peer in enumerate(peers)]
+    refused = [outcome.result() for outcome in outcomes if outcome.done()]
+    assert len(refused) == 10
+    assert {step.status for step in refused} == {Status.ETMPFAIL}
+    assert all("too many passwords wait to be checked" in step.why for step in refused)
+    other = begin_plain(logins.peer("other", "other:1", "kv"), "ada", "secret1")
+    assert (await other).status == Status.OK, "another address has places of its own"
+    await asyncio.gather(*outcomes)
+    assert sum(logins._failed._failures[pair][1] for pair in [("h", "")]) == places
+    assert len(audited()) == len(peers) + 1
+
+
+async def test_a_connection_that_goes_away_while_it_waits_is_not_logged_in(logins, audited):
+    gone, stays = (logins.peer("h", f"h:{number}", "kv") for number in range(2))
+    outcome = begin_plain(gone, "ada", "secret1")
+    gone.leave()
+    assert (await plain(stays, "ada", "secret1")).status == Status.OK
+    assert not outcome.done()
+    assert logins._connections == {"ada": 1}
+    assert len(audited()) == 1
+
+
+async def test_connections_of_a_user_are_counted_until_they_leave(logins):
     first, second, third = (logins.peer("h", f"h:{n}", "kv") for n in range(3))
     for peer in (first, second):
-        assert plain(peer, "ada", "secret1").status == Status.OK
-    assert plain(second, "ada", "secret1").status == Status.OK, "again on the same connection"
-    crowded = plain(third, "ada", "secret1")
+        assert (await plain(peer, "ada", "secret1")).status == Status.OK
+    again = await plain(second, "ada", "secret1")
+    assert again.status == Status.OK, "again on the same connection"
+    crowded = await plain(third, "ada", "secret1")
     assert (crowded.status, crowded.user) == (Status.EBUSY, None)
     first.leave()
     first.leave()
-    assert plain(third, "ada", "secret1").status == Status.OK
-    assert plain(logins.peer("h", "h:9", "kv"), "ada", "secret1").status == Status.EBUSY
+    assert (await plain(third, "ada", "secret1")).status == Status.OK
+    late = logins.peer("h", "h:9", "kv")
+    assert (await plain(late, "ada", "secret1")).status == Status.EBUSY
 
 
-def test_scram_is_audited_once_with_its_user(logins, audited):
+async def test_scram_is_audited_once_with_its_user(logins, audited):
     peer = logins.peer("h", "h:1", "kv-tls")
     begun = peer.start("SCRAM-SHA512", b"n,,n=ada,r=x", False)
     assert begun.status == Status.AUTH_CONTINUE
@@ -141,11 +235,23 @@ def test_scram_is_audited_once_with_its_user(logins, audited):
     assert (record["user"], record["over"], record["result"]) == ("ada", "kv-tls", "refused")
 
 
-def test_passwords_of_the_admin_interface(logins, audited):
-    rights = logins.rights_of_password(HERE, "ada", "secret1")
+async def test_passwords_of_the_admin_interface(logins, audited, derived):
+    rights = await logins.rights_of_password(HERE, "ada", "secret1")
     assert isinstance(rights, Rights)
     assert rights.has(Role.ADMIN)
     for _ in range(3):
-        assert "is wrong" in logins.rights_of_password(HERE, "ada", "wrong")
-    assert "too many wrong logins" in logins.rights_of_password(HERE, "ada", "secret1")
-    assert [r["result"] for r in audited()] == ["refused"] * 4, "each login there would be noise"
+        assert "is wrong" in await logins.rights_of_password(HERE, "ada", "wrong")
+    for _ in range(5):
+        assert "too many wrong logins" in await logins.rights_of_password(HERE, "ada", "secret1")
+    assert len(derived) == 4
+    assert threading.main_thread() not in derived
+    assert [r["result"] for r in audited()] == ["refused"] * 8, "each login there would be noise"
+
+
+async def test_an_admin_request_that_is_given_up_leaves_nothing_behind(logins):
+    asked = asyncio.ensure_future(logins.rights_of_password(HERE, "ada", "secret1"))
+    await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert (await plain(logins.peer("h", "h:1", "kv"), "ada", "secret1")).status == Status.OK

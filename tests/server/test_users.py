@@ -9,9 +9,17 @@ from scramp import ScramClient
 
 from dcp.server import users as users_module
 from dcp.server import users_file
-from dcp.server.users import USERS_FILE, UnknownUserError, UserError, Users
+from dcp.server.users import (
+    USERS_FILE,
+    PasswordCheck,
+    UnknownUserError,
+    UserError,
+    Users,
+    read_plain,
+)
 from dcp.server.users_file import UsersFileError
-from dcp.session.auth import Authenticator
+from dcp.session import scram as scram_module
+from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
 from dcp.wire.status import Status
 
@@ -40,7 +48,7 @@ def users(path):
     return table
 
 
-def scram(users: Authenticator, name, password, *, mechanism="SCRAM-SHA512", loopback=True):
+def scram(users, name, password, *, mechanism="SCRAM-SHA512", loopback=True):
     client = ScramClient([RFC_NAMES[mechanism]], name, password)
     step = users.start(mechanism, client.get_client_first().encode(), loopback)
     assert step.status == Status.AUTH_CONTINUE
@@ -51,8 +59,20 @@ def scram(users: Authenticator, name, password, *, mechanism="SCRAM-SHA512", loo
     return last
 
 
-def plain(users: Authenticator, name, password, *, authzid="", loopback=True):
-    return users.start("PLAIN", f"{authzid}\0{name}\0{password}".encode(), loopback)
+def plain_message(users, message, *, loopback=True):
+    """A login with PLAIN, its derivation included."""
+    login = read_plain(message)
+    if isinstance(login, AuthStep):
+        return login
+    check = users.check_of(*login, peer_is_loopback=loopback)
+    if not isinstance(check, bool):
+        check = users.conclude(check, matches=check.matches())
+    return users.plain_step(login.user, is_right=check)
+
+
+def plain(users, name, password, *, authzid="", loopback=True):
+    message = f"{authzid}\0{name}\0{password}".encode()
+    return plain_message(users, message, loopback=loopback)
 
 
 @pytest.mark.parametrize("mechanism", RFC_NAMES)
@@ -74,11 +94,12 @@ def test_plain_logins(users):
         plain(users, "bob", "wonder land!"),
         plain(users, "guest", "guest", loopback=False),
         plain(users, "alice", "wonder land!", authzid="bob"),
-        plain(users, "alice", "x" * 10_000),
-        users.start("PLAIN", b"\0alice\0\xff", True),
+        plain(users, "alice", "x" * 129),
+        plain_message(users, b"\0alice\0\xff"),
     ):
         assert step[:4] == (Status.AUTH_ERROR, b"", None, None)
-    assert users.start("PLAIN", b"alice", True).status == Status.EINVAL
+    for malformed in (b"alice", b"\0alice\0" + b"x" * 2048):
+        assert plain_message(users, malformed).status == Status.EINVAL
 
 
 def test_the_guest_logs_in_from_this_machine_only(users):
@@ -139,6 +160,44 @@ def test_an_unknown_user_costs_as_much_as_a_wrong_password(users, monkeypatch):
     plain(users, "alice", "wrong!")
     plain(users, "nobody", "wrong!")
     assert derivations == [4096, 4096]
+
+
+def test_what_takes_no_derivation_tells_nothing_about_who_exists(users):
+    for name in ("alice", "nobody"):
+        for password in ("wrong!", "", "x" * 128):
+            assert isinstance(users.check_of(name, password, peer_is_loopback=True), PasswordCheck)
+        assert users.check_of(name, "x" * 129, peer_is_loopback=True) is False
+    assert users.check_of("guest", "guest", peer_is_loopback=True) is True
+    assert users.check_of("guest", "wrong!", peer_is_loopback=True) is False
+    assert isinstance(users.check_of("guest", "guest", peer_is_loopback=False), PasswordCheck)
+
+
+def test_scram_derives_nothing_not_even_for_the_guest_or_for_strangers(users, monkeypatch):
+    expected = {"alice": True, "guest": True, "nobody": False}
+    for module in (users_module, scram_module):
+        monkeypatch.setattr(module, "keys_of_password", lambda *_, **__: pytest.fail("derived"))
+    for mechanism in RFC_NAMES:
+        for name, is_known in expected.items():
+            begun = users.start(mechanism, f"n,,n={name},r=x".encode(), True)
+            assert begun.exchange.is_known == is_known
+            assert begun.exchange.exchange.keys.salt
+
+
+def test_a_password_that_changes_while_it_is_checked_lets_nobody_in(users):
+    def checked_while(change):
+        check = users.check_of("alice", "wonder land!", peer_is_loopback=False)
+        matches = check.matches()
+        assert matches
+        change()
+        return users.conclude(check, matches=matches)
+
+    assert checked_while(lambda: users.add("bob", "builder")), "another user's changes nothing"
+    users.add(
+        "alice", "wonder land!"
+    )  # other keys of the same password: what was right is forgotten
+    assert not checked_while(lambda: users.set_password("alice", "looking glass"))
+    users.set_password("alice", "wonder land!")
+    assert not checked_while(lambda: users.remove("alice"))
 
 
 def test_only_the_first_plain_login_derives_keys(users, monkeypatch):

@@ -127,10 +127,8 @@ class _Door:
                 colon = ""
         why = "user and password are missing"
         if colon:
-            # In a thread: the first login with a password derives its keys.
-            rights = await asyncio.to_thread(
-                self._node.access.logins.rights_of_password, _login_peer(request), name, password
-            )
+            logins = self._node.access.logins
+            rights = await logins.rights_of_password(_login_peer(request), name, password)
             if isinstance(rights, Rights):
                 return name, rights
             why = rights
