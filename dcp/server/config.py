@@ -42,6 +42,9 @@ ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
 """Names the TOML file where --config does not."""
 
+ADMIN_CONNECTIONS_MIN: Final = 16
+"""With fewer, one address could not even log in: it gets half of an eighth."""
+
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 
@@ -292,6 +295,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Option("Connections at a time; more are refused.", read_count, "COUNT", 1, 1_000_000),
     ] = 10_000
+    admin_connections_max: Annotated[
+        int,
+        Option(
+            "Connections of the admin interface at a time, half of them from one address; beyond, "
+            "one that waits is closed for the next. Half of them can be streams and dumps.",
+            read_count,
+            "COUNT",
+            ADMIN_CONNECTIONS_MIN,
+            100_000,
+        ),
+    ] = 256
     connections_per_user_max: Annotated[
         int,
         Option(
@@ -335,7 +349,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: Annotated[
         float,
         Option(
-            "A connection that has not logged in by then is closed.",
+            "A connection that has not logged in by then is closed; on the admin port, one whose "
+            "TLS handshake, header or body takes longer.",
             read_duration,
             "TIME",
             0.1,

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin import AdminServer
+from dcp.server.admin.crowd import Crowd, PortLimits
 from dcp.server.config import Settings, plain_host_of
 from dcp.server.connection import ClientConnection
 
@@ -25,6 +26,13 @@ class Listeners:
         self._settings = settings
         self._servers: list[asyncio.Server] = []
         self._admins: list[AdminServer] = []
+        self.admin_crowd: Crowd = Crowd(
+            PortLimits(
+                connections_max=settings.admin_connections_max,
+                request_timeout_s=settings.handshake_timeout_s,
+            )
+        )
+        """Who is connected to the admin ports."""
         self.kv_port = 0
         self.admin_port = 0
         self.kv_tls_port = 0
@@ -38,9 +46,7 @@ class Listeners:
             lambda: ClientConnection(node), plain_host, settings.port, backlog=BACKLOG
         )
         self.kv_port = self._keep(server)
-        admin = AdminServer(node)
-        self._admins.append(admin)
-        self.admin_port = await admin.start(plain_host, settings.admin_port)
+        self.admin_port = await self._new_admin().start(plain_host, settings.admin_port)
         context = node.access.tls_context
         if context is None:
             return
@@ -54,9 +60,9 @@ class Listeners:
             ssl_shutdown_timeout=TLS_SHUTDOWN_S,
         )
         self.kv_tls_port = self._keep(server)
-        admin = AdminServer(node)
-        self._admins.append(admin)
-        self.admin_tls_port = await admin.start(settings.host, settings.admin_tls_port, context)
+        self.admin_tls_port = await self._new_admin().start(
+            settings.host, settings.admin_tls_port, context
+        )
 
     async def stop(self) -> None:
         """Take no new connections; finish the requests under way of the admin interface."""
@@ -64,6 +70,11 @@ class Listeners:
             server.close()
         for admin in self._admins:
             await admin.stop()
+
+    def _new_admin(self) -> AdminServer:
+        admin = AdminServer(self._node, self.admin_crowd)
+        self._admins.append(admin)
+        return admin
 
     def _keep(self, server: asyncio.Server) -> int:
         self._servers.append(server)

@@ -116,7 +116,7 @@ class Node:
         self._renewing = asyncio.Lock()
         self._merge_ended = asyncio.Condition()
         self.compaction = Compaction(self, settings)
-        self.listeners = Listeners(self, settings)
+        self.listeners: Listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
         self.pager: Pager

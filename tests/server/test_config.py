@@ -117,6 +117,7 @@ def test_duration_texts_read_back(duration_us):
         ("sync_interval", "5", 'with its unit, such as "250ms"'),
         ("sync_interval", "0", "must be from 1ms to 1h"),
         ("idle_timeout", "1ms", "must be from 1s to 30d, or 0 for never"),
+        ("admin_connections_max", "15", "must be a whole number from 16 to 100000"),
     ],
 )
 def test_refused_values_name_source_value_and_what_is_allowed(key, value, reason):
@@ -136,7 +137,7 @@ def test_unknown_names_are_refused_with_a_suggestion():
     assert refusal(document={"prot": 1}) == "dcpd.toml: unknown key 'prot'; did you mean port?"
     assert "did you mean admin_port?" in refusal(document={"admin-port": 1})
     assert refusal(environ={"DCPD_PROT": "1"}).endswith("did you mean DCPD_PORT?")
-    assert "known are admin_port, " in refusal(document={"zzz": 1})
+    assert "known are admin_connections_max, " in refusal(document={"zzz": 1})
 
 
 def test_variables_that_kubernetes_sets_are_explained():
