@@ -32,6 +32,7 @@ from dcp.server.setting_values import (
     read_file,
     read_host,
     read_name_or_off,
+    read_names,
     read_path,
     read_size,
     size_text,
@@ -94,6 +95,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             65535,
         ),
     ] = 8091
+    admin_hosts: Annotated[
+        tuple[str, ...],
+        Option(
+            "Names that clients of the admin interface may use for this server, separated by "
+            "commas; .example.com: all below it too, *: any. localhost and IP addresses always "
+            "work, and over TLS any name.",
+            read_names,
+            "NAMES",
+        ),
+    ] = ()
     tls_port: Annotated[
         int,
         Option(
@@ -417,6 +428,8 @@ def _shown(option: Option, value: Any) -> str:
         return size_text(value)
     if option.parse is read_duration:
         return duration_text(value)
+    if option.parse is read_names:
+        return ",".join(value) or NONE
     return NONE if value is None else str(value)
 
 

@@ -72,7 +72,7 @@ class Listeners:
             await admin.stop()
 
     def _new_admin(self) -> AdminServer:
-        admin = AdminServer(self._node, self.admin_crowd)
+        admin = AdminServer(self._node, self.admin_crowd, self._settings.admin_hosts)
         self._admins.append(admin)
         return admin
 

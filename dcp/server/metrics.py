@@ -157,7 +157,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
         "Requests to the admin interface that were refused, by HTTP status.",
-        "rising 401: somebody guesses; 503: too much at once; the log says which and why",
+        "rising 401: somebody guesses; 403: a web page tries, or a name is not in admin_hosts;"
+        " 503: too much at once; the log says which and why",
         lambda node: _counted(node.meter.admin_refusals),
     ),
     MetricSpec(

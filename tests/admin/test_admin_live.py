@@ -81,6 +81,34 @@ def test_a_flood_of_what_is_not_http_leaves_some_lines_and_a_count(tmp_path: Pat
         assert 0 < len(lines) < 30
 
 
+def test_names_and_pages(tmp_path: Path) -> None:
+    hosts = ("--admin-hosts", "db.example,.corp.example")
+    branch = "/api/v1/vbuckets/5/branch"
+    with DcpdProcess(tmp_path / "data", *hosts) as server:
+        own = f"127.0.0.1:{server.admin_port}"
+        asked = {
+            status_of(server, branch, "POST", host="evil.example", origin="http://evil.example"),
+            status_of(server, branch, "POST", origin="http://evil.example"),
+            status_of(server, branch, "POST", origin="http://127.0.0.1"),
+            status_of(server, "/metrics", host=f"evil.example:{server.admin_port}"),
+            status_of(server, "/metrics", sec_fetch_site="same-site"),
+            status_of(server, "/livez", origin="null"),
+        }
+        assert asked == {403}
+        assert server.status()["vbuckets"]["active"] == 1024
+        assert is_well(server)
+        for host in ("db.example", "a.corp.example:1", "localhost", "10.0.0.7:8091", "[::1]:8091"):
+            assert status_of(server, "/metrics", host=host) == 200
+        assert status_of(server, "/metrics", origin=f"http://{own}") == 200
+        assert status_of(server, "/livez", host="any.name") == 200
+        log = server.log_path.read_text()
+        assert "evil.example" in log
+        assert "admin_hosts" in log
+    with DcpdProcess(tmp_path / "open", "--admin-hosts", "*") as server:
+        assert status_of(server, "/metrics", host="evil.example") == 200
+        assert status_of(server, "/metrics", origin="http://evil.example") == 403
+
+
 @contextmanager
 def no_descriptors(pid: int) -> Iterator[None]:
     """The process can open nothing meanwhile; what is open stays."""

@@ -82,6 +82,22 @@ def test_durations(text, duration_s):
     assert found == pytest.approx(duration_s)
 
 
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("db.example", ("db.example",)),
+        ("db.example, .corp.example,10.0.0.1", ("db.example", ".corp.example", "10.0.0.1")),
+        (["a", "b"], ("a", "b")),
+        ("*", ("*",)),
+        ("none", ()),
+        ("", ()),
+    ],
+)
+def test_names(value, names):
+    assert resolve({"admin_hosts": value}, {}).settings.admin_hosts == names
+    assert shown(Settings(admin_hosts=names))["admin_hosts"] == (",".join(names) or "none")
+
+
 @given(st.integers(1, 1 << 50))
 def test_size_texts_read_back(size_bytes):
     text = size_text(size_bytes)
@@ -117,6 +133,12 @@ def test_duration_texts_read_back(duration_us):
         ("sync_interval", "5", 'with its unit, such as "250ms"'),
         ("sync_interval", "0", "must be from 1ms to 1h"),
         ("idle_timeout", "1ms", "must be from 1s to 30d, or 0 for never"),
+        ("admin_hosts", "db.example:8091", "without a port"),
+        ("admin_hosts", "db.example,,x", "'' is none"),
+        ("admin_hosts", "*.example", ".example.com stands for example.com and all below it"),
+        ("admin_hosts", "http://x", "'http://x' is none"),
+        ("admin_hosts", 7, "must be host names, separated by commas"),
+        ("admin_hosts", [7], "must be host names, separated by commas"),
         ("admin_connections_max", "15", "must be a whole number from 16 to 100000"),
     ],
 )

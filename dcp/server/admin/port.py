@@ -18,6 +18,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.crowd import Crowd, Phase, Visitor
+from dcp.server.admin.origin import HostRule
 from dcp.server.admin.server import admin_app
 from dcp.server.admin.view import NodeView
 
@@ -44,9 +45,15 @@ HEADER_BYTES_MAX: Final = 16 * 1024
 class AdminServer:
     """Serves `admin_app` on a port of its own, on the event loop of the node."""
 
-    def __init__(self, node: NodeView, crowd: Crowd | None = None) -> None:
+    def __init__(
+        self,
+        node: NodeView,
+        crowd: Crowd | None = None,
+        admin_hosts: tuple[str, ...] = (),
+    ) -> None:
         self._node = node
         self._crowd = Crowd() if crowd is None else crowd  # without connections it is falsy
+        self._admin_hosts = admin_hosts
         self._tls: SSLContext | None = None
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -63,7 +70,7 @@ class AdminServer:
         self._tls = tls
         self.port = listener.getsockname()[1]
         config = Config(
-            admin_app(self._node, self._crowd),
+            admin_app(self._node, self._crowd, HostRule(host, self._admin_hosts)),
             access_log=False,
             log_config=None,
             # Warnings are about what clients send, once per request; refusals are logged by us.

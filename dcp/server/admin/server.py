@@ -1,7 +1,7 @@
 """The application: what every request goes through before its handler, and how it is refused.
 
-In this order: the login, the role, a place among the requests under way (`crowd`). /livez and
-/readyz need none of it.
+In this order: the checks against web pages of other sites (`origin`), the login, the role, a place
+among the requests under way (`crowd`). /livez and /readyz need the first one only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dcp.server.admin.answers import (
     receive_body,
 )
 from dcp.server.admin.crowd import Crowd, Places, TooManyError
+from dcp.server.admin.origin import HostRule, page_refusal
 from dcp.server.admin.view import NodeView
 from dcp.server.logins import Peer
 from dcp.session.rights import Rights, Role
@@ -49,7 +50,7 @@ def routes_of(node: NodeView) -> list[RouteSpec]:
     return [route for part in _PARTS for route in part.routes(node)]
 
 
-def admin_app(node: NodeView, crowd: Crowd) -> Starlette:
+def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
     """Return the application that serves the API for a node."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
@@ -68,7 +69,7 @@ def admin_app(node: NodeView, crowd: Crowd) -> Starlette:
             )
             for route in routes
         ],
-        middleware=[Middleware(_Slices)],
+        middleware=[Middleware(_Entrance, door=door, rule=rule)],
         exception_handlers={
             AdminError: door.answer_admin_error,
             ClientDisconnect: door.answer_nobody,
@@ -76,20 +77,32 @@ def admin_app(node: NodeView, crowd: Crowd) -> Starlette:
             500: door.answer_failure,
         },
     )
-    # A redirect would be made from the Host header, which is not checked.
+    # A redirect would be made from the Host header, which is not always checked.
     app.router.redirect_slashes = False
     return app
 
 
-class _Slices:
-    """Hands long answers on in slices, so that no more than one waits for a slow client."""
+class _Entrance:
+    """Refuses what web pages of other sites ask for, before anything else looks at it; and hands
+    long answers on in slices, so that no more than one waits in the buffers of a slow client.
+    """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, door: _Door, rule: HostRule) -> None:
         self._app = app
+        self._door = door
+        self._rule = rule
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        await self._app(scope, receive, partial(_send_sliced, send))
+        is_any_host = scope["scheme"] == "https" or scope["path"] in probes.HEALTH_PATHS
+        refusal = page_refusal(scope["headers"], None if is_any_host else self._rule)
+        if refusal is None:
+            await self._app(scope, receive, partial(_send_sliced, send))
+            return
+        from starlette.requests import Request
+
+        answer = self._door.refuse(Request(scope), HTTPStatus.FORBIDDEN, *refusal)
+        await answer(scope, receive, send)
 
 
 async def _send_sliced(send: Send, message: Message) -> None:
