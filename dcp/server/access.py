@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.audit import AuditLog
-from dcp.server.config import Settings
 from dcp.server.logging_setup import EventLog
 from dcp.server.logins import LoginLimits, Logins, PeerLogins
+from dcp.server.settings import Settings
 from dcp.server.tls import ServerTls, TlsError, TlsFiles
 from dcp.server.users import Users
 from dcp.session.state import Limits

@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from dcp.server.config import Settings
 from dcp.server.merging import MergeTroubleError
+from dcp.server.settings import Settings
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
 from dcp.stream.pins import allowed, is_merged
 from dcp.stream.stream import Stream

@@ -6,8 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin import AdminServer
-from dcp.server.config import Settings, plain_host_of
+from dcp.server.admin.crowd import Crowd, PortLimits
+from dcp.server.config import plain_host_of
 from dcp.server.connection import ClientConnection
+from dcp.server.settings import Settings
 from dcp.server.tls_listener import TlsListener
 
 if TYPE_CHECKING:
@@ -25,6 +27,13 @@ class Listeners:
         self._servers: list[asyncio.Server] = []
         self._tls_listener: TlsListener | None = None
         self._admins: list[AdminServer] = []
+        self.admin_crowd: Crowd = Crowd(
+            PortLimits(
+                connections_max=settings.admin_connections_max,
+                request_timeout_s=settings.handshake_timeout_s,
+            )
+        )
+        """Who is connected to the admin ports."""
         self.kv_port = 0
         self.admin_port = 0
         self.kv_tls_port = 0
@@ -39,17 +48,15 @@ class Listeners:
         )
         self._servers.append(server)
         self.kv_port = server.sockets[0].getsockname()[1]
-        admin = AdminServer(node)
-        self._admins.append(admin)
-        self.admin_port = await admin.start(plain_host, settings.admin_port)
+        self.admin_port = await self._new_admin().start(plain_host, settings.admin_port)
         context = node.access.tls_context
         if context is None:
             return
         self._tls_listener = TlsListener(node, context, settings.handshake_timeout_s)
         self.kv_tls_port = await self._tls_listener.start(settings.host, settings.tls_port, BACKLOG)
-        admin = AdminServer(node)
-        self._admins.append(admin)
-        self.admin_tls_port = await admin.start(settings.host, settings.admin_tls_port, context)
+        self.admin_tls_port = await self._new_admin().start(
+            settings.host, settings.admin_tls_port, context
+        )
 
     async def stop(self) -> None:
         """Take no new connections; finish the requests under way of the admin interface."""
@@ -59,3 +66,8 @@ class Listeners:
             await self._tls_listener.stop()
         for admin in self._admins:
             await admin.stop()
+
+    def _new_admin(self) -> AdminServer:
+        admin = AdminServer(self._node, self.admin_crowd, self._settings.admin_hosts)
+        self._admins.append(admin)
+        return admin

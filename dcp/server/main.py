@@ -33,7 +33,6 @@ from dcp.server.config import (
     OPTIONS,
     ConfigError,
     Resolved,
-    Settings,
     default_text,
     flag_of,
     is_loopback,
@@ -41,6 +40,7 @@ from dcp.server.config import (
     read_config_file,
     resolve,
 )
+from dcp.server.settings import Settings
 
 if TYPE_CHECKING:
     from dcp.server.logging_setup import EventLog

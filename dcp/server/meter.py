@@ -76,6 +76,10 @@ class Meter:
         """Streams that ended because compaction waited for them."""
         self.refusals: Counter[str] = Counter()
         """By name of the status."""
+        self.admin_refusals: Counter[str] = Counter()
+        """Requests to the admin interface that were refused, by status of HTTP."""
+        self.admin_closed: Counter[str] = Counter(late=0, crowded=0)
+        """Connections to it that were closed on a client, by reason."""
         self.rollbacks: Counter[str] = Counter()
         """By kind of reason (failover.rollback)."""
         self.session_failures = 0

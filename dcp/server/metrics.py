@@ -207,6 +207,26 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         _one(lambda node: node.send_buffers.held_bytes),
     ),
     MetricSpec(
+        "dcpd_admin_connections", "gauge", "", (),
+        "Open connections to the admin interface, TLS handshakes included.",
+        "at the setting admin_connections_max: somebody sits on the port",
+        _one(lambda node: len(node.listeners.admin_crowd)),
+    ),
+    MetricSpec(
+        "dcpd_admin_refusals_total", "counter", "", ("status",),
+        "Requests to the admin interface that were refused, by HTTP status.",
+        "rising 401: somebody guesses; 403: a web page tries, or a name is not in admin_hosts;"
+        " 503: too much at once; the log says which and why",
+        lambda node: _counted(node.meter.admin_refusals),
+    ),
+    MetricSpec(
+        "dcpd_admin_closed_total", "counter", "", ("reason",),
+        "Connections to the admin interface that were closed on a client: late (a request or a"
+        " reader that did not come in time) or crowded (to make room for another).",
+        "rising: somebody sits on the port, the log says from where",
+        lambda node: _counted(node.meter.admin_closed),
+    ),
+    MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
         "Read from clients.", "near what the network carries",
         _one(lambda node: node.meter.received_bytes),

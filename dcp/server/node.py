@@ -33,7 +33,7 @@ from dcp.server.backpressure import Backpressure, Pressure
 from dcp.server.collections import Collections
 from dcp.server.committer import Committer
 from dcp.server.compaction import Compaction
-from dcp.server.config import Settings, is_loopback, shown
+from dcp.server.config import is_loopback, shown
 from dcp.server.connection import ClientConnection
 from dcp.server.dump import Dumps
 from dcp.server.expiry import expire_when_due
@@ -47,6 +47,7 @@ from dcp.server.merging import Merging
 from dcp.server.meter import Meter
 from dcp.server.newcomers import Newcomers
 from dcp.server.operations import Operations
+from dcp.server.settings import Settings
 from dcp.server.stats import stats, status_document
 from dcp.server.storage import READ_ONLY_TEXT, Storage
 from dcp.server.store_process import StoreProcess, StoreProcessDiedError
@@ -141,7 +142,7 @@ class Node:
         """Why the first writes could not be made yet; "" once they are."""
         self.store = StoreSupervisor(self._start_store_process)
         self.compaction = Compaction(self, settings)
-        self.listeners = Listeners(self, settings)
+        self.listeners: Listeners = Listeners(self, settings)
         self.engine: Engine
         self.committer: Committer
         self.merging: Merging

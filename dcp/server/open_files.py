@@ -12,22 +12,28 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.config import Settings
 from dcp.server.logging_setup import EventLog
+from dcp.server.settings import ADMIN_CONNECTIONS_MIN, Settings
 
-KEPT_FILES: Final = 128
-"""Descriptors that key-value connections do not get: log, store and its process, ports and the
-event loop take some 30, the rest is for admin connections, and for connections that are refused."""
+KEPT_FILES: Final = 64
+"""Descriptors that connections do not get: log, store and its process, ports and the event loop
+take some 30, the rest is for connections that are refused."""
 FILES_MAX: Final = 1 << 20
 """What is asked for where the system names no limit: what Linux allows at most by itself."""
 
 
-def connections_within(connections_max: int, files_max: int) -> int:
-    """Return how many connections there may be where so many files may be open.
+def admin_connections_within(connections_max: int, files_max: int) -> int:
+    """Return how many connections the admin interface may have: a quarter of the files at most."""
+    return min(connections_max, max(files_max // 4, ADMIN_CONNECTIONS_MIN))
+
+
+def connections_within(connections_max: int, files_max: int, admin_connections_max: int) -> int:
+    """Return how many key-value connections there may be where so many files may be open.
 
     At least half of these: who runs it under a small limit wants connections all the same.
     """
-    return min(connections_max, max(files_max - KEPT_FILES, files_max // 2))
+    left = files_max - KEPT_FILES - admin_connections_max
+    return min(connections_max, max(left, files_max // 2))
 
 
 def allow_open_files() -> int:
@@ -43,14 +49,20 @@ def allow_open_files() -> int:
 
 def within_open_files(settings: Settings, files_max: int, log: EventLog) -> Settings:
     """Return the settings with no more connections than there may be, and say so."""
-    connections_max = connections_within(settings.connections_max, files_max)
-    if connections_max == settings.connections_max:
-        return settings
-    log.warning(
-        "fewer connections are taken than the setting connections_max says",
-        connections_max=connections_max,
-        asked=settings.connections_max,
-        why=f"the process may have {files_max} files open",
-        what_to_try="allow more (ulimit -Hn, LimitNOFILE=), or lower connections_max",
-    )
-    return msgspec.structs.replace(settings, connections_max=connections_max)
+    admin_max = admin_connections_within(settings.admin_connections_max, files_max)
+    allowed = {
+        "connections_max": connections_within(settings.connections_max, files_max, admin_max),
+        "admin_connections_max": admin_max,
+    }
+    for name, connections_max in allowed.items():
+        asked = getattr(settings, name)
+        if connections_max == asked:
+            continue
+        log.warning(
+            f"fewer connections are taken than the setting {name} says",
+            **{name: connections_max},
+            asked=asked,
+            why=f"the process may have {files_max} files open",
+            what_to_try=f"allow more (ulimit -Hn, LimitNOFILE=), or lower {name}",
+        )
+    return msgspec.structs.replace(settings, **allowed)

@@ -22,6 +22,7 @@ SIZE_UNITS: Final = {
 }  # fmt: skip
 DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+_HOST_NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 _NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -45,6 +46,28 @@ def read_host(value: object, _option: Option) -> str:
     if value == "*":
         raise ValueError("must be an address; all of this machine's are 0.0.0.0 (or :: for IPv6)")
     return value
+
+
+def is_host_name(text: str) -> bool:
+    """Return whether a text has the form of a host name or an IPv4 address."""
+    return _HOST_NAME.fullmatch(text) is not None
+
+
+def read_names(value: object, _option: Option) -> tuple[str, ...]:
+    """Return host names from "a,.b" or a list of them; "*" is any, "none" is none."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be host names, separated by commas")
+    names = tuple(text.strip() for text in texts)
+    if names in {(NONE,), ("",)}:
+        return ()
+    for name in names:
+        if name != "*" and not is_host_name(name.removeprefix(".")):
+            raise ValueError(
+                f"must be host names without a port, separated by commas: {name!r} is none; "
+                ".example.com stands for example.com and all below it, * for any name"
+            )
+    return names
 
 
 def read_path(value: object, _option: Option) -> Path:

@@ -29,7 +29,7 @@ from vbucket.recovery import recover_node
 from vbucket.store_records import TABLES, CleanEnd, NodeRecord
 
 if TYPE_CHECKING:
-    from dcp.server.config import Settings
+    from dcp.server.settings import Settings
 
 NODE_ID_BYTES: Final = 16
 READ_ONLY_TEXT: Final = (

@@ -186,13 +186,10 @@ class SessionState:
         self.bucket: str | None = None
         self.hashes_keys = True
         """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
-        self.has_collections = False
+        self.has_collections = self.has_mutation_tokens = False
+        self.has_preserve_ttl = self.has_put_frames = self.has_xerror = False
         self.has_json = 0
         """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
-        self.has_mutation_tokens = False
-        self.has_preserve_ttl = False
-        self.has_put_frames = False
-        self.has_xerror = False
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
         self.flush: Flush | None = None

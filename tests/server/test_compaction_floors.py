@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dcp.server.compaction import Compaction
-from dcp.server.config import Settings
+from dcp.server.settings import Settings
 from support.memory_node import MemoryNode
 from vbucket.compaction import Floors
 from vbucket.engine import SET, Document

@@ -8,7 +8,6 @@ from dcp.server.config import (
     OPTIONS,
     ConfigError,
     ConfigFile,
-    Settings,
     default_text,
     flag_of,
     is_loopback,
@@ -18,6 +17,7 @@ from dcp.server.config import (
     shown,
 )
 from dcp.server.setting_values import duration_text, size_text
+from dcp.server.settings import Settings
 
 
 def refusal(flags=None, environ=None, document=None) -> str:
@@ -82,6 +82,22 @@ def test_durations(text, duration_s):
     assert found == pytest.approx(duration_s)
 
 
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("db.example", ("db.example",)),
+        ("db.example, .corp.example,10.0.0.1", ("db.example", ".corp.example", "10.0.0.1")),
+        (["a", "b"], ("a", "b")),
+        ("*", ("*",)),
+        ("none", ()),
+        ("", ()),
+    ],
+)
+def test_names(value, names):
+    assert resolve({"admin_hosts": value}, {}).settings.admin_hosts == names
+    assert shown(Settings(admin_hosts=names))["admin_hosts"] == (",".join(names) or "none")
+
+
 @given(st.integers(1, 1 << 50))
 def test_size_texts_read_back(size_bytes):
     text = size_text(size_bytes)
@@ -117,6 +133,13 @@ def test_duration_texts_read_back(duration_us):
         ("sync_interval", "5", 'with its unit, such as "250ms"'),
         ("sync_interval", "0", "must be from 1ms to 1h"),
         ("idle_timeout", "1ms", "must be from 1s to 30d, or 0 for never"),
+        ("admin_hosts", "db.example:8091", "without a port"),
+        ("admin_hosts", "db.example,,x", "'' is none"),
+        ("admin_hosts", "*.example", ".example.com stands for example.com and all below it"),
+        ("admin_hosts", "http://x", "'http://x' is none"),
+        ("admin_hosts", 7, "must be host names, separated by commas"),
+        ("admin_hosts", [7], "must be host names, separated by commas"),
+        ("admin_connections_max", "15", "must be a whole number from 16 to 100000"),
     ],
 )
 def test_refused_values_name_source_value_and_what_is_allowed(key, value, reason):
@@ -136,7 +159,7 @@ def test_unknown_names_are_refused_with_a_suggestion():
     assert refusal(document={"prot": 1}) == "dcpd.toml: unknown key 'prot'; did you mean port?"
     assert "did you mean admin_port?" in refusal(document={"admin-port": 1})
     assert refusal(environ={"DCPD_PROT": "1"}).endswith("did you mean DCPD_PORT?")
-    assert "known are admin_port, " in refusal(document={"zzz": 1})
+    assert "known are admin_connections_max, " in refusal(document={"zzz": 1})
 
 
 def test_variables_that_kubernetes_sets_are_explained():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config import Settings
 from dcp.server.logging_setup import EventLog
 from dcp.server.node import Node
+from dcp.server.settings import Settings
 from dcp.server.users import USERS_FILE, Users
 from dcp.session.session import Session
 from dcp.wire.frame import Frame, FrameDecoder, pack_request

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config import Settings, resolve
+from dcp.server.config import resolve
 from dcp.server.main import (
     ExitCode,
     StartError,
@@ -20,6 +20,7 @@ from dcp.server.main import (
     plan_ports,
     ready_text,
 )
+from dcp.server.settings import Settings
 from dcp.server.users import USERS_FILE, Users
 
 DCPD = (sys.executable, "-m", "dcp.server.main")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dcp.server.compaction import Compaction, CompactionError
-from dcp.server.config import Settings
 from dcp.server.merging import MergeTroubleError, Merging
 from dcp.server.meter import Meter
+from dcp.server.settings import Settings
 from dcp.server.store_process import StoreProcessDiedError
 from dcp.server.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode

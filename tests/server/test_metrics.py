@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.testing import DcpServer
+from clients.testing import DcpServer, ServerRefusedError
 from dcp.server.meter import Histogram, Meter
 from dcp.server.metrics import METRICS, VBUCKET_METRICS, markdown
 from dcp.wire.opcode import Opcode
@@ -69,8 +69,13 @@ def test_a_live_server_counts(tmp_path):
                 number.to_bytes(8, "big") for number in (5, 2**64 - 1, 7, 5, 5)
             )
             assert link.request(Opcode.DCP_STREAM_REQ, vb_id=vb, extras=asked).status == 0x23
+            with pytest.raises(ServerRefusedError):
+                server.ask("GET", "/api/v1/nothing")
             found = server.metrics()
         assert found["dcpd_items"] == 1
+        assert found["dcpd_admin_connections"] == 1
+        assert found["dcpd_admin_refusals_total" + '{status="404"}'] == 1
+        assert found["dcpd_admin_closed_total" + '{reason="late"}'] == 0
         assert found["dcpd_changes_total"] == 10
         assert found["dcpd_answers_total"] > 10
         assert found["dcpd_received_bytes_total"] > 300

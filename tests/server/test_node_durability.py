@@ -16,9 +16,9 @@ from clients.consumer import Consumer
 from clients.errors import DcpdError
 from clients.kv import KvClient
 from clients.operation import MutationResult
-from dcp.server.config import Settings
 from dcp.server.logging_setup import EventLog
 from dcp.server.node import Node
+from dcp.server.settings import Settings
 from dcp.server.users import USERS_FILE, Users
 from support.server import DcpdProcess
 from vbucket import recovery

@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 
 from clients.kv import KvClient
-from dcp.server.config import Settings
-from dcp.server.open_files import KEPT_FILES, connections_within, within_open_files
+from dcp.server.open_files import (
+    KEPT_FILES,
+    admin_connections_within,
+    connections_within,
+    within_open_files,
+)
+from dcp.server.settings import Settings
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -30,15 +35,19 @@ from vbucket.ids import vbucket_of
     ("asked", "files_max", "allowed"),
     [
         (10_000, 1 << 20, 10_000),
-        (10_000, 10_000 + KEPT_FILES, 10_000),
-        (10_000, 1_024, 1_024 - KEPT_FILES),
+        (10_000, 10_256 + KEPT_FILES, 10_000),
+        (10_000, 1_024, 1_024 - KEPT_FILES - 256),
         (100, 1_024, 100),
         (10_000, 100, 50),
-        (10_000, 2 * KEPT_FILES, KEPT_FILES),
     ],
 )
 def test_connections_leave_files_for_the_rest(asked: int, files_max: int, allowed: int) -> None:
-    assert connections_within(asked, files_max) == allowed
+    assert connections_within(asked, files_max, 256) == allowed
+
+
+def test_the_admin_interface_takes_a_quarter_of_the_files_at_most() -> None:
+    allowed = {files: admin_connections_within(256, files) for files in (1 << 20, 1_024, 300, 20)}
+    assert allowed == {1 << 20: 256, 1_024: 256, 300: 75, 20: 16}
 
 
 class Said:
@@ -52,13 +61,16 @@ class Said:
 def test_fewer_connections_are_said_once_and_are_the_limit_then() -> None:
     said = Said()
     settings = Settings(connections_max=5_000)
-    assert within_open_files(settings, 6_000, said) is settings  # type: ignore[arg-type]
+    assert within_open_files(settings, 6_000, said) == settings  # type: ignore[arg-type]
     assert said.lines == []
     fewer = within_open_files(settings, 1_024, said)  # type: ignore[arg-type]
-    assert fewer == Settings(connections_max=896)
+    assert fewer == Settings(connections_max=704)
     (line,) = said.lines
-    for part in ("connections_max': 896", "asked': 5000", "1024 files open", "ulimit -Hn"):
+    for part in ("connections_max': 704", "asked': 5000", "1024 files open", "ulimit -Hn"):
         assert part in line
+    fewer = within_open_files(settings, 300, said)  # type: ignore[arg-type]
+    assert fewer == Settings(connections_max=161, admin_connections_max=75)
+    assert "'admin_connections_max': 75, 'asked': 256" in said.lines[-1]
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(64, 300), (300, 300), (300, 400)])
@@ -89,7 +101,7 @@ def test_a_server_under_a_small_limit_says_how_many_it_takes(tmp_path: Path) -> 
     process.terminate()
     _, said = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert '"connections_max": 172' in said
+    assert '"connections_max": 161' in said
     assert "300 files open" in said
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from dcp.server import compaction
 from dcp.server.compaction import Compaction
-from dcp.server.config import Settings
 from dcp.server.meter import Meter
+from dcp.server.settings import Settings
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (

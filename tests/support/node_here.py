@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from dcp.server.config import Settings
 from dcp.server.logging_setup import EventLog
 from dcp.server.node import Node
+from dcp.server.settings import Settings
 from dcp.server.users import USERS_FILE, Users
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode

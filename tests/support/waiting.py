@@ -1,7 +1,8 @@
-"""Waiting for what another process or thread does soon."""
+"""Waiting for what another process, thread or task does soon."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Final
@@ -17,3 +18,10 @@ def until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < give_up_at_s, "it did not come to that"
         time.sleep(PAUSE_S)
+
+
+async def until_so(is_so: Callable[[], object]) -> None:
+    """Return once a condition holds that others on this event loop bring about."""
+    async with asyncio.timeout(GIVE_UP_S):
+        while not is_so():  # noqa: ASYNC110 - nobody sets an event for it
+            await asyncio.sleep(PAUSE_S)

@@ -107,7 +107,7 @@ def test_the_commands_of_the_page(shell: Shell) -> None:
 def test_the_page_names_roles_and_limits_as_they_are() -> None:
     assert {role for role in Role if f"\n| `{role}` | " in PAGE} == set(Role)
     limits = dict(re.findall(r"^\| `(\w+_\w+)` \| (\S+) \|", PAGE, re.MULTILINE))
-    assert len(limits) == 11
+    assert len(limits) == 12
     assert limits == {name: default_text(name) for name in limits}
     named = set(re.findall(r"--([a-z][a-z-]+)", PAGE))
     settings = {key.replace("_", "-") for key in OPTIONS}

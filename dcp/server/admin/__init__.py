@@ -7,12 +7,18 @@
 HTTP basic authentication; the guest from loopback only. Every error is JSON of one form:
 {"error": {"what", "where", "why", "try"}}. `ROUTES` of each module is the list of what there is.
 
-Starlette and uvicorn take 50 ms to import: only AdminServer.start and the app pull them in.
+What a request goes through:
 
-A browser page of another site cannot use it: bodies are application/json, which browsers ask about
-first, and the forms of the field's API are refused where a browser says that they come from there.
+    port        accepts a connection, and ends it when it is too late
+    crowd       the bounds: how many, how long, who makes room for whom
+    protocol    uvicorn's HTTP/1.1, which tells the crowd what a connection does
+    origin      refuses web pages of other sites: Host, Origin, Sec-Fetch-Site
+    server      login, role, audit, then the handler of the route
+
+Starlette and uvicorn take 50 ms to import: only AdminServer.start, the app and `protocol` pull them
+in.
 """
 
-from dcp.server.admin.server import AdminServer
+from dcp.server.admin.port import AdminServer
 
 __all__ = ["AdminServer"]

@@ -36,6 +36,8 @@ class RouteSpec(NamedTuple):
     needs_login: bool = True
     role: Role | None = None
     """What it takes; None: admin where it changes something, any login where it is a GET."""
+    is_long: bool = False
+    """The answer takes as long as the client, or the node, likes."""
 
 
 class AdminError(Exception):
@@ -81,6 +83,14 @@ def peer_of(request: Request) -> str:
     return request.client.host if request.client is not None else "?"
 
 
+def action_of(request: Request) -> str:
+    """Return what is asked for, in words: the method and the path.
+
+    Not from `request.url`, which cannot be made of every Host header.
+    """
+    return f"{request.method} {request.scope['path']}"
+
+
 def vb_of(request: Request) -> int:
     """Return the partition that the path names."""
     text: str = request.path_params["vb"]
@@ -105,7 +115,7 @@ async def read_object(
 ) -> dict[str, Any]:
     """Read a JSON object with these members. Optional ones may be left out or null."""
     optional = optional or {}
-    body = await _read_body(request, JSON_TYPE)
+    body = _body_of(request, JSON_TYPE)
     try:
         document = json.loads(body or b"{}") if not required else json.loads(body)
         # Half a surrogate pair is JSON, and no text that could be stored, logged or answered;
@@ -132,14 +142,7 @@ async def read_object(
 
 async def read_form(request: Request) -> dict[str, str]:
     """Read an HTML form; of a name that comes twice the first value counts."""
-    if request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-        raise AdminError(
-            HTTPStatus.FORBIDDEN,
-            "the form comes from another site",
-            why="a browser said so, and nobody else may use its user's login",
-            try_this="a client that is no web page",
-        )
-    body = await _read_body(request, FORM_TYPE)
+    body = _body_of(request, FORM_TYPE)
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, max_num_fields=32)
     except ValueError as error:
@@ -154,15 +157,8 @@ def _without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _SECRET_FIELDS}
 
 
-async def _read_body(request: Request, wanted_type: str) -> bytes:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != wanted_type:
-        raise AdminError(
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-            "the body must be JSON" if wanted_type == JSON_TYPE else "the body must be a form",
-            why=f"its content type is {media_type or 'missing'}",
-            try_this=f"send the header content-type: {wanted_type}",
-        )
+async def receive_body(request: Request) -> bytes:
+    """Return the whole body, which must not be too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -176,6 +172,19 @@ async def _read_body(request: Request, wanted_type: str) -> bytes:
     return bytes(body)
 
 
+def _body_of(request: Request, wanted_type: str) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != wanted_type:
+        raise AdminError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "the body must be JSON" if wanted_type == JSON_TYPE else "the body must be a form",
+            why=f"its content type is {media_type or 'missing'}",
+            try_this=f"send the header content-type: {wanted_type}",
+        )
+    body: bytes = request.state.body
+    return body
+
+
 def _types(kind: type | tuple[type, ...]) -> tuple[type, ...]:
     return kind if isinstance(kind, tuple) else (kind,)
 
@@ -187,14 +196,22 @@ def _names(kind: type | tuple[type, ...]) -> str:
 # -- errors ----------------------------------------------------------------------------------------
 
 
+def error_document(what: str, where: str, why: str, try_this: str) -> dict[str, Any]:
+    """Return the form that every refusal has."""
+    return {"error": {"what": what, "where": where, "why": why, "try": try_this}}
+
+
 def error_answer(
     request: Request, status: HTTPStatus, what: str, why: str, try_this: str
 ) -> Response:
     """Answer an error document."""
-    where = f"{request.method} {request.url.path}"
-    response = json_answer(
-        {"error": {"what": what, "where": where, "why": why, "try": try_this}}, status
-    )
-    if status == HTTPStatus.UNAUTHORIZED:
-        response.headers["www-authenticate"] = 'Basic realm="dcpd"'
+    response = json_answer(error_document(what, action_of(request), why, try_this), status)
+    response.headers.update(_HEADERS.get(status, {}))
     return response
+
+
+_HEADERS: Final = {
+    HTTPStatus.UNAUTHORIZED: {"www-authenticate": 'Basic realm="dcpd"'},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
+}
+"""What HTTP wants beside the document."""

@@ -53,7 +53,9 @@ def routes(node: NodeView) -> list[RouteSpec]:
         headers = {"dcpd-seqno": str(view.seqno), "dcpd-vb-uuid": str(view.vb_uuid)}
         return StreamingResponse(node.dumps.lines(view), media_type=LINES_TYPE, headers=headers)
 
-    return [RouteSpec("GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ)]
+    return [
+        RouteSpec("GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ, is_long=True)
+    ]
 
 
 def _at(request: Request) -> int | None:

@@ -65,9 +65,12 @@ def routes(node: NodeView) -> list[RouteSpec]:
         RouteSpec("GET", "/pools/default/buckets", field.buckets),
         RouteSpec("GET", bucket, field.of_bucket(field.details)),
         RouteSpec("GET", "/pools/default/b/{bucket}", field.of_bucket(field.terse)),
-        RouteSpec("GET", "/pools/default/bs/{bucket}", field.stream_of(field.terse)),
+        RouteSpec("GET", "/pools/default/bs/{bucket}", field.stream_of(field.terse), is_long=True),
         RouteSpec(
-            "GET", "/pools/default/bucketsStreaming/{bucket}", field.stream_of(field.details)
+            "GET",
+            "/pools/default/bucketsStreaming/{bucket}",
+            field.stream_of(field.details),
+            is_long=True,
         ),
         RouteSpec("GET", "/whoami", field.whoami),
         RouteSpec("GET", f"{bucket}/scopes", field.of_bucket(field.manifest)),

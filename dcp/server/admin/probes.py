@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+HEALTH_PATHS: Final = frozenset({"/livez", "/readyz"})
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -1,31 +1,45 @@
-"""The application and the port it is served on; login, errors and refusals of every request."""
+"""The application: what every request goes through before its handler, and how it is refused.
+
+In this order: the checks against web pages of other sites (`origin`), the login, the role, a place
+among the requests under way (`crowd`). /livez and /readyz need the first one only.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.admin import dump, faults, field, partitions, probes, storage, streams, users
-from dcp.server.admin.answers import AdminError, RouteSpec, error_answer, peer_of
+from dcp.server.admin.answers import (
+    AdminError,
+    RouteSpec,
+    action_of,
+    error_answer,
+    peer_of,
+    receive_body,
+)
+from dcp.server.admin.crowd import Crowd, Places, TooManyError
+from dcp.server.admin.origin import HostRule, page_refusal
 from dcp.server.admin.view import NodeView
 from dcp.server.logins import Peer
 from dcp.session.rights import Rights, Role
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-    from uvicorn import Server
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from dcp.server.admin.answers import Handler
 
-STOP_TIMEOUT_S: Final = 2
-"""What requests under way get to finish when the server stops."""
+SLICE_BYTES: Final = 64 * 1024
+"""What is written at once; uvicorn waits before the next one while the client does not read."""
+PATH_CHARS_MAX: Final = 200
+"""How much of a path stands in a log line."""
 
 _PARTS: Final = (probes, partitions, storage, dump, streams, faults, users, field)
 
@@ -35,35 +49,94 @@ def routes_of(node: NodeView) -> list[RouteSpec]:
     return [route for part in _PARTS for route in part.routes(node)]
 
 
-def admin_app(node: NodeView) -> Starlette:
+def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
     """Return the application that serves the API for a node."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect
     from starlette.routing import Route
 
-    door = _Door(node, [route.path for route in routes_of(node)])
-    return Starlette(
+    routes = routes_of(node)
+    door = _Door(node, crowd, [route.path for route in routes])
+    app = Starlette(
         routes=[
             Route(
                 route.path,
                 door.with_login(route) if route.needs_login else route.handler,
                 methods=[route.method],
             )
-            for route in routes_of(node)
+            for route in routes
         ],
+        middleware=[Middleware(_Entrance, door=door, rule=rule)],
         exception_handlers={
             AdminError: door.answer_admin_error,
+            ClientDisconnect: door.answer_nobody,
             HTTPException: door.answer_http_error,
             500: door.answer_failure,
         },
     )
+    # A redirect would be made from the Host header, which is not always checked.
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Entrance:
+    """Refuses what web pages of other sites ask for, before anything else looks at it; and hands
+    long answers on in slices, so that no more than one waits in the buffers of a slow client.
+    """
+
+    def __init__(self, app: ASGIApp, door: _Door, rule: HostRule) -> None:
+        self._app = app
+        self._door = door
+        self._rule = rule
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        is_any_host = scope["scheme"] == "https" or scope["path"] in probes.HEALTH_PATHS
+        refusal = page_refusal(scope["headers"], None if is_any_host else self._rule)
+        if refusal is None:
+            await self._app(scope, receive, partial(_send_sliced, send))
+            return
+        from starlette.requests import Request
+
+        answer = self._door.refuse(Request(scope), HTTPStatus.FORBIDDEN, *refusal)
+        await answer(scope, receive, send)
+
+
+async def _send_sliced(send: Send, message: Message) -> None:
+    body: bytes = message.get("body", b"")
+    if len(body) <= SLICE_BYTES:
+        await send(message)
+        return
+    ends = range(SLICE_BYTES, len(body) + SLICE_BYTES, SLICE_BYTES)
+    for end in ends:
+        has_more = end < len(body) or message.get("more_body", False)
+        piece = body[end - SLICE_BYTES : end]
+        await send({"type": message["type"], "body": piece, "more_body": has_more})
+
+
+class _LongAnswer:
+    """An answer that has a place of its own until it ends."""
+
+    def __init__(self, response: Response, give_back: Callable[[], None]) -> None:
+        self._response = response
+        self._give_back = give_back
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._give_back()
 
 
 class _Door:
     """Who may come in, and what is said to those who may not."""
 
-    def __init__(self, node: NodeView, paths: list[str]) -> None:
+    def __init__(self, node: NodeView, crowd: Crowd, paths: list[str]) -> None:
         self._node = node
+        self._crowd = crowd
         self._paths = list(dict.fromkeys(paths))
 
     def with_login(self, route: RouteSpec) -> Handler:
@@ -73,23 +146,53 @@ class _Door:
         """
         role = route.role or (None if route.method == "GET" else Role.ADMIN)
 
-        async def checked(request: Request) -> Response:
-            request.state.user, request.state.rights = await self._login(request)
-            if role is not None and not request.state.rights.has(role):
+        async def checked(request: Request) -> Any:
+            state = request.state
+            state.user, password = _credentials(request)
+            with self._place(request):
+                state.rights = await self._rights(request, state.user, password)
+            if role is not None and not state.rights.has(role):
                 raise self._denial(request, role)
+            if route.is_long:
+                return await self._long(request, route.handler)
             if route.method == "GET":
-                return await route.handler(request)
+                with self._place(request):
+                    return await route.handler(request)
             return await self._audited(request, route.handler)
 
         return checked
 
+    @contextmanager
+    def _place(self, request: Request) -> Iterator[None]:
+        """Count what is done for a request; nothing is while its client is waited for."""
+        give_back = _take(self._crowd.requests, request)
+        try:
+            yield
+        finally:
+            give_back()
+
+    async def _long(self, request: Request, handler: Handler) -> _LongAnswer:
+        give_back = _take(self._crowd.streams, request)
+        try:
+            return _LongAnswer(await handler(request), give_back)
+        except BaseException:
+            give_back()
+            raise
+
     async def _audited(self, request: Request, handler: Handler) -> Response:
+        from starlette.requests import ClientDisconnect
+
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
         try:
-            response = await handler(request)
+            request.state.body = await receive_body(request)
+            with self._place(request):
+                response = await handler(request)
             status = response.status_code
         except AdminError as error:
             status = int(error.status)
+            raise
+        except ClientDisconnect:
+            status = int(HTTPStatus.REQUEST_TIMEOUT)
             raise
         finally:
             told = getattr(request.state, "told", None)
@@ -113,36 +216,28 @@ class _Door:
             user=request.state.user,
             peer=peer.address,
             over=peer.over,
-            action=f"{request.method} {request.url.path}",
+            action=action_of(request),
             **fields,
         )
 
-    async def _login(self, request: Request) -> tuple[str, Rights]:
-        scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
-        name, colon, password = "", "", ""
-        if scheme.lower() == "basic":
-            try:
-                name, colon, password = b64decode(encoded, validate=True).decode().partition(":")
-            except ValueError:  # no base64, or no UTF-8 in it
-                colon = ""
-        why = "user and password are missing"
-        if colon:
-            logins = self._node.access.logins
-            rights = await logins.rights_of_password(_login_peer(request), name, password)
-            if isinstance(rights, Rights):
-                return name, rights
-            why = rights
-        raise AdminError(
-            HTTPStatus.UNAUTHORIZED,
-            "log in first",
-            why=why,
-            try_this="HTTP basic authentication, for example curl -u NAME:PASSWORD",
+    async def _rights(self, request: Request, name: str, password: str) -> Rights:
+        found = await self._node.access.logins.rights_of_password(
+            _login_peer(request), name, password
         )
+        if isinstance(found, Rights):
+            return found
+        raise _log_in_first(found)
 
     async def answer_admin_error(self, request: Request, error: Exception) -> Response:
         """A refusal of ours."""
         assert isinstance(error, AdminError)
-        return self._refuse(request, error.status, error.what, error.why, error.try_this)
+        return self.refuse(request, error.status, error.what, error.why, error.try_this)
+
+    async def answer_nobody(self, _request: Request, _error: Exception) -> Response:
+        """The body did not come: the client is gone, or was answered 408 in our place."""
+        from starlette.responses import Response
+
+        return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     async def answer_http_error(self, request: Request, error: Exception) -> Response:
         """What starlette itself refuses: unknown paths and methods."""
@@ -150,7 +245,7 @@ class _Door:
 
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
-        response = self._refuse(
+        response = self.refuse(
             request,
             status,
             status.phrase.lower(),
@@ -170,13 +265,15 @@ class _Door:
             "the server's log has the details",
         )
 
-    def _refuse(
+    def refuse(
         self, request: Request, status: HTTPStatus, what: str, why: str, try_this: str
     ) -> Response:
+        """Answer a refusal, log it at a bounded rate, and count it."""
+        self._node.meter.admin_refusals[str(status.value)] += 1
         self._node.log_refusal(
             "admin request refused",
             peer_of(request),
-            request=f"{request.method} {request.url.path[:200]}",
+            request=action_of(request)[:PATH_CHARS_MAX],
             status=int(status),
             reason=f"{what}: {why}",
         )
@@ -186,56 +283,40 @@ class _Door:
 def _login_peer(request: Request) -> Peer:
     host = peer_of(request)
     port = request.client.port if request.client is not None else 0
-    return Peer(host, f"{host}:{port}", "admin-tls" if request.url.scheme == "https" else "admin")
+    over = "admin-tls" if request.scope["scheme"] == "https" else "admin"
+    return Peer(host, f"{host}:{port}", over)
 
 
-class AdminServer:
-    """Serves `admin_app` on a port of its own, on the event loop of the node."""
+def _take(places: Places, request: Request) -> Callable[[], None]:
+    try:
+        return places.take(peer_of(request))
+    except TooManyError as error:
+        raise AdminError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "too much is asked for at once",
+            why=str(error),
+            try_this="the same again in a moment",
+        ) from error
 
-    def __init__(self, node: NodeView) -> None:
-        self._node = node
-        self._server: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
-        self.port = 0
-        """The port that is listened on; 0 before `start`."""
 
-    async def start(self, host: str, port: int, tls: SSLContext | None = None) -> int:
-        """Listen, and return the port (0 picks a free one). Raises OSError if it cannot."""
-        from uvicorn import Config, Server
-
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+def _credentials(request: Request) -> tuple[str, str]:
+    """Return user and password of basic authentication."""
+    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+    name, colon, password = "", "", ""
+    if scheme.lower() == "basic":
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(128)
-        except OSError:
-            listener.close()
-            raise
-        self.port = listener.getsockname()[1]
-        config = Config(
-            admin_app(self._node),
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            lifespan="off",
-            http="h11",
-            ws="none",
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=64,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=STOP_TIMEOUT_S,
-            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
-        )
-        # _serve is serve() without the signal handlers: signals are the process's own business.
-        self._server = Server(config)
-        self._serving = asyncio.create_task(self._server._serve(sockets=[listener]))  # noqa: SLF001
-        return self.port
+            name, colon, password = b64decode(encoded, validate=True).decode().partition(":")
+        except ValueError:  # no base64, or no UTF-8 in it
+            colon = ""
+    if not colon:
+        raise _log_in_first("user and password are missing")
+    return name, password
 
-    async def stop(self) -> None:
-        """Finish the requests under way and close the port."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await self._serving
-            self._server = self._serving = None
+
+def _log_in_first(why: str) -> AdminError:
+    return AdminError(
+        HTTPStatus.UNAUTHORIZED,
+        "log in first",
+        why=why,
+        try_this="HTTP basic authentication, for example curl -u NAME:PASSWORD",
+    )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from dcp.server.access import Access
 from dcp.server.dump import Dumps
+from dcp.server.meter import Meter
 from dcp.server.operations import Operations
 from dcp.server.users import Users
 
@@ -44,6 +45,7 @@ class NodeView(Protocol):
     """See the module."""
 
     users: Users
+    meter: Meter
     access: Access
     operations: Operations
     dumps: Dumps

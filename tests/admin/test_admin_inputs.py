@@ -156,7 +156,7 @@ def test_what_was_refused_is_audited_without_harm(server: DcpdProcess) -> None:
 )  # fmt: skip
 def test_a_login_of_any_kind_is_refused(server: DcpdProcess, authorization: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.admin_port), timeout=30) as connection:
-        head = b"GET /api/v1/status HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: "
+        head = b"GET /whoami HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nauthorization: "
         connection.sendall(head + authorization + b"\r\n\r\n")
         with connection.makefile("rb") as stream:
             assert stream.readline().split()[1] == b"401"

@@ -1,0 +1,215 @@
+"""An admin port: accepts connections, makes room for them, and ends those that are too late.
+
+Connections are accepted here and not by uvicorn, so that one in its TLS handshake is counted too.
+One is accepted per turn of the loop: it is read before newer ones can push it out.
+
+Invariants
+- every connection that was accepted is in the crowd until it is gone;
+- deadlines are looked at every TICK_S; a connection outlives its deadline by no more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from dcp.server.admin.crowd import Crowd, Phase, Visitor
+from dcp.server.admin.origin import HostRule
+from dcp.server.admin.server import admin_app
+from dcp.server.admin.view import NodeView
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from uvicorn import Server
+
+STOP_TIMEOUT_S: Final = 2
+"""What requests under way get to finish when the server stops."""
+BACKLOG: Final = 1024
+TICK_S: Final = 0.25
+ACCEPT_PAUSE_S: Final = 1.0
+"""Where the process has no descriptor left, the next try waits for some to be closed."""
+TLS_SHUTDOWN_S: Final = 0.5
+"""What a client gets to say its goodbye of TLS."""
+CROWDED: Final = "crowded"
+LATE: Final = "late"
+"""Why a connection is closed on a client."""
+HEADER_BYTES_MAX: Final = 16 * 1024
+"""Of a request's line and headers together."""
+
+
+class AdminServer:
+    """Serves `admin_app` on a port of its own, on the event loop of the node."""
+
+    def __init__(
+        self,
+        node: NodeView,
+        crowd: Crowd | None = None,
+        admin_hosts: tuple[str, ...] = (),
+    ) -> None:
+        self._node = node
+        self._crowd = Crowd() if crowd is None else crowd  # without connections it is falsy
+        self._admin_hosts = admin_hosts
+        self._tls: SSLContext | None = None
+        self._server: Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._opening: dict[asyncio.Task[None], Visitor] = {}
+        """Connections that uvicorn does not have yet: those in their TLS handshake."""
+        self.port = 0
+        """The port that is listened on; 0 before `start`."""
+
+    async def start(self, host: str, port: int, tls: SSLContext | None = None) -> int:
+        """Listen, and return the port (0 picks a free one). Raises OSError if it cannot."""
+        from uvicorn import Config, Server
+
+        listener = _listen(host, port)
+        self._tls = tls
+        self.port = listener.getsockname()[1]
+        config = Config(
+            admin_app(self._node, self._crowd, HostRule(host, self._admin_hosts)),
+            access_log=False,
+            log_config=None,
+            # Warnings are about what clients send, once per request; refusals are logged by us.
+            log_level="error",
+            lifespan="off",
+            http="h11",
+            ws="none",
+            server_header=False,
+            proxy_headers=False,
+            h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+            # A byte sent in between switches uvicorn's own deadline off; the crowd's stays.
+            timeout_keep_alive=round(self._crowd.limits.idle_timeout_s) + 1,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+        )
+        config.load()
+        # What serve() does, without its signal handlers (signals are the process's own business)
+        # and without sockets.
+        self._server = server = Server(config)
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[])
+        self._serving = asyncio.create_task(self._serve(server, listener))
+        return self.port
+
+    async def stop(self) -> None:
+        """Finish the requests under way and close the port."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    async def _serve(self, server: Server, listener: socket.socket) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                helpers = [
+                    tasks.create_task(self._accept(server, listener)),
+                    tasks.create_task(self._watch()),
+                ]
+                await server.main_loop()
+                for helper in helpers:
+                    helper.cancel()
+        finally:
+            listener.close()
+            for visitor in self._opening.values():
+                visitor.cut()
+            await server.shutdown(sockets=[])
+            for connection in tuple(server.server_state.connections):
+                connection.transport.abort()  # its client does not read
+
+    # -- connections that come ---------------------------------------------------------------------
+
+    async def _accept(self, server: Server, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(listener)
+            except OSError as error:
+                self._node.log_refusal(
+                    "admin connection not accepted", "?", reason=error.strerror or str(error)
+                )
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            self._admit(server, connection, str(address[0]))
+            await asyncio.sleep(0)
+
+    def _admit(self, server: Server, connection: socket.socket, host: str) -> None:
+        """Let a connection in, and cut the one that has to make room for it."""
+        loop = asyncio.get_running_loop()
+        phase = Phase.REQUEST if self._tls is None else Phase.HANDSHAKE
+        visitor, leaver = self._crowd.enter(host, phase, loop.time())
+        if leaver is not None:
+            self._tell_closed(CROWDED, leaver, self._crowd.limits.crowded_text())
+            leaver.cut()
+        visitor.cut = visitor.end = partial(_shut_down, connection)
+        opening = loop.create_task(self._open(server, connection, visitor))
+        self._opening[opening] = visitor
+        opening.add_done_callback(self._opening.pop)
+
+    async def _open(self, server: Server, connection: socket.socket, visitor: Visitor) -> None:
+        """Hand a connection to uvicorn, with TLS after the handshake."""
+        from dcp.server.admin.protocol import AdminProtocol
+
+        has_tls = self._tls is not None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: AdminProtocol(
+                    server.config,
+                    server.server_state,
+                    server.lifespan.state,
+                    crowd=self._crowd,
+                    visitor=visitor,
+                    on_refusal=self._refused,
+                ),
+                connection,
+                ssl=self._tls,
+                # The crowd's deadline comes first.
+                ssl_handshake_timeout=2 * self._crowd.limits.request_timeout_s if has_tls else None,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_S if has_tls else None,
+            )
+        except OSError:  # the handshake failed, or the client is gone
+            self._crowd.leave(visitor)
+
+    # -- connections that go -----------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """End what is overdue, of all ports of the crowd."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = loop.time()
+            for visitor in self._crowd.overdue(now_s):
+                if visitor.phase is not Phase.IDLE:  # which is the usual end of a connection
+                    self._tell_closed(LATE, visitor, self._crowd.limits.late_text(visitor.phase))
+                visitor.end()
+                self._crowd.moved(visitor, Phase.CLOSING, now_s)
+
+    def _tell_closed(self, kind: str, visitor: Visitor, why: str) -> None:
+        self._node.meter.admin_closed[kind] += 1
+        self._node.log_refusal("admin connection closed", visitor.host, reason=why)
+
+    def _refused(self, host: str, status: HTTPStatus, reason: str) -> None:
+        self._node.meter.admin_refusals[str(status.value)] += 1
+        self._node.log_refusal("admin request refused", host, status=status.value, reason=reason)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection that is not served yet: its handshake fails, and the loop closes it."""
+    with contextlib.suppress(OSError):  # the client closed it first
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,159 @@
+"""What the admin interface needs of a node, in small: for tests of its port and its application."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+import logging
+
+from dcp.server.access import Access
+from dcp.server.admin.view import CollectionsRefusedError
+from dcp.server.logging_setup import EventLog
+from dcp.server.meter import Meter
+from dcp.server.settings import Settings
+from dcp.session.faults import FaultError
+from vbucket.keyspace import BranchRefusedError
+from vbucket.kvenv import StoreDamagedError
+from vbucket.lifecycle import PurgeRefusedError
+
+GUEST = "guest:guest"
+CONFIG = {
+    "rev": 1,
+    "uuid": "00",
+    "bucketType": "membase",
+    "nodes": [{"hostname": "$HOST:8091", "ports": {"direct": 11210}}],
+    "vBucketServerMap": {"numReplicas": 0},
+}
+
+
+class SmallCollections:
+    """Takes note of what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def manifest(self):
+        return {"uid": "a", "scopes": []}
+
+    async def create_scope(self, scope):
+        self.told.append(("create", scope))
+        if scope == "taken":
+            raise CollectionsRefusedError(http.HTTPStatus.CONFLICT, "there is one already")
+        return 10
+
+    async def drop_scope(self, scope):
+        self.told.append(("drop", scope))
+        return 11
+
+    async def create_collection(self, scope, collection, max_ttl_s):
+        self.told.append(("create", scope, collection, max_ttl_s))
+        return 12
+
+    async def drop_collection(self, scope, collection):
+        self.told.append(("drop", scope, collection))
+        return 13
+
+
+class SmallOperations:
+    """Takes note of what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    async def branch(self, vb_id, at_seqno):
+        await asyncio.sleep(0)
+        if at_seqno == 6:
+            raise StoreDamagedError("a block of vb 5")
+        if at_seqno > 10:
+            raise BranchRefusedError(f"vb {vb_id} ends at seqno 10")
+        self.told.append((vb_id, at_seqno))
+        return {"vb": vb_id, "seqno": at_seqno}
+
+    async def failover(self, vb_id, lost_seqnos):
+        if lost_seqnos > 10:
+            raise BranchRefusedError("it has 10")
+        self.told.append(("failover", vb_id, lost_seqnos))
+        return {"vb": vb_id}
+
+    async def set_state(self, vb_id, state):
+        self.told.append((vb_id, state))
+        return {"state": state.name}
+
+    async def purge(self, vb_id, upto_seqno):
+        if upto_seqno == 10:
+            raise PurgeRefusedError("never the last")
+        self.told.append(("purge", vb_id, upto_seqno))
+        return {"purge_seqno": upto_seqno}
+
+    async def explain(self, vb_id, question):
+        self.told.append((vb_id, question))
+        return {"answer": "OK"}
+
+    def streams(self, choice):
+        self.told.append(choice)
+        return [{"name": "x"}]
+
+    def end_streams(self, choice, reason):
+        self.told.append((choice, reason))
+        return 0 if choice.name == "nobody" else 2
+
+    def limit_streams(self, choice, bytes_per_s):
+        self.told.append((choice, bytes_per_s))
+        return 1
+
+    def drop_connections(self, choice):
+        self.told.append(("drop", choice))
+        return 1
+
+    def faults(self):
+        return []
+
+    def set_fault(self, **rule):
+        self.told.append(rule)
+        if rule["delay_ms"] == 7:
+            raise FaultError("not 7")
+        return {"id": 1}
+
+    def clear_faults(self, fault_id=None):
+        self.told.append(("clear", fault_id))
+        return 0 if fault_id == 9 else 1
+
+
+class SmallNode:
+    """What the API needs of a node."""
+
+    def __init__(self, users, data):
+        self.users = users
+        self.access = Access(Settings(data=data, audit="off"), users, EventLog(logging.getLogger()))
+        self.is_ready = True
+        self.refusal_kind = ""
+        self.is_broken = False
+        self.operations = SmallOperations()
+        self.collections = SmallCollections()
+        self.version = (1, 1)
+        self.refusals = []
+        self.meter = Meter()
+
+    def status(self):
+        if self.is_broken:
+            raise KeyError("a fault")
+        return {"version": "test", "items": 3}
+
+    def metrics(self, *, by_vbucket):
+        return b"dcpd_vb 1\n" if by_vbucket else b"dcpd_items 3\n"
+
+    def users_changed(self):
+        pass
+
+    def bucket_config(self):
+        return json.dumps(CONFIG | {"rev": self.version[1]}).encode()
+
+    def global_config(self):
+        return b'{"nodesExt":[]}'
+
+    def config_version(self):
+        return self.version
+
+    def log_refusal(self, event, peer_host, **fields):
+        self.refusals.append((event, peer_host, fields.get("status"), fields["reason"]))
