@@ -35,7 +35,10 @@ WAITING_MAX: Final = 256
 """With 5 ms each on one core, the last one waits for 1.3 s: far less than handshake_timeout."""
 WAITING_PER_HOST_MAX: Final = 64
 NICENESS: Final = 10
-"""Of the threads: where cores are few, what serves clients that are logged in goes first."""
+"""How much nicer than the process its threads are: where cores are few, clients that are logged in
+go first."""
+NICENESS_MAX: Final = 19
+"""Linux knows no more."""
 
 Outcome = bool | None
 """Whether the password matches; None: it was not looked at, its user or address is blocked."""
@@ -158,4 +161,6 @@ class PasswordChecks:
 def _yield_to_others() -> None:
     """Let the threads of this pool run when nothing else wants to. Linux knows this of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + NICENESS, NICENESS_MAX))

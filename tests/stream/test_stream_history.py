@@ -202,7 +202,7 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
         hub=node.hub,
         meter=Meter(),
         committer=SimpleNamespace(kick=node.commit),
-        log_warning=lambda event, **fields: warnings.append(f"{event} {fields}"),
+        log=SimpleNamespace(warning=lambda event, **facts: warnings.append(f"{event} {facts}")),
     )
     work = Compaction(shell, Settings())
     set_all(node, writer, "abcd" * 4)
