@@ -28,12 +28,10 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping, 
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-import cbor2
-import google_crc32c
-
 from dcp.wire.opcode import Opcode
 from vbucket.block import Block, BlockDamagedError, block_key, find_frame
 from vbucket.device import UnknownFormatError
+from vbucket.document import check_document, pack_document, read_document
 from vbucket.due import rows_end
 from vbucket.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
 from vbucket.ids import NUM_VBUCKETS
@@ -50,6 +48,7 @@ from vbucket.kvenv import (
     KvEnv,
     KvReader,
     KvWrite,
+    StoreDamagedError,
     StoreFailedError,
 )
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
@@ -74,8 +73,6 @@ _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
-_CRC_BYTES: Final = 4
-_crc32c = google_crc32c.value
 
 
 Accepts = Callable[[bytes], bool]
@@ -195,19 +192,38 @@ class StoreView:
         """Return a key's newest version (a deletion too), None where there is none."""
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
-        return None if value is None else checked_meta(full_key, bytes(value))
+        if value is None:
+            self.check_absent(vb_id, key)
+            return None
+        return checked_meta(full_key, bytes(value))
 
     def meta_fields(self, vb_id: int, key: bytes) -> MetaFields | None:
-        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write."""
+        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write.
+
+        None is not checked: a damaged tree may lead past a record. `check_absent` tells.
+        """
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_fields(full_key, bytes(value))
+
+    def check_absent(self, vb_id: int, key: bytes) -> None:
+        """Raise StoreDamagedError where a key that was not found may be there all the same.
+
+        The look-up is right if the pages on its way are in order, and the records that it ended
+        between.
+        """
+        for full_key, value in self._reader.neighbours(BY_KEY_TABLE, _VB_PREFIXES[vb_id] + key):
+            checked_fields(full_key, bytes(value))
 
     def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of the keys whose newest version is a document; fast when they ascend."""
         prefix = _VB_PREFIXES[vb_id]
         records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
         check_records(records)
+        if len(records) < len(keys):
+            for key in keys:
+                if prefix + key not in records:
+                    self.check_absent(vb_id, key)
         return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
@@ -389,10 +405,7 @@ class StoreView:
 
     def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
         """Yield the blocks that reach into [start, end]. Raises when one is missing there."""
-        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, start_seqno))
-        is_first_known = found is None or int.from_bytes(found[0][:2], "big") != vb_id
-        first_key = block_key(vb_id, 0) if found is None or is_first_known else found[0]
-        last_seqno: int | None = 0 if is_first_known else None
+        first_key, last_seqno = self._before(vb_id, start_seqno, end_seqno)
         for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
             block = Block(key, value)
             if last_seqno is not None and block.seqno_before != last_seqno:
@@ -403,8 +416,9 @@ class StoreView:
         last_seqno = last_seqno or 0
         if last_seqno >= end_seqno:
             return
-        following = self._reader.first_at_or_after(BY_SEQNO_TABLE, _after(vb_id, end_seqno))
-        if following is not None and int.from_bytes(following[0][:2], "big") == vb_id:
+        stop = (vb_id + 1).to_bytes(2, "big")
+        following = next(self._reader.range(BY_SEQNO_TABLE, _after(vb_id, end_seqno), stop), None)
+        if following is not None:
             seqno_before = Block(*following).seqno_before
         else:
             record = self.partition(vb_id)
@@ -412,18 +426,33 @@ class StoreView:
         if seqno_before != last_seqno:
             raise missing_blocks(vb_id, last_seqno, seqno_before)
 
+    def _before(self, vb_id: int, start_seqno: int, end_seqno: int) -> tuple[bytes, int | None]:
+        """Return the key of the block to begin with, and the last seqno before it where that is
+        known.
+        """
+        first_key = block_key(vb_id, start_seqno)
+        try:
+            found = self._reader.last_at_or_before(BY_SEQNO_TABLE, first_key)
+        except StoreDamagedError:
+            # Where what comes next continues something below `start`, nothing that is wanted is on
+            # the damaged page.
+            stop = _after(vb_id, end_seqno)
+            following = next(self._reader.range(BY_SEQNO_TABLE, first_key, stop), None)
+            if following is None or Block(*following).seqno_before >= start_seqno:
+                raise
+            return following[0], None
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return block_key(vb_id, 0), 0
+        return found[0], None
+
     def _document(self, table: str, key: bytes) -> Any:
-        value = self._reader.get(table, key)
-        if value is None:
+        # Not `get`, which trusts the pages that it goes through.
+        found = self._reader.last_at_or_before(table, key)
+        if found is None or found[0] != key:
+            for beside, other in self._reader.neighbours(table, key):
+                check_document(table, beside, other)
             return None
-        value = bytes(value)
-        body = value[_CRC_BYTES:]
-        if value[:_CRC_BYTES] != _document_crc(table, key, body):
-            raise RecordDamagedError(
-                f"table {table} of the store, key {key.hex()}: the checksum does not match; check "
-                "the disk and restore a backup"
-            )
-        return cbor2.loads(body)
+        return read_document(table, key, found[1])
 
 
 class Store(StoreView):
@@ -537,13 +566,7 @@ def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
 
 
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
-    body = cbor2.dumps(document)
-    write.put(table, key, _document_crc(table, key, body) + body)
-
-
-def _document_crc(table: str, key: bytes, body: bytes) -> bytes:
-    crc: int = _crc32c(table.encode() + key + body)
-    return crc.to_bytes(_CRC_BYTES, "big")
+    write.put(table, key, pack_document(table, key, document))
 
 
 def _after(vb_id: int, end_seqno: int) -> bytes:
