@@ -55,7 +55,7 @@ from vbucket.engine import Engine
 from vbucket.expiry import Pager
 from vbucket.group import Group
 from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import StoreFailedError, StoreFullError
+from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.partition_map import PartitionMap, bucket_config, global_config
 from vbucket.store import STORE_FORMAT_VERSION
 from vbucket.view import Views
@@ -307,7 +307,9 @@ class Node:
         log = self.engine.partitions[vb_id].failover.to_document()
         try:
             await self._store_process.set_failover(vb_id, log)
-        except (StoreProcessDiedError, StoreFullError, StoreFailedError) as error:
+        except (
+            StoreProcessDiedError, StoreDamagedError, StoreFullError, StoreFailedError,
+        ) as error:  # fmt: skip
             # The next merge writes it; recovery reads it from the log.
             self._log.warning("failover log not yet in LMDB", vb_id=vb_id, reason=str(error))
 
