@@ -37,6 +37,7 @@ from dcp.server.setting_values import (
     size_text,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
+from vbucket.ids import CAS_DRIFT_NS
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
@@ -263,6 +264,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             100 * 365 * 86400,
         ),
     ] = 3 * 86400.0
+    cas_drift_max_s: Annotated[
+        float,
+        Option(
+            "How far ahead of this machine's clock a CAS from elsewhere may be (SET_WITH_META and "
+            "its kin); one that is further is refused.",
+            read_duration,
+            "TIME",
+            1,
+            86400,
+        ),
+    ] = CAS_DRIFT_NS / 1e9
     compact_interval_s: Annotated[
         float,
         Option(

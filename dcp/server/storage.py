@@ -56,6 +56,7 @@ class Storage:
                 item_cache_bytes=settings.item_cache_bytes,
             )
             opened.callback(self.store.close)
+            self.engine.cas_drift_ns = int(settings.cas_drift_max_s * 1e9)
             self._opened = opened.pop_all()
 
     @property

@@ -85,6 +85,7 @@ class SessionState:
         "flush_answer",
         "flush_damaged",
         "has_collections",
+        "has_fit_meta",
         "has_json",
         "has_mutation_tokens",
         "has_preserve_ttl",
@@ -166,6 +167,7 @@ class SessionState:
         self.has_mutation_tokens = False
         self.has_preserve_ttl = False
         self.has_put_frames = False
+        self.has_fit_meta = False
         self.has_xerror = False
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
