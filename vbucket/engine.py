@@ -422,6 +422,10 @@ class Engine(Keyspace):
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
 
+    def newest_meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
+        """Return what is known of a key's newest version, due or not; None: nothing."""
+        return self._newest_meta(self.partitions[vb_id], key)
+
     def _newest_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
         """Return what is known of a key's newest version, without its value; None: nothing."""
         entry: bytes | None = part.newest.get(key)

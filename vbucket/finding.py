@@ -27,10 +27,11 @@ class Kind(StrEnum):
     EXPIRY = "expiry"
     COUNT = "count"
     STRAY = "stray"
+    CAS = "cas"
 
 
-HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER})
-"""What a crash leaves behind and the next start clears away."""
+HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER, Kind.CAS})
+"""What a crash leaves behind and the next start clears away, and what is as it was written."""
 
 _RESTORE: Final = "check the disk, and restore the data folder from a backup"
 _BY_STREAM: Final = (
@@ -60,6 +61,7 @@ ADVICE: Final[dict[Kind, str]] = {
     ),
     Kind.COUNT: _REPORT,
     Kind.STRAY: _RESTORE,
+    Kind.CAS: "no data is damaged: dcpctl vb mend-cas, when the server runs",
 }
 
 

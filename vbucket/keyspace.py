@@ -53,7 +53,7 @@ from vbucket.manifest import (
     system_key,
 )
 from vbucket.merge import NODE_VB_ID, MergeReport, floor_and_purge
-from vbucket.partition import ABSENT, Partition, VbState
+from vbucket.partition import ABSENT, Mended, Partition, VbState
 from vbucket.presumed import PresumedDocuments
 from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
@@ -129,6 +129,7 @@ class Keyspace:
             part.purge_seqno = record.purge_seqno
             part.history_floor = record.history_floor
             part.max_cas = record.max_cas
+            part.mended = Mended(*record.mended) if record.mended else None
             part.item_count = record.item_count
             part.tally = Tally(record.tally)
             self.partitions.append(part)
@@ -580,6 +581,10 @@ class Keyspace:
             floor, purge = floor_and_purge(dict(document))
             part.history_floor = max(part.history_floor, floor)
             part.purge_seqno = max(part.purge_seqno, purge)
+        elif kind == "cas":
+            mended = document["mended"]
+            assert isinstance(mended, list)
+            self.partitions[vb_id].lower_cas(Mended(*mended))
         elif kind == "manifest":
             self._adopt_manifest(Manifest.from_document(document["manifest"]))
             self.committed_manifest = self.manifest

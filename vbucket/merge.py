@@ -43,9 +43,11 @@ from vbucket.key_record import (
 from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.manifest import Manifest, collection_of
+from vbucket.partition import Mended
 from vbucket.store import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
     STORE_FORMAT_VERSION,
     NodeRecord,
     PartitionRecord,
@@ -95,10 +97,13 @@ class _Stage:
 
     Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
     after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
-    `purged_seqno`: tombstones up to there may be missing in the store.
+    `purged_seqno`: tombstones up to there may be missing in the store. What the entries before
+    `cas_from` say of the highest CAS is in the record, or was taken back.
     """
 
-    __slots__ = ("entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id")
+    __slots__ = (
+        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
+    )  # fmt: skip
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
@@ -107,6 +112,12 @@ class _Stage:
         self.high_seqno = record.high_seqno
         self.trim_to: int | None = None
         self.entries: list[bytes] = []
+        self.cas_from = 0
+
+    def lower_cas(self, mended: list[int]) -> None:
+        """Go on with a lower CAS than there was."""
+        self.record = self.record._replace(max_cas=mended[1], mended=mended)
+        self.cas_from = len(self.entries)
 
     def roll_back(self, seqno: int) -> None:
         """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
@@ -117,10 +128,12 @@ class _Stage:
             max_cas=self.final_max_cas(),
             history_floor=min(self.record.history_floor, seqno),
             purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
+            mended=self.record.mended and list(Mended(*self.record.mended).cut(seqno)),
         )
         entries = self.entries
         while entries and seqno_of(entries[-1]) > seqno:
             entries.pop()
+        self.cas_from = len(entries)
 
     def final_high_seqno(self) -> int:
         """Return the partition's high seqno after this stage."""
@@ -128,7 +141,7 @@ class _Stage:
 
     def final_max_cas(self) -> int:
         """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max(map(_cas_of, self.entries), default=b"")
+        staged = max(map(_cas_of, self.entries[self.cas_from :]), default=b"")
         return max(self.record.max_cas, int.from_bytes(staged, "big"))
 
 
@@ -174,6 +187,8 @@ class _Staging:
                 history_floor=max(stage.record.history_floor, floor),
                 purge_seqno=max(stage.record.purge_seqno, purge),
             )
+        elif kind == "cas":
+            stage.lower_cas(document["mended"])
         elif kind == "failover":
             log = document["log"]
             if document.get("rollback_to") is not None:
@@ -216,8 +231,9 @@ def merge(
         node = view.node()
         if node is None:
             raise MergeRefusedError("the store was never created; create it before merging")
-        if node.format_version < STORE_FORMAT_VERSION:
+        if node.format_version < EXPIRY_FORMAT_VERSION:
             build_expiry_table(write)
+        if node.format_version < STORE_FORMAT_VERSION:
             node = node._replace(format_version=STORE_FORMAT_VERSION)
         staging = _Staging(view, node)
         merged_segment = _stage_segments(staging, segments, node.merged_segment)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Final, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -33,6 +33,20 @@ from vbucket.entry import seqno_of
 from vbucket.tally import Tally
 
 ABSENT: Final = b""
+
+
+class Mended(NamedTuple):
+    """What was said when a partition's highest CAS was lowered the last time: versions up to the
+    seqno may have a CAS above this one, and are older than the time.
+    """
+
+    seqno: int
+    cas: int
+    time_ns: int
+
+    def cut(self, seqno: int) -> Mended:
+        """Return it after a rollback."""
+        return self._replace(seqno=min(self.seqno, seqno))
 
 
 class VbState(IntEnum):
@@ -114,6 +128,7 @@ class Partition:
         "item_count",
         "last_group",
         "max_cas",
+        "mended",
         "merged_seqno",
         "newest",
         "older",
@@ -147,6 +162,7 @@ class Partition:
         """Writers are told to come back later: `hold_writes` says why."""
         self._holds = Hold(0)
         self.max_cas = 0
+        self.mended: Mended | None = None
         self.item_count = 0
         self.tally = Tally()
         self.last_group = 0
@@ -172,6 +188,10 @@ class Partition:
         """Begin or end holding writers back, as far as this reason goes."""
         self._holds = self._holds | why if is_held else self._holds & ~why
         self.is_backed_up = bool(self._holds)
+
+    def lower_cas(self, mended: Mended) -> None:
+        """Go on with a lower CAS than there was."""
+        self.max_cas, self.mended = mended.cas, mended
 
     def set_failover(self, failover: FailoverLog) -> None:
         """Take a failover log; its newest entry is the version from now on."""
@@ -214,6 +234,7 @@ class Partition:
             layer.cut_above(seqno)
         self.newest.update(restored)
         self.high_seqno = seqno
+        self.mended = self.mended and self.mended.cut(seqno)
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.persisted_seqno = min(self.persisted_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
@@ -231,6 +252,7 @@ class Partition:
         self.append_entry = self.active.entries.append
         self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
         self.history_floor = self.purge_seqno = 0
+        self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0
         self.tally = Tally()
         self.cut_seqno = 0

@@ -7,7 +7,7 @@
     by_key    vb + key            the key's newest version (vbucket.key_record)
     by_seqno  vb + first seqno    blocks of versions (vbucket.block)
     expiry    due + vb + key      when documents are due to expire (vbucket.due); stores of format
-                                  1 have none, the first merge makes it and the store format 2
+                                  1 have none, the first merge makes it
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
@@ -55,7 +55,10 @@ from vbucket.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.runs import RunBatch, run_of_block
 from vbucket.walks import Walks
 
-STORE_FORMAT_VERSION: Final = 2
+STORE_FORMAT_VERSION: Final = 3
+"""With partitions whose highest CAS was lowered."""
+EXPIRY_FORMAT_VERSION: Final = 2
+"""Stores of this format have an expiry table."""
 OLDEST_FORMAT_VERSION: Final = 1
 META_TABLE: Final = "meta"
 FAILOVER_TABLE: Final = "failover"
@@ -108,6 +111,9 @@ class PartitionRecord(NamedTuple):
     """Keys in by_key, deleted ones too."""
     compacted: list[int] | None = None
     """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
+    mended: list[int] | None = None
+    """vbucket.partition.Mended. Not in the document where it is None: stores of format 2 may be
+    written to before a merge makes them format 3."""
 
 
 class NodeRecord(NamedTuple):
@@ -537,6 +543,8 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
     """Write a partition's record, its failover log included."""
     key = vb_id.to_bytes(2, "big")
     document = record._asdict()
+    if record.mended is None:
+        del document["mended"]
     _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
     _put_document(write, STATE_TABLE, key, document)
 

@@ -19,13 +19,14 @@ import cbor2
 from failover.history import FailoverLog
 from vbucket.due import read_due
 from vbucket.finding import Finding, Kind
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.kvenv import KvReader, StoreDamagedError
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.partition import VbState
 from vbucket.store import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
     EXPIRY_TABLE,
     FAILOVER_TABLE,
     META_TABLE,
@@ -37,8 +38,6 @@ from vbucket.store import (
 from vbucket.verify_log import LogCheck
 from vbucket.verify_partition import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
 
-EXPIRY_FORMAT_VERSION: Final = 2
-"""Stores of this format have an expiry table."""
 _UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
 """What a record raises whose checksum is right and whose document is not one of ours."""
 
@@ -64,13 +63,16 @@ class StoreCheck:
         vb_ids: Iterable[int] = range(NUM_VBUCKETS),
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[Progress], None] = lambda _: None,
+        cas_max: int = SEQNO_MAX,
     ) -> None:
+        """`cas_max`: a higher CAS is too far ahead."""
         self._reader = reader
         self._view = StoreView(reader)
         self._segments = segments
         self._read_segment = read_segment
         self._vb_ids = list(vb_ids)
         self._slice_keys = slice_keys
+        self._cas_max = cas_max
         self._on_progress = on_progress
         self._records: dict[int, PartitionRecord] = {}
         self.progress = Progress(0, 0, 0, 0)
@@ -141,6 +143,7 @@ class StoreCheck:
                     manifest,
                     has_expiry_rows=has_expiry_rows,
                     slice_keys=self._slice_keys,
+                    cas_max=self._cas_max,
                     on_progress=self._within_partition,
                 )
                 yield from check.findings()

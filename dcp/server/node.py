@@ -65,6 +65,7 @@ TICK_S: Final = 0.25
 DROP_SLICE_VBUCKETS: Final = 8
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
 DRAIN_S: Final = 5.0
+FORMAT_WAIT_S: Final = 0.1
 
 
 class Node:
@@ -349,6 +350,14 @@ class Node:
                 await self._merge_ended.wait()
             if self.engine.merged_group < group:
                 self.engine.merge_soon()  # that merge had begun before
+
+    async def until_store_format(self) -> None:
+        """Return when the store has this program's format: older programs refuse the folder then,
+        and need not understand what is new in its log.
+        """
+        while self._storage.node.format_version < STORE_FORMAT_VERSION:
+            await self.merge_now()
+            await self.wait_for_merge(FORMAT_WAIT_S)
 
     def _rotated(self, segment: int) -> None:
         self._spawn(self._merge(segment))

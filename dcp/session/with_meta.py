@@ -92,9 +92,8 @@ class WithMetaCommands:
             or not 0 < rev_seqno <= REV_SEQNO_MAX or not 0 < meta_cas < CAS_SPECIAL
         ):  # fmt: skip
             known = _OPTIONS | FIT_META * state.has_fit_meta
-            problem = _problem_of(
-                options, known, rev_seqno, meta_cas, value_bytes, datatype, is_removal=is_removal
-            )
+            numbers = rev_seqno, meta_cas, value_bytes, datatype
+            problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
                 documents.refuse(opcode, opaque, Status.EINVAL, problem)
                 return

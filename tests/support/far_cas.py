@@ -1,4 +1,4 @@
-"""A data folder as an older server left it, which took any CAS below 2^63 and any revision of 48 bits,
+"""A data folder as an older server left it. It took any CAS below 2^63 and any revision of 48 bits,
 and went on from there itself.
 """
 
