@@ -42,6 +42,8 @@ COMPILED: Final = (
     "vbucket/key_record.py",
     "vbucket/keyspace.py",
     "vbucket/kvenv_lmdb.py",
+    "vbucket/lmdb_file.py",
+    "vbucket/lmdb_pages.py",
     "vbucket/log.py",
     "vbucket/merge.py",
     "vbucket/partition.py",

@@ -51,7 +51,7 @@ from vbucket.manifest import (
     system_key,
 )
 from vbucket.merge import NODE_VB_ID, MergeReport
-from vbucket.partition import ABSENT, Hold, Partition, VbState
+from vbucket.partition import ABSENT, Hold, Mended, Partition, VbState
 from vbucket.runs import RunBatch
 from vbucket.store import Accepts, FrameBatch, Store
 from vbucket.tally import Tally
@@ -125,6 +125,7 @@ class Keyspace:
             part.purge_seqno = record.purge_seqno
             part.history_floor = record.history_floor
             part.max_cas = record.max_cas
+            part.mended = Mended(*record.mended) if record.mended else None
             part.item_count = record.item_count
             part.tally = Tally(record.tally)
             self.partitions.append(part)

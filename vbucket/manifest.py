@@ -27,7 +27,11 @@ SYSTEM_COLLECTION: Final = 1
 """Collection id of system events' own keys."""
 FIRST_FREE_ID: Final = 8
 ID_MAX: Final = 0xFFFF_FFFF
+"""Of scopes and collections: what a key's prefix and a system event have room for."""
 UID_MAX: Final = 2**64 - 1
+"""Of manifests: what a system event has room for."""
+SET_UID_MAX: Final = 2**63 - 1
+"""Of manifests that are set whole: changes go on from there, and have room for as many again."""
 LEB128_BYTES_MAX: Final = 5
 MAX_TTL_S_MAX: Final = 2**31 - 1
 COLLECTIONS_MAX: Final = 1200
@@ -180,8 +184,9 @@ class Manifest(NamedTuple):
             raise NameTakenError(f'Scope with name "{name}" already exists')
         if len(self.scopes) >= COLLECTIONS_MAX:
             raise ManifestError(f"there are {len(self.scopes)} scopes, the limit; drop one first")
+        _check_free("scope", self.next_scope_id)
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             scopes={**self.scopes, self.next_scope_id: name},
             next_scope_id=self.next_scope_id + 1,
         )
@@ -198,9 +203,10 @@ class Manifest(NamedTuple):
             raise ManifestError(
                 f"there are {len(self.collections)} collections, the limit; drop one first"
             )
+        _check_free("collection", self.next_collection_id)
         item = Collection(self.next_collection_id, name, scope_id, max_ttl_s)
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             collections={**self.collections, item.collection_id: item},
             next_collection_id=item.collection_id + 1,
         )
@@ -216,7 +222,7 @@ class Manifest(NamedTuple):
         if collection_id == DEFAULT_COLLECTION:
             raise ManifestError("the default collection cannot be dropped")
         kept = {key: item for key, item in self.collections.items() if key != collection_id}
-        return self._replace(uid=self.uid + 1, collections=kept)
+        return self._replace(uid=self._next_uid(), collections=kept)
 
     def drop_scope(self, name: str) -> Manifest:
         """Return the manifest without a scope and all that is in it. Raises ManifestError."""
@@ -224,12 +230,20 @@ class Manifest(NamedTuple):
         if scope_id == DEFAULT_SCOPE:
             raise ManifestError("the default scope cannot be dropped")
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             scopes={key: known for key, known in self.scopes.items() if key != scope_id},
             collections={
                 key: item for key, item in self.collections.items() if item.scope_id != scope_id
             },
         )
+
+    def _next_uid(self) -> int:
+        if self.uid >= UID_MAX:
+            raise ManifestError(
+                f"the manifest has uid {self.uid:x}, the highest; it cannot be changed any more. "
+                "Move the data into a new folder with a backup"
+            )
+        return self.uid + 1
 
     def _known_scope(self, name: str) -> int:
         scope_id = self.scope_id(name) if name else None
@@ -306,7 +320,7 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
     if len(set(scopes.values())) != len(document["scopes"]):
         raise InvalidManifestError("a manifest names a scope twice")
     ttls = [item.max_ttl_s for item in items]
-    limits = ((uid, UID_MAX), *((key, ID_MAX) for key in (*scopes, *collections)))
+    limits = ((uid, SET_UID_MAX), *((key, ID_MAX) for key in (*scopes, *collections)))
     if not all(
         0 <= number <= top for number, top in (*limits, *((s, MAX_TTL_S_MAX) for s in ttls))
     ):
@@ -329,6 +343,15 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
     if after != before:
         _check_successor(before, after)
     return after
+
+
+def _check_free(what: str, number: int) -> None:
+    """Raise ManifestError where no id is left for a new scope or collection."""
+    if number > ID_MAX:
+        raise ManifestError(
+            f"there is no {what} id left: a manifest was set that has the highest one. Move the "
+            "data into a new folder with a backup"
+        )
 
 
 def _check_successor(before: Manifest, after: Manifest) -> None:

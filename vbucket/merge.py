@@ -47,8 +47,9 @@ from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
 from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.log_end import LogEnd
 from vbucket.manifest import Manifest, collection_of
+from vbucket.partition import Mended
 from vbucket.quarantine import Quarantined, kept_segments
-from vbucket.store import StoreView
+from vbucket.store import StoreView, missing_blocks
 from vbucket.store_records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
@@ -117,10 +118,13 @@ class _Stage:
 
     Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
     after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
-    `purged_seqno`: tombstones up to there may be missing in the store.
+    `purged_seqno`: tombstones up to there may be missing in the store. What the entries before
+    `cas_from` say of the highest CAS is in the record, or was taken back.
     """
 
-    __slots__ = ("entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id")
+    __slots__ = (
+        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
+    )  # fmt: skip
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
@@ -129,6 +133,12 @@ class _Stage:
         self.high_seqno = record.high_seqno
         self.trim_to: int | None = None
         self.entries: list[bytes] = []
+        self.cas_from = 0
+
+    def lower_cas(self, mended: list[int]) -> None:
+        """Go on with a lower CAS than there was."""
+        self.record = self.record._replace(max_cas=mended[1], mended=mended)
+        self.cas_from = len(self.entries)
 
     def roll_back(self, seqno: int) -> None:
         """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
@@ -139,10 +149,12 @@ class _Stage:
             max_cas=self.final_max_cas(),
             history_floor=min(self.record.history_floor, seqno),
             purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
+            mended=self.record.mended and list(Mended(*self.record.mended).cut(seqno)),
         )
         entries = self.entries
         while entries and seqno_of(entries[-1]) > seqno:
             entries.pop()
+        self.cas_from = len(entries)
 
     def final_high_seqno(self) -> int:
         """Return the partition's high seqno after this stage."""
@@ -150,7 +162,7 @@ class _Stage:
 
     def final_max_cas(self) -> int:
         """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max(map(_cas_of, self.entries), default=b"")
+        staged = max(map(_cas_of, self.entries[self.cas_from :]), default=b"")
         return max(self.record.max_cas, int.from_bytes(staged, "big"))
 
 
@@ -225,6 +237,8 @@ class _Staging:
                 history_floor=max(stage.record.history_floor, floor),
                 purge_seqno=max(stage.record.purge_seqno, purge),
             )
+        elif kind == "cas":
+            stage.lower_cas(document["mended"])
         elif kind == "failover":
             log = document["log"]
             if document.get("rollback_to") is not None:
@@ -401,6 +415,8 @@ def _merge_partition(
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
+    if stage.trim_to is None and last_seqno != record.last_seqno:
+        raise missing_blocks(vb_id, last_seqno, record.last_seqno)
     if any(map(_first_of, newest)):
         _note(tally, manifest, entries, last_seqno)
     tally.forget(manifest.collections)

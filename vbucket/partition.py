@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from enum import Enum, IntEnum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -33,6 +33,20 @@ from vbucket.entry import seqno_of
 from vbucket.tally import Tally
 
 ABSENT: Final = b""
+
+
+class Mended(NamedTuple):
+    """What was said when a partition's highest CAS was lowered the last time: versions up to the
+    seqno may have a CAS above this one, and are older than the time.
+    """
+
+    seqno: int
+    cas: int
+    time_ns: int
+
+    def cut(self, seqno: int) -> Mended:
+        """Return it after a rollback."""
+        return self._replace(seqno=min(self.seqno, seqno))
 
 
 class VbState(IntEnum):
@@ -116,6 +130,7 @@ class Partition:
         "item_count",
         "last_group",
         "max_cas",
+        "mended",
         "merged_seqno",
         "newest",
         "older",
@@ -150,6 +165,7 @@ class Partition:
         self.holds: dict[object, str] = {}
         """Who holds writers back (a `Hold`, or a takeover) -> what writers are told."""
         self.max_cas = 0
+        self.mended: Mended | None = None
         self.item_count = 0
         self.tally = Tally()
         self.last_group = 0
@@ -180,6 +196,10 @@ class Partition:
         """End what this holder began; nothing happens where it holds nobody back."""
         self.holds.pop(holder, None)
         self.is_backed_up = bool(self.holds)
+
+    def lower_cas(self, mended: Mended) -> None:
+        """Go on with a lower CAS than there was."""
+        self.max_cas, self.mended = mended.cas, mended
 
     def set_failover(self, failover: FailoverLog) -> None:
         """Take a failover log; its newest entry is the version from now on."""
@@ -234,6 +254,7 @@ class Partition:
             layer.cut_above(seqno)
         self.newest.update(restored)
         self.high_seqno = seqno
+        self.mended = self.mended and self.mended.cut(seqno)
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.persisted_seqno = min(self.persisted_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
@@ -251,6 +272,7 @@ class Partition:
         self.append_entry = self.active.entries.append
         self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
         self.history_floor = self.purge_seqno = 0
+        self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0
         self.tally = Tally()
         self.cut_seqno = 0

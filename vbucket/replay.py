@@ -15,7 +15,7 @@ from vbucket.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, hea
 from vbucket.keyspace import MUTATION
 from vbucket.manifest import Manifest
 from vbucket.merge import floor_and_purge
-from vbucket.partition import VbState
+from vbucket.partition import Mended, VbState
 from vbucket.presumed import PresumedDocuments
 from vbucket.store import Store
 
@@ -85,6 +85,10 @@ class Replay:
             floor, purge = floor_and_purge(dict(document))
             part.history_floor = max(part.history_floor, floor)
             part.purge_seqno = max(part.purge_seqno, purge)
+        elif kind == "cas":
+            mended = document["mended"]
+            assert isinstance(mended, list)
+            engine.partitions[vb_id].lower_cas(Mended(*mended))
         elif kind == "manifest":
             engine.replay_manifest(Manifest.from_document(document["manifest"]))
         else:

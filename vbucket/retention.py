@@ -271,8 +271,9 @@ class _Look:
         after_seqno = min(record.history_floor, record.last_seqno)
         before_ns = self.now_ns - windows.history_ns
         floor = seqno_at(
-            self._view, self.vb_id, record.last_seqno, before_ns, after_seqno=after_seqno
-        )
+            self._view, self.vb_id, record.last_seqno, before_ns,
+            after_seqno=after_seqno, mended=record.mended,
+        )  # fmt: skip
         return max(floor, record.history_floor)
 
     def _floor_by_bytes(self) -> int:
@@ -316,7 +317,10 @@ class _Look:
         limit = last_seqno
         if self.windows.purge_age_ns:
             before_ns = self.now_ns - self.windows.purge_age_ns
-            limit = min(last_seqno, seqno_at(view, self.vb_id, record.last_seqno, before_ns))
+            made = seqno_at(
+                view, self.vb_id, record.last_seqno, before_ns, mended=record.mended
+            )  # fmt: skip
+            limit = min(last_seqno, made)
         if limit <= self._done_purge + (0 if is_forced else worth):
             return 0
         seqnos = [
@@ -341,12 +345,21 @@ def _worth(keys: int) -> int:
 
 
 def seqno_at(
-    view: StoreView, vb_id: int, last_seqno: int, cas_max: int, *, after_seqno: int = 0
+    view: StoreView,
+    vb_id: int,
+    last_seqno: int,
+    cas_max: int,
+    *,
+    after_seqno: int = 0,
+    mended: list[int] | None = None,
 ) -> int:
     """Return the last version in (after, last] that was made at or before a time, `after_seqno`
-    where there is none. `cas_max` is nanoseconds since the Unix epoch.
+    where there is none. `cas_max` is nanoseconds since the Unix epoch; `mended` the record's.
     """
-    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=after_seqno)
+    first = after_seqno
+    if mended and mended[2] <= cas_max:
+        first = max(first, min(mended[0], last_seqno))
+    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=first)
     block = view.block_at(vb_id, before) if before > after_seqno else None
     return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
 

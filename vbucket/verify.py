@@ -19,7 +19,7 @@ import cbor2
 from failover.history import FailoverLog
 from vbucket.due import read_due
 from vbucket.finding import Finding, Kind
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
 from vbucket.kvenv import KvReader, StoreDamagedError
 from vbucket.log_end import LogEnd, read_marks
 from vbucket.manifest import INITIAL_MANIFEST, Manifest
@@ -69,7 +69,9 @@ class StoreCheck:
         vb_ids: Iterable[int] = range(NUM_VBUCKETS),
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[Progress], None] = lambda _: None,
+        cas_max: int = SEQNO_MAX,
     ) -> None:
+        """`cas_max`: a higher CAS is too far ahead."""
         self._reader = reader
         self._view = StoreView(reader)
         self._segments = segments
@@ -77,6 +79,7 @@ class StoreCheck:
         self._marks = marks
         self._vb_ids = list(vb_ids)
         self._slice_keys = slice_keys
+        self._cas_max = cas_max
         self._on_progress = on_progress
         self._records: dict[int, PartitionRecord] = {}
         self.progress = Progress(0, 0, 0, 0)
@@ -173,6 +176,7 @@ class StoreCheck:
                     manifest,
                     has_expiry_rows=has_expiry_rows,
                     slice_keys=self._slice_keys,
+                    cas_max=self._cas_max,
                     on_progress=self._within_partition,
                 )
                 yield from check.findings()

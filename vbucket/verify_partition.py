@@ -27,9 +27,11 @@ from vbucket.block import Block, BlockDamagedError, block_key
 from vbucket.due import due_item
 from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
 from vbucket.finding import Finding, Kind
+from vbucket.ids import SEQNO_MAX
 from vbucket.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
 from vbucket.kvenv import KvReader, StoreDamagedError
 from vbucket.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
+from vbucket.partition import Mended
 from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE, PartitionRecord
 from vbucket.tally import Tally
 
@@ -51,6 +53,8 @@ _SEQNO: Final = Struct(">24xQ").unpack_from
 _EXPIRY: Final = slice(30, 34)
 """Of a by_key record."""
 _NEVER: Final = bytes(4)
+_CAS: Final = slice(2, 10)
+"""Of a by_key record."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _crc32c = google_crc32c.value
 
@@ -68,6 +72,7 @@ class PartitionCheck:
         has_expiry_rows: bool = True,
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
+        cas_max: int = SEQNO_MAX,
     ) -> None:
         self._reader = reader
         self._vb_id = vb_id
@@ -87,6 +92,11 @@ class PartitionCheck:
         self._live: Counter[int] = Counter()
         """Collection id -> documents."""
         self._max_cas = 0
+        self._mended = Mended(*record.mended) if record.mended else Mended(0, 0, 0)
+        self._cas_max = cas_max
+        self._cas_limit = cas_max.to_bytes(8, "big")
+        self._keys_ahead = 0
+        """Keys whose newest version has a CAS that is too far ahead."""
         self._other_high_seqno = 0
         self._collection_seqnos: dict[int, int] = {}
         self._defaults_in_run = 0
@@ -116,6 +126,12 @@ class PartitionCheck:
         except StoreDamagedError as error:
             yield Finding(Kind.PAGES, self._where, str(error))
             return
+        if self._record.max_cas > self._cas_max or self._keys_ahead:
+            yield self._found(
+                Kind.CAS,
+                f"{self._keys_ahead} keys have a CAS that is too far ahead of the clock; the "
+                f"highest of the partition is {self._record.max_cas}",
+            )
         if not self._unknown and not self._told.keys() & {Kind.KEY_RECORD, Kind.KEY_LOST, Kind.GAP}:
             yield from self._counts()
 
@@ -236,7 +252,8 @@ class PartitionCheck:
         if (vb_id, found) != (self._vb_id, seqno):
             return f"says that it is vb {vb_id}, seqno {found}"
         if cas > self._max_cas and opcode != _SYSTEM_EVENT:
-            self._max_cas = cas
+            is_mended = seqno <= self._mended.seqno and cas > self._mended.cas
+            self._max_cas = self._max_cas if is_mended else cas
         return ""
 
     def _note(self, key: bytes, seqno: int) -> None:
@@ -267,6 +284,7 @@ class PartitionCheck:
             if reader.get(BY_KEY_TABLE, full_key) != value:
                 what = f"key {key!r} stands in by_key, but a look-up does not find it"
                 yield self._found(Kind.KEY_LOST, what)
+            self._keys_ahead += value[_CAS] > self._cas_limit
             if value[_EXPIRY] != _NEVER and (problem := self._lacks_row(full_key, value)):
                 yield self._found(Kind.EXPIRY, f"key {key!r}: {problem}")
             if head is not None and by_key_item(prefix, key, _NO_PREFIX + head)[1] == value:

@@ -76,7 +76,9 @@ class Versions:
         if entry is None:
             self._item_cache.misses += 1
             fields = self._store.meta_fields(part.vb_id, key)
-            if fields is not None and fields[0] == MUTATION:
+            if fields is None:
+                self._store.check_absent(part.vb_id, key)
+            elif fields[0] == MUTATION:
                 entry = self._store.entry_of_key(part.vb_id, key, fields)
                 if entry is not None:
                     self._item_cache.add(part, key, entry)

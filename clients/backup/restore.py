@@ -2,7 +2,8 @@
 
     Reader -> newest versions, in seqno order -> Loader -> X_PUT_FRAMES -> Link
 
-Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes.
+Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes. A
+CAS that is too far ahead of the server's clock is replaced by one of its own, and counted.
 The server decides conflicts: a document or deletion that it has wins by a higher revision, or the
 same and a CAS that is not lower (`force`: the archive's wins always). What the archive does not
 know stays. So a restore can simply be run again.
@@ -65,6 +66,9 @@ class RestoreReport(NamedTuple):
     written: int
     kept_newer: int
     """Documents where the server's own version won."""
+    replaced_cas: int
+    """Documents and deletions that have a CAS of the server's own: theirs was too far ahead of its
+    clock."""
     refused: dict[int, tuple[int, str]]
     """Status -> how many were refused for good, and the first of them in words."""
     created: tuple[str, ...]
@@ -167,8 +171,8 @@ class Restore:
         plan = self._counts.plan(self.runs, self._names)
         lost = writer.kept_newer + sum(writer.refused.values())
         return RestoreReport(
-            plan, plan.documents + plan.deletions - lost, writer.kept_newer, refused, created,
-            time.monotonic() - began_s,
+            plan, plan.documents + plan.deletions - lost, writer.kept_newer, writer.replaced_cas,
+            refused, created, time.monotonic() - began_s,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------

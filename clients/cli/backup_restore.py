@@ -62,8 +62,9 @@ def with_point(command: _F) -> _F:
     "restore",
     help=help_text(
         "Bring an archive back into a server, as of a run, a time or seqnos. Documents keep flags,"
-        " expiry, revision and CAS. What the server has newer, by revision and CAS, stays, unless"
-        " --force; what the archive does not know stays too.",
+        " expiry, revision and CAS; a CAS that is too far ahead of the server's clock is replaced."
+        " What the server has newer, by revision and CAS, stays, unless --force; what the archive"
+        " does not know stays too.",
         "dcpctl backup restore --archive backups --dry-run",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
         "dcpctl --server other:11210 backup restore --archive backups --run 3",
@@ -232,7 +233,8 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
         is_whole = not plan.damages and not report.refused
         document |= {
             "result": "restored" if is_whole else "partial", "written": report.written,
-            "kept_newer": report.kept_newer, "created": list(report.created),
+            "kept_newer": report.kept_newer, "replaced_cas": report.replaced_cas,
+            "created": list(report.created),
             "refused": {
                 f"0x{status:02x}": {"count": count, "first": text}
                 for status, (count, text) in report.refused.items()
@@ -256,6 +258,11 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
         )
         if report.kept_newer:
             lines.append(f"  {report.kept_newer} are the same or newer on the server: kept")
+        if report.replaced_cas:
+            lines.append(
+                f"  {report.replaced_cas} have a CAS of the server's own: theirs was too far ahead"
+                " of its clock"
+            )
         lines += [f"  created collection {path}" for path in report.created]
         for count, text in report.refused.values():
             lines.append(f"  {count} refused: {text}")

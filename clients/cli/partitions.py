@@ -101,6 +101,7 @@ def status(*, target: Target) -> None:
         "connections": _number(stats, "curr_connections"),
         "producers": _number(stats, "ep_dcp_producers"),
         "streams": _number(stats, "ep_dcp_streams"),
+        "cas_ahead": _number(stats, "ep_cas_ahead_vbuckets"),
     }
     mode = _table_or_plain(target)
     if mode == "json":

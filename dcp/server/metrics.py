@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from dcp.server.folder import log_path, store_path
 from dcp.server.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operations import lag_of
+from dcp.server.stats import cas_ahead
 from vbucket.keyspace import OVERFULL
 from vbucket.partition import VbState
 
@@ -165,6 +166,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_vbuckets", "gauge", "", ("state",),
         "Partitions by state.", "dead or pending above 0: no writes there", _states,
+    ),
+    MetricSpec(
+        "dcpd_cas_ahead_vbuckets", "gauge", "", (),
+        "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
+        "above 0: dcpctl vb mend-cas, unless the clock was set back a moment ago",
+        _one(lambda node: len(cas_ahead(node))),
     ),
     MetricSpec(
         "dcpd_connections", "gauge", "", (),

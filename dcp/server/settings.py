@@ -25,6 +25,7 @@ from dcp.server.setting_values import (
     read_size,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
+from vbucket.ids import CAS_DRIFT_NS
 
 BUFFERED_VALUES_MIN: Final = 2
 """Longest values that the buffers of all connections hold at least."""
@@ -239,6 +240,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             100 * 365 * 86400,
         ),
     ] = 3 * 86400.0
+    cas_drift_max_s: Annotated[
+        float,
+        Option(
+            "How far ahead of this machine's clock a CAS from elsewhere may be (SET_WITH_META and "
+            "its kin); one that is further is refused.",
+            read_duration,
+            "TIME",
+            1,
+            86400,
+        ),
+    ] = CAS_DRIFT_NS / 1e9
     compact_interval_s: Annotated[
         float,
         Option(

@@ -75,6 +75,7 @@ class Storage:
             if self.loss is not None:
                 write_receipt(self.folder.path, self.loss)
             self.has_begun = False
+            self.engine.cas_drift_ns = int(settings.cas_drift_max_s * 1e9)
             self._opened = opened.pop_all()
 
     def tell(self, log: EventLog) -> None:

@@ -32,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -298,7 +299,7 @@ class StoreWork:
         try:
             result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
-            return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
+            return _refusal(request, error)
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> MergeReport:
@@ -373,14 +374,28 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     end_without_parent()  # it may have died before the line above
     os.nice(nice)
-    env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
-    work = StoreWork(env, log_path(data_path), end_without_parent)
+    try:
+        env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
+    except tuple(_ERRORS.values()) as error:
+        _serve(partial(_refusal, error=error))
+        return
+    _serve(StoreWork(env, log_path(data_path), end_without_parent).handle)
+    env.close()
+
+
+def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests until stdin ends."""
     stdin, replies = sys.stdin.buffer, _Replies(sys.stdout.buffer)
     while (request := _read_message(stdin)) is not None:
         with replies.beating():
-            reply = work.handle(request)
+            reply = handle(request)
         replies.send(reply)
-    env.close()
+
+
+def _refusal(request: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """Return the reply that says why a request was not done."""
+    name = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    return {"id": request["id"], "error": name, "text": str(error)}
 
 
 class _Replies:

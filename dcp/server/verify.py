@@ -38,6 +38,7 @@ from dcp.server.folder import (
 from vbucket.device import UnknownFormatError
 from vbucket.device_files import read_mark_slots, read_segment, segments_in
 from vbucket.finding import Finding, Kind
+from vbucket.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
 from vbucket.kvenv import StoreDamagedError, StoreFailedError
 from vbucket.kvenv_lmdb import LmdbFile
 from vbucket.log import LogDamagedError
@@ -170,6 +171,7 @@ def check_tables(data_path: Path) -> int:
         lambda n: _segment(log_folder, n),
         marks=_marks(log_folder),
         on_progress=tell,
+        cas_max=time.time_ns() + CAS_DRIFT_NS + CAS_AHEAD_NS,
     )
     try:
         for finding in check.findings():

@@ -86,6 +86,7 @@ class ConnectionCommands:
         state.has_json = int(Feature.JSON in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted
+        state.has_fit_meta = Feature.X_FIT_META in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
         state.has_xerror = Feature.XERROR in granted
         state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))

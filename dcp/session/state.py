@@ -97,6 +97,7 @@ class SessionState:
         "flush",
         "flush_answers",
         "has_collections",
+        "has_fit_meta",
         "has_json",
         "has_mutation_tokens",
         "has_preserve_ttl",
@@ -187,7 +188,8 @@ class SessionState:
         self.hashes_keys = True
         """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
         self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_put_frames = self.has_xerror = False
+        self.has_preserve_ttl = self.has_xerror = False
+        self.has_put_frames = self.has_fit_meta = False
         self.has_json = 0
         """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
         self.producer: Producer | None = None

@@ -60,6 +60,15 @@ PUT_FRAMES_REQUEST: Final = Struct(">II")
 """Options, number of frames."""
 PUT_FRAMES_ANSWER: Final = Struct(">II")
 """Frames that were applied, frames that lost against what was there."""
+PUT_FRAMES_FITTED_ANSWER: Final = Struct(">III")
+"""The same with option FIT_META: and frames that were given another CAS."""
+FIT_META: Final = 0x0100_0000
+"""Option of SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES, an extension (HELLO 0xdc02): what is
+beyond the server's bounds is made to fit them. A CAS that is too far ahead is replaced by one of
+the server's own, and then the revision alone decides conflicts; a revision is lowered to the
+highest."""
+CAS_SPECIAL: Final = 2**64 - 1
+"""Not a CAS of a document, like 0: kv_engine tells a locked document by it."""
 PUT_FRAMES_REFUSED: Final = Struct(">IH")
 """Index of a frame, its status."""
 

@@ -7,7 +7,7 @@ checksum of a record can tell) at random, in a real file: `scripts/soak flip` in
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,7 @@ from vbucket.verify import StoreCheck
 from vbucket.verify_log import KnownEnds, LogCheck
 
 VBS = (3, 4)
-LMDB_FLIPS = 300
+LMDB_DAMAGES = 300
 
 
 class SomeLog:
@@ -218,10 +218,13 @@ def test_every_byte_of_a_key(
                 assert found == right or isinstance(found, type) or is_lost, f"{key!r}, byte {at}"
 
 
-def test_bits_of_lmdb_pages(tmp_path: Path) -> None:
-    """Never a wrong answer, no crash without a name; and the check names all that is not right."""
+@pytest.mark.parametrize("damages", [flip.flips, flip.bad_pages])
+def test_damaged_lmdb_pages(
+    tmp_path: Path, damages: Callable[[bytes, random.Random], Iterator[flip.Damage]]
+) -> None:
+    """What is read is right or refused in words, without a crash; the check names what is wrong."""
     seed = random.Random().getrandbits(32)
-    results = list(flip.run(tmp_path, seed, LMDB_FLIPS))
+    results = list(flip.run(tmp_path, seed, LMDB_DAMAGES, damages))
     assert [flip.problem_of(result) for result in results if flip.problem_of(result)] == [], seed
-    assert len({result.flip.page_class for result in results}) == len(flip.CLASSES)
+    assert len({result.damage.page_class for result in results}) == len(flip.CLASSES)
     assert any(result.outcome == flip.Outcome.REFUSED for result in results)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from vbucket.manifest import (
     ID_MAX,
     INITIAL_MANIFEST,
+    SET_UID_MAX,
     SYSTEM_COLLECTION,
+    UID_MAX,
     InvalidManifestError,
     Manifest,
     ManifestError,
@@ -127,6 +129,32 @@ def test_longest_names_and_limits_hold() -> None:
 
 
 # -- forms -----------------------------------------------------------------------------------------
+
+
+def test_the_highest_numbers_are_refused_in_words() -> None:
+    """None of them leads to a manifest whose events have no room for them."""
+    document = HOTELS.json()
+    with pytest.raises(InvalidManifestError, match="out of range"):
+        manifest_from_json(HOTELS, document | {"uid": f"{SET_UID_MAX + 1:x}"})
+    high = manifest_from_json(HOTELS, document | {"uid": f"{SET_UID_MAX:x}"})
+    after = high.drop_collection("inventory", "hotel").create_scope("next")
+    assert [len(event.value()) for event in events_between(high, after)]
+    last = HOTELS._replace(uid=UID_MAX)
+    for change in (
+        lambda: last.create_scope("s"),
+        lambda: last.create_collection("inventory", "c"),
+        lambda: last.drop_collection("inventory", "hotel"),
+        lambda: last.drop_scope("inventory"),
+    ):
+        with pytest.raises(ManifestError, match="the highest"):
+            change()
+    full = HOTELS._replace(next_scope_id=ID_MAX, next_collection_id=ID_MAX)
+    full = full.create_scope("last").create_collection("last", "one")
+    assert [len(event.value()) for event in events_between(HOTELS, full)]
+    with pytest.raises(ManifestError, match="no scope id left"):
+        full.create_scope("more")
+    with pytest.raises(ManifestError, match="no collection id left"):
+        full.create_collection("last", "more")
 
 
 def test_json_has_ids_in_hexadecimal() -> None:
