@@ -39,15 +39,15 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log_writer import LogWriter
-from vbucket.merge import merge
-from vbucket.recovery import new_partitions
-from vbucket.store import Store
-from vbucket.store_records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.engine.engine import Engine
+from vbucket.engine.startup import new_partitions
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.writer import LogWriter
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 BATCH: Final = 64
 GROUP_BATCHES: Final = 8

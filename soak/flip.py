@@ -24,20 +24,20 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dcp.server.verify import page_findings
-from vbucket.device import UnknownFormatError
-from vbucket.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
-from vbucket.entry import pack_mutation
-from vbucket.kvenv import StoreDamagedError, StoreFailedError
-from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
-from vbucket.log import LogDamagedError
-from vbucket.log_end import NO_RECORD, LogEnd
-from vbucket.log_recovery import recover
-from vbucket.log_writer import LogWriter
-from vbucket.merge import merge
-from vbucket.store import Store
-from vbucket.store_records import TABLES, NodeRecord, PartitionRecord
-from vbucket.verify import StoreCheck
+from dcp.server.operate.verify import page_findings
+from vbucket.check.store_check import StoreCheck
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
+from vbucket.log.end_mark import NO_RECORD, LogEnd
+from vbucket.log.record import LogDamagedError
+from vbucket.log.recovery import recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import pack_mutation
+from vbucket.store.environment import StoreDamagedError, StoreFailedError
+from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VBS: Final = (3, 700)
 KEYS: Final = 250
@@ -274,7 +274,7 @@ def check(folder: Path) -> str:
     found = next(page_findings(folder), None)
     if found is None:
         try:
-            file = LmdbFile(folder / "store", TABLES)
+            file = LmdbPageReader(folder / "store", TABLES)
         except NAMED as error:
             return str(error)
         log = folder / "log"

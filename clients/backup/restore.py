@@ -24,17 +24,17 @@ from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
 from clients.backup.archive import Archive
-from clients.backup.errors import BackupError
-from clients.backup.load import SKIP_CONFLICT_RESOLUTION, Load, Loader
-from clients.backup.manifest import RunRecord
+from clients.backup.archive_errors import BackupError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Findings, Reader, View
-from clients.backup.restore_link import RESTORE_FEATURES, Writer
+from clients.backup.reading import Damage, Findings, PointReader, View
+from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
+from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
-from clients.link import Link
-from clients.topology import parse_topology, single_node
+from clients.link.pipelined_link import Link
+from clients.link.topology import parse_topology, single_node
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 
@@ -124,7 +124,7 @@ class Restore:
         self._point = point
         self._selection = selection
         self._routes = Routes(selection, self.runs)
-        self._reader = Reader(archive, self.runs, salvage=salvage)
+        self._reader = PointReader(archive, self.runs, salvage=salvage)
         self._options = SKIP_CONFLICT_RESOLUTION if force else 0
         self._prefix = selection.prefix
         self._create = create
@@ -157,7 +157,7 @@ class Restore:
         topology = single_node(address.host, address.port)
         if config:
             topology = parse_topology(config, address.host, is_tls=address.is_tls)
-        writer = Writer(address, topology, self._options)
+        writer = RestoreWriter(address, topology, self._options)
         try:
             for view in self._views():
                 for load in self._loads(view):

@@ -18,7 +18,7 @@ from collections.abc import Awaitable
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.backup.load import (
+from clients.backup.restore_load import (
     FRAMES_BYTES_MAX,
     Load,
     cas_of,
@@ -35,8 +35,8 @@ from clients.errors import (
     TemporaryError,
     error_from_status,
 )
-from clients.link import Link
-from clients.topology import Topology, parse_topology
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology, parse_topology
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.message import (
@@ -72,7 +72,7 @@ _NEVER_WHOLE: Final = _FATAL
 _NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
 
 
-class _Batch:
+class _LoadBatch:
     """A load that is under way. `is_whole`: in one packet; else an item's opaque is its place."""
 
     __slots__ = ("cas", "is_whole", "load", "retried")
@@ -84,7 +84,7 @@ class _Batch:
         self.retried: list[int] = []
 
 
-class Writer:
+class RestoreWriter:
     """Sends loads to the nodes of their partitions, and counts what comes back."""
 
     def __init__(self, address: ServerAddress, topology: Topology, options: int) -> None:
@@ -143,7 +143,7 @@ class Writer:
 
     # -- what channels tell ----------------------------------------------------------------------
 
-    def refuse(self, batch: _Batch, status: int, index: int, body: bytes, node: str) -> None:
+    def refuse(self, batch: _LoadBatch, status: int, index: int, body: bytes, node: str) -> None:
         """Take the refusal of a single request, or of a frame in a packet."""
         if status == Status.KEY_EEXISTS:
             self.kept_newer += 1
@@ -158,11 +158,11 @@ class Writer:
             if status in _FATAL and self._failure is None:
                 self._failure = error
 
-    def refuse_whole(self, batch: _Batch, status: int) -> None:
+    def refuse_whole(self, batch: _LoadBatch, status: int) -> None:
         """A packet was refused, and nothing of it applied."""
         (self._again if status in _RETRIED else self._singly).append(batch.load)
 
-    def done(self, batch: _Batch) -> None:
+    def done(self, batch: _LoadBatch) -> None:
         """All of a load is answered."""
         if batch.retried:
             frames = frames_of_load(batch.load)
@@ -216,9 +216,9 @@ class Writer:
 class _Channel:
     """One node's connection: loads under way, oldest first."""
 
-    def __init__(self, writer: Writer, link: Link) -> None:
+    def __init__(self, writer: RestoreWriter, link: Link) -> None:
         self.link = link
-        self.batches: deque[_Batch] = deque()
+        self.batches: deque[_LoadBatch] = deque()
         assert link.handshake is not None
         self._takes_whole = Feature.X_PUT_FRAMES in link.handshake.features
         self._fits = FIT_META if Feature.X_FIT_META in link.handshake.features else 0
@@ -242,7 +242,7 @@ class _Channel:
             self.link.write(packet(load, options))
         else:
             self.link.write(b"".join((*single_packets(load, options), _NOOP)))
-        self.batches.append(_Batch(load, is_whole=is_whole))
+        self.batches.append(_LoadBatch(load, is_whole=is_whole))
         self._under_way_bytes += len(load.frames)
 
     async def wait(self) -> None:

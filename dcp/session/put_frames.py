@@ -4,7 +4,7 @@ Who sends it: restores of a backup, which keep changes as the frames that stream
 happens to each frame is what SET_WITH_META and DEL_WITH_META do (dcp.session.with_meta).
 
     request   extras u32 options (0x01: no conflict resolution; FIT_META), u32 number of frames;
-              value u32 body length of each, then the frames (vbucket.bulk)
+              value u32 body length of each, then the frames (vbucket.engine.bulk)
     answer    extras u32 applied, u32 lost, with FIT_META u32 of how many the CAS was replaced;
               value u32 index, u16 status of each frame refused
 
@@ -36,9 +36,9 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.bulk import Frames, MalformedFramesError
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.manifest import collection_of
+from vbucket.engine.bulk import Frames, MalformedFramesError
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import collection_of
 
 Handler = Callable[[Frame], None]
 

@@ -15,10 +15,10 @@ from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.engine import Engine
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import decode_leb128
-from vbucket.updates import Flush
+from vbucket.engine.engine import Engine
+from vbucket.engine.read_modify_write import Flush
+from vbucket.model.manifest import decode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """What may be waiting to be sent before a session stops to take commands: a client that asks and

@@ -27,9 +27,9 @@ from dcp.wire.frame import MAX_KEY_BYTES, pack_response
 from dcp.wire.message import CAS_SPECIAL, FIT_META, MUTATION_TOKEN, U32
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from vbucket.bulk import REV_SEQNO_MAX
-from vbucket.ids import NUM_VBUCKETS, time_ns_from_cas
-from vbucket.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.engine.bulk import REV_SEQNO_MAX
+from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.model.ids import NUM_VBUCKETS, time_ns_from_cas
 
 META_EXTRAS: Final = Struct(">IIQQ")
 """Flags, expiry, rev_seqno, CAS."""

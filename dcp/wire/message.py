@@ -2,7 +2,7 @@
 
 Both directions use the same functions; the layouts are those of kv_engine's DCP documents. The
 stored form of a change is its DCP_MUTATION or DCP_DELETION frame, so these structs are also the
-disk's (vbucket.entry).
+disk's (vbucket.model.entry).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SnapshotMarker(NamedTuple):
     flags: int
 
 
-class Mutation(NamedTuple):
+class MutationMessage(NamedTuple):
     """A set, as a stream shows it. `expiration` is absolute Unix seconds, 0 = never."""
 
     by_seqno: int
@@ -150,7 +150,7 @@ class Mutation(NamedTuple):
     expiration: int
 
 
-class Deletion(NamedTuple):
+class DeletionMessage(NamedTuple):
     """A delete or an expiry, as a stream shows it. `delete_time` in Unix seconds, 0 = not told."""
 
     by_seqno: int
@@ -304,26 +304,26 @@ def with_framing(message: bytes, framing: bytes) -> bytes:
 _FLEX_REQUEST: Final = bytes([Magic.FLEX_REQUEST])
 
 
-def parse_mutation(frame: Frame) -> Mutation:
+def parse_mutation(frame: Frame) -> MutationMessage:
     """Return the numbers of a DCP_MUTATION."""
     _need(frame, MUTATION_EXTRAS)
     by_seqno, rev_seqno, flags, expiration, _lock, _nmeta, _nru = MUTATION_EXTRAS.unpack(
         frame.extras
     )
-    return Mutation(by_seqno, rev_seqno, flags, expiration)
+    return MutationMessage(by_seqno, rev_seqno, flags, expiration)
 
 
-def parse_deletion(frame: Frame) -> Deletion:
+def parse_deletion(frame: Frame) -> DeletionMessage:
     """Return the numbers of a DCP_DELETION of either version, or of a DCP_EXPIRATION."""
     if frame.opcode == Opcode.DCP_EXPIRATION:
         _need(frame, EXPIRATION_EXTRAS)
-        return Deletion(*EXPIRATION_EXTRAS.unpack(frame.extras))
+        return DeletionMessage(*EXPIRATION_EXTRAS.unpack(frame.extras))
     if len(frame.extras) == DELETION_V2_EXTRAS.size:
         by_seqno, rev_seqno, delete_time, _ = DELETION_V2_EXTRAS.unpack(frame.extras)
-        return Deletion(by_seqno, rev_seqno, delete_time)
+        return DeletionMessage(by_seqno, rev_seqno, delete_time)
     _need(frame, DELETION_EXTRAS)
     by_seqno, rev_seqno, _nmeta = DELETION_EXTRAS.unpack(frame.extras)
-    return Deletion(by_seqno, rev_seqno, 0)
+    return DeletionMessage(by_seqno, rev_seqno, 0)
 
 
 def pack_seqno_advanced(vb_id: int, opaque: int, seqno: int) -> bytes:

@@ -18,14 +18,14 @@ from clients.backup.point import Point
 from clients.backup.restore import Restore
 from clients.backup.run import STREAM_FEATURES, Backup
 from clients.backup.selection import Selection
-from clients.cli.main import run
-from clients.link_sync import SyncLink
+from clients.cli.dcpctl import run
+from clients.link.blocking_link import SyncLink
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.far_cas import FAR_CAS, KEY, TOP_REV, VB, write_folder
 from support.server import DcpdProcess
-from vbucket.ids import CAS_DRIFT_NS
+from vbucket.model.ids import CAS_DRIFT_NS
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dcp.server.folder import open_folder
 from dcp.server.main import ExitCode
-from dcp.server.store_process import StoreProcess
+from dcp.server.storage.folder import open_folder
+from dcp.server.storage.store_process import StoreProcess
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (
     OPEN_EXTRAS,
@@ -34,8 +34,8 @@ from dcp.wire.status import Status
 from support.lmdb_layout import Table, layout_of, overwrite
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
-from vbucket.kvenv import StoreDamagedError
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
+from vbucket.store.environment import StoreDamagedError
 
 KEYS = 3_200
 

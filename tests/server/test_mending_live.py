@@ -19,7 +19,7 @@ from dcp.wire.status import Status
 from support.far_cas import FAR_CAS, KEY, VB, write_folder
 from support.raw_client import RawClient
 from support.server import DcpdProcess
-from vbucket.ids import CAS_DRIFT_NS
+from vbucket.model.ids import CAS_DRIFT_NS
 
 
 def dcpctl(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dcp.server import password_checks
-from dcp.server.password_checks import NICENESS, NICENESS_MAX, THREADS, PasswordChecks
-from dcp.server.users import PasswordCheck
+from dcp.server.access import password_checks
+from dcp.server.access.password_checks import NICENESS, NICENESS_MAX, THREADS, PasswordChecks
+from dcp.server.access.users import PasswordCheck
 from dcp.session.scram import ScramKeys
 
 WAIT_S = 20.0

@@ -32,12 +32,12 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode
-from vbucket.bulk import REV_SEQNO_MAX
-from vbucket.entry import head_of, key_of, seqno_of
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import INITIAL_MANIFEST
-from vbucket.partition import VbState
-from vbucket.store_records import put_manifest
+from vbucket.engine.bulk import REV_SEQNO_MAX
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import head_of, key_of, seqno_of
+from vbucket.model.manifest import INITIAL_MANIFEST
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import put_manifest
 
 VB = 5
 FORCE = 1

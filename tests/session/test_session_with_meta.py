@@ -17,7 +17,7 @@ from dcp.wire.message import CAS_SPECIAL, FIT_META
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.ids import CAS_DRIFT_NS
+from vbucket.model.ids import CAS_DRIFT_NS
 
 VB = 5
 KEY = b"k"

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
-from dcp.server.config import Settings
-from dcp.server.storage import Storage
-from vbucket import engine as engine_module
-from vbucket.engine import MUTATION, SET
-from vbucket.ids import vbucket_of
+from dcp.server.config.sources import Settings
+from dcp.server.storage.opening import Storage
+from vbucket.engine import engine as engine_module
+from vbucket.engine.engine import MUTATION, SET
+from vbucket.model.ids import vbucket_of
 
 FAR_CAS = 2**63 - 1
 TOP_REV = 2**48 - 1

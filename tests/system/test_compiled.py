@@ -248,7 +248,10 @@ def test_a_compiled_server_says_so_and_refuses_changed_sources(site: Path, tmp_p
     finally:
         source.write_text(text)
     assert refused.returncode == 1
-    assert "1 modules were changed after they were compiled (vbucket/engine.py)" in refused.stderr
+    assert (
+        "1 modules were changed after they were compiled (vbucket/engine/engine.py)"
+        in refused.stderr
+    )
     assert "scripts/compile" in refused.stderr
     assert not (tmp_path / "data").exists()
 

@@ -18,11 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.lmdb_layout import PAGE_BYTES, Table, layout_of, overwrite
-from vbucket.device import UnknownFormatError
-from vbucket.kvenv import Buffer, KvReader, KvSnapshot, StoreDamagedError, WriteLostError
-from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.lmdb_file import check_file
+from vbucket.log.device import UnknownFormatError
+from vbucket.store.environment import (
+    Buffer,
+    KvReader,
+    KvSnapshot,
+    StoreDamagedError,
+    WriteLostError,
+)
+from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.lmdb_file import check_file
 
 TABLES = ("by_key", "by_seqno")
 VBS = range(40)
@@ -260,7 +266,7 @@ def test_a_file_that_is_cut_short_is_named(store: Path, pages: float) -> None:
         size = int(pages * (PAGE_BYTES if pages >= 1 else whole))
     with path.open("r+b") as file:
         file.truncate(size)
-    for open_it in (opened, lambda store: LmdbFile(store, TABLES)):
+    for open_it in (opened, lambda store: LmdbPageReader(store, TABLES)):
         with pytest.raises(StoreDamagedError, match="cut short") as caught:
             open_it(store)
         assert str(path) in str(caught.value)
@@ -378,7 +384,7 @@ def test_what_is_well_is_read_as_it_is(
                         write.put("by_key", key, bytes(size))
         assert check_file(folder / "s") == set(TABLES)
         shown: list[KvSnapshot] = [disk.snapshot(), memory.snapshot()]
-        whole = LmdbFile(folder / "s", TABLES)
+        whole = LmdbPageReader(folder / "s", TABLES)
         there = dict(pairs(shown[1].range("by_key", b"\0")))
         readers: list[KvReader] = [shown[0], whole]
         for reader in readers:

@@ -11,11 +11,11 @@ import pytest
 
 from support.lmdb_layout import layout_of, overwrite
 from support.memory_node import LmdbNode
-from vbucket.compaction import Compactor, Floors, SliceReport
-from vbucket.engine import SET
-from vbucket.expiry import Pager
-from vbucket.retention import Planner, Windows
-from vbucket.store import StoreView
+from vbucket.engine.engine import SET
+from vbucket.engine.expiry import Pager
+from vbucket.store.store import StoreView
+from vbucket.upkeep.compaction import Compactor, Floors, SliceReport
+from vbucket.upkeep.retention import Planner, Windows
 
 VBS = range(0, 1000, 5)
 KEYS = (b"\0a", b"\0b", b"\0c")

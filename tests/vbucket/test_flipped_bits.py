@@ -14,16 +14,16 @@ import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from soak import flip
-from vbucket.device import UnknownFormatError
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.kvenv import StoreDamagedError
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import LogDamagedError
-from vbucket.log_end import read_marks
-from vbucket.log_recovery import RecoveredGroup, recover
-from vbucket.merge import merge
-from vbucket.store import Store
-from vbucket.store_records import (
+from vbucket.check.log_check import KnownEnds, LogCheck
+from vbucket.check.store_check import StoreCheck
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.end_mark import read_marks
+from vbucket.log.record import LogDamagedError
+from vbucket.log.recovery import RecoveredGroup, recover
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_TABLE,
@@ -32,8 +32,8 @@ from vbucket.store_records import (
     STATE_TABLE,
     TABLES,
 )
-from vbucket.verify import StoreCheck
-from vbucket.verify_log import KnownEnds, LogCheck
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VBS = (3, 4)
 LMDB_DAMAGES = 300

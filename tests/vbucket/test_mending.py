@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, LmdbNode, MemoryNode
-from vbucket.engine import DELETION, MUTATION, SET
-from vbucket.finding import Kind
-from vbucket.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
-from vbucket.mending import Mending, MendingRefusedError
-from vbucket.moment import seqno_before
-from vbucket.partition import Mended, VbState
-from vbucket.retention import Planner, Windows, seqno_at
-from vbucket.store_records import STATE_TABLE, put_failover, put_node
-from vbucket.verify_partition import PartitionCheck
+from vbucket.check.finding import Kind
+from vbucket.check.partition_check import PartitionCheck
+from vbucket.engine.engine import DELETION, MUTATION, SET
+from vbucket.engine.mending import Mending, MendingRefusedError
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
+from vbucket.store.records import STATE_TABLE, Mended, put_failover, put_node
+from vbucket.upkeep.retention import Planner, Windows, seqno_at
+from vbucket.upkeep.seqno_at_time import seqno_before
 
 VB = 5
 FAR = 2**63 - 1

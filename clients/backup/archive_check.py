@@ -1,0 +1,118 @@
+"""Verify: reads all of an archive, and names what is damaged.
+
+Of each segment: it is there and whole, its footer is what its run wrote, each chunk's checksum,
+and each frame is of the partition, in the order and number that the table of sections says. Of
+each run: the legs of every partition follow from those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from clients.backup.archive import ARCHIVE_FILE, Archive
+from clients.backup.archive_errors import ArchiveFormatError
+from clients.backup.archive_manifest import RunRecord, SegmentRecord
+from clients.backup.chunk import frames_of
+from clients.backup.legs import end_of
+from clients.backup.point import chain_of
+from clients.backup.reading import Damage
+from clients.backup.segment import DamagedError, parse_chunk
+
+
+class VerifyReport(NamedTuple):
+    """What was found."""
+
+    runs: int
+    segments: int
+    chunks: int
+    changes: int
+    stored_bytes: int
+    damages: list[Damage]
+    broken: dict[str, str]
+    """Manifests that cannot be read, and legs that follow from nothing: where, and what."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages and not self.broken
+
+
+def verify(archive: Archive, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Read everything."""
+    runs, broken = archive.runs_and_damages()
+    broken |= _legs_that_do_not_follow(runs)
+    segments = [(record, segment) for record in runs for segment in record.segments]
+    chunks = changes = 0
+    damages: list[Damage] = []
+    for index, (record, segment) in enumerate(segments):
+        found = _verify_segment(archive, record, segment)
+        chunks += found[0]
+        changes += found[1]
+        damages += found[2]
+        if on_progress is not None:
+            on_progress(index + 1, len(segments))
+    stored = sum(segment.size_bytes for _, segment in segments)
+    return VerifyReport(len(runs), len(segments), chunks, changes, stored, damages, broken)
+
+
+def _verify_segment(
+    archive: Archive, record: RunRecord, segment: SegmentRecord
+) -> tuple[int, int, list[Damage]]:
+    """Return chunks, changes and damages of a segment."""
+    try:
+        footer = archive.footer(segment.path)
+        data = archive.read(segment.path)
+        if len(data) != segment.size_bytes:
+            raise DamagedError(f"{len(data)} bytes, {segment.size_bytes} were written")
+        if footer.held() != segment.held or footer.run != record.run:
+            raise DamagedError("it is not the segment that its run wrote")
+    except FileNotFoundError:
+        return 0, 0, _all_of(segment, "the file is missing")
+    except (DamagedError, ArchiveFormatError) as error:
+        return 0, 0, _all_of(segment, str(error))
+    sections = [footer.section(index) for index in range(footer.section_count())]
+    changes = 0
+    damages: list[Damage] = []
+    problems: dict[int, str] = {}
+    chunks: dict[int, bytes] = {}
+    for number, (at, size) in enumerate(footer.chunks):
+        try:
+            chunks = {number: parse_chunk(data[at : at + size])}
+        except DamagedError as error:
+            chunks, problems[number] = {}, str(error)
+        for section in sections:
+            if section.chunk != number:
+                continue
+            try:
+                if number in problems:
+                    raise ValueError(problems[number])
+                changes += sum(1 for _ in frames_of(chunks[number], section))
+            except ValueError as error:
+                what = f"the chunk at {at}: {error}"
+                damages.append(
+                    Damage(
+                        segment.path, what, section.vb_id, section.first_seqno, section.last_seqno
+                    )
+                )
+    return len(footer.chunks), changes, damages
+
+
+def _all_of(segment: SegmentRecord, what: str) -> list[Damage]:
+    return [
+        Damage(segment.path, what, vb_id, first, last) for vb_id, _, first, last in segment.held
+    ]
+
+
+def _legs_that_do_not_follow(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Return partitions whose legs have a gap between them."""
+    found = {}
+    for vb_id in {vb_id for record in runs for vb_id in record.legs}:
+        chain = chain_of(runs, vb_id)
+        for index, (run, leg) in enumerate(chain):
+            if leg.from_seqno > end_of(chain[:index]):
+                found[f"{ARCHIVE_FILE}, vbucket {vb_id}"] = (
+                    f"run {run} goes on at seqno {leg.from_seqno}, and those before it end at"
+                    f" {end_of(chain[:index])}"
+                )
+    return found

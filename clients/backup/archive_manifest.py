@@ -1,0 +1,208 @@
+"""What is written of an archive and of each run: CBOR documents, checksummed. Pure.
+
+    file   magic (8; its last byte is the format version), u32 raw bytes, u32 CRC-32C of what
+           follows; a zstd frame of CBOR
+
+A run's manifest is written after its segments and makes the run exist. A mark in another folder
+follows. It shows that the run existed if the manifest is lost later.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import cbor2
+from google_crc32c import value as crc32c
+
+from clients.backup.archive_errors import ArchiveError, ArchiveFormatError
+from clients.backup.legs import Leg, Placed
+from clients.backup.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError
+from clients.backup.zstd import compress, decompress
+from vbucket.model.ids import NUM_VBUCKETS
+
+ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])
+RUN_MAGIC: Final = b"DCPDRUN" + bytes([FORMAT_VERSION])
+MARK_MAGIC: Final = b"DCPDFIN" + bytes([FORMAT_VERSION])
+_HEAD: Final = Struct(">8sII")
+
+
+class ArchiveRecord(NamedTuple):
+    """The archive itself."""
+
+    archive_id: str
+    created_ns: int
+
+
+class MarkRecord(NamedTuple):
+    """A finished run. The number in the file's name is what counts; the rest is for messages."""
+
+    run: int
+    """0 before the first run is finished."""
+    base_through: int = 0
+    ended_ns: int = 0
+    changes: int = 0
+
+
+class SegmentRecord(NamedTuple):
+    """A segment of a run, and what its footer must say."""
+
+    path: str
+    """Below the archive's folder."""
+    size_bytes: int
+    held: list[tuple[int, int, int, int]]
+    """(partition, leg, first seqno, last seqno) of what its loss takes along."""
+
+
+class RunRecord(NamedTuple):
+    """A finished run."""
+
+    run: int
+    archive_id: str
+    server: str
+    started_ns: int
+    ended_ns: int
+    is_history: bool
+    """Every version was streamed, not only the newest of a snapshot."""
+    is_resumed: bool
+    """The run was killed at least once."""
+    base_through: int
+    """Runs up to this one were folded into it and are gone; 0: none."""
+    segments: list[SegmentRecord]
+    legs: dict[int, list[Leg]]
+    """By partition; partitions that nothing is known of are left out."""
+    rollbacks: dict[int, list[tuple[int, int]]]
+    """By partition: (from seqno, to seqno) of each rollback."""
+    collections: dict[int, tuple[str, int]]
+    """Id -> (scope.collection, maximum time to live in s) as of the run's end."""
+    changes: int
+    raw_bytes: int
+    wire_bytes: int
+    """Bytes of stream messages that the server sent for it."""
+    base_ended_ns: int = 0
+    """When the last run ended that was folded into it; 0: none was, or it is not known."""
+
+    @property
+    def begins_ns(self) -> int:
+        """The time up to which there are no states where older runs are folded into this one."""
+        return self.base_ended_ns or self.started_ns
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its segments."""
+        return sum(segment.size_bytes for segment in self.segments)
+
+    def placed(self, vb_id: int) -> list[Placed]:
+        """Return its legs of a partition."""
+        return [Placed(self.run, leg) for leg in self.legs.get(vb_id, ())]
+
+
+def pack_archive(record: ArchiveRecord) -> bytes:
+    """Return the archive's own file."""
+    return _pack(ARCHIVE_MAGIC, {"id": record.archive_id, "created_ns": record.created_ns,
+                                 "partitions": NUM_VBUCKETS})  # fmt: skip
+
+
+def parse_archive(data: bytes) -> ArchiveRecord:
+    """Return the archive's record. Raises DamagedError, ArchiveFormatError, ArchiveError."""
+    document = _parse(ARCHIVE_MAGIC, data)
+    try:
+        if document["partitions"] != NUM_VBUCKETS:
+            raise ArchiveError(f"the archive is of a server with {document['partitions']} vbuckets")
+        return ArchiveRecord(str(document["id"]), int(document["created_ns"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the document cannot be read: {error!r}") from error
+
+
+def pack_mark(record: MarkRecord) -> bytes:
+    """Return the mark of a finished run."""
+    return _pack(MARK_MAGIC, record._asdict())
+
+
+def parse_mark(data: bytes) -> MarkRecord:
+    """Return a mark; fields of newer programs are ignored.
+
+    Raises DamagedError, ArchiveFormatError.
+    """
+    document = _parse(MARK_MAGIC, data)
+    try:
+        return MarkRecord(*(int(document[name]) for name in MarkRecord._fields))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"the document cannot be read: {error!r}") from error
+
+
+def pack_run(record: RunRecord) -> bytes:
+    """Return a run's manifest."""
+    fields = record._asdict()
+    if not record.base_ended_ns:
+        del fields["base_ended_ns"]  # as it was before there was this field
+    return _pack(
+        RUN_MAGIC,
+        {
+            **fields,
+            "segments": [
+                [path, size, [list(item) for item in held]] for path, size, held in record.segments
+            ],
+            "legs": {
+                vb_id: [leg.document() for leg in legs] for vb_id, legs in record.legs.items()
+            },
+            "rollbacks": {
+                vb_id: [list(pair) for pair in pairs] for vb_id, pairs in record.rollbacks.items()
+            },
+            "collections": {key: list(value) for key, value in record.collections.items()},
+        },
+    )
+
+
+def parse_run(data: bytes) -> RunRecord:
+    """Return a run; fields that came with later programs are passed over.
+
+    Raises DamagedError, ArchiveFormatError.
+    """
+    found = _parse(RUN_MAGIC, data)
+    document = {name: found[name] for name in RunRecord._fields if name in found}
+    try:
+        return RunRecord(**document)._replace(
+            segments=[
+                SegmentRecord(path, size, [(vb, leg, low, high) for vb, leg, low, high in held])
+                for path, size, held in document["segments"]
+            ],
+            legs={
+                vb_id: [Leg.of(item) for item in legs] for vb_id, legs in document["legs"].items()
+            },
+            rollbacks={
+                vb_id: [(first, last) for first, last in pairs]
+                for vb_id, pairs in document["rollbacks"].items()
+            },
+            collections={key: (path, ttl) for key, (path, ttl) in document["collections"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"the document cannot be read: {error!r}") from error
+
+
+def _pack(magic: bytes, document: dict[str, Any]) -> bytes:
+    raw = cbor2.dumps(document)
+    packed = compress(raw)
+    return _HEAD.pack(magic, len(raw), crc32c(packed)) + packed
+
+
+def _parse(magic: bytes, data: bytes) -> dict[str, Any]:
+    if len(data) < _HEAD.size:
+        raise DamagedError("cut short")
+    found, raw_bytes, checksum = _HEAD.unpack_from(data)
+    if found != magic:
+        if found[:-1] == magic[:-1] and found[-1] > FORMAT_VERSION:
+            raise ArchiveFormatError(
+                f"the archive has format version {found[-1]}; this program knows {FORMAT_VERSION}"
+            )
+        raise DamagedError("it does not begin as it should")
+    packed = data[_HEAD.size :]
+    if crc32c(packed) != checksum or raw_bytes > RAW_BYTES_MAX:
+        raise DamagedError("the checksum is wrong")
+    try:
+        document = cbor2.loads(decompress(packed, raw_bytes))
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
+    if not isinstance(document, dict):
+        raise DamagedError("the document is none")
+    return document

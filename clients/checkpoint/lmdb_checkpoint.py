@@ -1,0 +1,71 @@
+"""A checkpoint in an LMDB file: a save writes only the partitions that moved, in one transaction.
+
+    key = name, zero byte, partition (u16, big-endian)   ->   as checkpoint files, one position
+
+Several consumers of one process may share a file under different names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from clients.checkpoint.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
+from clients.errors import CheckpointError
+from clients.local_lmdb import LocalLmdb, rows_from
+from clients.position import Position
+
+FORMAT: Final = "dcpd-checkpoints"
+NAME_BYTES_MAX: Final = 200
+"""LMDB's keys have 511 bytes at most; as in the server's own store of checkpoints."""
+
+
+class LmdbCheckpoint:
+    """See the module. The file is opened when the consumer opens, and closed with it."""
+
+    def __init__(self, path: str | Path, name: str = "consumer") -> None:
+        if not name or "\0" in name or len(name.encode()) > NAME_BYTES_MAX:
+            raise ValueError(f"a checkpoint's name has 1 to {NAME_BYTES_MAX} bytes, none of them 0")
+        self._path = Path(path)
+        self._prefix = name.encode() + b"\0"
+        self._file: LocalLmdb | None = None
+
+    def load(self) -> Checkpoint:
+        """Return what was saved last, {} where there is nothing. Raises CheckpointError."""
+        checkpoint: Checkpoint = {}
+        with self._open().reading() as transaction:
+            for key, value in rows_from(transaction, self._prefix):
+                try:
+                    checkpoint.update(decode_checkpoint(bytes(value)))
+                except ValueError as error:
+                    raise CheckpointError(f"{self._path}: {key!r}: {error}") from error
+        return checkpoint
+
+    def save(self, checkpoint: Mapping[int, Position]) -> None:
+        """Replace the whole checkpoint."""
+        with self._open().writing() as transaction:
+            for key, _ in list(rows_from(transaction, self._prefix)):
+                transaction.delete(key)
+            self._put(transaction, checkpoint)
+
+    def save_changes(self, changed: Mapping[int, Position]) -> None:
+        """Write the positions of some partitions; the others stay as they are."""
+        with self._open().writing() as transaction:
+            self._put(transaction, changed)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> LocalLmdb:
+        if self._file is None:
+            self._file = LocalLmdb(self._path, FORMAT)
+        return self._file
+
+    def _put(self, transaction: object, positions: Mapping[int, Position]) -> None:
+        for vb_id, position in positions.items():
+            key = self._prefix + vb_id.to_bytes(2, "big")
+            transaction.put(key, encode_checkpoint({vb_id: position}))  # type: ignore[attr-defined]

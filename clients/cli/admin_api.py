@@ -1,0 +1,149 @@
+"""The server's admin HTTP API, for commands that the key-value protocol has no words for.
+
+The port comes from the cluster configuration, over the key-value connection; credentials are the
+same.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from clients.cli.dcpctl import (
+    EXIT_AUTH,
+    EXIT_CONFLICT,
+    EXIT_FAILED,
+    EXIT_NOT_FOUND,
+    EXIT_USAGE,
+    Target,
+)
+from clients.errors import ConnectError, DcpdError, OperationTimeoutError
+from clients.kv.sync_client import SyncKv
+from clients.link.topology import ClusterNode
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection, HTTPResponse
+
+_EXIT_CODES: Final = {
+    400: EXIT_USAGE,
+    401: EXIT_AUTH,
+    403: EXIT_AUTH,
+    404: EXIT_NOT_FOUND,
+    409: EXIT_CONFLICT,
+}
+
+
+class AdminRequestError(DcpdError):
+    """The admin API refused; the text and the hint are the server's."""
+
+    exit_code = EXIT_FAILED
+
+
+class AdminClient:
+    """Requests to the admin API of one node."""
+
+    def __init__(self, target: Target, node: ClusterNode) -> None:
+        if not node.mgmt_port:
+            raise ConnectError(
+                "the server's configuration names no admin port",
+                node=node.name,
+                hint="Start dcpd with --admin-port.",
+            )
+        self._node = node
+        self._place = f"{node.host}:{node.mgmt_port}"
+        self._address = target.address
+        self._timeout_s = target.timeout_s
+        address = target.address
+        login = b64encode(f"{address.user}:{address.password}".encode()).decode()
+        self._headers = {"Authorization": f"Basic {login}"}
+
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, form: str | None = None
+    ) -> Any:
+        """Send a request, with a JSON body or a form, and return the JSON answer.
+
+        Raises AdminError, ConnectError.
+        """
+        payload = form if body is None else json.dumps(body)
+        kind = "application/x-www-form-urlencoded" if body is None else "application/json"
+        headers = self._headers | ({"Content-Type": kind} if payload is not None else {})
+        with self._connection() as connection:
+            connection.request(method, path, payload, headers)
+            response = connection.getresponse()
+            return _answer(response.status, response.read(), self._place)
+
+    @contextmanager
+    def lines(self, path: str) -> Iterator[HTTPResponse]:
+        """GET an answer whose lines come one by one; the timeout is for each piece of it.
+
+        Raises AdminError, ConnectError.
+        """
+        with self._connection() as connection:
+            connection.request("GET", path, None, self._headers)
+            response = connection.getresponse()
+            if response.status >= 400:
+                _answer(response.status, response.read(), self._place)
+            yield response
+
+    @contextmanager
+    def _connection(self) -> Iterator[HTTPConnection]:
+        """Connect, and say in our words what goes wrong meanwhile."""
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+        where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
+        connection: HTTPConnection
+        if self._address.is_tls:
+            from clients.link.client_tls import client_context
+
+            tls = client_context(self._address)
+            connection = HTTPSConnection(where, port, timeout=timeout_s, context=tls)
+        else:
+            connection = HTTPConnection(where, port, timeout=timeout_s)
+        try:
+            yield connection
+        except BrokenPipeError:
+            raise  # of our own output: whoever reads it has seen enough
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"the admin port gave no answer within {timeout_s:g} s", node=self._place
+            ) from None
+        except (OSError, HTTPException) as error:
+            what = f"the admin port cannot be used: {error}"
+            raise ConnectError(what, node=self._place) from error
+        finally:
+            connection.close()
+
+
+def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:
+    """Return the client for the node of a partition, or for the first node."""
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        topology = kv.topology()
+    node = topology.nodes[0] if vb_id is None else topology.node_of(vb_id)
+    return AdminClient(target, node)
+
+
+def quoted(name: str) -> str:
+    """Return a name as one segment of a path."""
+    return quote(name, safe="")
+
+
+def _answer(status: int, raw: bytes, place: str) -> Any:
+    try:
+        document = json.loads(raw) if raw else {}
+    except ValueError:
+        document = {}
+    if status < 400:
+        return document
+    error = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(error, dict):
+        raise AdminRequestError(f"the admin port answered {status}", node=place, status=status)
+    what, why = error.get("what", f"status {status}"), error.get("why")
+    refusal = AdminRequestError(
+        f"{what}: {why}" if why else str(what), node=place, status=status, hint=error.get("try")
+    )
+    refusal.exit_code = _EXIT_CODES.get(status, EXIT_FAILED)
+    raise refusal

@@ -1,0 +1,353 @@
+"""dcpctl backup: archives of a server, as of any moment in their history.
+
+JSON (`-o json`), one object per command or line, `"v": 1`:
+
+    run      result, run, changes, raw_bytes, stored_bytes, wire_bytes, rollbacks, seconds, resumed,
+             history
+    list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
+             rollbacks
+    info     archive, runs, changes, bytes, oldest and newest place, broken; --run N: its partitions
+    verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken
+    restore  result (restored, partial, planned) and counts; damages, earlier, refused
+    merge, prune, export: what was done
+
+Times are UTC. Progress goes to stderr where that is a terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+
+from clients.backup.archive import Archive, create_archive, open_archive
+from clients.backup.archive_errors import PointError
+from clients.backup.archive_manifest import RunRecord
+from clients.backup.point import time_text
+from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, help_text, with_target
+from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.restore_commands import ARCHIVE, bar, export, restore
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+@click.group(
+    help=help_text(
+        "Back up a server into an archive, and bring it back as of any moment in its history.",
+        "dcpctl backup run --archive backups",
+        "dcpctl backup list --archive backups",
+        "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z --dry-run",
+        "dcpctl backup run --archive s3://bucket/folder",
+    )
+)
+def backup() -> None:
+    """Back up, restore, and work on archives."""
+
+
+backup.add_command(restore)
+backup.add_command(export)
+
+
+@backup.command(
+    "run",
+    help=help_text(
+        "Back up: everything at first, afterwards what changed. A run that was killed goes on where"
+        " it was. Where the server's history branched, the archive goes back to where it parts.",
+        "dcpctl backup run --archive backups",
+        "dcpctl backup run --archive backups --newest-only -o json",
+        "dcpctl backup run --archive backups --give-up 7",
+    ),
+)
+@ARCHIVE
+@click.option(
+    "--newest-only", is_flag=True,
+    help="Only the newest version of a document per run: smaller, without places between runs.",
+)  # fmt: skip
+@click.option(
+    "--give-up", type=click.IntRange(min=1), metavar="N",
+    help="Give up run N, the first that is lost or damaged, and all after it; go on before it.",
+)  # fmt: skip
+@with_target
+def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
+    """Back up."""
+    from clients.backup.run import Backup, BackupProgress
+
+    archive = create_archive(url, time.time_ns())
+    with run_bar() as update:
+
+        def on_progress(progress: BackupProgress) -> None:
+            update(progress.seqnos_done, progress.seqnos_wanted, progress.wire_bytes)
+
+        async def go() -> Any:
+            return await Backup(
+                archive, target.address, history=not newest_only, give_up=give_up,
+                on_progress=on_progress,
+            ).run()  # fmt: skip
+
+        report = asyncio.run(go())
+    record: RunRecord = report.record
+    if target.output_or("plain") == "json":
+        write_json(
+            {
+                "result": "backed up", "run": record.run, "changes": record.changes,
+                "raw_bytes": record.raw_bytes, "stored_bytes": record.stored_bytes,
+                "wire_bytes": record.wire_bytes, "history": record.is_history,
+                "rollbacks": {str(vb): pairs for vb, pairs in record.rollbacks.items()},
+                "resumed": record.is_resumed, "seconds": round(report.seconds, 3),
+            }
+        )  # fmt: skip
+        return EXIT_OK
+    rate = record.changes / report.seconds if report.seconds else 0
+    sizes = f"{size_text(record.raw_bytes)} in {size_text(record.stored_bytes)}"
+    took = f"{report.seconds:.1f} s ({rate:,.0f} changes/s)"
+    lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
+    if record.is_resumed:
+        lines.append(f"went on after {report.resumed_segments} segments of a run that was killed")
+    if record.rollbacks:
+        undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
+        lines.append(
+            f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
+            " seqnos are no longer part of it"
+        )
+    if report.history_was_refused:
+        lines.append("the server does not stream every version: only the newest ones are in it")
+    write_raw("\n".join(lines).encode() + b"\n")
+    return EXIT_OK
+
+
+@backup.command("list", help=help_text("List the runs.", "dcpctl backup list --archive backups"))
+@ARCHIVE
+@with_target
+def list_(*, target: Target, url: str) -> int:
+    """List the runs of an archive."""
+    runs, damages = open_archive(url).runs_and_damages()
+    columns = [
+        ("run", "run"), ("started", "started"), ("ended", "ended"), ("kind", "kind"),
+        ("history", "every version"), ("changes", "changes"), ("raw_bytes", "raw bytes"),
+        ("stored_bytes", "stored bytes"), ("rollbacks", "rolled back"),
+    ]  # fmt: skip
+    rows = [
+        (
+            record.run, time_text(record.started_ns), time_text(record.ended_ns), _kind(record),
+            record.is_history, record.changes, record.raw_bytes, record.stored_bytes,
+            len(record.rollbacks),
+        )
+        for record in runs
+    ]  # fmt: skip
+    write_rows(target.output_or("table" if is_terminal() else "plain"), columns, rows)
+    return _name_damages(damages)
+
+
+def _name_damages(damages: dict[str, str]) -> int:
+    """Say which runs are lost or damaged; return the exit code."""
+    for path, what in damages.items():
+        click.echo(f"dcpctl: damaged: {path}: {what}", err=True)
+    return EXIT_FAILED if damages else EXIT_OK
+
+
+@backup.command(
+    "info",
+    help=help_text(
+        "Show what an archive holds; with --run how far each partition is in that run.",
+        "dcpctl backup info --archive backups",
+        "dcpctl backup info --archive backups --run 3 -o json",
+    ),
+)
+@ARCHIVE
+@click.option("--run", "run", type=click.IntRange(min=1), metavar="N", help="Of this run.")
+@with_target
+def info(*, target: Target, url: str, run: int | None) -> int:
+    """Show what an archive holds."""
+    archive = open_archive(url)
+    runs, damages = archive.runs_and_damages()
+    mode = target.output_or("table" if is_terminal() else "plain")
+    if run is not None:
+        _show_run(mode, runs, run)
+        return _name_damages(damages)
+    document: dict[str, Any] = {
+        "archive": archive.record.archive_id, "created": time_text(archive.record.created_ns),
+        "runs": len(runs), "changes": sum(record.changes for record in runs),
+        "raw_bytes": sum(record.raw_bytes for record in runs),
+        "stored_bytes": sum(record.stored_bytes for record in runs),
+        "oldest_run": runs[0].run if runs else None, "newest_run": runs[-1].run if runs else None,
+        "newest": time_text(runs[-1].ended_ns) if runs else None,
+        "collections": sorted({path for record in runs for path, _ in record.collections.values()}),
+    }  # fmt: skip
+    if mode == "json":
+        write_json({**document, "broken": damages})
+    else:
+        lines = [f"{name.replace('_', ' ')}\t{_shown(value)}" for name, value in document.items()]
+        write_raw("\n".join(lines).encode() + b"\n")
+    return _name_damages(damages)
+
+
+@backup.command(
+    "verify",
+    help=help_text(
+        "Read all of an archive and name what is damaged.",
+        "dcpctl backup verify --archive backups",
+    ),
+)
+@ARCHIVE
+@with_target
+def verify_(*, target: Target, url: str) -> int:
+    """Check an archive."""
+    from clients.backup.archive_check import verify
+
+    with count_bar("verify") as update:
+        report = verify(open_archive(url), update)
+    if target.output_or("plain") == "json":
+        write_json(
+            {
+                "sound": report.is_sound, "runs": report.runs, "segments": report.segments,
+                "chunks": report.chunks, "changes": report.changes,
+                "stored_bytes": report.stored_bytes, "broken": report.broken,
+                "damages": [damage._asdict() for damage in report.damages],
+            }
+        )  # fmt: skip
+    else:
+        lines = [f"damaged: {path}: {what}" for path, what in report.broken.items()]
+        lines += [f"damaged: {damage}" for damage in report.damages]
+        sound = "sound" if report.is_sound else "DAMAGED"
+        lines.append(
+            f"{sound}: {report.runs} runs, {report.segments} segments, {report.chunks} chunks,"
+            f" {report.changes} changes, {size_text(report.stored_bytes)}"
+        )
+        write_raw("\n".join(lines).encode() + b"\n")
+    return EXIT_OK if report.is_sound else EXIT_FAILED
+
+
+@backup.command(
+    "merge",
+    help=help_text(
+        "Fold all runs before run N into it: newest versions only. As of run N and after it"
+        " everything stays; places before go.",
+        "dcpctl backup merge --archive backups --into 5",
+    ),
+)
+@ARCHIVE
+@click.option("--into", type=click.IntRange(min=1), required=True, metavar="N", help="The run.")
+@with_target
+def merge(*, target: Target, url: str, into: int) -> int:
+    """Fold old runs into one."""
+    return _fold(target, open_archive(url), into)
+
+
+@backup.command(
+    "prune",
+    help=help_text(
+        "Fold old runs into the oldest one that stays, which is as old as is asked for. The newest"
+        " run always stays, and incrementals go on as before.",
+        "dcpctl backup prune --archive backups --keep 7",
+        "dcpctl backup prune --archive backups --older-than 30d",
+    ),
+)
+@ARCHIVE
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="How many runs stay.")
+@click.option("--older-than", metavar="AGE", help="Runs that ended before go: 12h, 30d, 8w.")
+@with_target
+def prune(*, target: Target, url: str, keep: int | None, older_than: str | None) -> int:
+    """Fold old runs away."""
+    from clients.backup.fold import run_to_keep
+
+    if (keep is None) == (older_than is None):
+        raise click.UsageError("name one of --keep and --older-than")
+    archive = open_archive(url)
+    since_ns = None if older_than is None else time.time_ns() - _age_ns(older_than)
+    into = run_to_keep(archive.runs(), keep, since_ns)
+    if into is None:
+        _say(target, {"result": "nothing to prune", "runs": []}, "nothing to prune")
+        return EXIT_OK
+    return _fold(target, archive, into)
+
+
+def _fold(target: Target, archive: Archive, into: int) -> int:
+    from clients.backup.fold import fold
+
+    with count_bar("fold") as update:
+        report = fold(archive, into, update)
+    folded = ", ".join(map(str, report.folded)) or "nothing"
+    _say(
+        target,
+        {"result": "folded", "runs": list(report.folded), **report._asdict()},
+        f"folded {folded} into run {into}: {report.changes_before} changes became {report.changes},"
+        f" {size_text(report.bytes_before)} became {size_text(report.bytes_after)}",
+    )
+    return EXIT_OK
+
+
+def _say(target: Target, document: dict[str, Any], text: str) -> None:
+    if target.output_or("plain") == "json":
+        write_json(document)
+    else:
+        write_raw(f"{text}\n".encode())
+
+
+def _show_run(mode: str, runs: list[RunRecord], run: int) -> None:
+    from clients.backup.legs import whole_states
+    from clients.backup.point import Point, chain_of
+
+    upto = Point(run=run).runs_of(runs)
+    columns = [
+        ("vb", "vbucket"), ("seqno", "seqno"), ("vb_uuid", "version"), ("versions", "versions"),
+        ("whole", "whole states"),
+    ]  # fmt: skip
+    rows = []
+    for vb_id in sorted({vb_id for record in upto for vb_id in record.legs}):
+        chain = chain_of(upto, vb_id)
+        leg = chain[-1].leg
+        ranges = whole_states(chain)
+        vb_uuid = str(leg.versions[0][0]) if leg.versions else ""
+        whole: Any = [list(item) for item in ranges]
+        if mode != "json":
+            whole = " ".join(f"{low}-{high}" if low != high else f"{low}" for low, high in ranges)
+        rows.append((vb_id, leg.to_seqno, vb_uuid, len(leg.versions), whole))
+    write_rows(mode, columns, rows)
+
+
+def _kind(record: RunRecord) -> str:
+    if record.base_through:
+        return "base"
+    return "full" if record.run == 1 else "incremental"
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _age_ns(text: str) -> int:
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNITS or not number.isascii() or not number.isdigit():
+        raise PointError(f"{text!r} is no age", hint="A number and s, m, h, d or w: 30d")
+    return int(number) * _UNITS[unit] * 1_000_000_000
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+@contextmanager
+def run_bar() -> Iterator[Callable[[int, int, int], None]]:
+    """A progress bar with rate and time left on stderr, if that is a terminal."""
+    with bar("backup", "changes") as (progress, task):
+
+        def update(done: int, wanted: int, wire_bytes: int) -> None:
+            progress.update(task, completed=done, total=wanted or None, extra=size_text(wire_bytes))
+
+        yield update
+
+
+@contextmanager
+def count_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """The same for counted work."""
+    with bar(title, "") as (progress, task):
+        yield lambda done, total: progress.update(task, completed=done, total=total)

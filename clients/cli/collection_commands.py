@@ -1,0 +1,91 @@
+"""dcpctl collection list, create, drop: scopes and collections over the admin API."""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlencode
+
+import click
+
+from clients.cli.admin_api import admin_of, quoted
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+
+SCOPES_PATH: Final = "/pools/default/buckets/default/scopes"
+
+
+@click.group(
+    help=help_text(
+        "Work on scopes and collections.",
+        "dcpctl collection create shop.orders",
+        "dcpctl collection list",
+        "dcpctl collection drop shop.orders",
+        "dcpctl collection drop shop",
+    )
+)
+def collection() -> None:
+    """Work on scopes and collections."""
+
+
+@collection.command("list", help=help_text("List all.", "dcpctl collection list -o json"))
+@with_target
+def list_(*, target: Target) -> None:
+    """List scopes and collections."""
+    manifest = admin_of(target).request("GET", SCOPES_PATH)
+    rows = [
+        (f"{scope['name']}.{entry['name']}", f"0x{int(entry['uid'], 16):x}")
+        for scope in manifest["scopes"]
+        for entry in scope["collections"]
+    ]
+    mode = target.output_or("table" if is_terminal() else "plain")
+    write_rows(mode, [("collection", "collection"), ("id", "id")], rows)
+
+
+@collection.command(
+    "create",
+    help=help_text(
+        "Create a collection, and its scope where it is missing. SCOPE alone creates a scope.",
+        "dcpctl collection create shop.orders",
+        "dcpctl collection create shop.carts --max-ttl 86400",
+    ),
+)
+@click.argument("path", metavar="SCOPE[.COLLECTION]")
+@click.option("--max-ttl", type=click.IntRange(0), default=0, help="Seconds; 0 for none.")
+@with_target
+def create(*, target: Target, path: str, max_ttl: int) -> None:
+    """Create a scope or a collection."""
+    scope, _, name = path.partition(".")
+    admin = admin_of(target)
+    scopes = {entry["name"] for entry in admin.request("GET", SCOPES_PATH)["scopes"]}
+    if scope not in scopes or not name:
+        admin.request("POST", SCOPES_PATH, form=urlencode({"name": scope}))
+    if name:
+        form = urlencode({"name": name, "maxTTL": max_ttl})
+        admin.request("POST", f"{SCOPES_PATH}/{quoted(scope)}/collections", form=form)
+    _done(target, "created", path)
+
+
+@collection.command(
+    "drop",
+    help=help_text(
+        "Drop a collection, or a scope with all in it. The documents cannot be reached from then"
+        " on, and streams show no more of them.",
+        "dcpctl collection drop shop.orders",
+    ),
+)
+@click.argument("path", metavar="SCOPE[.COLLECTION]")
+@with_target
+def drop(*, target: Target, path: str) -> None:
+    """Drop a scope or a collection."""
+    scope, _, name = path.partition(".")
+    place = f"{SCOPES_PATH}/{quoted(scope)}"
+    admin_of(target).request("DELETE", f"{place}/collections/{quoted(name)}" if name else place)
+    _done(target, "dropped", path)
+
+
+def _done(target: Target, result: str, path: str) -> None:
+    mode = target.output_or("plain")
+    if mode == "json":
+        write_json({"result": result, "collection": path})
+    elif mode != "raw":
+        write_raw(f"{result} {path}\n".encode())

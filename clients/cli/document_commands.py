@@ -1,0 +1,152 @@
+"""dcpctl get, set, del: the commands that must start fast."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
+from clients.cli.output import is_terminal, shown, text_fields, write_json, write_raw
+from clients.errors import NotFoundError
+from clients.kv.sync_client import SyncKv
+from clients.operation import MutationResult, key_bytes
+from dcp.wire.opcode import Opcode
+
+
+def _key(text: str) -> bytes:
+    """Return a key of the command line, bytes that are no UTF-8 included."""
+    try:
+        return key_bytes(text.encode(errors="surrogateescape"))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _connect(target: Target) -> SyncKv:
+    return SyncKv(target.address, timeout_s=target.timeout_s)
+
+
+@click.command(
+    "get",
+    help=help_text(
+        "Print a document: a line on a terminal, exactly its bytes when piped.",
+        "dcpctl get user:1",
+        "dcpctl get photo > photo.jpg",
+        "dcpctl get user:1 -o json",
+    ),
+)
+@click.argument("key")
+@with_target
+def get(*, target: Target, key: str) -> None:
+    """Print a document: a line on a terminal, exactly its bytes when piped."""
+    with _connect(target) as kv:
+        document = kv.get(_key(key))
+    mode = target.output_or("plain" if is_terminal() else "raw")
+    if mode == "json":
+        write_json(
+            {
+                **text_fields("key", _key(key)),
+                **text_fields("value", document.value),
+                "cas": str(document.cas),
+                "flags": document.flags,
+            }
+        )
+    elif mode == "raw":
+        write_raw(document.value)
+    else:
+        ends = document.value.endswith(b"\n")
+        write_raw(document.value if ends else document.value + b"\n")
+
+
+@click.command(
+    "set",
+    help=help_text(
+        "Store a document; VALUE - (or none, when piped) reads it from standard input.",
+        'dcpctl set user:1 \'{"name":"Ada"}\'',
+        "dcpctl set photo - < photo.jpg",
+        "dcpctl set user:1 v2 --cas 1795262141941612544",
+        "dcpctl set lock me --add",
+    ),
+)
+@click.argument("key")
+@click.argument("value", required=False)
+@click.option("--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits of yours.")
+@click.option(
+    "--expiry", type=click.IntRange(0, 2**32 - 1), default=0, metavar="SECONDS",
+    help="Time to live; above 30 days an absolute Unix time.",
+)  # fmt: skip
+@click.option("--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only over this version.")
+@click.option("--add", "rule", flag_value="add", help="Only if it does not exist.")
+@click.option("--replace", "rule", flag_value="replace", help="Only if it exists.")
+@with_target
+def set_(
+    *,
+    target: Target,
+    key: str,
+    value: str | None,
+    flags: int,
+    expiry: int,
+    cas: int,
+    rule: str | None,
+) -> None:
+    """Store a document; VALUE - (or none, when piped) reads it from standard input."""
+    raw_key = _key(key)
+    if rule == "add" and cas:
+        raise click.UsageError("--add stores what does not exist: it has no --cas")
+    if value is None and sys.stdin.isatty():
+        raise click.UsageError("VALUE is missing; give it, or - to read it from standard input")
+    if value is None or value == "-":
+        raw_value = sys.stdin.buffer.read()
+    else:
+        raw_value = value.encode(errors="surrogateescape")
+    opcode = {"add": Opcode.ADD, "replace": Opcode.REPLACE}.get(rule or "", Opcode.SET)
+    with _connect(target) as kv:
+        result = kv.store(opcode, raw_key, raw_value, flags=flags, expiry_s=expiry, cas=cas)
+    _show_mutation(target, "stored", raw_key, result)
+
+
+@click.command(
+    "del",
+    help=help_text(
+        "Delete documents.",
+        "dcpctl del user:1",
+        "dcpctl del user:1 user:2",
+    ),
+)
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True)
+@click.option("--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only this version.")
+@with_target
+def delete(*, target: Target, keys: tuple[str, ...], cas: int) -> int:
+    """Delete documents."""
+    if cas and len(keys) > 1:
+        raise click.UsageError("--cas names a version of one document: give one KEY")
+    exit_code = 0
+    with _connect(target) as kv:
+        for key in keys:
+            raw_key = _key(key)
+            try:
+                result = kv.delete(raw_key, cas=cas)
+            except NotFoundError as error:
+                complain(error)
+                exit_code = EXIT_NOT_FOUND
+            else:
+                _show_mutation(target, "deleted", raw_key, result)
+    return exit_code
+
+
+def _show_mutation(target: Target, done: str, key: bytes, result: MutationResult) -> None:
+    mode = target.output_or("plain")
+    if mode == "json":
+        write_json(
+            {
+                "result": done,
+                **text_fields("key", key),
+                "vb": result.vb_id,
+                "seqno": result.seqno,
+                "cas": str(result.cas),
+                "vb_uuid": str(result.vb_uuid),
+            }
+        )
+    elif mode != "raw":
+        where = f"vbucket {result.vb_id}, seqno {result.seqno}, cas {result.cas}"
+        write_raw(f"{done} {shown(key)} ({where})\n".encode())

@@ -1,0 +1,111 @@
+"""dcpctl explain rollback: why a stream request is answered as it is.
+
+Asks for the failover log and the seqnos and decides here, with the server's own rule: it works
+against every server that speaks DCP.
+"""
+
+from __future__ import annotations
+
+import click
+
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.kv.sync_client import SyncKv
+from failover.explain import Explanation, explain
+from failover.history import VB_UUID_MAX, FailoverLog, Version
+from failover.rollback import Question
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+
+_SEQNO = click.IntRange(0, SEQNO_MAX)
+_UUID = click.IntRange(0, VB_UUID_MAX)
+
+
+def _version_of(text: str) -> tuple[int, int]:
+    """Return a version that the command line names."""
+    vb_uuid, colon, seqno = text.partition(":")
+    if not (colon and vb_uuid.isdigit() and seqno.isdigit()):
+        raise click.UsageError(f"--version {text}: UUID:SEQNO is wanted, such as 266477440339581:8")
+    return int(vb_uuid), int(seqno)
+
+
+@click.group(
+    "explain",
+    help=help_text(
+        "Explain what the server decides.", "dcpctl explain rollback 17 --uuid 1 --seqno 9"
+    ),
+)
+def explain_() -> None:
+    """Explain what the server decides."""
+
+
+@explain_.command(
+    "rollback",
+    help=help_text(
+        "Say how a stream request would be answered, from which failover log, and why.",
+        "dcpctl explain rollback 17 --uuid 266477440339581 --seqno 9",
+        "dcpctl explain rollback 17 --uuid 1 --seqno 9 --snap-start 5 --snap-end 12",
+        "dcpctl explain rollback 17 --seqno 9 --version 3:8 --version 2:0 -o json",
+    ),
+)
+@click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
+@click.option("--seqno", type=_SEQNO, required=True, help="The last change that the client has.")
+@click.option("--uuid", "vb_uuid", type=_UUID, default=0, help="The version it knows.")
+@click.option("--snap-start", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
+@click.option("--snap-end", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
+@click.option(
+    "--version", "version_texts", multiple=True, metavar="UUID:SEQNO",
+    help="All versions that it knows, newest first; more than one only with our extension.",
+)  # fmt: skip
+@click.option("--purge-seqno", type=_SEQNO, default=0, help="The purge seqno that it names.")
+@click.option("--strict", is_flag=True, help="Stream request flag 0x20.")
+@click.option("--ignore-purged", is_flag=True, help="Stream request flag 0x80.")
+@with_target
+def rollback(
+    *,
+    target: Target,
+    vb_id: int,
+    seqno: int,
+    vb_uuid: int,
+    snap_start: int | None,
+    snap_end: int | None,
+    version_texts: tuple[str, ...],
+    purge_seqno: int,
+    strict: bool,
+    ignore_purged: bool,
+) -> None:
+    """Say how a stream request would be answered, and why."""
+    versions = tuple(map(_version_of, version_texts))
+    with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
+        log = FailoverLog(tuple(Version(*pair) for pair in kv.failover_log(vb_id)))
+        stats = kv.stats(f"vbucket-seqno {vb_id}")
+    question = Question(
+        seqno,
+        vb_uuid or (versions[0][0] if versions else 0),
+        seqno if snap_start is None else snap_start,
+        seqno if snap_end is None else snap_end,
+        versions=versions,
+        strict=strict,
+        ignore_purged=ignore_purged,
+        client_purge_seqno=purge_seqno,
+    )
+    high_seqno = int(stats[f"vb_{vb_id}:high_seqno"])
+    purged = int(stats.get(f"vb_{vb_id}:purge_seqno", "0"))
+    _show(target, vb_id, explain(question, log, high_seqno, purged))
+
+
+def _show(target: Target, vb_id: int, told: Explanation) -> None:
+    mode = target.output_or("table" if is_terminal() else "plain")
+    if mode == "json":
+        write_json({"vb": vb_id, **told.to_document()})
+        return
+    answer = told.answer
+    if told.rollback_seqno is not None:
+        answer += f" to seqno {told.rollback_seqno}"
+    facts = f"high seqno {told.high_seqno}, purge seqno {told.purge_seqno}"
+    write_raw(f"{answer}\n{told.reason}\nvbucket {vb_id}: {facts}\n".encode())
+    columns = (("vb_uuid", "vb_uuid"), ("from", "from"), ("upto", "up to"), ("asked", "asked for"))
+    rows = [
+        (str(row.vb_uuid), row.from_seqno, row.upto_seqno, "yes" if row.is_asked_for else "")
+        for row in told.table
+    ]
+    write_rows(mode, columns, rows)

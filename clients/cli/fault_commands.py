@@ -1,0 +1,104 @@
+"""dcpctl fault list, set, clear: requests that fail, wait, or lose their connection."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+
+_COLUMNS: Final = (
+    ("id", "id"),
+    ("opcode", "opcode"),
+    ("vb", "vbucket"),
+    ("status", "status"),
+    ("delay_ms", "delay, ms"),
+    ("disconnect", "disconnect"),
+    ("count", "still to meet"),
+    ("probability", "probability"),
+    ("met", "met"),
+)
+"""Name in JSON, heading."""
+
+
+@click.group(
+    help=help_text(
+        "Make requests fail on purpose. The first rule that a request meets decides.",
+        "dcpctl fault set --opcode DCP_STREAM_REQ --status ETMPFAIL --count 3",
+        "dcpctl fault set --opcode GET --delay 250",
+        "dcpctl fault set --vb 17 --disconnect --probability 0.1 --seed 1",
+        "dcpctl fault list",
+        "dcpctl fault clear",
+    )
+)
+def fault() -> None:
+    """Make requests fail on purpose."""
+
+
+@fault.command("list", help=help_text("Show the rules that are set.", "dcpctl fault list"))
+@with_target
+def list_(*, target: Target) -> None:
+    """Show the rules that are set."""
+    found = admin_of(target).request("GET", "/api/v1/faults")["faults"]
+    mode = target.output_or("table" if is_terminal() else "plain")
+    if mode == "json":
+        for row in found:
+            write_json(row)
+        return
+    rows = [["" if row[key] is None else row[key] for key, _ in _COLUMNS] for row in found]
+    write_rows(mode, _COLUMNS, rows)
+
+
+@fault.command(
+    "set",
+    help=help_text(
+        "Set a rule: which requests it meets, and what happens to them. A command's quiet form is"
+        " met too; --vb is about commands that name a partition.",
+        "dcpctl fault set --opcode SET --status ETMPFAIL",
+        "dcpctl fault set --opcode DCP_STREAM_REQ --status ROLLBACK --rollback-seqno 5 --count 1",
+        "dcpctl fault set --delay 100 --probability 0.5 --seed 7",
+    ),
+)
+@click.option("--opcode", metavar="NAME", help="Such as GET, 0x53; any, if not given.")
+@click.option("--vb", type=click.IntRange(0, NUM_VBUCKETS - 1), metavar="N", help="Partition.")
+@click.option("--status", metavar="NAME", help="Answer this, such as ETMPFAIL or 0x86.")
+@click.option("--delay", "delay_ms", type=click.IntRange(min=1), metavar="MS", help="Wait first.")
+@click.option("--disconnect", is_flag=True, help="Close the connection instead of an answer.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="For N requests only.")
+@click.option(
+    "--probability", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Not always."
+)
+@click.option("--seed", type=int, metavar="N", help="Makes --probability repeatable.")
+@click.option(
+    "--rollback-seqno", type=click.IntRange(0, SEQNO_MAX), metavar="SEQNO",
+    help="Where --status ROLLBACK leads; 0 if not given.",
+)  # fmt: skip
+@with_target
+def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
+    """Set a rule."""
+    body = {name: value for name, value in rule.items() if value is not None}
+    if disconnect:
+        body["disconnect"] = True
+    answer = admin_of(target).request("POST", "/api/v1/faults", body)
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        write_raw(f"set fault {answer['id']}\n".encode())
+
+
+@fault.command("clear", help=help_text("Take one rule away, or all.", "dcpctl fault clear 3"))
+@click.argument("fault_id", metavar="[ID]", type=click.IntRange(min=1), required=False)
+@with_target
+def clear(*, target: Target, fault_id: int | None) -> None:
+    """Take one rule away, or all."""
+    path = "/api/v1/faults" if fault_id is None else f"/api/v1/faults/{fault_id}"
+    answer = admin_of(target).request("DELETE", path)
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        cleared = answer["cleared"]
+        write_raw(f"cleared {cleared} fault{'' if cleared == 1 else 's'}\n".encode())

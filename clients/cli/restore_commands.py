@@ -1,0 +1,314 @@
+"""dcpctl backup restore and export: what takes a point in the history and a selection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import urlencode
+
+import click
+
+from clients.backup.archive import open_archive
+from clients.backup.archive_errors import PointError
+from clients.backup.point import Point, parse_seqnos, parse_time
+from clients.backup.reading import Damage
+from clients.backup.selection import Selection, parse_mapping
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
+from clients.cli.output import write_json, write_raw
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from clients.backup.restore import RestorePlan, RestoreReport
+
+NAMED_MAX: Final = 20
+"""Damages and earlier places that a plain report lists; JSON has all of them."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+ARCHIVE: Final = click.option(
+    "--archive", "url", required=True, metavar="URL", envvar="DCPCTL_ARCHIVE",
+    help="The archive: a folder, or any URL that fsspec knows [DCPCTL_ARCHIVE].",
+)  # fmt: skip
+
+_POINT: Final = (
+    click.option("--run", "run", type=click.IntRange(min=1), metavar="N",
+                 help="As of the end of this run; the newest one where nothing is named."),
+    click.option("--time", "moment", metavar="TIME",
+                 help="As of a time: 2026-05-01T12:00:00Z (UTC unless it says) or Unix seconds."),
+    click.option("--seqnos", metavar="JSON|FILE",
+                 help='As of seqnos: {"VB": SEQNO, ...}, or a file of it; others as of the run.'),
+    click.option("--prefix", default="", metavar="TEXT", help="Only keys that begin so."),
+    click.option("--collection", "collections", multiple=True, metavar="SCOPE.COLLECTION",
+                 help="Only this collection; may be repeated."),
+    click.option("--salvage", is_flag=True,
+                 help="Take all that can be read, where data is damaged, even old versions of it."),
+)  # fmt: skip
+
+
+def with_point(command: _F) -> _F:
+    """Give a command the options of a point and a selection."""
+    for option in reversed(_POINT):
+        command = option(command)
+    return command
+
+
+@click.command(
+    "restore",
+    help=help_text(
+        "Bring an archive back into a server, as of a run, a time or seqnos. Documents keep flags,"
+        " expiry, revision and CAS; a CAS that is too far ahead of the server's clock is replaced."
+        " What the server has newer, by revision and CAS, stays, unless --force; what the archive"
+        " does not know stays too.",
+        "dcpctl backup restore --archive backups --dry-run",
+        "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
+        "dcpctl --server other:11210 backup restore --archive backups --run 3",
+        "dcpctl backup restore --archive backups --collection shop.orders --map shop.orders=a.b",
+    ),
+)
+@ARCHIVE
+@with_point
+@click.option("--map", "mapping", multiple=True, metavar="FROM=TO",
+              help="Put a collection into another one; may be repeated.")  # fmt: skip
+@click.option("--create-collections", is_flag=True, help="Make collections that are missing.")
+@click.option("--force", is_flag=True, help="Overwrite what the server has newer.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done, without the server.")
+@with_target
+def restore(
+    *,
+    target: Target,
+    url: str,
+    run: int | None,
+    moment: str | None,
+    seqnos: str | None,
+    prefix: str,
+    collections: tuple[str, ...],
+    salvage: bool,
+    mapping: tuple[str, ...],
+    create_collections: bool,
+    force: bool,
+    dry_run: bool,
+) -> int:
+    """Restore from an archive."""
+    from clients.backup.restore import Restore
+
+    selection = Selection(
+        prefix.encode(errors="surrogateescape"), collections, parse_mapping(mapping)
+    )
+    point = point_of(run, moment, seqnos)
+    archive = open_archive(url)
+    with bar("plan" if dry_run else "restore", "partitions") as (progress, task):
+        work = Restore(
+            archive, point, selection, force=force, salvage=salvage,
+            create=_creator(target) if create_collections else None,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+        if dry_run:
+            plan, report = work.plan(), None
+        else:
+            report = asyncio.run(work.run(target.address))
+            plan = report.plan
+    if target.output_or("plain") == "json":
+        write_json(_document(plan, report))
+    else:
+        write_raw("\n".join(_lines(plan, report)).encode() + b"\n")
+    is_whole = not plan.damages and not (report is not None and report.refused)
+    return EXIT_OK if is_whole else EXIT_PARTIAL
+
+
+@click.command(
+    "export",
+    help=help_text(
+        "Write the documents as of a run, a time or seqnos as JSON lines or Parquet.",
+        "dcpctl backup export --archive backups --to documents.parquet",
+        "dcpctl backup export --archive backups --run 3 --format jsonl --to - | head",
+    ),
+)
+@ARCHIVE
+@with_point
+@click.option("--to", "to", required=True, metavar="FILE|URL", help="Where to; - is stdout.")
+@click.option("--format", "form", type=click.Choice(["jsonl", "parquet"]),
+              help="By the name of the file where it is not named.")  # fmt: skip
+@with_target
+def export(
+    *,
+    target: Target,
+    url: str,
+    run: int | None,
+    moment: str | None,
+    seqnos: str | None,
+    prefix: str,
+    collections: tuple[str, ...],
+    salvage: bool,
+    to: str,
+    form: str | None,
+) -> int:
+    """Export an archive."""
+    from clients.backup.export import Export, open_target
+
+    if form is None:
+        endings = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+        form = endings.get(Path(to).suffix)
+        if form is None:
+            raise click.UsageError(
+                f"--format is needed: {to!r} ends in none of {', '.join(endings)}"
+            )
+    point = point_of(run, moment, seqnos)
+    selection = Selection(prefix.encode(errors="surrogateescape"), collections)
+    with bar("export", "partitions") as (progress, task):
+        work = Export(
+            open_archive(url), point, selection, salvage=salvage,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+        write = work.to_parquet if form == "parquet" else work.to_json_lines
+        if to == "-":
+            report = write(sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        else:
+            with open_target(to) as file:
+                report = write(file)
+    if to != "-":
+        if target.output_or("plain") == "json":
+            write_json(
+                {
+                    "result": "exported", "format": form, "to": to,
+                    "documents": report.documents, "value_bytes": report.value_bytes,
+                    "damages": [damage._asdict() for damage in report.damages],
+                    "earlier": {str(vb): list(pair) for vb, pair in report.earlier.items()},
+                }
+            )  # fmt: skip
+        else:
+            write_raw(f"exported {report.documents} documents to {to}\n".encode())
+    _complain(report.damages)
+    return EXIT_PARTIAL if report.damages else EXIT_OK
+
+
+def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
+    """Return the point that options name. Raises PointError, click.UsageError."""
+    if moment is not None and (run is not None or seqnos is not None):
+        raise click.UsageError("--time goes with neither --run nor --seqnos")
+    vector = None
+    if seqnos is not None:
+        try:
+            text = seqnos if seqnos.lstrip().startswith("{") else Path(seqnos).read_text()
+            vector = parse_seqnos(json.loads(text))
+        except OSError as error:
+            raise PointError(f"{seqnos}: {error.strerror}") from error
+        except ValueError as error:
+            raise PointError(f"--seqnos is no JSON: {error}") from error
+    return Point(run, None if moment is None else parse_time(moment), vector)
+
+
+def _creator(target: Target) -> Callable[[str, int], None]:
+    """Return what creates a collection over the admin interface."""
+    from clients.cli.admin_api import admin_of, quoted
+    from clients.cli.collection_commands import SCOPES_PATH
+
+    def create(path: str, max_ttl_s: int) -> None:
+        scope, _, name = path.partition(".")
+        admin = admin_of(target)
+        scopes = {entry["name"] for entry in admin.request("GET", SCOPES_PATH)["scopes"]}
+        if scope not in scopes:
+            admin.request("POST", SCOPES_PATH, form=urlencode({"name": scope}))
+        form = urlencode({"name": name, "maxTTL": max_ttl_s})
+        admin.request("POST", f"{SCOPES_PATH}/{quoted(scope)}/collections", form=form)
+
+    return create
+
+
+def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "result": "planned", "runs": list(plan.runs), "partitions": plan.partitions,
+        "documents": plan.documents, "deletions": plan.deletions,
+        "value_bytes": plan.value_bytes, "collections": plan.by_collection,
+        "earlier": {str(vb): list(pair) for vb, pair in plan.earlier.items()},
+        "damages": [damage._asdict() for damage in plan.damages],
+    }  # fmt: skip
+    if report is not None:
+        is_whole = not plan.damages and not report.refused
+        document |= {
+            "result": "restored" if is_whole else "partial", "written": report.written,
+            "kept_newer": report.kept_newer, "replaced_cas": report.replaced_cas,
+            "created": list(report.created),
+            "refused": {
+                f"0x{status:02x}": {"count": count, "first": text}
+                for status, (count, text) in report.refused.items()
+            },
+            "seconds": round(report.seconds, 3),
+        }  # fmt: skip
+    return document
+
+
+def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
+    runs = ", ".join(map(str, plan.runs))
+    what = f"{plan.documents} documents and {plan.deletions} deletions of {plan.partitions}"
+    lines = []
+    if report is None:
+        lines.append(f"would restore {what} partitions, from runs {runs}")
+        lines += [f"  {path}: {count}" for path, count in sorted(plan.by_collection.items())]
+    else:
+        lines.append(
+            f"restored {report.written} of {what} partitions, from runs {runs},"
+            f" in {report.seconds:.1f} s"
+        )
+        if report.kept_newer:
+            lines.append(f"  {report.kept_newer} are the same or newer on the server: kept")
+        if report.replaced_cas:
+            lines.append(
+                f"  {report.replaced_cas} have a CAS of the server's own: theirs was too far ahead"
+                " of its clock"
+            )
+        lines += [f"  created collection {path}" for path in report.created]
+        for count, text in report.refused.values():
+            lines.append(f"  {count} refused: {text}")
+    for vb_id, (wanted, taken) in list(plan.earlier.items())[:NAMED_MAX]:
+        lines.append(
+            f"  vbucket {vb_id}: as of seqno {taken}, the newest whole state before {wanted}"
+        )
+    if len(plan.earlier) > NAMED_MAX:
+        lines.append(f"  ... {len(plan.earlier)} partitions in all are taken as of earlier seqnos")
+    _complain(plan.damages)
+    return lines
+
+
+def _complain(damages: list[Damage]) -> None:
+    for damage in damages[:NAMED_MAX]:
+        click.echo(f"dcpctl: damaged: {damage}", err=True)
+    if len(damages) > NAMED_MAX:
+        click.echo(f"dcpctl: ... {len(damages)} damages in all; -o json has them", err=True)
+
+
+@contextmanager
+def bar(title: str, unit: str) -> Iterator[tuple[Progress, TaskID]]:
+    """A progress bar with rate and time left on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        """Steps in a second: lately, or on average while there is one sample only."""
+
+        def render(self, task: Task) -> Text:
+            elapsed_s = task.finished_time or task.elapsed
+            average = task.completed / elapsed_s if elapsed_s else 0
+            speed = task.finished_speed or task.speed or average
+            return Text(f"{speed:,.0f} {unit}/s" if speed and unit else "")
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+        Rate(), TextColumn("{task.fields[extra]}"), TimeRemainingColumn(),
+        console=Console(file=sys.stderr), disable=not sys.stderr.isatty(),
+    ) as progress:  # fmt: skip
+        yield progress, progress.add_task(title, total=None, extra="")

@@ -1,0 +1,168 @@
+"""dcpctl vb branch, failover, purge, state, mend-cas: what is done to a partition on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.dump_command import dump
+from clients.cli.output import write_json, write_raw
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+
+_VBUCKET = click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
+_SEQNO = click.IntRange(0, SEQNO_MAX)
+
+
+@click.group(
+    help=help_text(
+        "Do to a partition what happens to it in bad times, to see what consumers make of it.",
+        "dcpctl vb branch 17 --at 5",
+        "dcpctl vb failover 17 --lose 3",
+        "dcpctl vb purge 17",
+        "dcpctl vb state 17 dead",
+        "dcpctl vb dump 17 --at 1000",
+        "dcpctl vb mend-cas",
+    ),
+)
+def vb() -> None:
+    """Work on a partition."""
+
+
+@vb.command(
+    "branch",
+    help=help_text(
+        "Begin a new branch of a partition's history: changes after the seqno are undone, the"
+        " partition gets a new version, and every consumer that saw more gets a ROLLBACK. For"
+        " trying out what a failover does to consumers. A partition goes back to any seqno at or"
+        " above its history floor (stat vbucket-seqno), and to 0.",
+        "dcpctl vb branch 17 --at 5",
+        "dcpctl vb branch 17 --at 5 --or-zero",
+        "dcpctl failover-log 17",
+    ),
+)
+@_VBUCKET
+@click.option(
+    "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
+    help="The last change that stays.",
+)  # fmt: skip
+@click.option(
+    "--or-zero", is_flag=True,
+    help="Where history does not reach so far, begin at 0: undo everything, and say why.",
+)  # fmt: skip
+@with_target
+def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
+    """Begin a new branch of a partition's history."""
+    body: dict[str, Any] = {"at": at_seqno} | ({"or_zero": True} if or_zero else {})
+    answer = _done(target, vb_id, "branch", body)
+    if answer.get("reason") and target.output_or("plain") != "json":
+        write_raw(f"back to 0: {answer['reason']}\n".encode())
+    _show_version(target, answer, f"vbucket {vb_id} branched")
+
+
+@vb.command(
+    "failover",
+    help=help_text(
+        "Do to a partition what the promotion of a replica does: it gets a new version where it"
+        " stands, and its streams end with reason 2 (state changed). With --lose the replica was"
+        " behind: the last changes are undone first.",
+        "dcpctl vb failover 17",
+        "dcpctl vb failover 17 --lose 3",
+    ),
+)
+@_VBUCKET
+@click.option("--lose", type=_SEQNO, default=0, metavar="N", help="Undo the last N changes.")
+@with_target
+def failover(*, target: Target, vb_id: int, lose: int) -> None:
+    """Do what the promotion of a replica does."""
+    answer = _done(target, vb_id, "failover", {"lose": lose})
+    _show_version(target, answer, f"vbucket {vb_id} failed over")
+
+
+@vb.command(
+    "purge",
+    help=help_text(
+        "Purge the deletions up to a seqno: consumers that stand below it are rolled back to 0,"
+        " because they may have missed some. The partition cannot go back below it any more, and"
+        " the next compaction drops the deletions. The change at the high seqno is never purged.",
+        "dcpctl vb purge 17",
+        "dcpctl vb purge 17 --upto 5",
+    ),
+)
+@_VBUCKET
+@click.option("--upto", type=_SEQNO, metavar="SEQNO", help="As far as can be, if not given.")
+@with_target
+def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
+    """Purge deletions."""
+    answer = _done(target, vb_id, "purge", {} if upto is None else {"upto": upto})
+    _show(target, answer, f"vbucket {vb_id} purged up to seqno {answer['purge_seqno']}")
+
+
+@vb.command(
+    "state",
+    help=help_text(
+        "Put a partition into a state. One that is not active answers NOT_MY_VBUCKET; streams end"
+        " with reason 2 (state changed) where it is neither active nor replica. Becoming active"
+        " makes a new version.",
+        "dcpctl vb state 17 dead",
+        "dcpctl vb state 17 active",
+    ),
+)
+@_VBUCKET
+@click.argument("state", type=click.Choice(["active", "replica", "pending", "dead"]))
+@with_target
+def set_state(*, target: Target, vb_id: int, state: str) -> None:
+    """Put a partition into a state."""
+    answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
+    _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
+
+
+@vb.command(
+    "mend-cas",
+    help=help_text(
+        "Bring the CAS of partitions back to the clock, where it is further ahead than the setting"
+        " cas_drift_max: older servers took any CAS with SET_WITH_META, and their own went on from"
+        " there. Such documents get a new version with the same content; consumers see it as any"
+        " change, and what held the old CAS has to read again. Without VB: all partitions that"
+        " `dcpctl status` counts.",
+        "dcpctl vb mend-cas",
+        "dcpctl vb mend-cas 17 528",
+    ),
+)
+@click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
+@with_target
+def mend_cas(*, target: Target, vb_ids: tuple[int, ...]) -> None:
+    """Bring the CAS of partitions back to the clock."""
+    chosen = vb_ids or admin_of(target).request("GET", "/api/v1/status")["cas_ahead"]
+    for vb_id in chosen:
+        answer = _done(target, vb_id, "mend-cas", {})
+        changed = f"{answer['documents']} documents and {answer['deletions']} deletions"
+        _show(target, answer, f"vbucket {vb_id}: {changed} have a new CAS")
+    if not chosen and target.output_or("plain") != "json":
+        write_raw(b"no partition's CAS is too far ahead\n")
+
+
+vb.add_command(dump)
+
+
+def _done(
+    target: Target, vb_id: int, action: str, body: dict[str, Any], *, at_first_node: bool = False
+) -> dict[str, Any]:
+    admin = admin_of(target, vb_id=None if at_first_node else vb_id)
+    answer: dict[str, Any] = admin.request("POST", f"/api/v1/vbuckets/{vb_id}/{action}", body)
+    return answer
+
+
+def _show_version(target: Target, answer: dict[str, Any], done: str) -> None:
+    undone = answer["undone_seqnos"]
+    version = f"{undone} changes undone; new version {answer['vb_uuid']}"
+    _show(target, answer, f"{done} at seqno {answer['seqno']}, {version}")
+
+
+def _show(target: Target, answer: dict[str, Any], line: str) -> None:
+    if target.output_or("plain") == "json":
+        write_json(answer)
+    else:
+        write_raw(f"{line}\n".encode())

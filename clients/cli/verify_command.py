@@ -1,0 +1,37 @@
+"""dcpctl verify: check a data folder that no server uses.
+
+The check is the server's (`python -m dcp.server.operate.verify`), in a process of its own: this
+side knows nothing of how data is stored.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
+
+
+@click.command(
+    "verify",
+    help=help_text(
+        "Check a data folder that no server uses: log, database pages, and all records against"
+        " each other. Changes nothing. Exit code 0: nothing is wrong, 1: something is, 2: it"
+        " cannot be checked. docs/operations.md says what each finding means.",
+        "dcpctl verify dcpd-data",
+        "dcpctl verify /var/lib/dcpd -o json",
+    ),
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@with_target
+def verify(*, target: Target, folder: Path) -> int:
+    """Check a data folder that no server uses."""
+    mode = target.output_or("plain")
+    if mode not in {"plain", "json"}:
+        raise click.UsageError(f"verify writes plain lines or json, not {mode}")
+    arguments = [sys.executable, "-P", "-m", "dcp.server.operate.verify", str(folder), "-o", mode]
+    done = subprocess.run(arguments, check=False)  # noqa: S603 - our own program
+    return done.returncode if done.returncode >= 0 else EXIT_USAGE

@@ -1,0 +1,268 @@
+"""What a consumer hands out: the batch in hand, cut into pieces, and the positions after them.
+
+    sessions -> queue -> batch in hand -> pieces -> the user
+
+Who calls it: `clients.consumer` for its user, `clients.consumer.supervisor` for the sessions.
+
+Invariants
+- events are handed out in the order in which they came, each once, whoever iterates: who leaves an
+  iteration in the middle of a batch gets the rest of it from the next one;
+- piece_start <= count <= len(batch): up to `_piece_start` the user came back for more, up to
+  `_count` events were handed out; no position that is told runs ahead of the latter;
+- a batch goes back to its session, and with it to flow control, when the user asks for the next;
+- only the iteration that was begun last may go on: two at once would each take the other's batch
+  for processed;
+- a rollback is settled once, also where who waited for it was cancelled before it was handed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple, Protocol
+
+from clients.checkpoint.checkpoint import Checkpoint
+from clients.consumer.core import Batch
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import ConsumerSession
+from clients.consumer.pace import Pace
+from clients.consumer.partition_stream import advance
+from clients.consumer.saving import Saver
+from clients.event import Deletion, Event, Mutation, Rollback
+from clients.validator import StreamValidator
+
+
+class Delivery(NamedTuple):
+    """Events, and where their partitions stand when all of them are processed.
+
+    Write both in one transaction and start from what you wrote: every effect is there once.
+    """
+
+    events: list[Event]
+    positions: Checkpoint
+
+
+class Source(Protocol):
+    """What the reader needs of who looks after the streams."""
+
+    asks: bool
+    """Whether rollbacks are settled one by one, before they are handed out."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can come any more."""
+
+    async def settle(self, batch: Batch, at: int) -> None:
+        """Settle the rollback that a batch has at an index; all before it is processed."""
+
+
+class BatchReader:
+    """See the module."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        metrics: ConsumerMetrics,
+        validator: StreamValidator | None,
+        events_per_s: float | None,
+    ) -> None:
+        self.is_open = False
+        self.is_paused = False
+        """The user holds everything."""
+        self.failure: BaseException | None = None
+        """Raised when all that was received before it is handed out."""
+        self.wake = asyncio.Event()
+        """Set it when something changed that `batches` waits for."""
+        self.pace = Pace(events_per_s)
+        self.delivered: Checkpoint = {}
+        """Where the partitions stood when the batch in hand began."""
+        self._saver = saver
+        self._metrics = metrics
+        self._validator = validator
+        self._queue: deque[tuple[ConsumerSession, Batch]] = deque()
+        self._current: tuple[ConsumerSession, Batch] | None = None
+        self._piece_start = self._count = 0
+        self._looked_at = 0
+        self._settled: Rollback | None = None
+        """The one in the batch in hand that was settled last, as it is to be handed out."""
+        self._is_single = False
+        self._iteration: object = None
+
+    # -- what comes in -------------------------------------------------------------------------
+
+    def put(self, session: ConsumerSession, batch: Batch) -> None:
+        """Queue what a session received; what comes after a failure is not handed out."""
+        if self.failure is not None:
+            return
+        self._queue.append((session, batch))
+        self.wake.set()
+
+    def forget(self, vb_ids: Iterable[int]) -> None:
+        """Take what was received of partitions out of the queue: it comes again."""
+        gone = frozenset(vb_ids)
+        for _, batch in self._queue:
+            batch.events[:] = [event for event in batch.events if event.vb_id not in gone]
+            for vb_id in gone:
+                batch.positions.pop(vb_id, None)
+                batch.markers.pop(vb_id, None)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be handed out."""
+        return sum(batch.wire_bytes for _, batch in self._queue)
+
+    # -- what goes out -------------------------------------------------------------------------
+
+    async def batches(self, source: Source) -> AsyncIterator[list[Event]]:
+        """Yield events as they came, in pieces where they have to be cut.
+
+        Raises RuntimeError where another iteration was begun meanwhile.
+        """
+        self._is_single = False
+        iteration = self._iteration = object()
+        self.wake.set()  # another one that waits finds that it may not
+        while True:
+            self._check_newest(iteration)
+            self._piece_start = self._count
+            if self._current is None or self._count >= len(self._current[1].events):
+                self._finish_current()
+                self._current = await self._next_batch(source, iteration)
+                if self._current is None:
+                    return
+            batch = self._current[1]
+            for stop in self._piece_ends(batch.events, asks=source.asks):
+                if stop > self._piece_start:
+                    await self.pace.wait(stop - self._piece_start)
+                    self._check_newest(iteration)
+                    self._look_at(batch.events, stop)
+                    self._count = stop
+                    yield batch.events[self._piece_start : stop]
+                    self._check_newest(iteration)
+                    self._piece_start = stop
+                if source.asks and stop == self._piece_start and stop < len(batch.events):
+                    await self._settle(source, batch, stop)
+                    self._check_newest(iteration)
+
+    def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
+        """Yield the events of the piece that was handed out last, each as handed out now."""
+        self._is_single = True
+        for count, event in enumerate(piece, self._piece_start + 1):
+            self._count = count
+            yield event
+        self._is_single = False
+
+    def handed_out(self, count: int) -> None:
+        """Count only the first `count` events of the piece in hand as handed out."""
+        assert self._current is not None
+        self._count = self._piece_start + count
+
+    # -- where it stands -----------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the position of everything handed out so far, the current event included."""
+        return self._positions_after(self._count)
+
+    def processed(self) -> Checkpoint:
+        """Return the position of everything that the user came back from for more."""
+        return self._positions_after(self._count - 1 if self._is_single else self._piece_start)
+
+    def after_batch(self) -> Checkpoint:
+        """Return the position after the batch in hand."""
+        return self._positions_after(None)
+
+    def delivery(self, events: list[Event]) -> Delivery:
+        """Return the piece that was handed out last with the positions after it."""
+        assert self._current is not None
+        batch = self._current[1]
+        if self._count == len(batch.events) and not self._piece_start:
+            return Delivery(events, batch.positions)
+        after = self.checkpoint()
+        return Delivery(events, {vb_id: after[vb_id] for vb_id in {e.vb_id for e in events}})
+
+    def _positions_after(self, count: int | None) -> Checkpoint:
+        """Return where everything stands after `count` events of the batch in hand, None: all."""
+        positions = dict(self.delivered)
+        if self._current is not None:
+            batch = self._current[1]
+            if count is None or count >= len(batch.events):
+                positions.update(batch.positions)
+            elif count > 0:
+                events = batch.events[:count]
+                advance(positions, events, batch.markers, batch.collections, batch.filter)
+        return positions
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _check_newest(self, iteration: object) -> None:
+        if iteration is not self._iteration:
+            raise RuntimeError(
+                "another iteration of this consumer was begun meanwhile: one at a time; for several"
+                " workers give each a consumer with a Group"
+            )
+
+    async def _settle(self, source: Source, batch: Batch, at: int) -> None:
+        """Let a rollback be decided. All before it is processed; its stream waits for that."""
+        event = batch.events[at]
+        if isinstance(event, Rollback) and event is not self._settled:
+            await source.settle(batch, at)
+            settled = batch.events[at]
+            assert isinstance(settled, Rollback)
+            self._settled = settled
+
+    def _piece_ends(self, events: list[Event], *, asks: bool) -> list[int]:
+        """Return where to cut a batch: for the rate, and before what has to be decided."""
+        ends = {len(events), *self.pace.cuts(len(events))}
+        if asks:
+            ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
+        return sorted(ends)
+
+    def _look_at(self, batch_events: list[Event], stop: int) -> None:
+        """Check and count events that are handed out for the first time.
+
+        Raises StreamViolationError, and again where the user goes on after it.
+        """
+        events = batch_events[self._looked_at : stop]
+        if self._validator is not None:
+            for event in events:
+                self._validator.observe(event)
+                self._looked_at += 1
+        self._looked_at = max(stop, self._looked_at)
+        self._metrics.events += len(events)
+        self._metrics.changes += sum(
+            type(event) is Mutation or type(event) is Deletion for event in events
+        )
+
+    def _finish_current(self) -> None:
+        """The user asked for more, so what was handed out is processed."""
+        if self._current is None:
+            return
+        session, batch = self._current
+        self._current = None
+        self._settled = None
+        self._piece_start = self._count = self._looked_at = 0
+        self._saver.moved(batch.events, self.delivered, batch.positions)
+        self.delivered.update(batch.positions)
+        session.done_with(batch)
+
+    async def _next_batch(
+        self, source: Source, iteration: object
+    ) -> tuple[ConsumerSession, Batch] | None:
+        while not self._queue or self.is_paused:
+            self._check_newest(iteration)
+            if self.failure is not None:
+                raise self.failure
+            if not self.is_open or source.is_finished:
+                return None
+            self.wake.clear()
+            await self._saver.save_when_due(self.delivered)
+            if self.wake.is_set():
+                continue
+            try:
+                async with asyncio.timeout(self._saver.due_in_s):
+                    await self.wake.wait()
+            except TimeoutError:
+                continue  # time to save
+        await self._saver.save_when_due(self.delivered)
+        self._check_newest(iteration)
+        return self._queue.popleft()

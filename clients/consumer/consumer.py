@@ -1,0 +1,398 @@
+"""`Consumer`: every change of a server, resumable, over asyncio.
+
+    async with Consumer("127.0.0.1:11210", store=CheckpointFile("state.ckpt")) as consumer:
+        async for event in consumer:
+            match event:
+                case Mutation(): ...
+                case Deletion(): ...
+                case Rollback(): ...          # undo what you hold above event.to_seqno
+            await consumer.save()             # as often as you like: after what you processed
+
+What it sees to
+- one connection per node; partitions go to the node that holds them and move when they move;
+- a lost connection is made again with growing pauses and every stream resumes where it stood,
+  without gap or duplicate, in the middle of a snapshot too;
+- delivery is at least once over restarts (what came after the last saved checkpoint comes again),
+  exactly once within one `Consumer`, and effectively once for who writes `Delivery.positions` in
+  one transaction with what the events do (`deliveries`);
+- bytes are acknowledged when the next batch is asked for, so a slow user slows the server down
+  instead of filling memory;
+- nothing stops silently: what is out of the ordinary is logged (`dcpd.consumer`), counted
+  (`metrics`) and answered: docs/consumers.md has the list.
+
+`checkpoint()` covers every event handed out so far, the current one included: call it when you are
+done with that event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Final, Literal
+
+from clients.address import ServerAddress, parse_address
+from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.consumer.batch_reader import BatchReader, Delivery
+from clients.consumer.core import BUFFER_BYTES, NOOP_INTERVAL_S, ConsumerCore
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.extensions import DEFAULT_ONLY
+from clients.consumer.group import Group
+from clients.consumer.node_session import ConsumerSession
+from clients.consumer.placement import Placement
+from clients.consumer.rollback_strategy import OnRollback, check_strategy
+from clients.consumer.saving import Saver, check_store
+from clients.consumer.starting_point import (
+    Start,
+    check_start,
+    chosen_collections,
+    find_collections,
+    find_starts,
+    prefixes_of,
+)
+from clients.consumer.supervisor import Supervisor
+from clients.errors import CheckpointError
+from clients.event import Event
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology
+from clients.position import Filter, Position
+from clients.validator import StreamValidator
+
+STALL_S: Final = 60.0
+"""A stream that is behind and does not move, or a request without an answer, for so long is taken
+in hand."""
+
+
+class Consumer:
+    """See the module. Raises ValueError for options that cannot be.
+
+    `vbuckets`: partitions to follow, None = all; `group`: those of a member of a static group.
+    `start`: where those begin that the checkpoint does not name: "beginning", "now", a datetime
+    (with a zone), or by partition a Position or a seqno (docs/consumers.md). `store`: loaded when
+    the consumer opens, written by `save`, and with `save_every_s` by itself, then without what the
+    user has in hand. `until_now`: end when every partition reached the high seqno that it had at
+    the start.
+    `on_rollback`: "undo" goes back to the newest complete state that was held at or below what the
+    server says, for users who can restore it; "restart" to 0, for users who then build the
+    partition anew; "fail" raises HistoryBranchedError; a function gets the Rollback when all before
+    it is processed, and returns one of these or a seqno to go back to (or a lower complete state).
+    `rollback_to` "state" and "beginning" are older names of the first two.
+    `validate`: check every event (StreamViolationError).
+    `collections`: names ("scope.collection") or ids of those to follow, or one name; "all" for
+    everything; None is the default collection alone. Where it is given, system events come, and
+    events carry the id of their collection; a name is looked up once, because one that is dropped
+    and made again is another collection.
+    `key_prefixes`: only documents whose key begins with one of them. The server
+    filters where it can, else they are left out here: what comes is the same.
+    `history`: every version of a document, not only the newest, as far back as the server keeps
+    them. `previous_values`: events tell what they replaced. A server that knows neither sends what
+    it always does.
+    `events_per_s`: hand out no faster; the server is slowed down with it.
+    `name`: of the DCP connections; a second consumer of the same name ends the first one's. Members
+    of a group get their number added.
+    `give_up_after_s`: how long to try to reach the servers again, None = for ever; the first
+    connection is tried once. `stall_s`: see STALL_S.
+    """
+
+    def __init__(
+        self,
+        server: str | ServerAddress,
+        *,
+        name: str | None = None,
+        vbuckets: Iterable[int] | None = None,
+        group: Group | None = None,
+        start: Start = "beginning",
+        store: CheckpointStore | AsyncCheckpointStore | None = None,
+        save_every_s: float | None = None,
+        until_now: bool = False,
+        on_rollback: OnRollback | None = None,
+        rollback_to: Literal["state", "beginning"] = "state",
+        collections: Iterable[str | int] | str | None = None,
+        key_prefixes: Iterable[str | bytes] | str | bytes = (),
+        history: bool = False,
+        previous_values: bool = False,
+        events_per_s: float | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+        noop_interval_s: float = NOOP_INTERVAL_S,
+        validate: bool = False,
+        connect_timeout_s: float = 5.0,
+        give_up_after_s: float | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        if vbuckets is not None and group is not None:
+            raise ValueError("vbuckets or a group, not both: a group has its own share of them")
+        if save_every_s is not None and store is None:
+            raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
+        if store is not None:
+            check_store(store, is_part=vbuckets is not None or group is not None)
+        self.address = parse_address(server) if isinstance(server, str) else server
+        self.name = _name_of(name, group)
+        self.metrics = ConsumerMetrics()
+        """Counters, see `clients.consumer.counters`."""
+        self.validator = StreamValidator() if validate else None
+        self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
+        self._group = group
+        self._start: Start = check_start(start)
+        self._saver = Saver(store, save_every_s, self.metrics, self.name)
+        by_name: OnRollback = "restart" if rollback_to == "beginning" else "undo"
+        self._on_rollback: OnRollback = check_strategy(on_rollback or by_name)
+        self._collections = chosen_collections(collections)
+        prefixes = prefixes_of(key_prefixes)
+        self._filter = Filter.of(() if self._collections == "all" else self._collections, prefixes)
+        self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
+        self._was_closed = False
+        self._older_than: dict[int, int] = {}
+        """By partition: a CAS below which changes are left out on this side."""
+        self._core_options: dict[str, Any] = {
+            "until_now": until_now, "history": history, "previous_values": previous_values,
+            "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
+            "noop_interval_s": noop_interval_s,
+        }  # fmt: skip
+        self._placement = Placement(
+            self.address, self.metrics, self._make_session,
+            connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s,
+        )  # fmt: skip
+        self._reader = BatchReader(self._saver, self.metrics, self.validator, events_per_s)
+        self._supervisor = Supervisor(
+            self.name, self.metrics, self._placement, self._reader,
+            on_rollback=self._on_rollback, buffer_bytes=buffer_bytes,
+            noop_interval_s=noop_interval_s, stall_s=stall_s,
+        )  # fmt: skip
+
+    @property
+    def topology(self) -> Topology | None:
+        """The cluster configuration known now."""
+        return self._placement.topology
+
+    @property
+    def collection_ids(self) -> tuple[int, ...]:
+        """The collections that are followed, (0,) the default one alone, () all."""
+        return self._collection_ids
+
+    @property
+    def followed(self) -> set[int]:
+        """The partitions that are followed and have not come to their end."""
+        return self._supervisor.followed
+
+    # -- lifetime ------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Consumer:
+        """Connect and ask for the streams."""
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the connections; only with `save_every_s` the checkpoint is saved by itself."""
+        await self.close()
+
+    async def open(self) -> None:
+        """Load the checkpoint, connect, ask for the streams.
+
+        Raises CheckpointError, also for a checkpoint of another filter (collections, key_prefixes),
+        ConnectError, AuthenticationError, TopologyError, ValueError, and
+        RuntimeError for one that was closed: what it received and did not hand out is in its way.
+        """
+        if self._reader.is_open:
+            return
+        if self._was_closed:
+            raise RuntimeError("this consumer was closed: make a new one, from its checkpoint()")
+        try:
+            await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> None:
+        saved = await self._saver.load()
+        await self._placement.refresh()
+        self._collection_ids = await find_collections(self._placement.any_link(), self._collections)
+        assert self.topology is not None
+        count = self.topology.num_vbuckets
+        vb_ids: Iterable[int] = range(count) if self._vbuckets is None else self._vbuckets
+        if self._group is not None:
+            vb_ids = self._group.vbuckets(count)
+        for vb_id in vb_ids:
+            if not 0 <= vb_id < count:
+                raise ValueError(f"there is no partition {vb_id}; the server has 0 to {count - 1}")
+        starts = await find_starts(
+            self._placement, self._start, [vb_id for vb_id in vb_ids if vb_id not in saved]
+        )
+        self._older_than = starts.older_than
+        positions = {vb: saved.get(vb, starts.positions.get(vb)) for vb in vb_ids}
+        known = {vb: position for vb, position in positions.items() if position is not None}
+        self._check_filter(known)
+        self._reader.delivered.update(known)
+        if self.validator is not None:
+            self.validator.begin(known)
+        self._reader.is_open = True
+        await self._supervisor.start(positions)
+
+    def _check_filter(self, positions: Mapping[int, Position]) -> None:
+        """Raise CheckpointError if positions belong to another filter than this consumer's.
+
+        A collection that was dropped and created again is noticed later, by its id.
+        """
+        ids = set(self._collection_ids)
+        others = [
+            position.filter
+            for position in positions.values()
+            if position.seqno
+            and position.filter not in {None, self._filter}
+            and not (
+                # The same collections, named differently.
+                position.filter.key_prefixes == self._filter.key_prefixes
+                and set(position.collections or ()) == ids
+            )
+        ]
+        if others:
+            raise CheckpointError(
+                f"the checkpoint belongs to another filter: it is for {others[0]}"
+                f" ({len(others)} partitions), and this consumer follows {self._filter}",
+                hint="Going on from it would skip documents without notice. Use the same filter as"
+                " before, or begin anew with another checkpoint (another file or name).",
+            )
+
+    async def close(self) -> None:
+        """Close all connections. Streams can be resumed from `checkpoint()`."""
+        was_open, self._reader.is_open = self._reader.is_open, False
+        self._was_closed = self._was_closed or was_open
+        await self._supervisor.stop()
+        self._reader.wake.set()
+        try:
+            if was_open:
+                await self._saver.save_by_itself(self.processed())
+        finally:
+            await self._saver.close()
+        await asyncio.sleep(0)  # lets the transports finish closing
+
+    # -- what the user reads -------------------------------------------------------------------
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yield events in batches, as reads brought them: the fast way."""
+        await self.open()
+        async for events in self._reader.batches(self._supervisor):
+            yield events
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Yield events one by one."""
+        async for events in self.batches():
+            for event in self._reader.one_by_one(events):
+                yield event
+
+    async def deliveries(self) -> AsyncIterator[Delivery]:
+        """Yield batches with the positions to keep beside what they do; see Delivery.
+
+        Start from what you kept: `start={vb: position}` (missing partitions begin at 0).
+        """
+        async for events in self.batches():
+            yield self._reader.delivery(events)
+
+    async def run(self, handle: Callable[[Delivery], Awaitable[Any] | Any]) -> None:
+        """Give each delivery to a function, plain or async, until the stream ends."""
+        async for delivery in self.deliveries():
+            result = handle(delivery)
+            if inspect.isawaitable(result):
+                await result
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the position of everything handed out so far, the current event included."""
+        return self._reader.checkpoint()
+
+    def processed(self) -> Checkpoint:
+        """Return the position of everything that the user came back from for more."""
+        return self._reader.processed()
+
+    def handed_out(self, count: int) -> None:
+        """Count only the first `count` events of the current batch as handed out.
+
+        For who reads `batches()` and stops in the middle of one.
+        """
+        self._reader.handed_out(count)
+
+    def one_by_one(self, events: list[Event]) -> Iterator[Event]:
+        """Yield the events of what `batches()` yielded last, each as handed out when it is."""
+        yield from self._reader.one_by_one(events)
+
+    async def save(self) -> None:
+        """Write `checkpoint()` to the store. Raises CheckpointError."""
+        await self._saver.save(self.checkpoint())
+
+    # -- what the user steers ------------------------------------------------------------------
+
+    def pause(self, vbuckets: Iterable[int] | None = None) -> None:
+        """Hand out nothing more (None), or nothing more of some partitions, after this batch.
+
+        A paused partition costs nothing: its stream is closed. A whole pause lets the connections
+        stand; the server stops at the flow control window.
+        """
+        if vbuckets is None:
+            self._reader.is_paused = True
+        else:
+            self._supervisor.pause(vbuckets)
+
+    def resume(self, vbuckets: Iterable[int] | None = None) -> None:
+        """Go on: with everything (None), or with some partitions."""
+        if vbuckets is None:
+            self._reader.is_paused = False
+        self._supervisor.resume(list(self.paused) if vbuckets is None else vbuckets)
+        self._reader.wake.set()
+
+    @property
+    def paused(self) -> frozenset[int]:
+        """The partitions that are paused one by one."""
+        return frozenset(self._supervisor.paused)
+
+    async def lag(self, timeout_s: float = 5.0) -> dict[int, int]:
+        """Return by partition how many seqnos lie between what was processed and the server's end.
+
+        Partitions that have no connection at the moment are not in it.
+        """
+        await self.high_seqnos(timeout_s)
+        return self._supervisor.known_lag()
+
+    async def high_seqnos(self, timeout_s: float = 5.0) -> dict[int, int]:
+        """Return by partition the high seqno that its node tells now; see `lag`.
+
+        Partitions whose node does not answer in time are not in it: compare with `followed`.
+        """
+        return await self._supervisor.high_seqnos(timeout_s)
+
+    def gauges(self) -> dict[str, int]:
+        """Return what `clients.consumer.counters.GAUGES` names, as known without asking anybody."""
+        return {
+            "partitions": len(self.followed),
+            "partitions_paused": len(self.paused),
+            "partitions_unplaced": len(self._placement.homeless),
+            "queued_bytes": self._reader.queued_bytes,
+            "lag": sum(self._supervisor.known_lag().values()),
+        }
+
+    def _make_session(self, link: Link) -> ConsumerSession:
+        core = ConsumerCore(
+            self.name.encode(),
+            has_collections=link.has_collections,
+            collections=self._collection_ids,
+            rollback_to_beginning=self._on_rollback == "restart",
+            asks_on_rollback=self._supervisor.asks,
+            hidden=self._saver.hidden_keys,
+            older_than=self._older_than,
+            node=link.node,
+            **self._core_options,
+        )
+        return ConsumerSession(self._supervisor, link, core)
+
+
+def _name_of(name: str | None, group: Group | None) -> str:
+    """Return the name of the connections: two of one name would end each other."""
+    if group is not None:
+        group.checked()
+    if name is None:
+        return f"dcpd-python-{secrets.token_hex(6)}"
+    return name if group is None else f"{name}:{group.member}"

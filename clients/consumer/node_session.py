@@ -1,0 +1,234 @@
+"""One node's connection of a consumer: bytes from the link to the core, answers and timers back.
+
+Invariants
+- what the core has to say is sent after every call into it (`flush`), and what it noted is logged
+  and counted;
+- a connection on which nothing is heard for two NOOP intervals, or a request goes unanswered for
+  `stall_s`, is closed: its partitions find another one;
+- whether streams stall is judged only while nothing that was received waits for the user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.partition_stream import Wanted
+from clients.errors import DcpdError, StreamViolationError
+from clients.link.pipelined_link import Link
+from dcp.wire.frame import ProtocolError
+
+SILENT_NOOPS: Final = 2
+"""NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
+QUEUE_WINDOWS: Final = 2
+"""Reading pauses at so many windows of undelivered bytes (a server that ignores flow control)."""
+STALLS_MAX: Final = 3
+"""Stalls of one partition after which the connection is made anew."""
+
+LOG: Final = logging.getLogger("dcpd.consumer")
+_QUIET: Final = frozenset({"retry"})
+"""Kinds of notes that are no warnings: they repeat, and the end of them is told."""
+
+
+class SessionOwner(Protocol):
+    """What a session needs of its consumer."""
+
+    name: str
+    noop_interval_s: float
+    buffer_bytes: int
+    stall_s: float
+    metrics: ConsumerMetrics
+
+    def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
+        """Queue what a session received."""
+
+    def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
+        """A connection is gone."""
+
+    def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
+        """A stream broke the rules, or the server refused the connection's set-up."""
+
+
+class ConsumerSession:
+    """See the module."""
+
+    def __init__(self, owner: SessionOwner, link: Link, core: ConsumerCore) -> None:
+        self.link = link
+        self.core = core
+        self.queued_bytes = 0
+        self.is_paused = False
+        self.high_seqnos: dict[int, int] = {}
+        """What the server told last."""
+        self._owner = owner
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tick_ns = 0
+        """When the core's tick is due, where its timer runs."""
+        self._has_heard = True
+        self._stalls: dict[int, int] = {}
+        self._asking: set[asyncio.Future[None]] = set()
+        """Who waits for high seqnos; told when the connection is lost, too."""
+
+    def begin(self) -> None:
+        """Take the connection over and ask for the partitions that were added."""
+        self._owner.metrics.connections += 1
+        self.link.write(self.core.begin(time.monotonic_ns()))
+        self.link.hand_over(self._on_bytes, self._on_lost)
+        if self.link.is_closed:
+            return
+        self._watch()
+        self._arm("stall", self._owner.stall_s, self._check_stalls)
+
+    def add(self, partitions: Mapping[int, Wanted]) -> None:
+        """Stream more partitions."""
+        for vb_id, wanted in partitions.items():
+            self.core.add(vb_id, wanted)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the core has to say, tell what it noted, and see to its next tick."""
+        if self.core.notes:
+            self._tell_notes()
+        if self.link.is_closed:
+            return
+        output = self.core.take_output()
+        if output:
+            self.link.write(output)
+        due_ns = self.core.next_tick_ns
+        if due_ns is not None and ("tick" not in self._timers or due_ns < self._tick_ns):
+            self._tick_ns = due_ns
+            self._arm("tick", max(0, due_ns - time.monotonic_ns()) / 1e9, self._on_tick)
+
+    def done_with(self, batch: Batch) -> None:
+        """The user processed a batch."""
+        self.queued_bytes -= batch.wire_bytes
+        if self.link.is_closed:
+            return
+        self.core.processed(batch)
+        if self.is_paused and not self._is_full():
+            self.is_paused = False
+            self.link.resume_reading()
+        self.flush()
+
+    async def ask_high_seqnos(self, timeout_s: float) -> dict[int, int]:
+        """Return the node's high seqnos by partition; {} where it does not answer in time."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_seqnos(high_seqnos: dict[int, int]) -> None:
+            self.high_seqnos = high_seqnos
+            if not answer.done():
+                answer.set_result(None)
+
+        if not self.link.is_closed:
+            self._asking.add(answer)
+            try:
+                self.core.ask_high_seqnos(on_seqnos)
+                self.flush()
+                await asyncio.wait([answer], timeout=timeout_s)
+            finally:
+                self._asking.discard(answer)
+        return self.high_seqnos if answer.done() and not answer.cancelled() else {}
+
+    def close(self) -> None:
+        """Close the connection for good."""
+        self._cancel_timers()
+        self.link.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _arm(self, name: str, delay_s: float, callback: object) -> None:
+        assert callable(callback)
+
+        def fire() -> None:
+            self._timers.pop(name, None)
+            callback()
+
+        if name in self._timers:
+            self._timers[name].cancel()
+        self._timers[name] = asyncio.get_running_loop().call_later(delay_s, fire)
+
+    def _cancel_timers(self) -> None:
+        timers, self._timers = self._timers, {}
+        for timer in timers.values():
+            timer.cancel()
+
+    def _tell_notes(self) -> None:
+        notes, self.core.notes = self.core.notes, []
+        for kind, vb_id, text in notes:
+            self._owner.metrics.note(kind)
+            level = logging.INFO if kind in _QUIET else logging.WARNING
+            word = "stream_end" if kind.startswith("stream_end") else kind
+            LOG.log(level, "%s: partition %d: %s: %s", self._owner.name, vb_id, word, text)
+
+    def _give_up(self, why: str) -> None:
+        self._owner.metrics.silent_connections += 1
+        LOG.warning("%s: %s: %s; connecting again", self._owner.name, self.link.node, why)
+        self.link.close()
+
+    def _watch(self) -> None:
+        """Take the server for dead when it is silent for longer than two NOOPs are apart."""
+        interval_s = SILENT_NOOPS * self._owner.noop_interval_s
+        if not self._has_heard and not self.is_paused:
+            self._give_up(f"nothing heard for {interval_s:g} s")
+            return
+        self._has_heard = False
+        self._arm("watch", interval_s, self._watch)
+
+    def _check_stalls(self) -> None:
+        """Ask how far the server is, unless it is the user who holds everything up."""
+        stall_s = self._owner.stall_s
+        if not self.queued_bytes and not self.is_paused:
+            oldest_ns = self.core.oldest_request_ns
+            if oldest_ns is not None and time.monotonic_ns() - oldest_ns > stall_s * 1e9:
+                self._give_up(f"a request was not answered within {stall_s:g} s")
+                return
+            self.core.ask_high_seqnos(self._restart_stalled)
+            self.flush()
+        self._arm("stall", stall_s, self._check_stalls)
+
+    def _restart_stalled(self, high_seqnos: dict[int, int]) -> None:
+        self.high_seqnos = high_seqnos
+        if self.queued_bytes:
+            return
+        stalled = self.core.restart_stalled(high_seqnos)
+        for vb_id in stalled:
+            self._stalls[vb_id] = self._stalls.get(vb_id, 0) + 1
+        if any(count >= STALLS_MAX for count in self._stalls.values()):
+            self._give_up(f"{len(stalled)} streams do not move")
+
+    def _is_full(self) -> bool:
+        return self.queued_bytes > QUEUE_WINDOWS * max(self._owner.buffer_bytes, 65536)
+
+    def _on_tick(self) -> None:
+        self.core.tick(time.monotonic_ns())
+        self.flush()
+
+    def _on_bytes(self, data: bytes) -> None:
+        self._has_heard = True
+        batch = self.core.receive(data, time.monotonic_ns())
+        self.queued_bytes += batch.wire_bytes
+        self._owner.metrics.wire_bytes += batch.wire_bytes
+        if batch.events or batch.positions or batch.wire_bytes or self.core.homeless:
+            self._owner.take_batch(self, batch)
+        failure = self.core.failure
+        if failure is not None:
+            if isinstance(failure, ProtocolError):
+                failure = StreamViolationError(f"the server broke the protocol: {failure}")
+            self._owner.session_failed(self, failure)
+            return
+        if self._is_full() and not self.is_paused:
+            self.is_paused = True
+            self.link.pause_reading()
+        self.flush()
+
+    def _on_lost(self, error: DcpdError) -> None:
+        self._cancel_timers()
+        if self.core.notes:
+            self._tell_notes()
+        for answer in self._asking:
+            answer.cancel()
+        self._owner.session_lost(self, error)

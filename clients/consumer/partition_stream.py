@@ -1,0 +1,254 @@
+"""One partition's stream as the consumer's core keeps it. Pure.
+
+    NEW -> ASKED -> OPEN -> DONE      came to its end, or closed
+             |        |
+             +--------+---> WAITING   asked for again at `retry_at_ns`
+             +--------+---> GONE      this node does not have the partition, or the user paused it
+             +------------> HELD      rolled back; the user is asked what to do
+             +------------> FAILED    refused for good
+
+Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots; a marker that has
+no item yet (`is_marker_new`) has not moved the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+from clients.errors import StreamViolationError
+from clients.event import (
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    SnapshotEnd,
+    SnapshotStart,
+    StreamOpened,
+    SystemEvent,
+)
+from clients.position import RANGES_MAX, Filter, Position, Versions, clipped, thinned
+
+
+class PartitionStreamState(Enum):
+    """See the module."""
+
+    NEW = auto()
+    ASKED = auto()
+    OPEN = auto()
+    WAITING = auto()
+    HELD = auto()
+    DONE = auto()
+    GONE = auto()
+    FAILED = auto()
+
+
+FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED})
+"""States after which nothing more comes for a partition."""
+
+
+class Wanted(NamedTuple):
+    """From where a partition is to be streamed; None = from now.
+
+    `ceiling`: with `until_now`, the end that is known already; the stream ends there or lower.
+    `now_seqno`: where "now" was, if that is known already and the position not yet.
+    """
+
+    position: Position | None
+    ceiling: int | None = None
+    now_seqno: int | None = None
+
+
+class PartitionStream:
+    """See the module. `position` is None for a stream that starts from now."""
+
+    __slots__ = (
+        "base_seqno",
+        "ceiling",
+        "collections",
+        "filter",
+        "has_position",
+        "is_marker_new",
+        "marker_end",
+        "marker_start",
+        "now_seqno",
+        "older_ranges",
+        "opaque",
+        "range_end",
+        "range_start",
+        "retry_at_ns",
+        "retry_ns",
+        "seqno",
+        "snap_end",
+        "snap_start",
+        "state",
+        "target",
+        "vb_id",
+        "versions",
+    )
+
+    def __init__(self, vb_id: int, position: Position | None) -> None:
+        self.vb_id = vb_id
+        self.state = PartitionStreamState.NEW
+        self.target: int | None = None
+        """Where the stream shall end (until now); None: nowhere, or not known yet."""
+        self.ceiling: int | None = None
+        """The target before a rollback: the new one is never above it."""
+        self.now_seqno: int | None = None
+        """See Wanted."""
+        self.opaque = 0
+        """Of its request, while that is under way or the stream open."""
+        self.retry_ns = 0
+        self.retry_at_ns = 0
+        self.marker_start = self.marker_end = 0
+        self.is_marker_new = False
+        self.place(position or Position())
+        self.has_position = position is not None
+
+    def place(self, position: Position) -> None:
+        """Stand at a position."""
+        assert position.snap_start <= position.seqno <= position.snap_end
+        self.versions: Versions = position.versions
+        self.seqno = position.seqno
+        self.snap_start, self.snap_end = position.snap_start, position.snap_end
+        self.base_seqno = position.base_seqno
+        self.collections = position.collections
+        self.filter = position.filter
+        ranges = list(position.complete) or [(0, 0)]
+        if self.seqno == self.snap_end and ranges[-1][1] < self.seqno:
+            ranges.append((self.seqno, self.seqno))
+        self.range_start, self.range_end = ranges.pop()
+        self.older_ranges = ranges
+        """Ranges of complete states before the last one, which range_start and range_end are."""
+        self.has_position = True
+        self.leave_snapshot()
+
+    def position(self) -> Position:
+        """Return where the stream stands by what was received."""
+        assert self.snap_start <= self.seqno <= self.snap_end
+        return Position(
+            self.versions,
+            self.seqno,
+            self.snap_start,
+            self.snap_end,
+            (*self.older_ranges, (self.range_start, self.range_end)),
+            self.base_seqno,
+            self.collections,
+            self.filter,
+        )
+
+    def open(self, versions: Versions) -> None:
+        """The server accepted: its failover log is ours from now on."""
+        self.state = PartitionStreamState.OPEN
+        self.versions = versions
+        self.retry_ns = 0
+        self.leave_snapshot()
+
+    def begin_snapshot(self, start_seqno: int, end_seqno: int) -> None:
+        """Take a marker; the position stays until its first item."""
+        self.marker_start, self.marker_end = start_seqno, end_seqno
+        self.is_marker_new = True
+
+    def move(self, seqno: int) -> None:
+        """Go on to an item (the core's decoding loop has this inlined)."""
+        if self.is_marker_new:
+            self.enter_snapshot(seqno)
+        if seqno == self.range_end + 1:
+            self.range_end = seqno
+        self.seqno = seqno
+
+    def enter_snapshot(self, first_seqno: int) -> None:
+        """The first item of a snapshot is there; one that was interrupted keeps its start."""
+        self.is_marker_new = False
+        if self.seqno >= self.snap_end:
+            self.snap_start = min(self.marker_start, first_seqno)
+        self.snap_end = self.marker_end
+
+    def complete_snapshot(self) -> None:
+        """The last item of the snapshot is there: a whole state is held again."""
+        self.snap_start = self.snap_end = self.seqno
+        self.marker_end = 0
+        if self.range_end < self.seqno:
+            self.older_ranges.append((self.range_start, self.range_end))
+            self.range_start = self.range_end = self.seqno
+            if len(self.older_ranges) > RANGES_MAX:
+                self.older_ranges = thinned(self.older_ranges)
+
+    def leave_snapshot(self) -> None:
+        """Forget a marker whose snapshot will not go on in this stream."""
+        self.marker_start = self.marker_end = 0
+        self.is_marker_new = False
+
+
+def wanted_of(stream: PartitionStream) -> Wanted:
+    """Return what another connection has to ask for to go on with a stream."""
+    ceiling = stream.ceiling if stream.target is None else stream.target
+    if stream.has_position:
+        return Wanted(stream.position(), ceiling)
+    return Wanted(None, ceiling, stream.now_seqno)
+
+
+def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
+    """Return the error for a change that does not belong where it came."""
+    if not stream.marker_end:
+        what = f"a change with seqno {seqno} outside of any snapshot"
+    else:
+        what = (
+            f"a change with seqno {seqno} after seqno {stream.seqno} in the snapshot"
+            f" {stream.marker_start} to {stream.marker_end}"
+        )
+    return StreamViolationError(what, vb_id=stream.vb_id)
+
+
+def advance(
+    positions: dict[int, Position],
+    events: Iterable[Event],
+    markers: Mapping[int, tuple[int, int]],
+    collections: tuple[int, ...] | None,
+    filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
+) -> None:
+    """Move `positions` by events, as the core itself does while it receives them.
+
+    For a user who is in the middle of a batch; the end of a batch comes with its positions.
+    `markers`, `collections` and `filter` come from the batch: the snapshots announced before it,
+    and what the streams that it opens follow.
+    """
+    streams: dict[int, PartitionStream] = {}
+    for event in events:
+        stream = streams.get(event.vb_id)
+        if stream is None:
+            stream = PartitionStream(event.vb_id, positions.get(event.vb_id, Position()))
+            streams[event.vb_id] = stream
+            if event.vb_id in markers:
+                stream.begin_snapshot(*markers[event.vb_id])
+        match event:
+            case Mutation() | Deletion() | SystemEvent() | SeqnoAdvanced():
+                stream.move(event.seqno)
+            case SnapshotStart():
+                stream.begin_snapshot(event.start_seqno, event.end_seqno)
+            case SnapshotEnd():
+                stream.complete_snapshot()
+            case StreamOpened():
+                stream.open(event.failover_log)
+                stream.collections, stream.filter = collections, filter
+            case Rollback():
+                stream.place(_back_at(stream.position(), event.to_seqno))
+            case _:
+                stream.leave_snapshot()
+    positions.update({vb_id: stream.position() for vb_id, stream in streams.items()})
+
+
+def _back_at(position: Position, seqno: int) -> Position:
+    """Return a position after a rollback to `seqno`, as far as the event tells."""
+    if not seqno:
+        return Position()
+    versions = tuple(version for version in position.versions if version[1] <= seqno)
+    is_below = seqno < position.base_seqno
+    complete = ((seqno, seqno),) if is_below else clipped(position.complete, seqno)
+    base_seqno = min(position.base_seqno, seqno)
+    return position._replace(
+        versions=versions, seqno=seqno, snap_start=seqno, snap_end=seqno, complete=complete,
+        base_seqno=base_seqno,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Which streams do not move although they should. Pure.
+
+Who calls it: a consumer's connection, at regular times, with the high seqnos that the server told,
+and only while nothing that was received waits for the user: who is slow himself stalls nothing.
+
+A stream counts as stalled when it was behind the server's high seqno at one check and has not moved
+by the next. A server works through long backlogs in turns, so a stream that has not shown anything
+yet has `PATIENCE` checks while other streams move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from clients.consumer.partition_stream import PartitionStream
+
+PATIENCE: Final = 5
+"""Checks without a message that a stream has for its first one while others are served."""
+
+
+class StallWatch:
+    """See the module. One per connection."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int, int, bool]] = {}
+        """By partition: opaque, seqno, checks that found it behind there, whether it ever moved."""
+
+    def check(
+        self, streams: Iterable[tuple[int, PartitionStream]], high_seqnos: Mapping[int, int]
+    ) -> list[PartitionStream]:
+        """Return the streams that stall; (opaque, stream) of all that are open."""
+        before, self._seen = self._seen, {}
+        is_quiet = True
+        late: list[tuple[int, PartitionStream]] = []
+        for opaque, stream in streams:
+            end = high_seqnos.get(stream.vb_id, 0)
+            if stream.target is not None:
+                end = min(end, stream.target)
+            known, seqno, count, has_moved = before.get(
+                stream.vb_id, (opaque, stream.seqno, 0, False)
+            )
+            if known != opaque:
+                seqno, count, has_moved = stream.seqno, 0, False
+            if stream.seqno > seqno:
+                count, has_moved, is_quiet = 0, True, False
+            count = count + 1 if stream.seqno < end else 0
+            self._seen[stream.vb_id] = (opaque, stream.seqno, count, has_moved)
+            if count > 1:
+                late.append((opaque, stream))
+        stalled = []
+        for _, stream in late:
+            _, _, count, has_moved = self._seen[stream.vb_id]
+            if has_moved or is_quiet or count > PATIENCE:
+                stalled.append(stream)
+                del self._seen[stream.vb_id]
+        return stalled

@@ -1,0 +1,198 @@
+"""Where a consumer begins that has no checkpoint: from words of its user to positions.
+
+    "beginning"             the partition from seqno 0
+    "now"                   what comes after the request (the core finds the place)
+    {vb: seqno}             what comes after that seqno of the partition's present history
+    {vb: Position}          a position that was kept somewhere
+    datetime (with a zone)  every change at or after that moment
+
+A moment is found by CAS, which holds the time of a change and rises with the seqnos of a partition:
+the server is asked for the seqno right before the first change whose CAS is not older (STAT group
+`seqno-at`). A server that does not know that streams the partition from the beginning, and changes
+that are older are left out on this side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Final, Literal, NamedTuple
+
+from clients.consumer.extensions import DEFAULT_ONLY
+from clients.consumer.node_session import LOG
+from clients.consumer.placement import Placement
+from clients.errors import TopologyError, UnsupportedError, error_from_status
+from clients.link.pipelined_link import Link
+from clients.operation import collection_id_of, parsed
+from clients.position import Position
+from dcp.wire.frame import pack_request
+from dcp.wire.message import parse_failover_log
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+
+QUESTIONS_AT_ONCE: Final = 64
+"""Questions under way on a connection: each takes the server some twenty reads."""
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_UNKNOWN: Final = frozenset({Status.KEY_ENOENT, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
+
+Start = Literal["beginning", "now"] | datetime | Mapping[int, Position | int]
+"""See the module."""
+
+
+def time_ns_of(moment: datetime) -> int:
+    """Return nanoseconds since the Unix epoch. Raises ValueError for a time without a zone."""
+    if moment.tzinfo is None:
+        raise ValueError(f"start {moment.isoformat()}: which time zone? Give it a tzinfo")
+    since = moment - _EPOCH
+    return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
+
+
+def check_start(start: Start) -> Start:
+    """Return it; what could not be found later is refused at once. Raises ValueError."""
+    if isinstance(start, datetime):
+        time_ns_of(start)
+    elif isinstance(start, Mapping):
+        items: Iterable[tuple[object, object]] = start.items()
+        for vb_id, place in items:
+            if not (isinstance(vb_id, int) and isinstance(place, Position | int)):
+                raise ValueError(
+                    f"start {{{vb_id!r}: {place!r}}}: by partition a Position or a seqno"
+                    " (decode_position makes one of what encode_position made)"
+                )
+    elif start not in ("beginning", "now"):
+        raise ValueError(
+            f'start {start!r}: "beginning", "now", a datetime with a zone, or a mapping of'
+            " partitions to Positions or seqnos"
+        )
+    return start
+
+
+class Starts(NamedTuple):
+    """Where partitions begin; None: now."""
+
+    positions: dict[int, Position | None]
+    older_than: dict[int, int]
+    """By partition: the CAS below which changes are to be left out on this side."""
+
+
+async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> Starts:
+    """Return where partitions begin that have no checkpoint. Asks their nodes where it has to."""
+    positions: dict[int, Position | None] = dict.fromkeys(vb_ids, Position())
+    older_than: dict[int, int] = {}
+    if start == "now":
+        positions = dict.fromkeys(vb_ids)
+    if isinstance(start, str) or not vb_ids:
+        return Starts(positions, older_than)
+    for link, members in await placement.links_of(vb_ids):
+        seqnos: dict[int, int] | None
+        if isinstance(start, datetime):
+            time_ns = time_ns_of(start)
+            seqnos = await seqnos_at(link, members, time_ns)
+            if seqnos is None:
+                LOG.warning("%s cannot tell seqnos by time: its streams are read whole", link.node)
+                older_than.update(dict.fromkeys(members, time_ns))
+                continue
+        else:
+            given = {vb_id: start.get(vb_id, 0) for vb_id in members}
+            positions.update({k: v for k, v in given.items() if isinstance(v, Position)})
+            seqnos = {k: v for k, v in given.items() if not isinstance(v, Position)}
+        positions.update(await positions_at(link, seqnos))
+    return Starts(positions, older_than)
+
+
+Chosen = Literal["all"] | list[str | int] | None
+"""Collections by name or id; None: the default one alone."""
+
+
+def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
+    """Return what was given, one or several, kept for as long as the consumer lives.
+
+    Raises ValueError for none at all.
+    """
+    if given is None or given == "all":
+        return "all" if given else None
+    chosen: list[str | int] = [given] if isinstance(given, str) else list(given)
+    if not chosen:
+        raise ValueError('no collections: None is the default one, "all" all')
+    return chosen
+
+
+async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
+    """Return the ids of the collections that are wanted. Raises UnknownCollectionError."""
+    if wanted is None:
+        return DEFAULT_ONLY
+    if not link.has_collections:
+        raise UnsupportedError("the server has no collections", node=link.node)
+    ids = []
+    for item in () if wanted == "all" else wanted:
+        if isinstance(item, int):
+            ids.append(item)
+            continue
+        frame = await link.request(Opcode.GET_COLLECTION_ID, key=item.encode())
+        ids.append(collection_id_of(frame, item, link.node))
+    return tuple(ids)
+
+
+def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]:
+    """Return prefixes of keys as bytes, from one or several. Raises ValueError."""
+    several = [given] if isinstance(given, str | bytes) else list(given)
+    prefixes = tuple(item.encode() if isinstance(item, str) else item for item in several)
+    if not all(prefixes):
+        raise ValueError("an empty prefix is every key: leave key_prefixes out")
+    return prefixes
+
+
+async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, int] | None:
+    """Return the seqno that each partition had right before a moment.
+
+    None where the server cannot tell. Raises StatusError.
+    """
+    found: dict[int, int] = {}
+    for at in range(0, len(vb_ids), QUESTIONS_AT_ONCE):
+        some = vb_ids[at : at + QUESTIONS_AT_ONCE]
+        answers = await asyncio.gather(
+            *(link.request_stat(b"seqno-at %d %d" % (vb_id, max(0, time_ns))) for vb_id in some)
+        )
+        for vb_id, frames in zip(some, answers, strict=True):
+            if not frames or frames[-1].status in _UNKNOWN:
+                return None
+            if frames[-1].status:
+                raise error_from_status(
+                    frames[-1].status, "stat seqno-at", body=frames[-1].value,
+                    vb_id=vb_id, node=link.node,
+                )  # fmt: skip
+            values = {frame.key: frame.value for frame in frames}
+            if b"vb_%d:seqno_at" % vb_id not in values:
+                return None
+            found[vb_id] = int(values[b"vb_%d:seqno_at" % vb_id])
+    return found
+
+
+async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
+    """Return positions after the given seqnos in the partitions' present histories.
+
+    Raises TopologyError where the node does not have a partition, StatusError, ConnectError.
+    """
+    wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
+    positions = dict.fromkeys(seqnos, Position())
+    if not wanted:
+        return positions
+    opaque = link.take_opaques(len(wanted))
+    packet = b"".join(
+        pack_request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id, opaque=opaque + index)
+        for index, vb_id in enumerate(wanted)
+    )
+    frames = await link.send_batch(packet, opaque, len(wanted))
+    for (vb_id, seqno), frame in zip(wanted.items(), frames, strict=True):
+        if frame.status == Status.NOT_MY_VBUCKET:
+            raise TopologyError("the partition has moved meanwhile", vb_id=vb_id, node=link.node)
+        if frame.status:
+            raise error_from_status(
+                frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node
+            )
+        log = parsed(parse_failover_log, frame.value, link.node)
+        versions = tuple(version for version in log if version[1] <= seqno)
+        if versions:
+            positions[vb_id] = Position(versions, seqno, seqno, seqno, base_seqno=seqno)
+    return positions

@@ -1,0 +1,228 @@
+"""Who looks after a consumer's partitions: their sessions, pausing, and rollbacks to be settled.
+
+Who calls it: `clients.consumer` for its user, sessions with what they received or lost, the reader
+(`clients.consumer.batch_reader`) when a rollback is next.
+
+Invariants
+- a partition that is followed is in exactly one place: with a session's core, homeless
+  (`clients.consumer.placement`), held, or paused;
+- what was received of a partition that is taken off is taken out of the queue: it comes again from
+  where the batch in hand ends;
+- a partition goes on from what was decided about its rollback, wherever it is by then;
+- nothing stops silently: an error that cannot be waited out ends the reader's iteration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from clients.consumer.batch_reader import BatchReader
+from clients.consumer.core import Batch
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import LOG, ConsumerSession
+from clients.consumer.partition_stream import Wanted
+from clients.consumer.placement import TRANSIENT, Placement
+from clients.consumer.rollback_strategy import OnRollback, decide_rollback
+from clients.errors import AuthenticationError, DcpdError
+from clients.event import Rollback
+from clients.position import Position, gone_back
+
+
+class Supervisor:
+    """See the module."""
+
+    def __init__(
+        self,
+        name: str,
+        metrics: ConsumerMetrics,
+        placement: Placement,
+        reader: BatchReader,
+        *,
+        on_rollback: OnRollback,
+        buffer_bytes: int,
+        noop_interval_s: float,
+        stall_s: float,
+    ) -> None:
+        self.name = name
+        self.metrics = metrics
+        self.buffer_bytes = buffer_bytes
+        self.noop_interval_s = noop_interval_s
+        self.stall_s = stall_s
+        self.asks = on_rollback not in {"undo", "restart"}
+        self.paused: dict[int, Wanted] = {}
+        """Partitions that the user paused one by one."""
+        self._on_rollback = on_rollback
+        self._placement = placement
+        self._reader = reader
+        self._held: dict[int, Wanted] = {}
+        """Rolled back, undecided, and without a connection."""
+        self._placer: asyncio.Task[None] | None = None
+
+    # -- lifetime ------------------------------------------------------------------------------
+
+    async def start(self, starts: dict[int, Position | None]) -> None:
+        """Stream partitions, None: from now. Raises what connecting raises."""
+        self._placement.homeless.update({vb: Wanted(starts[vb]) for vb in starts})
+        await self._placement.place()
+        self._placer = asyncio.create_task(
+            self._placement.keep_placed(self.fail, self._reader.wake.set), name="consumer-placer"
+        )
+        self._placer.add_done_callback(self._placer_ended)
+        self._placement.wanted(self._placement.homeless)
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._placer is not None:
+            self._placer.cancel()
+            await asyncio.gather(self._placer, return_exceptions=True)
+            self._placer = None
+        self._placement.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the iteration with an error, once what was received is handed out."""
+        if self._reader.failure is None:
+            self._reader.failure = error
+            LOG.error("%s: stops: %s", self.name, error)
+        self._reader.wake.set()
+
+    # -- how it stands -------------------------------------------------------------------------
+
+    @property
+    def followed(self) -> set[int]:
+        """The partitions that are followed and have not come to their end."""
+        followed = set(self._placement.homeless) | set(self.paused) | set(self._held)
+        for session in self._placement.sessions.values():
+            followed.update(session.core.unfinished(), session.core.held())
+        return followed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every partition came to its end, or was refused for good."""
+        return not (self._placement.homeless or self.paused or self._held) and all(
+            session.core.is_finished for session in self._placement.sessions.values()
+        )
+
+    async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
+        """Return by followed partition the high seqno that its node tells now."""
+        sessions = list(self._placement.sessions.values())
+        told = await asyncio.gather(*(session.ask_high_seqnos(timeout_s) for session in sessions))
+        followed = self.followed
+        return {
+            vb_id: seqno for seqnos in told for vb_id, seqno in seqnos.items() if vb_id in followed
+        }
+
+    def known_lag(self) -> dict[int, int]:
+        """Return by partition the high seqno known last less what was processed."""
+        done, followed = self._reader.processed(), self.followed
+        return {
+            vb_id: max(0, seqno - (done[vb_id].seqno if vb_id in done else seqno))
+            for session in self._placement.sessions.values()
+            for vb_id, seqno in session.high_seqnos.items()
+            if vb_id in followed
+        }
+
+    # -- what the user steers ------------------------------------------------------------------
+
+    def pause(self, vb_ids: Iterable[int]) -> None:
+        """Stop streaming partitions; what was received after the batch in hand is forgotten."""
+        after = self._reader.after_batch()
+        for vb_id in vb_ids:
+            if vb_id in self.paused:
+                continue
+            wanted = self._take_away(vb_id)
+            if wanted is None:
+                continue
+            position = after.get(vb_id)
+            if position is None and wanted.position is not None:
+                # Begun at "now", and nothing handed out yet: that moment is kept.
+                position = gone_back(wanted.position, wanted.position.base_seqno)
+            self.paused[vb_id] = wanted._replace(position=position)
+        self._reader.forget(self.paused)
+
+    def resume(self, vb_ids: Iterable[int]) -> None:
+        """Stream paused partitions again."""
+        again = {vb_id: self.paused.pop(vb_id) for vb_id in vb_ids if vb_id in self.paused}
+        self._placement.progress()
+        self._placement.wanted(again)
+
+    # -- what the reader calls -----------------------------------------------------------------
+
+    async def settle(self, batch: Batch, at: int) -> None:
+        """Settle what a rollback does, and let the partition go on."""
+        event = batch.events[at]
+        assert isinstance(event, Rollback)
+        vb_id = event.vb_id
+        decided = await decide_rollback(self._on_rollback, event, batch.positions[vb_id])
+        batch.events[at], batch.positions[vb_id] = decided
+        self._go_on(vb_id, decided.position)
+
+    # -- what sessions call --------------------------------------------------------------------
+
+    def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
+        """Queue what a session received."""
+        self._reader.put(session, batch)
+        if batch.events:
+            self._placement.progress()
+        if session.core.homeless:
+            self._take_homeless(session)
+
+    def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
+        """A connection is gone: its partitions need a place."""
+        if not self._placement.lost(session):
+            return
+        self.metrics.connections_lost += 1
+        LOG.warning("%s: %s; connecting again", self.name, error)
+        if isinstance(error, AuthenticationError):
+            self.fail(error)
+        self._take_homeless(session)
+        self._held.update(session.core.held())
+        self._placement.wanted(session.core.unfinished())
+        self._reader.wake.set()
+
+    def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
+        """A stream broke the rules, or the server refused the connection's set-up."""
+        if not isinstance(error, TRANSIENT):
+            self.fail(error)
+        session.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _go_on(self, vb_id: int, position: Position) -> None:
+        """Let a partition go on from a position, wherever it is by now."""
+        if vb_id in self.paused:
+            self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
+            return
+        for session in self._placement.sessions.values():
+            if vb_id in session.core.held():
+                session.core.go_on(vb_id, position)
+                session.flush()
+                return
+        # Its connection was lost, or it was paused and resumed while the user decided.
+        wanted = self._take_away(vb_id)
+        if wanted is not None:
+            self._reader.forget([vb_id])
+            self._placement.wanted({vb_id: Wanted(position, wanted.ceiling)})
+
+    def _placer_ended(self, placer: asyncio.Task[None]) -> None:
+        """Placing ends with its consumer; if not, by a mistake of ours, that is told too."""
+        if not placer.cancelled() and (error := placer.exception()) is not None:
+            self.fail(error)
+
+    def _take_homeless(self, session: ConsumerSession) -> None:
+        homeless, session.core.homeless = session.core.homeless, []
+        for vb_id, wanted, config in homeless:
+            self._placement.adopt(config, session.link.address.host)
+            self._placement.wanted({vb_id: wanted})
+
+    def _take_away(self, vb_id: int) -> Wanted | None:
+        """Stop streaming a partition, wherever it is; None where it is not streamed."""
+        for table in (self._placement.homeless, self._held):
+            if vb_id in table:
+                return table.pop(vb_id)
+        for session in self._placement.sessions.values():
+            wanted = session.core.remove(vb_id)
+            if wanted is not None:
+                session.flush()
+                return wanted
+        return None

@@ -1,0 +1,187 @@
+"""One connection over a blocking socket, for commands that must start fast.
+
+Who uses it: `clients.kv.sync_client`, for dcpctl. It imports no asyncio (that alone is 60 ms), and
+SCRAM only where a server is not on loopback. The session start is the same `clients.link.handshake`
+that the asyncio link has.
+
+Invariant: replies come in the order of the requests, each with its request's opaque.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from types import TracebackType
+from typing import Final
+
+from clients.address import ServerAddress, is_loopback
+from clients.errors import ConnectError, ConnectionLostError, OperationTimeoutError
+from clients.link.handshake import Handshake
+from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
+from dcp.wire.opcode import Opcode
+
+READ_BYTES: Final = 256 * 1024
+
+
+class SyncLink:
+    """A connection that is authenticated and has a bucket selected; a context manager."""
+
+    def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
+        """Connect. Raises ConnectError, AuthenticationError, OperationTimeoutError."""
+        self.address = address
+        self.node = address.node
+        self._timeout_s = timeout_s
+        self._decoder = FrameDecoder()
+        self._frames: deque[Frame] = deque()
+        self._next_opaque = 1
+        self.is_usable = True
+        """Not while a request is under way: where it was given up, its reply may still come."""
+        try:
+            self._socket = socket.create_connection((address.host, address.port), timeout_s)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no connection within {timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise ConnectError.of(error, self.node) from error
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if address.is_tls:
+                self._socket = self._with_tls()
+            self.handshake = self._shake()
+        except BaseException:
+            self._socket.close()
+            raise
+        self.has_collections = self.handshake.has_collections
+
+    def __enter__(self) -> SyncLink:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def take_opaque(self) -> int:
+        """Return the opaque for the next request."""
+        opaque = self._next_opaque
+        self._next_opaque = opaque + 1 & 0xFFFF_FFFF
+        return opaque
+
+    def exchange(self, packet: bytes, opaque: int) -> Frame:
+        """Send one packet and return its reply."""
+        self.is_usable = False
+        self._write(packet)
+        frame = self._reply(opaque)
+        self.is_usable = True
+        return frame
+
+    def request(
+        self,
+        opcode: Opcode,
+        *,
+        vb_id: int = 0,
+        extras: bytes = b"",
+        key: bytes = b"",
+        value: bytes = b"",
+    ) -> Frame:
+        """Send one request and return its reply, whatever its status."""
+        opaque = self.take_opaque()
+        return self.exchange(
+            pack_request(opcode, vb_id=vb_id, opaque=opaque, extras=extras, key=key, value=value),
+            opaque,
+        )
+
+    def request_stat(self, group: bytes) -> list[Frame]:
+        """Send STAT and return its replies; a refusal is the only one then."""
+        opaque = self.take_opaque()
+        frames = [self.exchange(pack_request(Opcode.STAT, opaque=opaque, key=group), opaque)]
+        self.is_usable = False
+        while frames[-1].key and not frames[-1].status:
+            frames.append(self._reply(opaque))
+        self.is_usable = True
+        return frames[-1:] if frames[-1].status else frames[:-1]
+
+    def _with_tls(self) -> socket.socket:
+        from clients.link.client_tls import client_context, connect_error
+
+        context = client_context(self.address)
+        try:
+            return context.wrap_socket(self._socket, server_hostname=self.address.host)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no TLS connection within {self._timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise connect_error(error, self.node) from error
+
+    def _shake(self) -> Handshake:
+        peer = self._socket.getpeername()[0]
+        handshake = Handshake(self.address, is_loopback=is_loopback(peer), wants_config=False)
+        try:
+            self._write(handshake.begin())
+            while not handshake.is_done:
+                reply = handshake.receive(self._next_frame())
+                if reply:
+                    self._write(reply)
+        except ConnectionLostError as error:
+            raise ConnectError(f"no session: {error.what}", node=self.node) from error
+        return handshake
+
+    def _reply(self, opaque: int) -> Frame:
+        frame = self._next_frame()
+        while frame.is_request:
+            frame = self._next_frame()  # a push; not asked for, not needed
+        if frame.opaque != opaque:
+            raise ConnectionLostError(
+                f"a reply with opaque {frame.opaque} where {opaque} is due", node=self.node
+            )
+        return frame
+
+    def _next_frame(self) -> Frame:
+        while not self._frames:
+            data = self._receive(READ_BYTES)
+            try:
+                self._frames += self._decoder.feed(data)
+            except ProtocolError as error:
+                raise ConnectError(
+                    f"what listens there does not speak the protocol: {error}", node=self.node
+                ) from error
+        return self._frames.popleft()
+
+    def _receive(self, bytes_max: int) -> bytes:
+        """Return what came, one byte at least."""
+        try:
+            data = self._socket.recv(bytes_max)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no answer within {self._timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise ConnectionLostError(
+                f"the connection was lost: {error.strerror or error}", node=self.node
+            ) from error
+        if not data:
+            raise ConnectionLostError("closed by the server", node=self.node)
+        return data
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"the server took nothing for {self._timeout_s:g} s", node=self.node
+            ) from None
+        except OSError as error:
+            raise ConnectionLostError(
+                f"the connection was lost: {error.strerror or error}", node=self.node
+            ) from error

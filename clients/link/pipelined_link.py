@@ -1,0 +1,302 @@
+"""One connection over asyncio: pipelined requests, replies in order.
+
+Who uses it: `clients.kv` for commands, `clients.consumer` which takes the bytes over once the
+handshake is through.
+
+Invariants
+- replies come in the order of the requests, each with its request's opaque; anything else closes
+  the connection (the server's contract, and what keeps a late reply from meeting the wrong caller);
+- a future per batch, never one per operation;
+- a caller that gave up (timeout) leaves its place in the queue: its replies are dropped when they
+  come.
+
+Limits: a frame as in `dcp.wire.frame`; writers wait while the transport's buffer is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, cast
+
+from clients.address import ServerAddress, is_loopback
+from clients.errors import (
+    ConnectError,
+    ConnectionLostError,
+    DcpdError,
+    OperationTimeoutError,
+)
+from clients.link.handshake import FEATURES, Handshake
+from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
+from dcp.wire.opcode import Opcode
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+CONNECT_TIMEOUT_S: Final = 5.0
+OPAQUE_MASK: Final = 0xFFFF_FFFF
+WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
+"""Unsent bytes at which writers wait: a batch or two, so that a slow server bounds us."""
+
+
+class _Batch:
+    """Requests that were written together and wait for `count` replies.
+
+    A STAT has an unknown number of replies: `is_open_ended`, up to the one with an empty key.
+    """
+
+    __slots__ = ("count", "frames", "future", "is_open_ended", "opaque")
+
+    def __init__(
+        self, opaque: int, count: int, future: asyncio.Future[list[Frame]], *, is_open_ended: bool
+    ) -> None:
+        self.opaque = opaque
+        self.count = count
+        self.future = future
+        self.frames: list[Frame] = []
+        self.is_open_ended = is_open_ended
+
+
+class Link(asyncio.Protocol):
+    """A connection that is authenticated and has a bucket selected. Made by `Link.connect`."""
+
+    def __init__(self, address: ServerAddress, features: tuple[int, ...] = FEATURES) -> None:
+        self.address = address
+        self._features = features
+        self.node = address.node
+        self.handshake: Handshake | None = None
+        self.is_closed = False
+        self.has_collections = False
+        self._transport: asyncio.Transport | None = None
+        self._decoder = FrameDecoder()
+        self._batches: deque[_Batch] = deque()
+        self._next_opaque = 1
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+        self._take_bytes: Callable[[bytes], None] | None = None
+        self._on_lost: Callable[[DcpdError], None] | None = None
+        self._failure: DcpdError | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        address: ServerAddress,
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+        features: tuple[int, ...] = FEATURES,
+    ) -> Link:
+        """Connect, authenticate, select the bucket. `features` are asked for (HELLO).
+
+        Raises ConnectError, AuthenticationError, OperationTimeoutError or a StatusError.
+        """
+        loop = asyncio.get_running_loop()
+        link: Link | None = None
+        tls: SSLContext | None = None
+        explain = ConnectError.of
+        if address.is_tls:
+            from clients.link.client_tls import client_context, connect_error
+
+            tls, explain = client_context(address), connect_error
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, link = await loop.create_connection(
+                    lambda: cls(address, features), address.host, address.port, ssl=tls
+                )
+                await link.ready
+        except TimeoutError:
+            raise OperationTimeoutError(
+                f"no session within {timeout_s:g} s", node=address.node
+            ) from None
+        except OSError as error:
+            raise explain(error, address.node) from error
+        finally:
+            # Timed out, refused or cancelled: nobody else knows of this connection.
+            if link is not None and (not link.ready.done() or link.ready.exception()):
+                link.close()
+        return link
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def take_opaques(self, count: int) -> int:
+        """Return the first of `count` opaques for the next batch."""
+        opaque = self._next_opaque
+        self._next_opaque = opaque + count & OPAQUE_MASK
+        return opaque
+
+    def send_batch(
+        self, packets: bytes, opaque: int, count: int, *, is_open_ended: bool = False
+    ) -> asyncio.Future[list[Frame]]:
+        """Write packets whose opaques count up from `opaque`; the future has their replies."""
+        future: asyncio.Future[list[Frame]] = asyncio.get_running_loop().create_future()
+        if self._failure is not None or self._transport is None:
+            future.set_exception(self._failure or self._lost())
+            return future
+        self._batches.append(_Batch(opaque, count, future, is_open_ended=is_open_ended))
+        self._transport.write(packets)
+        return future
+
+    async def request(
+        self,
+        opcode: Opcode,
+        *,
+        vb_id: int = 0,
+        extras: bytes = b"",
+        key: bytes = b"",
+        value: bytes = b"",
+    ) -> Frame:
+        """Send one request and return its reply, whatever its status."""
+        opaque = self.take_opaques(1)
+        packet = pack_request(
+            opcode, vb_id=vb_id, opaque=opaque, extras=extras, key=key, value=value
+        )
+        return (await self.send_batch(packet, opaque, 1))[0]
+
+    async def request_stat(self, group: bytes) -> list[Frame]:
+        """Send STAT and return its replies, without the empty one that ends them."""
+        opaque = self.take_opaques(1)
+        packet = pack_request(Opcode.STAT, opaque=opaque, key=group)
+        frames = await self.send_batch(packet, opaque, 1, is_open_ended=True)
+        return frames if frames[-1].status else frames[:-1]
+
+    async def drain(self) -> None:
+        """Wait until the transport takes more bytes."""
+        await self._can_write.wait()
+
+    # -- handing over to a stream --------------------------------------------------------------
+
+    def hand_over(
+        self, take_bytes: Callable[[bytes], None], on_lost: Callable[[DcpdError], None]
+    ) -> None:
+        """From now on give all bytes to `take_bytes` and call `on_lost` once at the end."""
+        assert not self._batches
+        self._take_bytes = take_bytes
+        self._on_lost = on_lost
+        if self._failure is not None:
+            on_lost(self._failure)
+
+    def write(self, data: bytes) -> None:
+        """Send raw bytes (after `hand_over`)."""
+        if self._transport is not None and not self.is_closed:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        """Stop taking bytes from the peer."""
+        if self._transport is not None and not self.is_closed:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Go on taking bytes."""
+        if self._transport is not None and not self.is_closed:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Close; requests under way fail with ConnectionLostError."""
+        self._fail(self._lost("the connection was closed by this client"))
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        peer = transport.get_extra_info("peername")
+        host = peer[0] if isinstance(peer, tuple) else ""
+        self.handshake = Handshake(
+            self.address, is_loopback=is_loopback(host), features=self._features
+        )
+        self._transport.write(self.handshake.begin())
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came in."""
+        if self._take_bytes is not None:
+            self._take_bytes(data)
+            return
+        try:
+            frames = self._decoder.feed(data)
+            handshake = self.handshake
+            if handshake is not None and not handshake.is_done:
+                frames = self._shake(handshake, frames)
+            if frames:
+                self._take_replies(frames)
+        except ProtocolError as error:
+            self._fail(self._lost(f"the server broke the protocol: {error}"))
+        except DcpdError as error:
+            self._fail(error)
+
+    def pause_writing(self) -> None:
+        """Writers wait."""
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        """Writers go on."""
+        self._can_write.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail whatever waits."""
+        self._fail(self._lost(f"the connection was lost: {exc or 'closed by the server'}"))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _shake(self, handshake: Handshake, frames: list[Frame]) -> list[Frame]:
+        """Give frames to the handshake; return those that came after its end."""
+        for index, frame in enumerate(frames):
+            reply = handshake.receive(frame)
+            if reply and self._transport is not None:
+                self._transport.write(reply)
+            if handshake.is_done:
+                self.has_collections = handshake.has_collections
+                if not self.ready.done():
+                    self.ready.set_result(None)
+                return frames[index + 1 :]
+        return []
+
+    def _take_replies(self, frames: list[Frame]) -> None:
+        batches = self._batches
+        for frame in frames:
+            if frame.is_request:
+                continue  # a push (configuration); not asked for, not needed
+            if not batches:
+                raise RemoteProtocolError(f"a reply with opaque {frame.opaque} to no request")
+            batch = batches[0]
+            if frame.opaque != batch.opaque:
+                raise RemoteProtocolError(
+                    f"a reply with opaque {frame.opaque} where {batch.opaque} is due"
+                )
+            batch.frames.append(frame)
+            if batch.is_open_ended:
+                if frame.key and not frame.status:
+                    continue
+            else:
+                batch.opaque = batch.opaque + 1 & OPAQUE_MASK
+                batch.count -= 1
+                if batch.count:
+                    continue
+            batches.popleft()
+            if not batch.future.done():
+                batch.future.set_result(batch.frames)
+
+    def _lost(self, what: str = "the connection was lost") -> ConnectionLostError:
+        return ConnectionLostError(what, node=self.node)
+
+    def _fail(self, error: DcpdError) -> None:
+        """Close for good; every waiter gets `error`."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._failure = error
+        self._can_write.set()
+        if self._transport is not None:
+            # Not close(): that waits for a peer that may be gone to take what is not sent yet.
+            self._transport.abort()
+        if not self.ready.done():
+            if isinstance(error, ConnectionLostError):
+                error = ConnectError(f"no session: {error.what}", node=self.node)
+            self.ready.set_exception(error)
+        for batch in self._batches:
+            if not batch.future.done():
+                batch.future.set_exception(error)
+        self._batches.clear()
+        if self._on_lost is not None:
+            self._on_lost(error)

@@ -1,0 +1,133 @@
+"""Which node holds which partition: the cluster configuration as clients read it. Pure.
+
+Source: what the official clients' parsers need. `nodes` says how many nodes serve the bucket, the
+first entries of `nodesExt` say where they listen, `vBucketMap` names a node by its index; `$HOST`
+stands for the host that the client used.
+
+Invariants
+- `vbucket_map` has one entry per partition, each -1 or an index into `nodes`;
+- of two configurations the one with the higher (revEpoch, rev) counts.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from clients.errors import TopologyError
+from vbucket.model.ids import NUM_VBUCKETS
+
+
+class ClusterNode(NamedTuple):
+    """A node that serves the bucket. `mgmt_port` is the admin HTTP API's, 0 = none.
+
+    Both are the ports of TLS where the configuration was read for a client with TLS.
+    """
+
+    host: str
+    kv_port: int
+    mgmt_port: int = 0
+
+    @property
+    def name(self) -> str:
+        """host:port, as errors name it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.kv_port}"
+
+
+class Topology(NamedTuple):
+    """One revision of the cluster configuration."""
+
+    revision: tuple[int, int]
+    """(revEpoch, rev)"""
+    nodes: tuple[ClusterNode, ...]
+    vbucket_map: tuple[int, ...]
+
+    @property
+    def num_vbuckets(self) -> int:
+        """Number of partitions."""
+        return len(self.vbucket_map)
+
+    def node_of(self, vb_id: int) -> ClusterNode:
+        """Return the node where the partition is active.
+
+        Raises TopologyError where there is none or no such partition.
+        """
+        if not 0 <= vb_id < len(self.vbucket_map):
+            raise TopologyError(
+                f"there is no partition {vb_id}; the server has {len(self.vbucket_map)}",
+                hint=f"Partitions are 0 to {len(self.vbucket_map) - 1}.",
+            )
+        index = self.vbucket_map[vb_id]
+        if index < 0:
+            raise TopologyError(
+                "no node is active for this partition",
+                vb_id=vb_id,
+                hint="It is being moved or its nodes are down: try again in a moment.",
+            )
+        return self.nodes[index]
+
+    def is_newer_than(self, other: Topology | None) -> bool:
+        """Whether this revision replaces `other`."""
+        return other is None or self.revision > other.revision
+
+
+def single_node(host: str, kv_port: int, num_vbuckets: int = NUM_VBUCKETS) -> Topology:
+    """Return the topology of a server that gave no configuration: one node, all partitions."""
+    return Topology((0, 0), (ClusterNode(host, kv_port),), (0,) * num_vbuckets)
+
+
+def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Topology:
+    """Return the configuration that a node at `origin_host` sent, as bytes of JSON.
+
+    With `is_tls` the nodes are told with their ports for TLS.
+
+    Raises TopologyError saying what is missing.
+    """
+    host = f"[{origin_host}]" if ":" in origin_host else origin_host
+    try:
+        document = json.loads(raw.replace(b"$HOST", host.encode()))
+        nodes = _nodes(document, origin_host, is_tls=is_tls)
+        rows = document["vBucketServerMap"]["vBucketMap"]
+        vbucket_map = tuple(row[0] if row else -1 for row in rows)
+        revision = (int(document.get("revEpoch", 0)), int(document["rev"]))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise TopologyError(
+            f"the cluster configuration cannot be read: {type(error).__name__}: {error}",
+            node=origin_host,
+        ) from error
+    if not vbucket_map or not nodes:
+        raise TopologyError("the cluster configuration has no partitions", node=origin_host)
+    if any(not isinstance(index, int) or not -1 <= index < len(nodes) for index in vbucket_map):
+        raise TopologyError(
+            f"vBucketMap names a node that is not among the {len(nodes)} of `nodes`",
+            node=origin_host,
+        )
+    return Topology(revision, nodes, vbucket_map)
+
+
+def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple[ClusterNode, ...]:
+    """Return the nodes that serve the bucket, in the order that vBucketMap refers to."""
+    serving = document["nodes"]
+    extended = document.get("nodesExt") or [{} for _ in serving]
+    nodes = []
+    for plain, ext in zip(serving, extended, strict=False):
+        services = ext.get("services", {})
+        host = ext.get("hostname") or ("" if ext.get("thisNode") else _host_of(plain))
+        name = (host or origin_host).strip("[]")
+        if is_tls:
+            port, mgmt_port = services.get("kvSSL"), services.get("mgmtSSL")
+            if not port:
+                raise ValueError(f"node {name} has no key-value port with TLS")
+        else:
+            port = services.get("kv") or plain.get("ports", {}).get("direct")
+            mgmt_port = services.get("mgmt")
+        nodes.append(ClusterNode(name, int(port), int(mgmt_port or 0)))
+    if len(nodes) != len(serving):
+        raise ValueError(f"{len(serving)} nodes, but {len(nodes)} of them in nodesExt")
+    return tuple(nodes)
+
+
+def _host_of(plain: dict[str, Any]) -> str:
+    host: str = plain.get("hostname", "").rpartition(":")[0]
+    return host

@@ -1,0 +1,201 @@
+"""A mirror's documents, journal and positions in one LMDB file, each batch in one transaction.
+
+    d vb key               -> value
+    j vb seqno number      -> key length, key, and the value before (or its absence)
+    s vb                   -> floor, entries of the journal, documents
+    p vb                   -> position
+    w                      -> what it is a mirror of: collection id (u32), prefixes of keys
+
+Because the positions are written with what the events did, a mirror that is killed at any moment
+goes on exactly where it was. A batch is written on the caller's own thread: LMDB beside a busy
+thread is slow (every put gives up the interpreter lock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from struct import Struct
+from typing import Any, Final
+
+from clients.checkpoint.checkpoint import decode_position, encode_position
+from clients.errors import CheckpointError
+from clients.local_lmdb import LocalLmdb, rows_from
+from clients.mirror.mirror_state import Changing
+from clients.position import Position
+
+FORMAT: Final = "dcpd-mirror"
+VERSION: Final = 2
+"""Version 1 had positions without a filter; it can be read."""
+_ENTRY: Final = Struct(">1sHQI")
+_UNDO: Final = Struct(">?H")
+"""Whether there was a value before, length of the key."""
+_STATE: Final = Struct(">QQQ")
+_SUBJECT: Final = b"w"
+_U32: Final = Struct(">I")
+
+
+class LmdbStore:
+    """See the module and `clients.mirror.mirror_state.MirrorStore`."""
+
+    def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
+        self._file = LocalLmdb(path, FORMAT, version=VERSION, is_durable=is_durable)
+
+    @contextmanager
+    def changing(self) -> Iterator[Changing]:
+        """Give access for changes, in one transaction."""
+        with self._file.writing() as transaction:
+            change = _Change(transaction)
+            yield change
+            change.finish()
+
+    def floor(self, vb_id: int) -> int:
+        """See MirrorStore."""
+        with self._file.reading() as transaction:
+            return _state(transaction, vb_id)[0]
+
+    def positions(self) -> dict[int, Position]:
+        """See MirrorStore."""
+        with self._file.reading() as transaction:
+            try:
+                return {
+                    int.from_bytes(key[1:], "big"): decode_position(value)
+                    for key, value in rows_from(transaction, b"p")
+                }
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self._file.path}: {error}", hint="Remove the file: the mirror comes anew."
+                ) from error
+
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """See MirrorStore."""
+        subject = _U32.pack(collection_id) + b"\0".join(
+            prefix.hex().encode() for prefix in sorted(key_prefixes)
+        )
+        with self._file.writing() as transaction:
+            before: bytes | None = transaction.get(_SUBJECT)
+            if before == subject:
+                return True
+            rows = [
+                row for kind in (b"d", b"j", b"s", b"p") for row, _ in rows_from(transaction, kind)
+            ]
+            for row in rows:
+                transaction.delete(row)
+            transaction.put(_SUBJECT, subject)
+        return not rows
+
+    def get(self, vb_id: int, key: bytes) -> bytes | None:
+        """See MirrorStore."""
+        with self._file.reading() as transaction:
+            value: bytes | None = transaction.get(_row(b"d", vb_id) + key)
+        return value
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """See MirrorStore. The documents of one moment; a partition at a time is in memory."""
+        with self._file.reading() as transaction:
+            for key, value in rows_from(transaction, b"d"):
+                yield key[3:], value
+
+    def count(self) -> int:
+        """See MirrorStore."""
+        with self._file.reading() as transaction:
+            return sum(_STATE.unpack(value)[2] for _, value in rows_from(transaction, b"s"))
+
+    def close(self) -> None:
+        """See MirrorStore."""
+        self._file.close()
+
+
+class _Change:
+    """One transaction; the states of touched partitions are written at its end."""
+
+    def __init__(self, transaction: Any) -> None:
+        self._transaction = transaction
+        self._states: dict[int, list[int]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
+        """See Changing."""
+        state = self._state(vb_id)
+        row = _row(b"d", vb_id) + key
+        before: bytes | None = self._transaction.get(row)
+        undo = _UNDO.pack(before is not None, len(key)) + key + (before or b"")
+        # Changes have seqnos of their own, but for a dropped collection, whose documents all go at
+        # one: they are numbered.
+        number = self._numbers[vb_id] = self._numbers.get(vb_id, 0) + 1
+        self._transaction.put(_ENTRY.pack(b"j", vb_id, seqno, number), undo)
+        state[1] += 1
+        self._set(state, row, value, is_there=before is not None)
+
+    def undo(self, vb_id: int, to_seqno: int) -> None:
+        """See Changing."""
+        state = self._state(vb_id)
+        assert to_seqno >= state[0], "the journal does not reach that far"
+        first = _ENTRY.pack(b"j", vb_id, to_seqno + 1, 0)
+        entries = [
+            (key, value) for key, value in rows_from(self._transaction, _row(b"j", vb_id), first)
+        ]
+        for row, undo in reversed(entries):
+            has_before, key_bytes = _UNDO.unpack_from(undo)
+            at = _UNDO.size + key_bytes
+            document = _row(b"d", vb_id) + undo[_UNDO.size : at]
+            is_there = self._transaction.get(document) is not None
+            self._set(state, document, undo[at:] if has_before else None, is_there=is_there)
+            self._transaction.delete(row)
+            state[1] -= 1
+
+    def trim(self, vb_id: int, entries_max: int) -> None:
+        """See Changing."""
+        state = self._state(vb_id)
+        with self._transaction.cursor() as cursor:
+            while state[1] > entries_max and cursor.set_range(_row(b"j", vb_id)):
+                state[0] = _ENTRY.unpack(cursor.key())[2]
+                cursor.delete()
+                state[1] -= 1
+
+    def clear(self, vb_id: int) -> None:
+        """See Changing."""
+        for kind in (b"d", b"j"):
+            for row, _ in list(rows_from(self._transaction, _row(kind, vb_id))):
+                self._transaction.delete(row)
+        self._states[vb_id] = [0, 0, 0]
+
+    def keys(self, vb_id: int) -> list[bytes]:
+        """See Changing."""
+        return [row[3:] for row, _ in rows_from(self._transaction, _row(b"d", vb_id))]
+
+    def place(self, positions: Mapping[int, Position]) -> None:
+        """See Changing."""
+        for vb_id, position in positions.items():
+            self._transaction.put(_row(b"p", vb_id), encode_position(position))
+
+    def finish(self) -> None:
+        """Write what is kept per partition."""
+        for vb_id, state in self._states.items():
+            self._transaction.put(_row(b"s", vb_id), _STATE.pack(*state))
+
+    def _state(self, vb_id: int) -> list[int]:
+        state = self._states.get(vb_id)
+        if state is None:
+            state = self._states[vb_id] = list(_state(self._transaction, vb_id))
+        return state
+
+    def _set(self, state: list[int], row: bytes, value: bytes | None, *, is_there: bool) -> None:
+        if value is not None:
+            self._transaction.put(row, value)
+            state[2] += not is_there
+        elif is_there:
+            self._transaction.delete(row)
+            state[2] -= 1
+
+
+def _row(kind: bytes, vb_id: int) -> bytes:
+    return kind + vb_id.to_bytes(2, "big")
+
+
+def _state(transaction: Any, vb_id: int) -> tuple[int, int, int]:
+    """Return floor, entries of the journal, documents."""
+    value = transaction.get(_row(b"s", vb_id))
+    floor, entries, documents = _STATE.unpack(value) if value else (0, 0, 0)
+    return floor, entries, documents

@@ -1,0 +1,233 @@
+"""`Mirror`: the documents of a server, here, kept up to date.
+
+    async with Mirror("127.0.0.1:11210") as view:
+        view["user:1"]                       # bytes; KeyError where there is no such document
+
+It is caught up with the server when the block begins. With a path it is kept in an LMDB file and
+goes on exactly where it was, whenever it was stopped or killed.
+
+When history branches, the mirror undoes exactly what the server undid, by a journal of what each
+change replaced. A branch that goes further back than the journal of a partition (`journal_max`
+changes) lets that partition come anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal
+
+from clients.address import ServerAddress
+from clients.consumer.consumer import Consumer
+from clients.consumer.node_session import LOG
+from clients.consumer.starting_point import prefixes_of
+from clients.errors import DcpdError, OperationTimeoutError
+from clients.event import Rollback, StreamFailed
+from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
+from clients.position import Position
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
+
+LOOK_AGAIN_S: Final = 0.1
+"""How often `caught_up` looks where nothing comes that would tell it."""
+
+
+class Mirror:
+    """See the module.
+
+    `path`: of the LMDB file, None = in memory. `collection`: "scope.collection", None = the default
+    one. `key_prefixes`: only documents whose key begins with one of them. `options` go to the
+    Consumer. A file with a mirror of other documents is refused (CheckpointError). If the
+    collection was dropped and created again, the file is emptied and begins anew; so does a file of
+    an older version with other documents. A mirror whose stream failed raises that error when it is
+    read: it is never silently out of date.
+    """
+
+    def __init__(
+        self,
+        server: str | ServerAddress,
+        path: str | Path | None = None,
+        *,
+        collection: str | None = None,
+        key_prefixes: Iterable[str | bytes] | str | bytes = (),
+        journal_max: int = JOURNAL_MAX,
+        **options: Any,
+    ) -> None:
+        self._path = path
+        self._journal_max = journal_max
+        self._server = server
+        self._key_prefixes = prefixes_of(key_prefixes)
+        self._options = options | {
+            "collections": None if collection is None else [collection],
+            "key_prefixes": self._key_prefixes,
+            "on_rollback": self._choose,
+        }
+        self._store: MirrorStore = MemoryStore()
+        self._task: asyncio.Task[None] | None = None
+        self._moved = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._num_vbuckets = NUM_VBUCKETS
+        self._was_opened = False
+        self.consumer: Consumer
+        """What follows the server: its metrics, lag and more. There once the mirror is open."""
+
+    async def __aenter__(self) -> Mirror:
+        """Connect, and catch up with the server as it is now."""
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop following."""
+        await self.close()
+
+    async def open(self, *, caught_up_within_s: float | None = None) -> None:
+        """Connect and catch up. Raises what Consumer.open does, and OperationTimeoutError."""
+        if self._path is not None:
+            from clients.mirror.lmdb_mirror import LmdbStore
+
+            self._store = LmdbStore(self._path)
+        try:
+            await self._open_consumer()
+            if not self._store.follow(self.consumer.collection_ids[0], self._key_prefixes):
+                LOG.warning("%s: is a mirror of other documents, and begins anew", self._path)
+                await self.consumer.close()
+                await self._open_consumer()
+            assert self.consumer.topology is not None
+            self._num_vbuckets = self.consumer.topology.num_vbuckets
+            self._task = asyncio.create_task(self._follow(), name="mirror")
+            await self.caught_up(caught_up_within_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open_consumer(self) -> None:
+        # Partitions that are not in the store begin at 0.
+        self.consumer = Consumer(self._server, start=self._store.positions(), **self._options)
+        self._was_opened = True
+        await self.consumer.open()
+
+    async def close(self) -> None:
+        """Stop following. What is in a file stays there."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        try:
+            if self._was_opened:
+                await self.consumer.close()
+        finally:
+            self._store.close()
+
+    async def caught_up(self, timeout_s: float | None = None) -> None:
+        """Return when everything is here that the server had when this was called.
+
+        Raises OperationTimeoutError, and the error that stopped the mirror.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._catch_up()
+        except TimeoutError:
+            raise OperationTimeoutError(f"not caught up within {timeout_s:g} s") from None
+
+    async def _catch_up(self) -> None:
+        targets: dict[int, int] | None = None
+        is_behind = True
+        while is_behind:
+            self._check()
+            asked = await self.consumer.high_seqnos()
+            if targets is None and len(asked) == len(self.consumer.followed):
+                targets = asked
+            elif targets is not None:
+                # A branch may have lowered what there is to wait for.
+                targets = {vb: min(seqno, asked.get(vb, seqno)) for vb, seqno in targets.items()}
+            if targets is not None:
+                done = self.consumer.processed()
+                targets = {
+                    vb_id: seqno
+                    for vb_id, seqno in targets.items()
+                    if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
+                }
+            # A refused stream is not followed any more; once the event is here, it is an error.
+            is_refused = self.consumer.metrics.streams_failed > 0
+            is_behind = targets is None or bool(targets) or is_refused
+            if is_behind:
+                self._moved.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_AGAIN_S):
+                        await self._moved.wait()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str | bytes) -> bytes:
+        """Return a value. Raises KeyError."""
+        value = self.get(key)
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def get(self, key: str | bytes, default: bytes | None = None) -> bytes | None:
+        """Return a value, or `default`."""
+        self._check()
+        name = key.encode() if isinstance(key, str) else key
+        value = self._store.get(vbucket_of(name, self._num_vbuckets), name)
+        return default if value is None else value
+
+    def __contains__(self, key: str | bytes) -> bool:
+        """Whether there is such a document."""
+        return self.get(key) is not None
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        self._check()
+        return self._store.count()
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values, in no order."""
+        self._check()
+        return self._store.items()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield keys."""
+        return (key for key, _ in self.items())
+
+    def positions(self) -> dict[int, Position]:
+        """Return where the mirror stands, by partition."""
+        return self._store.positions()
+
+    # -- following -------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        try:
+            async for events, positions in self.consumer.deliveries():
+                for event in events:
+                    if isinstance(event, StreamFailed):
+                        raise DcpdError(event.what, vb_id=event.vb_id, hint=event.hint)
+                take(
+                    self._store, events, positions,
+                    collection_id=self.consumer.collection_ids[0], journal_max=self._journal_max,
+                )  # fmt: skip
+                self._moved.set()
+            if not self._options.get("until_now"):
+                raise DcpdError(
+                    "nothing more comes: the collection was dropped, or the consumer was closed",
+                    hint="Open a new mirror; a collection that is made again is another one.",
+                )
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._moved.set()
+
+    def _choose(self, event: Rollback) -> Literal["undo", "restart"]:
+        return "undo" if event.to_seqno >= self._store.floor(event.vb_id) else "restart"
+
+    def _check(self) -> None:
+        if self._failure is not None and not isinstance(self._failure, asyncio.CancelledError):
+            raise self._failure

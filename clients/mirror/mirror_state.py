@@ -1,0 +1,205 @@
+"""What a mirror of partitions does with events: documents, and a journal that undoes them. Pure.
+
+    change            the key's value before goes into the journal, the new one into the store
+    rollback          the journal is undone down to the seqno, or the partition is emptied
+    collection drop   the partition's documents go, by the journal too
+
+Invariants
+- undoing the journal down to seqno S gives exactly what the mirror held at S, for every S at or
+  above the partition's floor;
+- a partition's journal has at most `journal_max` entries after a batch; the floor is the seqno of
+  the newest entry that was dropped, 0 where none was;
+- documents, journal and positions change together, in one `changing()` of the store.
+
+Where the documents are is the store's affair: `MemoryStore` here, or `clients.mirror.lmdb_mirror`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, Protocol
+
+from clients.event import Deletion, Event, Mutation, Rollback, SystemEvent
+from clients.position import Position
+from vbucket.model.manifest import SystemEventKind
+
+JOURNAL_MAX: Final = 10_000
+"""Entries of a partition's journal: how many changes a rollback may go back without a restart."""
+
+
+class Changing(Protocol):
+    """What may be done to a store inside of `changing()`."""
+
+    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
+        """Set a document, or delete it (None); what was there goes into the journal."""
+
+    def undo(self, vb_id: int, to_seqno: int) -> None:
+        """Undo and drop the journal's entries above a seqno, the newest first."""
+
+    def trim(self, vb_id: int, entries_max: int) -> None:
+        """Drop the oldest entries of a journal beyond so many; the floor rises."""
+
+    def clear(self, vb_id: int) -> None:
+        """Empty a partition and its journal; the floor is 0."""
+
+    def keys(self, vb_id: int) -> list[bytes]:
+        """Return the keys of a partition."""
+
+    def place(self, positions: Mapping[int, Position]) -> None:
+        """Keep positions."""
+
+
+class MirrorStore(Protocol):
+    """Where a mirror keeps what it holds."""
+
+    def changing(self) -> AbstractContextManager[Changing]:
+        """Give access for changes: all are kept, or none if the block is left by an error."""
+
+    def floor(self, vb_id: int) -> int:
+        """Return the lowest seqno down to which the journal can undo."""
+
+    def positions(self) -> dict[int, Position]:
+        """Return the positions that were kept last."""
+
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """Be a mirror of these documents from now on; one of others is emptied, and says False."""
+
+    def get(self, vb_id: int, key: bytes) -> bytes | None:
+        """Return a value, None where there is none."""
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield all documents, in no order."""
+
+    def count(self) -> int:
+        """Return the number of documents."""
+
+    def close(self) -> None:
+        """Release what is held."""
+
+
+def take(
+    store: MirrorStore,
+    events: Iterable[Event],
+    positions: Mapping[int, Position],
+    *,
+    collection_id: int = 0,
+    journal_max: int = JOURNAL_MAX,
+) -> None:
+    """Let a store follow one batch of events, and keep the positions after them."""
+    touched = set()
+    with store.changing() as change:
+        for event in events:
+            match event:
+                case Mutation():
+                    change.put(event.vb_id, event.key, event.value, event.seqno)
+                case Deletion():
+                    change.put(event.vb_id, event.key, None, event.seqno)
+                case Rollback():
+                    if event.to_seqno:
+                        change.undo(event.vb_id, event.to_seqno)
+                    else:
+                        change.clear(event.vb_id)
+                case SystemEvent() if _drops(event, collection_id):
+                    for key in change.keys(event.vb_id):
+                        change.put(event.vb_id, key, None, event.seqno)
+                case _:
+                    continue
+            touched.add(event.vb_id)
+        for vb_id in touched:
+            change.trim(vb_id, journal_max)
+        change.place(positions)
+
+
+def _drops(event: SystemEvent, collection_id: int) -> bool:
+    return event.kind == SystemEventKind.DROP_COLLECTION and event.collection_id == collection_id
+
+
+class MemoryStore:
+    """Documents in dicts, for as long as the process lives."""
+
+    def __init__(self) -> None:
+        self._documents: dict[int, dict[bytes, bytes]] = {}
+        self._journals: dict[int, deque[tuple[int, bytes, bytes | None]]] = {}
+        self._floors: dict[int, int] = {}
+        self._positions: dict[int, Position] = {}
+        self._subject: tuple[int, tuple[bytes, ...]] | None = None
+
+    @contextmanager
+    def changing(self) -> Iterator[Changing]:
+        """Give itself. It changes at once: what fails here ends the mirror, and all this."""
+        yield self
+
+    def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
+        """See Changing."""
+        documents = self._documents.setdefault(vb_id, {})
+        journal = self._journals.setdefault(vb_id, deque())
+        journal.append((seqno, key, documents.get(key)))
+        if value is None:
+            documents.pop(key, None)
+        else:
+            documents[key] = value
+
+    def undo(self, vb_id: int, to_seqno: int) -> None:
+        """See Changing."""
+        assert to_seqno >= self.floor(vb_id), "the journal does not reach that far"
+        documents, journal = self._documents.get(vb_id, {}), self._journals.get(vb_id, deque())
+        while journal and journal[-1][0] > to_seqno:
+            _, key, before = journal.pop()
+            if before is None:
+                documents.pop(key, None)
+            else:
+                documents[key] = before
+
+    def trim(self, vb_id: int, entries_max: int) -> None:
+        """See Changing."""
+        journal = self._journals.get(vb_id, deque())
+        while len(journal) > entries_max:
+            self._floors[vb_id] = journal.popleft()[0]
+
+    def clear(self, vb_id: int) -> None:
+        """See Changing."""
+        for table in (self._documents, self._journals, self._floors):
+            table.pop(vb_id, None)
+
+    def keys(self, vb_id: int) -> list[bytes]:
+        """See Changing."""
+        return list(self._documents.get(vb_id, {}))
+
+    def place(self, positions: Mapping[int, Position]) -> None:
+        """See Changing."""
+        self._positions.update(positions)
+
+    def floor(self, vb_id: int) -> int:
+        """See MirrorStore."""
+        return self._floors.get(vb_id, 0)
+
+    def positions(self) -> dict[int, Position]:
+        """See MirrorStore."""
+        return dict(self._positions)
+
+    def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
+        """See MirrorStore."""
+        before, self._subject = self._subject, (collection_id, key_prefixes)
+        if before in {None, self._subject}:
+            return True
+        for table in (self._documents, self._journals, self._floors, self._positions):
+            table.clear()
+        return False
+
+    def get(self, vb_id: int, key: bytes) -> bytes | None:
+        """See MirrorStore."""
+        return self._documents.get(vb_id, {}).get(key)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """See MirrorStore."""
+        for documents in list(self._documents.values()):
+            yield from list(documents.items())
+
+    def count(self) -> int:
+        """See MirrorStore."""
+        return sum(len(documents) for documents in list(self._documents.values()))
+
+    def close(self) -> None:
+        """See MirrorStore."""

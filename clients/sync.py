@@ -1,0 +1,264 @@
+"""`SyncConsumer` and `SyncMirror`: the same for programs without asyncio.
+
+    with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as changes:
+        for event in changes: ...
+
+    with SyncMirror("127.0.0.1:11210") as view:
+        view["user:1"]
+
+An event loop runs in a thread of its own; errors come out where the caller waits. Leaving the block
+stops the loop, from any thread and in the middle of an iteration.
+
+Any thread may call what is here, but for iterations: one at a time, the newest counts. Functions of
+the user that the consumer calls (`on_rollback`) run in the loop's thread, which cannot wait for
+itself: there these methods raise RuntimeError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from clients.checkpoint.checkpoint import Checkpoint
+from clients.consumer.batch_reader import Delivery
+from clients.consumer.consumer import Consumer
+from clients.event import Event
+from clients.mirror.mirror import Mirror
+
+_T = TypeVar("_T")
+_Held = TypeVar("_Held", Consumer, Mirror)
+_OUTSIDE = "it is not open: use it inside of `with ... as`"
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        """What is given to the loop is given before it is told to stop, or not at all."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_others())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the loop and return its result; an interrupted caller cancels it.
+
+        Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile,
+        RuntimeError in the loop's own thread.
+        """
+        try:
+            self.check_caller()
+        except RuntimeError:
+            work.close()
+            raise
+        with self._lock:
+            if self._is_stopped:
+                work.close()
+                raise CancelledError
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def check_caller(self) -> None:
+        """Raise RuntimeError in the loop's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "the consumer's own thread cannot wait for itself: in a function that the consumer"
+                " calls, return what it should do"
+            )
+
+    def stop(self) -> None:
+        """Cancel what the loop has to do, stop it, and wait for the thread."""
+        with self._lock:
+            self._is_stopped = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+async def _cancel_others() -> None:
+    """Cancel what else the loop has to do; who waits for it gets CancelledError."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class _Looped(Generic[_Held]):
+    """A consumer or mirror that lives on a loop in a thread, between `with` and its end."""
+
+    def __init__(self, make: Callable[[], _Held], thread_name: str) -> None:
+        self._make: Callable[[], _Held] = make
+        self._thread_name = thread_name
+        self._thread: LoopThread | None = None
+        self._made: _Held | None = None
+
+    def __enter__(self) -> Self:
+        """Connect. Raises what its `open` does."""
+        self._thread = LoopThread(self._thread_name)
+        try:
+            self._thread.call(self._open())
+        except BaseException:
+            self._thread.stop()
+            self._thread = None
+            raise
+        return self
+
+    async def _open(self) -> None:
+        self._made = self._make()
+        await self._made.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the connections and end the thread."""
+        self.close()
+
+    def close(self) -> None:
+        """Close; whoever waits here, in whatever thread, comes to the end."""
+        if self._thread is not None:
+            self._thread.check_caller()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                thread.call(self._held.close())
+            finally:
+                thread.stop()
+
+    @property
+    def _held(self) -> _Held:
+        if self._made is None:
+            raise RuntimeError(_OUTSIDE)
+        return self._made
+
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise RuntimeError(_OUTSIDE)
+        return self._thread
+
+
+class SyncConsumer(_Looped[Consumer]):
+    """See the module; takes what Consumer takes. Iterate it, its `batches()` or `deliveries()`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(lambda: Consumer(*arguments, **options), "dcpd-consumer")
+
+    @property
+    def consumer(self) -> Consumer:
+        """The Consumer itself. Read its attributes; its methods belong to the loop's thread."""
+        return self._held
+
+    def batches(self) -> Iterator[list[Event]]:
+        """Yield events in batches."""
+        self._running()
+        return self._iterate(self.consumer.batches())
+
+    def deliveries(self) -> Iterator[Delivery]:
+        """Yield batches with the positions to keep beside what they do."""
+        self._running()
+        return self._iterate(self.consumer.deliveries())
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield events one by one."""
+        for events in self.batches():
+            yield from self.consumer.one_by_one(events)
+
+    def save(self) -> None:
+        """Write `checkpoint()` to the store. Raises CheckpointError."""
+        self._running().call(self.consumer.save())
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the position of everything handed out so far, the current event included."""
+        return self._running().call(self._now(self.consumer.checkpoint))
+
+    def pause(self, vbuckets: Iterable[int] | None = None) -> None:
+        """See Consumer.pause."""
+        self._running().call(self._now(lambda: self.consumer.pause(vbuckets)))
+
+    def resume(self, vbuckets: Iterable[int] | None = None) -> None:
+        """See Consumer.resume."""
+        self._running().call(self._now(lambda: self.consumer.resume(vbuckets)))
+
+    def lag(self) -> dict[int, int]:
+        """See Consumer.lag."""
+        return self._running().call(self.consumer.lag())
+
+    def high_seqnos(self) -> dict[int, int]:
+        """See Consumer.high_seqnos."""
+        return self._running().call(self.consumer.high_seqnos())
+
+    @staticmethod
+    async def _now(function: Callable[[], _T]) -> _T:
+        return function()
+
+    def _iterate(self, source: AsyncIterator[_T]) -> Iterator[_T]:
+        async def following() -> tuple[_T] | None:
+            if self._thread is not None:  # else closed meanwhile: nothing can be begun
+                async for item in source:
+                    return (item,)
+            return None
+
+        while (thread := self._thread) is not None:
+            try:
+                found = thread.call(following())
+            except CancelledError:
+                if self._thread is None:
+                    return  # closed from another thread
+                raise
+            if found is None:
+                return
+            yield found[0]
+
+
+class SyncMirror(_Looped[Mirror]):
+    """See the module; takes what Mirror takes."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(lambda: Mirror(*arguments, **options), "dcpd-mirror")
+
+    def caught_up(self, timeout_s: float | None = None) -> None:
+        """Return when everything is here that the server had when this was called."""
+        self._running().call(self._held.caught_up(timeout_s))
+
+    def __getitem__(self, key: str | bytes) -> bytes:
+        """Return a value. Raises KeyError."""
+        return self._held[key]
+
+    def get(self, key: str | bytes, default: bytes | None = None) -> bytes | None:
+        """Return a value, or `default`."""
+        return self._held.get(key, default)
+
+    def __contains__(self, key: str | bytes) -> bool:
+        """Whether there is such a document."""
+        return key in self._held
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self._held)
+
+    def items(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values, in no order."""
+        return self._held.items()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield keys."""
+        return iter(self._held)

@@ -1,0 +1,136 @@
+"""Who may come in, and how: users, limits, TLS, the audit log. One `Access` per node.
+
+Called by the node and its connections; everything about rights that changes while the server runs
+goes through `tick`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from dcp.server.access.audit import AuditLog
+from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
+from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
+from dcp.server.access.users import Users
+from dcp.server.config.settings import Settings
+from dcp.server.observe.event_log import EventLog
+from dcp.session.state import Limits
+from dcp.wire.opcode import Opcode
+
+if TYPE_CHECKING:
+    from dcp.server.net.connection import ClientConnection
+
+AUDIT_OFF: Final = "off"
+
+
+def tls_files(settings: Settings) -> TlsFiles | None:
+    """Return the files of TLS, None where it is off; the key may be in the certificate's file."""
+    if settings.tls_cert is None:
+        return None
+    return TlsFiles(
+        settings.tls_cert, settings.tls_key or settings.tls_cert, settings.tls_client_ca
+    )
+
+
+class Access:
+    """See the module."""
+
+    def __init__(self, settings: Settings, users: Users, log: EventLog) -> None:
+        """Load what there is of TLS. Raises TlsError."""
+        self.users = users
+        self._log = log
+        path = None if settings.audit == AUDIT_OFF else settings.data / settings.audit
+        self.audit = AuditLog(path, log, bytes_max=settings.audit_bytes_max)
+        self.logins = Logins(
+            users,
+            self.audit,
+            LoginLimits(settings.login_failures_per_minute, settings.connections_per_user_max),
+        )
+        self._handshake_timeout_s = settings.handshake_timeout_s
+        self._idle_timeout_s = settings.idle_timeout_s
+        self.takes_anonymous = settings.anonymous == "on"
+        self.limits = Limits(
+            value_bytes_max=settings.value_bytes_max,
+            streams_max=settings.streams_max,
+            login_body_bytes_max=settings.login_body_bytes_max,
+            login_failures_max=settings.login_failures_max,
+        )
+        files = tls_files(settings)
+        self._tls = None if files is None else ServerTls(files)
+        self._seen_revision = users.revision
+
+    @property
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The context of the TLS ports, None where there are none."""
+        return None if self._tls is None else self._tls.context
+
+    def logins_of(self, host: str, peer: str, *, is_tls: bool) -> PeerLogins:
+        """Return the authenticator of a connection."""
+        return self.logins.peer(host, peer, "kv-tls" if is_tls else "kv")
+
+    async def close(self) -> None:
+        """Wait for the threads that check passwords and write the audit log, and end them."""
+        await self.logins.close()
+        await asyncio.to_thread(self.audit.close)
+
+    def denied(self, peer: str, fields: dict[str, object]) -> None:
+        """A session refused a command for lack of rights; `fields` as SessionState.denial notes."""
+        self.audit.write(
+            "denied",
+            user=fields["user"],
+            peer=peer,
+            action=fields["command"],
+            role=fields["role"],
+            why=fields["reason"],
+        )
+
+    def overdue(self, connection: ClientConnection, now_ns: int) -> str:
+        """Return why a connection should be closed now, "" if it should not; monotonic time."""
+        if not connection.session.is_logged_in:
+            if now_ns - connection.opened_ns > self._handshake_timeout_s * 1e9:
+                limit = f"no login within {self._handshake_timeout_s} s"
+                return f"{limit} (setting handshake_timeout)"
+            return ""
+        idle_s = self._idle_timeout_s
+        is_streaming = connection.session.state.producer is not None
+        if idle_s and not is_streaming and now_ns - connection.heard_ns > idle_s * 1e9:
+            return f"nothing was heard for {idle_s} s (setting idle_timeout)"
+        return ""
+
+    def tick(self, connections: Iterable[ClientConnection]) -> None:
+        """Look at the files of users and certificates; let open connections know."""
+        self.users.reload_if_changed()
+        self.apply_rights(connections)
+        self.reload_certificates(always=False)
+
+    def apply_rights(self, connections: Iterable[ClientConnection]) -> None:
+        """Give every open connection the rights that its user has now."""
+        revision = self.users.revision
+        if revision == self._seen_revision:
+            return
+        self._seen_revision = revision
+        for connection in tuple(connections):
+            state = connection.session.state
+            if state.user is None:
+                continue
+            rights = self.users.rights_of(state.user)
+            if rights == state.rights:
+                continue
+            state.rights_changed(rights)
+            may_stream = (
+                rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
+            )
+            connection.rights_changed(may_stream=may_stream)
+
+    def reload_certificates(self, *, always: bool) -> None:
+        """Take over certificates that have changed; a bad one is logged, the old one stays."""
+        if self._tls is None:
+            return
+        try:
+            if self._tls.reload_if_changed(always=always):
+                self._log.info("certificates taken over")
+        except TlsError as error:
+            self._log.error("certificates not taken over, the old ones stay", reason=str(error))

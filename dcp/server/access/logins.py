@@ -1,0 +1,284 @@
+"""Logins of one server: who tries from where, how often it went wrong, how many are in.
+
+Called by sessions (a `PeerLogins` is the `Authenticator` of one connection) and by the admin API.
+Users know names and passwords (dcp.server.access.users); here stand the limits and the audit.
+
+Invariants
+- every login that was refused or let in over a key-value port has its line in the audit log;
+- whoever fails too often within a minute is refused without a look at the password: the right one
+  too, else guessing could go on. This is asked before anything is derived, and again when the
+  outcome is known;
+- passwords are derived in threads (dcp.server.access.password_checks), and nothing else is done
+  there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from dcp.server.access.audit import AuditLog
+from dcp.server.access.password_checks import Outcome, PasswordChecks, Ticket
+from dcp.server.access.users import PLAIN, PasswordCheck, Users, read_plain
+from dcp.server.config.sources import is_loopback
+from dcp.session.auth import AuthStep
+from dcp.session.rights import Rights
+from dcp.wire.status import Status
+
+WINDOW_S: Final = 60.0
+ALL_NAMES_FACTOR: Final = 10
+"""An address may fail this many times as often as one of its users: guessing names counts too."""
+PAIRS_MAX: Final = 10_000
+_ALL_NAMES: Final = ""
+TOO_MANY_CHECKS: Final = "too many passwords wait to be checked; try again soon"
+
+
+class FailedLogins:
+    """Counts failures per (address, user) and per address. Time is an argument."""
+
+    def __init__(self, per_minute_max: int) -> None:
+        self._max = per_minute_max
+        self._failures: dict[tuple[str, str], tuple[float, int]] = {}
+        """(address, user) -> (beginning of its minute, failures since)."""
+
+    def blocked_s(self, host: str, user: str, now_s: float) -> float:
+        """Return how many seconds more such logins are refused, 0 if they are not."""
+        return max(
+            self._blocked_s((host, user), self._max, now_s),
+            self._blocked_s((host, _ALL_NAMES), self._max * ALL_NAMES_FACTOR, now_s),
+        )
+
+    def failed(self, host: str, user: str, now_s: float) -> None:
+        """Count a failure."""
+        for pair in ((host, user), (host, _ALL_NAMES)):
+            since_s, count = self._failures.pop(pair, (now_s, 0))
+            if now_s - since_s >= WINDOW_S:
+                since_s, count = now_s, 0
+            if len(self._failures) >= PAIRS_MAX:
+                del self._failures[next(iter(self._failures))]
+            self._failures[pair] = (since_s, count + 1)
+
+    def _blocked_s(self, pair: tuple[str, str], failures_max: int, now_s: float) -> float:
+        since_s, count = self._failures.get(pair, (0.0, 0))
+        return max(0.0, since_s + WINDOW_S - now_s) if count >= failures_max else 0.0
+
+
+class Peer(NamedTuple):
+    """Where a client is and how it came."""
+
+    host: str
+    address: str
+    """host:port"""
+    over: str
+    """Which door: kv, kv-tls, admin or admin-tls."""
+
+
+class LoginLimits(NamedTuple):
+    """Limits of logins; settings of the same names."""
+
+    login_failures_per_minute: int
+    connections_per_user_max: int
+    """0: no limit."""
+
+
+class Logins:
+    """See the module."""
+
+    def __init__(self, users: Users, audit: AuditLog, limits: LoginLimits) -> None:
+        self.users = users
+        self.audit = audit
+        self._limits = limits
+        self._failed = FailedLogins(limits.login_failures_per_minute)
+        self._checks = PasswordChecks(self._is_blocked)
+        self._connections: Counter[str] = Counter()
+        """User -> key-value connections that are logged in."""
+
+    @property
+    def checks_under_way(self) -> int:
+        """How many passwords are being checked, or wait for it."""
+        return len(self._checks)
+
+    def peer(self, host: str, address: str, over: str) -> PeerLogins:
+        """Return the authenticator for one connection."""
+        return PeerLogins(self, Peer(host, address, over))
+
+    def refusal(self, peer: Peer, user: str) -> str:
+        """Return why a login is not even looked at, "" if it is."""
+        blocked_s = self._failed.blocked_s(peer.host, user, time.monotonic())
+        if not blocked_s:
+            return ""
+        return (
+            f"too many wrong logins from {peer.host}; try again in {blocked_s:.0f} s "
+            "(setting login_failures_per_minute)"
+        )
+
+    def failed(self, peer: Peer, user: str, why: str) -> None:
+        """A login went wrong."""
+        self._failed.failed(peer.host, user, time.monotonic())
+        self.refused(peer, user, why)
+
+    def refused(self, peer: Peer, user: str, why: str) -> None:
+        """A login is refused, which counts as a wrong one only where `failed` says so."""
+        self.audit.write(
+            "login", user=user, peer=peer.address, over=peer.over, result="refused", why=why
+        )
+
+    def check_password(
+        self, peer: Peer, user: str, password: str, tell: Callable[[AuthStep], None]
+    ) -> AuthStep | Ticket:
+        """Return the outcome of a login with a password where it is known at once; else `tell` gets
+        it later, unless the ticket is dropped.
+        """
+        if why := self.refusal(peer, user):
+            return AuthStep(Status.AUTH_ERROR, claimed=user, why=why)
+        check = self.users.check_of(user, password, peer_is_loopback=is_loopback(peer.host))
+        if isinstance(check, bool):
+            return self.users.plain_step(user, is_right=check)
+        ticket = self._checks.submit(
+            peer.host, check, lambda outcome: tell(self._concluded(peer, check, outcome))
+        )
+        if ticket is None:
+            return AuthStep(Status.ETMPFAIL, claimed=user, why=TOO_MANY_CHECKS)
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Nobody waits for this outcome any more."""
+        self._checks.drop(ticket)
+
+    async def close(self) -> None:
+        """Begin no more checks, and wait for those under way."""
+        await self._checks.close()
+
+    async def rights_of_password(self, peer: Peer, user: str, password: str) -> Rights | str:
+        """Check a password of the admin API: return rights, or why it is refused."""
+        told: asyncio.Future[AuthStep] = asyncio.get_running_loop().create_future()
+
+        def tell(step: AuthStep) -> None:
+            if not told.done():
+                told.set_result(step)
+
+        step = self.check_password(peer, user, password, tell)
+        if isinstance(step, Ticket):
+            ticket = step
+            try:
+                step = await told
+            finally:
+                self.drop(ticket)  # the request may have been given up
+        if step.status == Status.OK:
+            return step.rights
+        if step.why:
+            self.refused(peer, user, step.why)
+            return step.why
+        why = "user or password is wrong; guest works from the server's machine only"
+        self.failed(peer, user, why)
+        return why
+
+    def _is_blocked(self, host: str, user: str) -> bool:
+        return self._failed.blocked_s(host, user, time.monotonic()) > 0
+
+    def _concluded(self, peer: Peer, check: PasswordCheck, outcome: Outcome) -> AuthStep:
+        if outcome is None:
+            why = self.refusal(peer, check.user)
+            return AuthStep(Status.AUTH_ERROR, claimed=check.user, why=why)
+        is_right = self.users.conclude(check, matches=outcome)
+        return self.users.plain_step(check.user, is_right=is_right)
+
+    def enter(self, user: str) -> str:
+        """Count a connection of a user; return why it may not enter, "" if it may."""
+        limit = self._limits.connections_per_user_max
+        if limit and self._connections[user] >= limit:
+            return (
+                f"user {user!r} has {limit} connections, the limit "
+                "(setting connections_per_user_max)"
+            )
+        self._connections[user] += 1
+        return ""
+
+    def leave(self, user: str) -> None:
+        """A connection of a user is gone."""
+        self._connections[user] -= 1
+        if not self._connections[user]:
+            del self._connections[user]
+
+
+class PeerLogins:
+    """The logins of one connection: its session's `Authenticator`."""
+
+    def __init__(self, logins: Logins, peer: Peer) -> None:
+        self._logins = logins
+        self._peer = peer
+        self._mechanism = ""
+        self._claimed = ""
+        self._entered = ""
+        """The user this connection is counted for."""
+        self._ticket: Ticket | None = None
+        """A password of this connection that is being checked."""
+        self.on_outcome: Callable[[AuthStep], None] = _not_waiting
+        """Gets what `start` could not answer yet."""
+
+    def mechanisms(self, peer_is_loopback: bool) -> list[str]:
+        """Return the mechanisms on offer."""
+        return self._logins.users.mechanisms(peer_is_loopback)
+
+    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep | None:
+        """Begin an exchange. None: `on_outcome` gets the answer."""
+        assert self._ticket is None, "a session waits for the outcome of a login"
+        self._mechanism = mechanism
+        if mechanism != PLAIN:
+            return self._judge(self._logins.users.start(mechanism, initial, peer_is_loopback))
+        login = read_plain(initial)
+        if isinstance(login, AuthStep):
+            return self._judge(login)
+        step = self._logins.check_password(self._peer, login.user, login.password, self._checked)
+        if isinstance(step, AuthStep):
+            return self._judge(step)
+        self._ticket = step
+        return None
+
+    def step(self, exchange: object, message: bytes) -> AuthStep:
+        """Go on with an exchange."""
+        return self._judge(self._logins.users.step(exchange, message))
+
+    def leave(self) -> None:
+        """The connection is gone, or nobody is logged in on it any more."""
+        if self._ticket is not None:
+            self._logins.drop(self._ticket)
+            self._ticket = None
+        if self._entered:
+            self._logins.leave(self._entered)
+            self._entered = ""
+
+    def _checked(self, step: AuthStep) -> None:
+        self._ticket = None
+        self.on_outcome(self._judge(step))
+
+    def _judge(self, step: AuthStep) -> AuthStep:
+        logins, peer = self._logins, self._peer
+        name = self._claimed = step.claimed or self._claimed
+        if blocked := logins.refusal(peer, name):
+            step = AuthStep(Status.AUTH_ERROR, claimed=name, why=blocked)
+        elif step.status == Status.AUTH_CONTINUE:
+            return step
+        self.leave()
+        if step.status == Status.OK and step.user is not None:
+            crowded = logins.enter(step.user)
+            if not crowded:
+                self._entered = step.user
+                logins.audit.write(
+                    "login", user=step.user, peer=peer.address, over=peer.over,
+                    mechanism=self._mechanism, result="ok",
+                )  # fmt: skip
+                return step
+            step = AuthStep(Status.EBUSY, claimed=name, why=crowded)
+        if step.why:  # whether it is right was not looked at, or does not matter
+            logins.refused(peer, name, step.why)
+        else:
+            logins.failed(peer, name, "user or password is wrong, or from elsewhere")
+        return step
+
+
+def _not_waiting(_step: AuthStep) -> None:
+    """No login is under way."""

@@ -1,0 +1,167 @@
+"""Passwords that are being checked: a few derivations at a time, in threads beside the loop.
+
+Called by logins (dcp.server.access.logins), for the key-value and the admin ports. A derivation
+takes 5 ms of a processor; on the loop, a few hundred guesses a second would leave nothing for other
+clients.
+
+Invariants
+- at most THREADS derivations run; at most WAITING_MAX checks wait, WAITING_PER_HOST_MAX of one
+  address. One more is refused at once;
+- addresses take turns: of each other address, a check waits for one, however many those send;
+- the limit of wrong logins is asked again when a check's turn comes, so that guesses which waited
+  do not get around it;
+- a check that was taken has one outcome, told on the loop, unless it was dropped;
+- equal checks of one address are one: clients that come together with the same password cost one
+  derivation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+from dcp.server.access.users import PasswordCheck
+
+THREADS: Final = max(1, min(4, (os.cpu_count() or 2) // 2))
+"""Derivations at a time. They release the interpreter lock, so each takes a core; the loop, the
+log's thread and the store process want some too."""
+WAITING_MAX: Final = 256
+"""With 5 ms each on one core, the last one waits for 1.3 s: far less than handshake_timeout."""
+WAITING_PER_HOST_MAX: Final = 64
+NICENESS: Final = 10
+"""How much nicer than the process its threads are: where cores are few, clients that are logged in
+go first."""
+NICENESS_MAX: Final = 19
+"""Linux knows no more."""
+
+Outcome = bool | None
+"""Whether the password matches; None: it was not looked at, its user or address is blocked."""
+Tell = Callable[[Outcome], None]
+
+
+class Ticket:
+    """Somebody who waits for the outcome of a check."""
+
+    def __init__(self, entry: _WaitingCheck, tell: Tell) -> None:
+        self.entry = entry
+        self.tell = tell
+
+
+class _WaitingCheck:
+    """A check that waits for its turn or is under way."""
+
+    def __init__(self, host: str, check: PasswordCheck) -> None:
+        self.host = host
+        self.check = check
+        self.tickets: list[Ticket] = []
+
+
+class PasswordChecks:
+    """See the module. Everything is called on the loop, and calls back there."""
+
+    def __init__(self, is_blocked: Callable[[str, str], bool]) -> None:
+        """`is_blocked` tells of an address and a user whether logins are refused unseen now."""
+        self._is_blocked = is_blocked
+        self._executor = ThreadPoolExecutor(THREADS, "password", initializer=_yield_to_others)
+        self._waiting: OrderedDict[str, OrderedDict[bytes, _WaitingCheck]] = OrderedDict()
+        """By address, the one whose turn is next first; then by what is checked."""
+        self._waiting_count = 0
+        self._running: dict[tuple[str, bytes], _WaitingCheck] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        """Return how many checks wait or are under way."""
+        return self._waiting_count + len(self._running)
+
+    def submit(self, host: str, check: PasswordCheck, tell: Tell) -> Ticket | None:
+        """Take a check of a client at an address; None: too many wait already."""
+        entry = self._running.get((host, check.memory)) or self._waiting_entry(host, check)
+        if entry is None:
+            entry = _WaitingCheck(host, check)
+            if len(self._running) < THREADS and not self._is_closed:
+                self._start(entry)
+            elif not self._has_queued(entry):
+                return None
+        ticket = Ticket(entry, tell)
+        entry.tickets.append(ticket)
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Forget somebody who waits; a check for which nobody waits any more is not begun."""
+        entry = ticket.entry
+        if ticket in entry.tickets:
+            entry.tickets.remove(ticket)
+        if not entry.tickets and self._waiting_entry(entry.host, entry.check) is entry:
+            self._leave_queue(entry)
+
+    async def close(self) -> None:
+        """Begin no more, and wait for those under way; nobody waits for an outcome any more."""
+        self._is_closed = True
+        self._waiting.clear()
+        self._waiting_count = 0
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def _waiting_entry(self, host: str, check: PasswordCheck) -> _WaitingCheck | None:
+        of_host = self._waiting.get(host)
+        return None if of_host is None else of_host.get(check.memory)
+
+    def _has_queued(self, entry: _WaitingCheck) -> bool:
+        of_host = len(self._waiting.get(entry.host, ()))
+        if self._is_closed or self._waiting_count >= WAITING_MAX or of_host >= WAITING_PER_HOST_MAX:
+            return False
+        self._waiting.setdefault(entry.host, OrderedDict())[entry.check.memory] = entry
+        self._waiting_count += 1
+        return True
+
+    def _leave_queue(self, entry: _WaitingCheck) -> None:
+        of_host = self._waiting[entry.host]
+        del of_host[entry.check.memory]
+        self._waiting_count -= 1
+        if not of_host:
+            del self._waiting[entry.host]
+
+    def _start(self, entry: _WaitingCheck) -> None:
+        self._running[entry.host, entry.check.memory] = entry
+        loop = asyncio.get_running_loop()
+        derivation = loop.run_in_executor(self._executor, entry.check.matches)
+        derivation.add_done_callback(partial(self._derived, entry))
+
+    def _start_next(self) -> None:
+        while self._waiting and len(self._running) < THREADS:
+            host, of_host = next(iter(self._waiting.items()))
+            entry = next(iter(of_host.values()))
+            self._waiting.move_to_end(host)
+            self._leave_queue(entry)
+            if self._is_blocked(host, entry.check.user):
+                self._tell(entry, None)
+            else:
+                self._start(entry)
+
+    def _derived(self, entry: _WaitingCheck, derivation: asyncio.Future[bool]) -> None:
+        del self._running[entry.host, entry.check.memory]
+        outcome = False
+        try:
+            outcome = derivation.result()
+        finally:  # whatever went wrong, nobody waits for ever
+            self._tell(entry, outcome)
+            self._start_next()
+
+    def _tell(self, entry: _WaitingCheck, outcome: Outcome) -> None:
+        tickets, entry.tickets = entry.tickets, []
+        for ticket in tickets:
+            ticket.tell(outcome)
+
+
+def _yield_to_others() -> None:
+    """Let the threads of this pool run when nothing else wants to. Linux knows this of threads."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + NICENESS, NICENESS_MAX))

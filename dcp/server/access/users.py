@@ -1,0 +1,454 @@
+"""Who may log in: the built-in guest from this machine, and users kept in a file.
+
+Called by logins (dcp.server.access.logins), by the admin API and at start-up (protected mode).
+
+Invariants
+- a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
+- an unknown user goes through the same exchange as a known one, with keys that nothing matches and
+  a salt that stays the same, so that neither answers nor their time tell who exists;
+- the file (dcp.server.access.users_file) is replaced as a whole; one that is damaged or of another
+  format is never overwritten, and what was read before it broke stays in force;
+- `revision` grows with every change of who there is or what they may do.
+
+The built-in guest/guest works from loopback only (RabbitMQ's precedent) and may do everything; it
+can be switched off. The name is reserved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import threading
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from dcp.server.access.users_file import (
+    UserRecord,
+    UsersContent,
+    UsersFileError,
+    file_text,
+    parse_file,
+    replace_file,
+    stamp_of,
+)
+from dcp.server.observe.event_log import LOGGER_NAME
+from dcp.session.auth import AuthStep
+from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.scram import (
+    HASH_NAMES,
+    MESSAGE_BYTES_MAX,
+    MalformedMessageError,
+    ScramExchange,
+    ScramKeys,
+    begin_exchange,
+    finish_exchange,
+    keys_of_password,
+    password_matches,
+    read_client_first,
+)
+from dcp.wire.status import Status
+
+USERS_FILE: Final = "users.json"
+"""Name of the file in the data folder."""
+
+GUEST: Final = "guest"
+GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
+PLAIN: Final = "PLAIN"
+_PLAIN_KEYS: Final = "SCRAM-SHA512"
+"""The keys that a password itself is checked against."""
+
+ITERATIONS: Final = 10_000
+"""PBKDF2 rounds for new users: 5 ms of SHA-512, once when added and once per new PLAIN login."""
+GUEST_ITERATIONS: Final = 4096
+"""The least that RFC 7677 allows: the password is known anyway."""
+SALT_BYTES: Final = 16
+USERS_MAX: Final = 10_000
+PASSWORD_CHARS_MIN: Final = 6
+PASSWORD_CHARS_MAX: Final = 128
+VERIFIED_MAX: Final = 1024
+"""Remembered PLAIN logins, so that clients that connect often cost no PBKDF2 each time."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
+_PASSWORD: Final = re.compile(r"[ -~]*")
+
+_LOG: Final = logging.getLogger(LOGGER_NAME)
+
+
+class UserError(Exception):
+    """A user cannot be added, changed or removed; the text says why and what to do."""
+
+
+class UnknownUserError(UserError):
+    """There is no user of that name."""
+
+
+class _LoginAttempt(NamedTuple):
+    """A SCRAM exchange, and whether its user exists."""
+
+    exchange: ScramExchange
+    user: str
+    is_known: bool
+
+
+class PlainLogin(NamedTuple):
+    """A message of PLAIN, taken apart."""
+
+    user: str
+    password: str
+
+
+class PasswordCheck(NamedTuple):
+    """A password that has to be derived to tell whether it is right."""
+
+    user: str
+    password: str
+    keys: ScramKeys
+    is_known: bool
+    """Whether these are keys of a user; those of nobody take as long, and never match."""
+    memory: bytes
+    """What is remembered if it is right; equal for equal users and passwords."""
+
+    def matches(self) -> bool:
+        """Derive. Takes 5 ms of a processor; to be called in a thread."""
+        return password_matches(_PLAIN_KEYS, self.password, self.keys)
+
+
+class Users:
+    """The users of one server. What changes them may be called from any thread, and takes tens of
+    milliseconds; what logs in is called on the loop.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        *,
+        has_guest: bool = True,
+    ) -> None:
+        """Read the file; a missing one means that there is only the guest.
+
+        Raises:
+            UsersFileError: it is there and cannot be used.
+        """
+        self._path = path
+        self._draw_bytes = draw_bytes
+        self._change = threading.Lock()
+        self._process_key = draw_bytes(32)
+        self._verified: set[bytes] = set()
+        self._stamp: tuple[int, int, int] | None = None
+        self._has_guest = has_guest
+        self._content = UsersContent({}, draw_bytes(32))
+        self.revision = 0
+        self.problem = ""
+        """Why the file's last change was not taken over; "" if it was."""
+        self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
+        self._load()
+
+    # -- the table -------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Return the names of the users that were added, sorted; the guest is not among them."""
+        self.reload_if_changed()
+        return sorted(self._content.users)
+
+    def table(self) -> dict[str, Rights]:
+        """Return what each user that was added may do, by name."""
+        self.reload_if_changed()
+        return {name: user.rights for name, user in sorted(self._content.users.items())}
+
+    def rights_of(self, name: str) -> Rights | None:
+        """Return what a user may do, None where there is no such user."""
+        if name == GUEST:
+            return FULL_RIGHTS if self._has_guest else None
+        record = self._content.users.get(name)
+        return None if record is None else record.rights
+
+    def add(self, name: str, password: str, rights: Rights | None = None) -> None:
+        """Add a user, or give one a new password. Durable when it returns.
+
+        Without `rights` a new user has all of them, and one that is there keeps those it has.
+
+        Raises:
+            UserError: the name or the password is not allowed.
+            UsersFileError: the file cannot be written.
+        """
+        _check_name(name)
+        keys = self._keys_for(password)
+        with self._change:
+            self._load()
+            known = self._content.users.get(name)
+            if known is None and len(self._content.users) >= USERS_MAX:
+                raise UserError(f"there are {USERS_MAX} users already, the limit")
+            if rights is None:
+                rights = FULL_RIGHTS if known is None else known.rights
+            self._write({**self._content.users, name: UserRecord(keys, rights)})
+
+    def set_password(self, name: str, password: str) -> None:
+        """Give a user a new password; what is logged in stays so.
+
+        Raises:
+            UnknownUserError: there is no such user.
+            UserError, UsersFileError: as for `add`.
+        """
+        keys = self._keys_for(password)
+        with self._change:
+            self._load()
+            record = self._record(name)
+            self._write({**self._content.users, name: record._replace(keys=keys)})
+
+    def grant(self, name: str, role: Role, scope: Scope = EVERYTHING) -> Rights:
+        """Give a user a role, for everything or for a scope; return its rights now.
+
+        Raises:
+            UserError: there is no such user, or the role is not granted that way.
+            UsersFileError: the file cannot be written.
+        """
+        return self._change_rights(name, lambda rights: rights.granted(role, scope))
+
+    def revoke(self, name: str, role: Role, scope: Scope | None = None) -> Rights:
+        """Take a role, or one scope of it, from a user; return its rights now. As `grant`."""
+        return self._change_rights(name, lambda rights: rights.revoked(role, scope))
+
+    def remove(self, name: str) -> bool:
+        """Remove a user; return whether there was one.
+
+        Raises:
+            UserError: the guest cannot be removed.
+            UsersFileError: the file cannot be written.
+        """
+        if name == GUEST:
+            raise UserError(
+                "guest is built in (it works from this machine only); dcpd --guest off"
+                " switches it off"
+            )
+        with self._change:
+            self._load()
+            if name not in self._content.users:
+                return False
+            left = {other: u for other, u in self._content.users.items() if other != name}
+            self._check_admin(left)
+            self._write(left)
+        return True
+
+    def _change_rights(self, name: str, change: Callable[[Rights], Rights]) -> Rights:
+        with self._change:
+            self._load()
+            record = self._record(name)
+            try:
+                rights = change(record.rights)
+            except ValueError as error:
+                raise UserError(f"user {name!r}: {error}") from error
+            users = {**self._content.users, name: record._replace(rights=rights)}
+            self._check_admin(users)
+            self._write(users)
+        return rights
+
+    def _record(self, name: str) -> UserRecord:
+        if name == GUEST:
+            raise UserError("guest is built in: its password and roles cannot be changed")
+        record = self._content.users.get(name)
+        if record is None:
+            raise UnknownUserError(f"there is no user {name!r}")
+        return record
+
+    def _check_admin(self, users: dict[str, UserRecord]) -> None:
+        """Nobody could give the role back: not even by starting again."""
+        had_admin = any(u.rights.has(Role.ADMIN) for u in self._content.users.values())
+        has_admin = any(u.rights.has(Role.ADMIN) for u in users.values())
+        if had_admin and not (has_admin or self._has_guest):
+            raise UserError(
+                "it is the last user with the role admin, and guest is switched off; "
+                "give the role to another user first"
+            )
+
+    def _keys_for(self, password: str) -> dict[str, ScramKeys]:
+        _check_password(password)
+        return {
+            mechanism: keys_of_password(
+                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=ITERATIONS
+            )
+            for mechanism in HASH_NAMES
+        }
+
+    def check_of(self, name: str, password: str, *, peer_is_loopback: bool) -> PasswordCheck | bool:
+        """Return whether a user may log in with a password from there, or the check that tells.
+
+        Only what says nothing about who exists is known without a derivation: the guest, whose
+        password is public, what no password can be, and a password that was right before.
+        """
+        self.reload_if_changed()
+        if len(password) > PASSWORD_CHARS_MAX:
+            return False
+        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
+            return hmac.compare_digest(password.encode(), GUEST_PASSWORD.encode())
+        keys, is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
+        # The stored key is part of the digest: a new password makes the old memory worthless.
+        memory = hmac.digest(
+            self._process_key,
+            b"\0".join((name.encode(), password.encode(), keys.stored_key)),
+            "sha256",
+        )
+        if memory in self._verified:
+            return True
+        return PasswordCheck(name, password, keys, is_known, memory)
+
+    def conclude(self, check: PasswordCheck, *, matches: bool) -> bool:
+        """Return whether a check whose outcome is known now lets its user in, and remember that."""
+        record = self._content.users.get(check.user)
+        if not (matches and check.is_known and record and record.keys[_PLAIN_KEYS] == check.keys):
+            return False  # removed, or given another password meanwhile
+        if len(self._verified) >= VERIFIED_MAX:
+            self._verified.clear()
+        self._verified.add(check.memory)
+        return True
+
+    def plain_step(self, name: str, *, is_right: bool) -> AuthStep:
+        """Return the outcome of a login with a password."""
+        rights = self.rights_of(name)
+        if not is_right or rights is None:
+            return AuthStep(Status.AUTH_ERROR, claimed=name)
+        return AuthStep(Status.OK, user=name, rights=rights, claimed=name)
+
+    # -- SCRAM -----------------------------------------------------------------------------------
+
+    def mechanisms(self, peer_is_loopback: bool) -> list[str]:  # noqa: ARG002 - the same for all
+        """Return the mechanisms on offer. SDKs insist on SCRAM-SHA512, simple clients on PLAIN."""
+        return [*HASH_NAMES, PLAIN]
+
+    def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
+        """Begin an exchange. It costs an HMAC: the keys are there."""
+        if mechanism not in HASH_NAMES:
+            return AuthStep(Status.AUTH_ERROR)
+        self.reload_if_changed()
+        try:
+            first = read_client_first(initial)
+        except MalformedMessageError:
+            return AuthStep(Status.EINVAL)
+        keys, is_known = self._keys_of(first.user, mechanism, peer_is_loopback=peer_is_loopback)
+        nonce = b64encode(self._draw_bytes(18)).decode()
+        exchange = begin_exchange(mechanism, first, keys, nonce)
+        attempt = _LoginAttempt(exchange, first.user, is_known)
+        return AuthStep(
+            Status.AUTH_CONTINUE, exchange.server_first.encode(), attempt, claimed=first.user
+        )
+
+    def step(self, exchange: object, message: bytes) -> AuthStep:
+        """Finish an exchange."""
+        assert isinstance(exchange, _LoginAttempt), "an exchange that start() did not make"
+        try:
+            answer = finish_exchange(exchange.exchange, message)
+        except MalformedMessageError:
+            return AuthStep(Status.EINVAL)
+        rights = self.rights_of(exchange.user)
+        if answer is None or not exchange.is_known or rights is None:
+            return AuthStep(Status.AUTH_ERROR, claimed=exchange.user)
+        return AuthStep(Status.OK, answer, user=exchange.user, rights=rights, claimed=exchange.user)
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    def _keys_of(
+        self, name: str, mechanism: str, *, peer_is_loopback: bool
+    ) -> tuple[ScramKeys, bool]:
+        """Return keys for whatever name, and whether they are those of a user."""
+        # Made for every name: whether there is such a user must not show in the time it takes.
+        size = hashlib.new(HASH_NAMES[mechanism]).digest_size
+        seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
+        # No password has a stored key of zeros, and `is_known` is False besides.
+        decoy = ScramKeys(seed[:SALT_BYTES], ITERATIONS, bytes(size), bytes(size))
+        if self._is_guest(name, peer_is_loopback=peer_is_loopback):
+            return self._guest_keys[mechanism], True
+        known = self._content.users.get(name)
+        return (decoy, False) if known is None else (known.keys[mechanism], True)
+
+    def _is_guest(self, name: str, *, peer_is_loopback: bool) -> bool:
+        return name == GUEST and peer_is_loopback and self._has_guest
+
+    # -- the file --------------------------------------------------------------------------------
+
+    def reload_if_changed(self) -> None:
+        """Take over what another process, or an editor, made of the file."""
+        if stamp_of(self._path) == self._stamp:
+            return
+        try:
+            self._load()
+            self.problem = ""
+        except UsersFileError as error:
+            self.problem = str(error)
+            _LOG.warning("users file not taken over", extra={"fields": {"reason": str(error)}})
+
+    def _load(self) -> None:
+        # The stamp is taken first: a change in between is seen the next time.
+        self._stamp = stamp_of(self._path)
+        try:
+            text = self._path.read_bytes()
+        except FileNotFoundError:
+            self._take_over(UsersContent({}, self._content.decoy_key))
+            return
+        except OSError as error:
+            raise UsersFileError(f"{self._path}: cannot be read: {error.strerror}") from error
+        self._take_over(parse_file(self._path, text))
+
+    def _write(self, users: dict[str, UserRecord]) -> None:
+        content = UsersContent(users, self._content.decoy_key)
+        try:
+            replace_file(self._path, file_text(content))
+        except OSError as error:
+            raise UsersFileError(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._stamp = stamp_of(self._path)
+        self._take_over(content)
+
+    def _take_over(self, content: UsersContent) -> None:
+        self._content = content
+        self.revision += 1
+
+
+def read_plain(message: bytes) -> PlainLogin | AuthStep:
+    """Take a message of PLAIN (RFC 4616) apart; return a refusal where that cannot be done."""
+    parts = message.split(b"\0")
+    if len(parts) != 3 or len(message) > MESSAGE_BYTES_MAX:
+        return AuthStep(Status.EINVAL)
+    try:
+        authzid, name, password = (part.decode() for part in parts)
+    except UnicodeDecodeError:
+        return AuthStep(Status.AUTH_ERROR)
+    if authzid not in {"", name}:
+        return AuthStep(Status.AUTH_ERROR, claimed=name)
+    return PlainLogin(name, password)
+
+
+def _guest_keys(salt: bytes) -> dict[str, ScramKeys]:
+    """Derive the guest's keys, at start-up: it takes 5 ms."""
+    return {
+        mechanism: keys_of_password(
+            mechanism, GUEST_PASSWORD, salt=salt, iterations=GUEST_ITERATIONS
+        )
+        for mechanism in HASH_NAMES
+    }
+
+
+def _check_name(name: str) -> None:
+    if name == GUEST:
+        raise UserError("the name guest is reserved for the built-in user; choose another")
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"the name {name!r} is not allowed: 1 to 64 letters, digits and _ . @ - "
+            "(a letter, digit or _ first)"
+        )
+
+
+def _check_password(password: str) -> None:
+    if not PASSWORD_CHARS_MIN <= len(password) <= PASSWORD_CHARS_MAX:
+        raise UserError(
+            f"the password has {len(password)} characters; "
+            f"{PASSWORD_CHARS_MIN} to {PASSWORD_CHARS_MAX} are allowed"
+        )
+    if not _PASSWORD.fullmatch(password):
+        raise UserError(
+            "the password may hold printable ASCII only: clients disagree on how other "
+            "characters are normalised (RFC 4013), and some could not log in"
+        )

@@ -1,0 +1,186 @@
+"""The file of users: JSON, replaced as a whole, readable by its owner only.
+
+Called by `dcp.server.access.users`.
+
+    {"format_version": 2, "decoy_key": ..., "users": {NAME: {"scram": {MECHANISM: keys},
+     "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
+
+A scope without prefix and collection is everything. Format 1 knew no roles: its users have all of
+them. What is written is format 2, so that a version that knows no roles refuses the file instead of
+giving everybody all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
+from dcp.session.scram import HASH_NAMES, ScramKeys
+
+USERS_FORMAT_VERSION: Final = 2
+_FORMAT_WITHOUT_ROLES: Final = 1
+ITERATIONS_MAX: Final = 1_000_000
+"""More would stop the server for seconds at a login; a file that says so is damaged."""
+
+Keys = Mapping[str, ScramKeys]
+"""Mechanism -> keys."""
+
+
+class UsersFileError(Exception):
+    """The file of users cannot be read or written; the text says what and why."""
+
+
+class UserRecord(NamedTuple):
+    """What is kept of one user."""
+
+    keys: Keys
+    rights: Rights
+
+
+class UsersContent(NamedTuple):
+    """What the file holds."""
+
+    users: dict[str, UserRecord]
+    decoy_key: bytes
+    """Makes the salts of users that do not exist."""
+
+
+def roles_document(rights: Rights) -> dict[str, list[dict[str, str]]]:
+    """Return rights as JSON: role -> scopes."""
+    return {
+        role.value: [
+            {
+                **({"prefix": scope.prefix.decode()} if scope.prefix else {}),
+                **({"collection": scope.collection} if scope.collection else {}),
+            }
+            for scope in scopes
+        ]
+        for role, scopes in rights.scopes().items()
+    }
+
+
+def parse_roles(document: Mapping[str, Any]) -> Rights:
+    """Return the rights that `roles_document` wrote.
+
+    Raises ValueError, TypeError or AttributeError for anything else.
+    """
+    return Rights(
+        {
+            Role(role): tuple(parse_scope(scope) for scope in scopes)
+            for role, scopes in document.items()
+            if scopes
+        }
+    )
+
+
+def parse_scope(document: Mapping[str, Any]) -> Scope:
+    """Return a scope. Raises ValueError, TypeError, AttributeError for anything else."""
+    unknown = document.keys() - {"prefix", "collection"}
+    if unknown:
+        # Ignored, it could be the one thing that restricts.
+        raise ValueError(f"unknown members {', '.join(sorted(unknown))} in a scope")
+    prefix, collection = document.get("prefix", ""), document.get("collection")
+    if not isinstance(prefix, str) or not isinstance(collection, str | None):
+        raise TypeError("prefix and collection are texts")
+    return Scope(prefix.encode(), collection or None)
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced or written to, None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def file_text(content: UsersContent) -> bytes:
+    """Return the file's bytes."""
+    document = {
+        "format_version": USERS_FORMAT_VERSION,
+        "decoy_key": b64encode(content.decoy_key).decode(),
+        "users": {
+            name: {
+                "scram": {mechanism: _keys_document(k) for mechanism, k in user.keys.items()},
+                "roles": roles_document(user.rights),
+            }
+            for name, user in sorted(content.users.items())
+        },
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def _keys_document(keys: ScramKeys) -> dict[str, Any]:
+    return {
+        "salt": b64encode(keys.salt).decode(),
+        "iterations": keys.iterations,
+        "stored_key": b64encode(keys.stored_key).decode(),
+        "server_key": b64encode(keys.server_key).decode(),
+    }
+
+
+def parse_file(path: Path, text: bytes) -> UsersContent:
+    """Return what the bytes of the file say. Raises UsersFileError."""
+    try:
+        document = json.loads(text)
+        version = document["format_version"]
+        if version not in {_FORMAT_WITHOUT_ROLES, USERS_FORMAT_VERSION}:
+            raise UsersFileError(
+                f"{path}: has format version {version!r}, this dcpd knows up to "
+                f"{USERS_FORMAT_VERSION}; use the version that wrote it"
+            )
+        return UsersContent(
+            {
+                name: UserRecord(
+                    {m: _parse_keys(user["scram"][m]) for m in HASH_NAMES},
+                    FULL_RIGHTS if version == _FORMAT_WITHOUT_ROLES else parse_roles(user["roles"]),
+                )
+                for name, user in document["users"].items()
+            },
+            b64decode(document["decoy_key"], validate=True),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, Base64Error) as error:
+        raise UsersFileError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
+            "delete it and add the users again"
+        ) from error
+
+
+def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:
+    iterations = int(document["iterations"])
+    if not 1 <= iterations <= ITERATIONS_MAX:
+        raise ValueError(f"{iterations} iterations")
+    return ScramKeys(
+        b64decode(document["salt"], validate=True),
+        iterations,
+        b64decode(document["stored_key"], validate=True),
+        b64decode(document["server_key"], validate=True),
+    )
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file so that a crash leaves the old one or the new one, whole."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

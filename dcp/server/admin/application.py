@@ -1,0 +1,329 @@
+"""The application: what every request goes through before its handler, and how it is refused.
+
+In this order: the checks against web pages of other sites (`origin`), the login, the role, a place
+among the requests under way (`crowd`). /livez and /readyz need the first one only.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from dcp.server.access.logins import Peer
+from dcp.server.admin import couchbase_routes as field
+from dcp.server.admin import dump_routes as dump
+from dcp.server.admin import fault_routes as faults
+from dcp.server.admin import partition_routes as partitions
+from dcp.server.admin import probe_routes as probes
+from dcp.server.admin import store_routes as storage
+from dcp.server.admin import stream_routes as streams
+from dcp.server.admin import user_routes as users
+from dcp.server.admin.answers import (
+    AdminError,
+    RouteSpec,
+    action_of,
+    error_answer,
+    peer_of,
+    receive_body,
+)
+from dcp.server.admin.crowd import Crowd, Places, TooManyError
+from dcp.server.admin.node_view import NodeView
+from dcp.server.admin.origin import HostRule, page_refusal
+from dcp.session.rights import Rights, Role
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from dcp.server.admin.answers import Handler
+
+SLICE_BYTES: Final = 64 * 1024
+"""What is written at once; uvicorn waits before the next one while the client does not read."""
+PATH_CHARS_MAX: Final = 200
+"""How much of a path stands in a log line."""
+
+_PARTS: Final = (probes, partitions, storage, dump, streams, faults, users, field)
+
+
+def routes_of(node: NodeView) -> list[RouteSpec]:
+    """Return everything that there is."""
+    return [route for part in _PARTS for route in part.routes(node)]
+
+
+def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
+    """Return the application that serves the API for a node."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.requests import ClientDisconnect
+    from starlette.routing import Route
+
+    routes = routes_of(node)
+    door = _RequestGuard(node, crowd, [route.path for route in routes])
+    app = Starlette(
+        routes=[
+            Route(
+                route.path,
+                door.with_login(route) if route.needs_login else route.handler,
+                methods=[route.method],
+            )
+            for route in routes
+        ],
+        middleware=[Middleware(_PageGuard, door=door, rule=rule)],
+        exception_handlers={
+            AdminError: door.answer_admin_error,
+            ClientDisconnect: door.answer_nobody,
+            HTTPException: door.answer_http_error,
+            500: door.answer_failure,
+        },
+    )
+    # A redirect would be made from the Host header, which is not always checked.
+    app.router.redirect_slashes = False
+    return app
+
+
+class _PageGuard:
+    """Refuses what web pages of other sites ask for, before anything else looks at it; and hands
+    long answers on in slices, so that no more than one waits in the buffers of a slow client.
+    """
+
+    def __init__(self, app: ASGIApp, door: _RequestGuard, rule: HostRule) -> None:
+        self._app = app
+        self._door = door
+        self._rule = rule
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        is_any_host = scope["scheme"] == "https" or scope["path"] in probes.HEALTH_PATHS
+        refusal = page_refusal(scope["headers"], None if is_any_host else self._rule)
+        if refusal is None:
+            await self._app(scope, receive, partial(_send_sliced, send))
+            return
+        from starlette.requests import Request
+
+        answer = self._door.refuse(Request(scope), HTTPStatus.FORBIDDEN, *refusal)
+        await answer(scope, receive, send)
+
+
+async def _send_sliced(send: Send, message: Message) -> None:
+    body: bytes = message.get("body", b"")
+    if len(body) <= SLICE_BYTES:
+        await send(message)
+        return
+    ends = range(SLICE_BYTES, len(body) + SLICE_BYTES, SLICE_BYTES)
+    for end in ends:
+        has_more = end < len(body) or message.get("more_body", False)
+        piece = body[end - SLICE_BYTES : end]
+        await send({"type": message["type"], "body": piece, "more_body": has_more})
+
+
+class _LongAnswer:
+    """An answer that has a place of its own until it ends."""
+
+    def __init__(self, response: Response, give_back: Callable[[], None]) -> None:
+        self._response = response
+        self._give_back = give_back
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._give_back()
+
+
+class _RequestGuard:
+    """Who may come in, and what is said to those who may not."""
+
+    def __init__(self, node: NodeView, crowd: Crowd, paths: list[str]) -> None:
+        self._node = node
+        self._crowd = crowd
+        self._paths = list(dict.fromkeys(paths))
+
+    def with_login(self, route: RouteSpec) -> Handler:
+        """Let a handler be reached only by who may; what changes something is audited.
+
+        The handler finds who asks in `request.state.user` and `request.state.rights`.
+        """
+        role = route.role or (None if route.method == "GET" else Role.ADMIN)
+
+        async def checked(request: Request) -> Any:
+            state = request.state
+            state.user, password = _credentials(request)
+            with self._place(request):
+                state.rights = await self._rights(request, state.user, password)
+            if role is not None and not state.rights.has(role):
+                raise self._denial(request, role)
+            if route.is_long:
+                return await self._long(request, route.handler)
+            if route.method == "GET":
+                with self._place(request):
+                    return await route.handler(request)
+            return await self._audited(request, route.handler)
+
+        return checked
+
+    @contextmanager
+    def _place(self, request: Request) -> Iterator[None]:
+        """Count what is done for a request; nothing is while its client is waited for."""
+        give_back = _take(self._crowd.requests, request)
+        try:
+            yield
+        finally:
+            give_back()
+
+    async def _long(self, request: Request, handler: Handler) -> _LongAnswer:
+        give_back = _take(self._crowd.streams, request)
+        try:
+            return _LongAnswer(await handler(request), give_back)
+        except BaseException:
+            give_back()
+            raise
+
+    async def _audited(self, request: Request, handler: Handler) -> Response:
+        from starlette.requests import ClientDisconnect
+
+        status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
+        try:
+            request.state.body = await receive_body(request)
+            with self._place(request):
+                response = await handler(request)
+            status = response.status_code
+        except AdminError as error:
+            status = int(error.status)
+            raise
+        except ClientDisconnect:
+            status = int(HTTPStatus.REQUEST_TIMEOUT)
+            raise
+        finally:
+            told = getattr(request.state, "told", None)
+            self._audit("admin", request, told=told, result=status)
+        return response
+
+    def _denial(self, request: Request, role: Role) -> AdminError:
+        user = request.state.user
+        self._audit("denied", request, role=str(role))
+        return AdminError(
+            HTTPStatus.FORBIDDEN,
+            f"user {user!r} may not do this",
+            why=f"it takes the role {role}",
+            try_this=f"an admin grants it: dcpctl user grant {user} {role}",
+        )
+
+    def _audit(self, event: str, request: Request, **fields: object) -> None:
+        peer = _login_peer(request)
+        self._node.access.audit.write(
+            event,
+            user=request.state.user,
+            peer=peer.address,
+            over=peer.over,
+            action=action_of(request),
+            **fields,
+        )
+
+    async def _rights(self, request: Request, name: str, password: str) -> Rights:
+        found = await self._node.access.logins.rights_of_password(
+            _login_peer(request), name, password
+        )
+        if isinstance(found, Rights):
+            return found
+        raise _log_in_first(found)
+
+    async def answer_admin_error(self, request: Request, error: Exception) -> Response:
+        """A refusal of ours."""
+        assert isinstance(error, AdminError)
+        return self.refuse(request, error.status, error.what, error.why, error.try_this)
+
+    async def answer_nobody(self, _request: Request, _error: Exception) -> Response:
+        """The body did not come: the client is gone, or was answered 408 in our place."""
+        from starlette.responses import Response
+
+        return Response(status_code=HTTPStatus.BAD_REQUEST)
+
+    async def answer_http_error(self, request: Request, error: Exception) -> Response:
+        """What starlette itself refuses: unknown paths and methods."""
+        from starlette.exceptions import HTTPException
+
+        assert isinstance(error, HTTPException)
+        status = HTTPStatus(error.status_code)
+        response = self.refuse(
+            request,
+            status,
+            status.phrase.lower(),
+            status.description or error.detail,
+            f"paths: {', '.join(self._paths)}",
+        )
+        response.headers.update(error.headers or {})
+        return response
+
+    async def answer_failure(self, request: Request, error: Exception) -> Response:
+        """A fault of the server itself; starlette raises it again, so that it is logged."""
+        return error_answer(
+            request,
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+            "the server failed",
+            f"{type(error).__name__}",
+            "the server's log has the details",
+        )
+
+    def refuse(
+        self, request: Request, status: HTTPStatus, what: str, why: str, try_this: str
+    ) -> Response:
+        """Answer a refusal, log it at a bounded rate, and count it."""
+        self._node.meter.admin_refusals[str(status.value)] += 1
+        self._node.log_refusal(
+            "admin request refused",
+            peer_of(request),
+            request=action_of(request)[:PATH_CHARS_MAX],
+            status=int(status),
+            reason=f"{what}: {why}",
+        )
+        return error_answer(request, status, what, why, try_this)
+
+
+def _login_peer(request: Request) -> Peer:
+    host = peer_of(request)
+    port = request.client.port if request.client is not None else 0
+    over = "admin-tls" if request.scope["scheme"] == "https" else "admin"
+    return Peer(host, f"{host}:{port}", over)
+
+
+def _take(places: Places, request: Request) -> Callable[[], None]:
+    try:
+        return places.take(peer_of(request))
+    except TooManyError as error:
+        raise AdminError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            "too much is asked for at once",
+            why=str(error),
+            try_this="the same again in a moment",
+        ) from error
+
+
+def _credentials(request: Request) -> tuple[str, str]:
+    """Return user and password of basic authentication."""
+    scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+    name, colon, password = "", "", ""
+    if scheme.lower() == "basic":
+        try:
+            name, colon, password = b64decode(encoded, validate=True).decode().partition(":")
+        except ValueError:  # no base64, or no UTF-8 in it
+            colon = ""
+    if not colon:
+        raise _log_in_first("user and password are missing")
+    return name, password
+
+
+def _log_in_first(why: str) -> AdminError:
+    return AdminError(
+        HTTPStatus.UNAUTHORIZED,
+        "log in first",
+        why=why,
+        try_this="HTTP basic authentication, for example curl -u NAME:PASSWORD",
+    )

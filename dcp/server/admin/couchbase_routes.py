@@ -1,0 +1,257 @@
+"""What Couchbase clients ask for over HTTP: go-dcp, gocbcore's bootstrap, tests of collections.
+
+    GET /pools                                 the version, for go-dcp
+    GET /pools/default                         the node, as a cluster of one
+    GET /pools/default/nodeServices            ports
+    GET /pools/default/buckets[/B]             type, backend, nodes, partition map
+    GET /pools/default/b/B                     the terse partition map
+    GET /pools/default/bs/B                    the same as a stream: a block now, and after changes
+    GET /pools/default/bucketsStreaming/B      buckets/B as a stream
+    GET /whoami
+    GET, POST, DELETE /pools/default/buckets/B/scopes[/S[/collections[/C]]]
+
+Blocks of a stream are separated by four newlines; a block comes at least every KEEPALIVE_S.
+`$HOST` in a terse map stands for the address that the client has of this node.
+
+Facts: what go-dcp, gocbcore and the SDKs ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from dcp.server.admin.answers import (
+    JSON_TYPE,
+    AdminError,
+    RouteSpec,
+    invalid,
+    json_answer,
+    number_in,
+    raw_answer,
+    read_form,
+)
+from dcp.server.admin.node_view import CollectionsRefusedError, CollectionsView, NodeView
+from dcp.session.session_commands import BUCKET, REPORTED_VERSION
+from vbucket.model.ids import NUM_VBUCKETS
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+IMPLEMENTATION_VERSION: Final = f"{REPORTED_VERSION.decode()}-0000-community"
+"""MAJOR.MINOR.PATCH-BUILD-EDITION; go-dcp and SDKs derive abilities from it."""
+BLOCK_END: Final = b"\n\n\n\n"
+KEEPALIVE_S: Final = 10.0
+POLL_S: Final = 0.25
+"""How soon a change of the map is told, and how soon a stream notices that the server stops."""
+NAME_CHARS_MAX: Final = 251
+TTL_MAX_S: Final = 10**10
+"""Beyond what the manifest takes, which says why it refuses the rest."""
+
+
+def routes(node: NodeView) -> list[RouteSpec]:
+    """Return what can be asked for."""
+    field = _Field(node)
+    bucket = "/pools/default/buckets/{bucket}"
+    scope = f"{bucket}/scopes/{{scope}}"
+    return [
+        RouteSpec("GET", "/pools", field.pools),
+        RouteSpec("GET", "/pools/default", field.pool),
+        RouteSpec("GET", "/pools/default/nodeServices", field.node_services),
+        RouteSpec("GET", "/pools/default/buckets", field.buckets),
+        RouteSpec("GET", bucket, field.of_bucket(field.details)),
+        RouteSpec("GET", "/pools/default/b/{bucket}", field.of_bucket(field.terse)),
+        RouteSpec("GET", "/pools/default/bs/{bucket}", field.stream_of(field.terse), is_long=True),
+        RouteSpec(
+            "GET",
+            "/pools/default/bucketsStreaming/{bucket}",
+            field.stream_of(field.details),
+            is_long=True,
+        ),
+        RouteSpec("GET", "/whoami", field.whoami),
+        RouteSpec("GET", f"{bucket}/scopes", field.of_bucket(field.manifest)),
+        RouteSpec("POST", f"{bucket}/scopes", field.create_scope),
+        RouteSpec("DELETE", scope, field.drop_scope),
+        RouteSpec("POST", f"{scope}/collections", field.create_collection),
+        RouteSpec("DELETE", f"{scope}/collections/{{collection}}", field.drop_collection),
+    ]
+
+
+class _Field:
+    """The handlers. `terse`, `details` and `manifest` return documents as bytes of JSON."""
+
+    def __init__(self, node: NodeView) -> None:
+        self._node = node
+
+    # -- the node --------------------------------------------------------------------------------
+
+    async def pools(self, _request: Request) -> Response:
+        """The only pool, and the version."""
+        return json_answer(
+            {
+                "isAdminCreds": True,
+                "implementationVersion": IMPLEMENTATION_VERSION,
+                "pools": [{"name": "default", "uri": "/pools/default"}],
+                "uuid": json.loads(self._node.bucket_config())["uuid"],
+            }
+        )
+
+    async def pool(self, request: Request) -> Response:
+        """The node, as a cluster of one."""
+        document = json.loads(self.details(request))
+        return json_answer(
+            {
+                "name": "default",
+                "nodes": document["nodes"],
+                "buckets": {"uri": "/pools/default/buckets"},
+                "bucketNames": [{"bucketName": BUCKET, "uuid": document["uuid"]}],
+                "balanced": True,
+                "rebalanceStatus": "none",
+            }
+        )
+
+    async def node_services(self, _request: Request) -> Response:
+        """Ports of the node."""
+        return raw_answer(self._node.global_config())
+
+    async def buckets(self, request: Request) -> Response:
+        """The only bucket, in a list."""
+        return raw_answer(b"[" + self.details(request) + b"]")
+
+    async def whoami(self, request: Request) -> Response:
+        """Who is logged in."""
+        roles = [{"role": role.value} for role in request.state.rights.scopes()]
+        return json_answer({"id": request.state.user, "domain": "local", "roles": roles})
+
+    # -- documents of the bucket -----------------------------------------------------------------
+
+    def of_bucket(self, document: Callable[[Request], bytes]) -> Callable[[Request], Any]:
+        """Return a handler that answers a document."""
+
+        async def answer(request: Request) -> Response:
+            _check_bucket(request)
+            return raw_answer(document(request))
+
+        return answer
+
+    def stream_of(self, document: Callable[[Request], bytes]) -> Callable[[Request], Any]:
+        """Return a handler that answers a document again and again."""
+
+        async def answer(request: Request) -> Response:
+            from starlette.responses import StreamingResponse
+
+            _check_bucket(request)
+            return StreamingResponse(self._blocks(lambda: document(request)), media_type=JSON_TYPE)
+
+        return answer
+
+    async def _blocks(self, document: Callable[[], bytes]) -> AsyncIterator[bytes]:
+        node = self._node
+        while node.is_ready:
+            version = node.config_version()
+            yield document() + BLOCK_END
+            waited_s = 0.0
+            while self._still_has(version) and waited_s < KEEPALIVE_S:
+                await asyncio.sleep(POLL_S)
+                waited_s += POLL_S
+
+    def _still_has(self, version: tuple[int, int]) -> bool:
+        return self._node.is_ready and self._node.config_version() == version
+
+    def terse(self, _request: Request) -> bytes:
+        """The partition map."""
+        return self._node.bucket_config()
+
+    def manifest(self, _request: Request) -> bytes:
+        """Scopes and collections."""
+        return json.dumps(self._node.collections.manifest()).encode()
+
+    def details(self, request: Request) -> bytes:
+        """The partition map with our address, and what kind of bucket it is."""
+        address = str(request.scope["server"][0])
+        host = f"[{address}]" if ":" in address else address
+        config = json.loads(self._node.bucket_config().replace(b"$HOST", host.encode()))
+        for entry in config["nodes"]:
+            entry["status"] = "healthy"
+            entry["clusterMembership"] = "active"
+            entry["version"] = IMPLEMENTATION_VERSION
+        return json.dumps(
+            config
+            | {
+                "storageBackend": "couchstore",
+                "numVBuckets": NUM_VBUCKETS,
+                "replicaNumber": config["vBucketServerMap"]["numReplicas"],
+                "uri": f"/pools/default/buckets/{BUCKET}",
+                "streamingUri": f"/pools/default/bucketsStreaming/{BUCKET}",
+                "collectionsManifestUid": json.loads(self.manifest(request))["uid"],
+            }
+        ).encode()
+
+    # -- scopes and collections ------------------------------------------------------------------
+
+    async def create_scope(self, request: Request) -> Response:
+        """POST name=S."""
+        collections = self._collections(request)
+        name = _name_of(await read_form(request))
+        return await _changed(collections.create_scope(name))
+
+    async def drop_scope(self, request: Request) -> Response:
+        """DELETE."""
+        collections = self._collections(request)
+        return await _changed(collections.drop_scope(request.path_params["scope"]))
+
+    async def create_collection(self, request: Request) -> Response:
+        """POST name=C, and maxTTL=SECONDS where documents should not live for ever."""
+        collections = self._collections(request)
+        form = await read_form(request)
+        max_ttl_s = number_in(form.get("maxTTL", "0"), TTL_MAX_S)
+        if max_ttl_s is None:
+            raise invalid("maxTTL is a number of seconds, 0 for none")
+        scope = request.path_params["scope"]
+        change = collections.create_collection(scope, _name_of(form), max_ttl_s)
+        return await _changed(change)
+
+    async def drop_collection(self, request: Request) -> Response:
+        """DELETE."""
+        collections = self._collections(request)
+        path = request.path_params
+        return await _changed(collections.drop_collection(path["scope"], path["collection"]))
+
+    def _collections(self, request: Request) -> CollectionsView:
+        _check_bucket(request)
+        return self._node.collections
+
+
+async def _changed(change: Any) -> Response:
+    try:
+        uid = await change
+    except CollectionsRefusedError as error:
+        raise AdminError(
+            error.status,
+            "scopes and collections were not changed",
+            why=str(error),
+            try_this="GET /pools/default/buckets/default/scopes shows what there is",
+        ) from error
+    return json_answer({"uid": f"{uid:x}"})
+
+
+def _name_of(form: dict[str, str]) -> str:
+    name = form.get("name", "")
+    if not 0 < len(name) <= NAME_CHARS_MAX:
+        raise invalid(f"name is missing, or longer than {NAME_CHARS_MAX} characters")
+    return name
+
+
+def _check_bucket(request: Request) -> None:
+    name = request.path_params["bucket"]
+    if name != BUCKET:
+        raise AdminError(
+            HTTPStatus.NOT_FOUND,
+            f"there is no bucket {name!r}",
+            why=f"there is one, {BUCKET!r}",
+            try_this=f"/pools/default/buckets/{BUCKET}",
+        )

@@ -1,0 +1,60 @@
+"""What is done to the store as a whole.
+
+    POST /api/v1/compact   {"vbs": [vb, ...], "history": "10m", "purge_age": "3d"}, all optional
+
+Answers once it is done; without "vbs" it is about all partitions, without the others the windows
+are those of the settings.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
+from dcp.server.admin.node_view import NodeView
+from dcp.server.config.sources import OPTIONS
+from dcp.server.storage.compaction_schedule import CompactionError
+from vbucket.model.ids import NUM_VBUCKETS
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+def routes(node: NodeView) -> list[RouteSpec]:
+    """Return what can be asked for."""
+    operations = node.operations
+
+    async def compact(request: Request) -> Response:
+        kinds = {"vbs": list, "history": str, "purge_age": str}
+        body = await read_object(request, {}, kinds)
+        vb_ids = body.get("vbs") or list(range(NUM_VBUCKETS))
+        if not all(type(vb_id) is int and 0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
+            raise invalid(f'"vbs" is a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
+        history_s = _duration(body, "history", "history_window")
+        purge_age_s = _duration(body, "purge_age", "purge_age")
+        try:
+            return json_answer(
+                await operations.compact(list(dict.fromkeys(vb_ids)), history_s, purge_age_s)
+            )
+        except CompactionError as error:
+            raise AdminError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the store could not be compacted",
+                why=str(error),
+                try_this="the same again once the cause is gone; what was done stays done",
+            ) from error
+
+    return [RouteSpec("POST", "/api/v1/compact", compact)]
+
+
+def _duration(body: dict[str, Any], name: str, setting: str) -> float | None:
+    """Return a duration, read as the setting of that name is."""
+    if name not in body:
+        return None
+    option = OPTIONS[setting][1]
+    try:
+        return float(option.parse(body[name], option))
+    except ValueError as error:
+        raise invalid(f'"{name}" {error}') from error

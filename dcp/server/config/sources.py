@@ -1,0 +1,223 @@
+"""Where settings come from: three sources, and refusals that say what to do.
+
+The table is `dcp.server.config.settings`. A later source wins: file < DCPD_* variables < flags.
+
+Nothing here reads files or the environment except `read_config_file`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final, NamedTuple, get_type_hints
+
+from dcp.server.config.setting_values import (
+    NONE,
+    Option,
+    duration_text,
+    read_duration,
+    read_names,
+    read_size,
+    size_text,
+)
+from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
+
+ENV_PREFIX: Final = "DCPD_"
+ENV_CONFIG: Final = "DCPD_CONFIG"
+"""Names the TOML file where --config does not."""
+
+_KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
+
+class ConfigError(Exception):
+    """A setting is unknown or not allowed; the text says where, what and what to write instead."""
+
+
+class ConfigFile(NamedTuple):
+    """A TOML file that was read."""
+
+    path: str
+    document: Mapping[str, object]
+
+
+class Resolved(NamedTuple):
+    """Settings, and for each key that was given who gave it."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def _options() -> dict[str, tuple[str, Option]]:
+    hints = get_type_hints(Settings, include_extras=True)
+    return {
+        name.removesuffix("_s"): (name, hints[name].__metadata__[0])
+        for name in Settings.__struct_fields__
+    }
+
+
+OPTIONS: Final = _options()
+"""Key -> (field of Settings, its Option), in the order of `Settings`."""
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Return every key with its value as a user would write it."""
+    return {
+        key: _shown(option, getattr(settings, field)) for key, (field, option) in OPTIONS.items()
+    }
+
+
+def default_text(key: str) -> str:
+    """Return the default of a key as a user would write it."""
+    return shown(Settings())[key]
+
+
+def _shown(option: Option, value: Any) -> str:
+    if option.parse is read_size:
+        return size_text(value)
+    if option.parse is read_duration:
+        return duration_text(value)
+    if option.parse is read_names:
+        return ",".join(value) or NONE
+    return NONE if value is None else str(value)
+
+
+def flag_of(key: str) -> str:
+    """Return the flag of a key: admin_port is --admin-port."""
+    return "--" + key.replace("_", "-")
+
+
+# -- the sources -----------------------------------------------------------------------------------
+
+
+def resolve(
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    file: ConfigFile | None = None,
+) -> Resolved:
+    """Make the settings of what the sources gave; `flags` has keys of OPTIONS.
+
+    Raises:
+        ConfigError: an unknown key or variable, or a value that is not allowed.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value, origin in [
+        *_given_by_file(file),
+        *_given_by_environment(environ),
+        *((key, value, flag_of(key)) for key, value in flags.items()),
+    ]:
+        field, option = OPTIONS[key]
+        try:
+            values[field] = option.parse(value, option)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: {value!r} {error}{_link_hint(value)}") from None
+        origins[key] = origin
+    settings = Settings(**values)
+    _check_ports(settings, origins)
+    _check_buffers(settings, origins)
+    if settings.tls_cert is None:
+        for key in ("tls_key", "tls_client_ca", "tls_only"):
+            if getattr(settings, key) not in {None, "off"}:
+                raise ConfigError(f"{origins[key]}: there is no TLS without --tls-cert")
+    return Resolved(settings, origins)
+
+
+def _check_ports(settings: Settings, origins: Mapping[str, str]) -> None:
+    names = {"port": "key-value port", "admin_port": "admin port"}
+    if settings.tls_cert is not None:
+        names |= {"tls_port": "key-value TLS port", "admin_tls_port": "admin TLS port"}
+    taken: dict[int, str] = {}
+    for key, name in names.items():
+        port = getattr(settings, key)
+        other = taken.setdefault(port, key) if port else key
+        if other != key:
+            origin = origins.get(key) or origins.get(other, "")
+            raise ConfigError(
+                f"{origin}: the {names[other]} and the {name} are both {port}; they must differ"
+            )
+
+
+def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
+    """A value that is taken must fit, beside the part that is left for logins."""
+    least = BUFFERED_VALUES_MIN * settings.value_bytes_max
+    for key in ("receive_buffers_bytes_max", "send_buffers_bytes_max"):
+        if getattr(settings, key) < least:
+            origin = origins.get(key) or origins.get("value_bytes_max", key)
+            raise ConfigError(
+                f"{origin}: {key} must be at least {size_text(least)}, {BUFFERED_VALUES_MIN} times "
+                f"value_bytes_max ({size_text(settings.value_bytes_max)})"
+            )
+
+
+def read_config_file(path: str) -> ConfigFile:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    return ConfigFile(path, document)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address or name of a host can only be reached from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def plain_host_of(settings: Settings) -> str:
+    """Return where the ports without TLS listen."""
+    if settings.tls_only == "on" and not is_loopback(settings.host):
+        return "127.0.0.1"
+    return settings.host
+
+
+def _given_by_file(file: ConfigFile | None) -> list[tuple[str, object, str]]:
+    if file is None:
+        return []
+    for key in file.document:
+        if key not in OPTIONS:
+            raise ConfigError(f"{file.path}: unknown key {key!r}{_did_you_mean(key, OPTIONS)}")
+    return [(key, value, f"{file.path}: {key}") for key, value in file.document.items()]
+
+
+def _given_by_environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    variables = {ENV_PREFIX + key.upper(): key for key in OPTIONS}
+    given: list[tuple[str, object, str]] = []
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX) or name == ENV_CONFIG:
+            continue
+        if name not in variables:
+            raise ConfigError(
+                f"unknown environment variable {name}"
+                f"{_did_you_mean(name, variables)}{_link_hint(name)}"
+            )
+        given.append((variables[name], value, f"environment variable {name}"))
+    return given
+
+
+def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(word.replace("-", "_"), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(known))}"
+
+
+def _link_hint(text: object) -> str:
+    """Kubernetes gives every pod variables of the services around it: a service "dcpd" clashes."""
+    if isinstance(text, str) and (text.startswith("tcp://") or _KUBERNETES_LINK.search(text)):
+        return " (it looks like a Kubernetes service link: set enableServiceLinks to false)"
+    return ""

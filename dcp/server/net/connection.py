@@ -1,0 +1,456 @@
+"""The socket side of a session: an asyncio protocol that moves bytes and keeps back-pressure.
+
+Answers wait here until the group that they depend on is committed; stream messages follow the
+answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
+many answers wait for the disk, while a command that writes waits for room, and while a password is
+checked. What is held for all peers together is bounded by the node (dcp.server.net.held_bytes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, cast
+
+from dcp.server.access.logins import PeerLogins
+from dcp.session.auth import AuthStep
+from dcp.session.session import Session
+from dcp.session.text import TextSession, begins_text
+from dcp.stream.snapshots import Message
+
+if TYPE_CHECKING:
+    from dcp.server.net.tls_listener import TlsHandshake
+    from dcp.server.node import Node
+
+_P = ParamSpec("_P")
+
+WRITE_BUFFER_BYTES: Final = 1 << 20
+"""Bytes in the transport above which nothing more is produced for the peer."""
+HELD_BYTES_MAX: Final = 4 << 20
+"""Bytes of answers waiting for the disk above which nothing more is read from the peer."""
+_ORDINARY_ENDS: Final = frozenset(
+    {"", "the client quit", "the client closed its side", "the server stops"}
+)
+"""Ends of connections that need no line in the log."""
+PIECE_BYTES_MIN: Final = 1024
+"""Average length from which messages are handed over one by one: joining them copies all once more,
+and is cheaper for short ones."""
+PUMP_BYTES: Final = 256 << 10
+"""Stream messages sent in one turn of the loop."""
+TLS_READ_BUFFER_BYTES: Final = 64 << 10
+"""Encrypted bytes above which nothing more is read from a peer over TLS while reading is paused;
+what one read brought in comes on top."""
+TLS_PIECE_BYTES: Final = 64 << 10
+"""What a TLS transport gets at a time, and keeps until it is paused. It encrypts all of a piece and
+passes it on to the transport beneath, whose buffer nobody sees; more waits in `_outgoing`."""
+
+
+class _TlsTransport(Protocol):
+    """What transports over TLS have beside those without, in asyncio as in uvloop."""
+
+    def set_read_buffer_limits(self, high: int) -> None:
+        """Bound what is kept while reading is paused."""
+
+    def get_read_buffer_size(self) -> int:
+        """Return how many encrypted bytes are kept."""
+
+
+def _supervised(
+    method: Callable[Concatenate[ClientConnection, _P], None],
+) -> Callable[Concatenate[ClientConnection, _P], None]:
+    """Let an exception that nobody expected end the connection, and nothing else."""
+
+    def run(self: ClientConnection, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._failed(error)
+
+    return cast("Callable[Concatenate[ClientConnection, _P], None]", wraps(method)(run))
+
+
+class ClientConnection(asyncio.Protocol):
+    """One accepted connection. The node keeps it in `node.connections` while it is open."""
+
+    def __init__(self, node: Node, *, handshake: TlsHandshake | None = None) -> None:
+        """`handshake` comes before `connection_made` where the connection is over TLS."""
+        self._node = node
+        self._handshake = handshake
+        self._is_tls = handshake is not None
+        self._loop = node.loop
+        self._meter = node.meter
+        self._held: deque[tuple[int, bytes, int]] = deque()
+        """Commit group, answers, when the requests were read."""
+        self._held_bytes = 0
+        self._outgoing: deque[bytes] = deque()
+        """What a TLS transport did not take yet; it is paused meanwhile."""
+        self._outgoing_bytes = 0
+        self._handed_bytes = 0
+        """How much of the first of them the transport has."""
+        self._largest_bytes = 0
+        """The most that the transport got at a time since nothing was left in it. It keeps all of
+        that until its last byte has left, and tells of what is left only."""
+        self._is_write_paused = False
+        self._is_read_paused = False
+        self._is_pump_scheduled = False
+        self._is_aborted = False
+        self._has_begun = False
+        self._is_new = True
+        """Whether it stands among the node's newcomers."""
+        self._has_held = False
+        """Whether it stands among those that hold received bytes."""
+        self._has_unsent = False
+        """Whether it stands among those that hold bytes which the peer does not read."""
+        self._taken_bytes = 0
+        """What the session had taken when that was noted."""
+        self._transport: asyncio.Transport
+        self.session: Session | TextSession
+        self.peer = ""
+        self.peer_host = ""
+        self.logins: PeerLogins
+        self.opened_ns = self.heard_ns = time.monotonic_ns()
+
+    # -- asyncio.Protocol ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set up the session; refuse the connection where there are too many."""
+        self._transport = cast("asyncio.Transport", transport)
+        high = TLS_PIECE_BYTES if self._is_tls else WRITE_BUFFER_BYTES
+        self._transport.set_write_buffer_limits(high=high)
+        address = transport.get_extra_info("peername") or ("", 0)
+        self.peer_host = str(address[0])
+        self.peer = f"{address[0]}:{address[1]}"
+        self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins.on_outcome = self._login_checked
+        if self._handshake is not None:
+            self._handshake.has_ended()
+            self._handshake = None
+            cast("_TlsTransport", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
+        self.session = Session(self._node.session_state(str(address[0]), self.logins))
+        self.session.state.schedule = self.schedule_pump
+        self._node.connection_opened(self)
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        """Forget the peer."""
+        producer = self.session.state.producer
+        if producer is not None:
+            producer.close()
+        if self._node.engine.has_pending:
+            # A takeover that was given up gave its partition back, or a failure amid commands left
+            # what was done before it: that must not wait for the next writer.
+            self._node.committer.kick()
+        self._held.clear()
+        self._outgoing.clear()
+        self.session.drop_received()  # at once: a cycle of references keeps the session for a while
+        self._node.scans.leave(self.session.state)
+        self.logins.leave()
+        self._node.connection_closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand what came in to the session and send what it answers."""
+        self.heard_ns = time.monotonic_ns()
+        if not self._has_begun:
+            self._has_begun = True
+            if begins_text(data[0]):
+                self.session = TextSession(self.session.state)
+        self._meter.received_bytes += len(data)
+        try:
+            if (producer := self.session.state.producer) is not None:
+                producer.heard(self.heard_ns)
+            self.session.receive(data, time.time_ns())
+            self._after_commands()
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._failed(error)
+
+    def eof_received(self) -> bool:
+        """The peer will send nothing more: close once its answers are gone."""
+        self.session.state.close("the client closed its side")
+        self._close_if_done()
+        return not self._is_tls  # TLS knows no half-closed connection
+
+    def pause_writing(self) -> None:
+        """The peer does not read: take nothing more from it, produce nothing more."""
+        self._is_write_paused = True
+        self._update_reading()
+        self._note_unsent(has_moved=True)
+
+    @_supervised
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        self._is_write_paused = False
+        self._hand_over()
+        self._note_unsent(has_moved=True)
+        if not self._is_write_paused:
+            self._resume_session()
+            self.schedule_pump()
+            self._close_if_done()
+
+    # -- what the node calls -----------------------------------------------------------------------
+
+    def release(self, committed_group: int) -> bool:
+        """Send the answers whose group is committed; return whether any still wait."""
+        self._release(committed_group)
+        return bool(self._held)
+
+    @_supervised
+    def _release(self, committed_group: int) -> None:
+        held = self._held
+        ready: list[bytes] = []
+        now_ns = time.monotonic_ns()
+        while held and held[0][0] <= committed_group:
+            _, answers, read_ns = held.popleft()
+            ready.append(answers)
+            self._meter.answer_seconds.observe((now_ns - read_ns) / 1e9)
+        if ready:
+            data = ready[0] if len(ready) == 1 else b"".join(ready)
+            self._held_bytes -= len(data)
+            self._write(data)
+        if not held:
+            self._resume_session()
+            self.schedule_pump()
+            self._close_if_done()
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether nobody has logged in, or asked anything where no login is needed."""
+        return self._is_new
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether what is received or sent here waits for the peer."""
+        return self._is_write_paused or not self.session.state.is_full
+
+    @_supervised
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; monotonic nanoseconds."""
+        self._note_unsent()
+        if self._is_tls:
+            self._note_received()
+        reason = self._node.access.overdue(self, now_ns)
+        producer = self.session.state.producer
+        if producer is not None and not producer.tick(now_ns):
+            reason = "nothing was heard of the DCP client"
+        if reason:
+            self.abort(reason)
+
+    @_supervised
+    def writers_may_go_on(self) -> None:
+        """Writers need not wait any longer: there is room, or what writes is refused."""
+        if self.session.state.waits_for_room:
+            self._resume_session()
+
+    def rights_changed(self, *, may_stream: bool) -> None:
+        """What the user may do has changed; the session knows. A stream would not ask again."""
+        if self.session.state.rights is None:
+            self.logins.leave()
+            self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
+            self._is_new = True
+            self._node.newcomers.enter(self, self._node.connection_count)
+        if self.session.state.producer is not None and not may_stream:
+            self.abort("the user may not stream any more, or was removed")
+
+    def schedule_pump(self) -> None:
+        """Send stream messages in the next turn of the loop."""
+        if not self._is_pump_scheduled and self.session.state.producer is not None:
+            self._is_pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def abort(self, reason: str) -> None:
+        """Close now; what is not sent is lost."""
+        self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        self._is_aborted = True
+        self._transport.abort()
+
+    def finish(self, reason: str) -> None:
+        """Close once the answers to what was received are gone."""
+        self.session.state.close(reason)
+        self._close_if_done()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _failed(self, error: Exception) -> None:
+        """End this connection because of a fault of the program."""
+        self._held.clear()
+        self._held_bytes = 0
+        self._node.session_failed(error)
+        self.abort(f"the server failed in this session: {type(error).__name__}")
+
+    def _after_commands(self) -> None:
+        state = self.session.state
+        node = self._node
+        if self._is_new and state.taken_bytes and self.session.is_logged_in:
+            self._is_new = False
+            node.newcomers.leave(self)
+        if state.answers:
+            self._meter.answers += len(state.answers)
+            data = b"".join(state.answers)
+            state.answers.clear()
+            if self._held or state.wait_group > node.engine.committed_group:
+                self._held.append((state.wait_group, data, self.heard_ns))
+                self._held_bytes += len(data)
+                node.waiting.add(self)
+            else:
+                self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
+                self._write(data)
+        if node.engine.has_pending:
+            if len(node.connections) == 1 and not (state.is_full or state.is_closing):
+                node.committer.kick_now()  # nobody else could add to the group
+            else:
+                node.committer.kick()
+        if state.notes:
+            node.log_notes(self, state.notes)
+            state.notes.clear()
+            node.meter.suppressed_log_lines += state.notes_left_out
+            state.notes_left_out = 0
+        self._update_reading()
+        if state.held_bytes or self._has_held:
+            self._note_received()
+        if state.producer is not None:
+            self.schedule_pump()
+        if state.is_closing and state.flush is None:
+            self._close_if_done()
+        elif state.is_full:
+            self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        """Go on with what is left in the session's buffer, unless somebody else sees to that: a
+        commit, a peer that reads, the check of a password, or the end of the wait for room.
+        """
+        state = self.session.state
+        if self._held or self._is_write_paused or state.login or state.waits_for_room:
+            return
+        wait_ns = state.held_until_ns - time.time_ns() if state.held_until_ns else 0
+        if wait_ns > 0:
+            self._loop.call_later(wait_ns / 1e9, self._resume_session)
+        else:
+            self._loop.call_soon(self._resume_session)
+
+    @_supervised
+    def _login_checked(self, step: AuthStep) -> None:
+        """Answer a login whose password was checked, and go on with what came after it."""
+        assert isinstance(self.session, Session), "text knows no login"
+        self.session.login_checked(step)
+        self._after_commands()
+
+    def _note_received(self) -> None:
+        """Tell the node what is kept of what was received."""
+        state = self.session.state
+        if self._is_aborted:
+            return  # its buffers go with it
+        held_bytes = state.held_bytes
+        if self._is_tls:
+            held_bytes += cast("_TlsTransport", self._transport).get_read_buffer_size()
+        if held_bytes or self._has_held:
+            self._has_held = held_bytes > 0
+            has_moved = state.taken_bytes != self._taken_bytes
+            self._taken_bytes = state.taken_bytes
+            self._node.receive_buffers.note(self, held_bytes, has_moved=has_moved)
+
+    def _note_unsent(self, *, has_moved: bool = False) -> None:
+        """Tell the node what the peer has not read yet."""
+        unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing_bytes
+        if unsent_bytes:
+            unsent_bytes += self._largest_bytes
+        else:
+            self._largest_bytes = 0
+        if (unsent_bytes or self._has_unsent) and not self._is_aborted:
+            self._has_unsent = unsent_bytes > 0
+            self._node.send_buffers.note(self, unsent_bytes, has_moved=has_moved)
+
+    @_supervised
+    def _resume_session(self) -> None:
+        """Go on with commands that were left in the session's buffer, and with reading."""
+        state = self.session.state
+        may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
+        if state.is_full and may_go_on and not self._must_wait:
+            self.session.resume(time.time_ns())
+            self._after_commands()
+        else:
+            self._update_reading()
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether the session's next command writes, and writers still wait."""
+        engine = self._node.engine
+        return (
+            self.session.state.waits_for_room and engine.writers_wait and not engine.write_refusal
+        )
+
+    def _update_reading(self) -> None:
+        pause = (
+            self._is_write_paused or self.session.state.is_full or self._held_bytes > HELD_BYTES_MAX
+        )
+        if pause != self._is_read_paused and not self._transport.is_closing():
+            self._is_read_paused = pause
+            if pause:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    @_supervised
+    def _pump(self) -> None:
+        self._is_pump_scheduled = False
+        producer = self.session.state.producer
+        if producer is None or self._transport.is_closing():
+            return
+        if producer.is_superseded:
+            self.abort("a newer connection has the same name")
+            return
+        if self._held or self._is_write_paused:
+            return  # release() and resume_writing() schedule the next turn
+        messages = producer.pump(PUMP_BYTES)
+        for damage in producer.damages:
+            self._node.log.info("backfill failed", peer=self.peer, reason=damage)
+        producer.damages.clear()
+        if messages:
+            self._write_pieces(messages)
+        if producer.has_output:
+            self.schedule_pump()
+
+    def _close_if_done(self) -> None:
+        state = self.session.state
+        is_busy = state.answers or state.flush is not None or state.login is not None
+        if state.is_closing and not (is_busy or self._held or self._outgoing):
+            if state.close_reason in _ORDINARY_ENDS:
+                self._node.log.debug("connection closed", peer=self.peer, reason=state.close_reason)
+            elif not self._transport.is_closing():
+                self._node.log_refusal(
+                    "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
+                )
+            self._transport.close()
+
+    def _write_pieces(self, pieces: list[Message]) -> None:
+        sent_bytes = sum(map(len, pieces))
+        if self._is_tls or sent_bytes < PIECE_BYTES_MIN * len(pieces):
+            self._write(b"".join(pieces))
+        else:
+            self._meter.sent_bytes += sent_bytes
+            self._largest_bytes = max(self._largest_bytes, sent_bytes)
+            self._transport.writelines(pieces)
+
+    def _write(self, data: bytes) -> None:
+        size = len(data)
+        self._meter.sent_bytes += size
+        if self._is_tls and (size > TLS_PIECE_BYTES or self._outgoing):
+            self._outgoing.append(data)
+            self._outgoing_bytes += size
+            self._hand_over()
+            return
+        if size > self._largest_bytes:  # noqa: PLR1730 - max() costs more, once per batch
+            self._largest_bytes = size
+        self._transport.write(data)
+
+    def _hand_over(self) -> None:
+        """Give a TLS transport what waits for it, until it has enough."""
+        outgoing = self._outgoing
+        while outgoing and not self._is_write_paused:
+            data, begin = outgoing[0], self._handed_bytes
+            self._handed_bytes += TLS_PIECE_BYTES
+            if self._handed_bytes >= len(data):
+                outgoing.popleft()
+                self._outgoing_bytes -= len(data)
+                self._handed_bytes = 0
+            self._transport.write(data[begin : begin + TLS_PIECE_BYTES])

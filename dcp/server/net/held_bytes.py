@@ -1,0 +1,142 @@
+"""Bytes that the server holds because its clients do not go on: one bound for all of them together.
+
+There are two of these per node: incomplete packets that were received (setting
+receive_buffers_bytes_max), and what peers do not read (send_buffers_bytes_max). Connections note
+what they hold; where all of it together is too much, the holder that has not moved for the longest
+time is closed.
+
+Strangers (who has not logged in, TLS handshakes) stand in a line of their own. They are sure of one
+part in STRANGERS_PART, so large packets of users leave room for logins; users are sure of the rest,
+so what needs no login does not close their connections. Either may use what the other does not.
+
+Invariants
+- `held_bytes` is the sum over all holders, and at most the bound whenever `note` returns;
+- a line is in the order of the last move: a packet was taken, or PROGRESS_BYTES came or went. A
+  peer that sends or reads a byte now and then does not move;
+- a holder stands in one line; one that was closed stands in none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final, Protocol
+
+PROGRESS_BYTES: Final = 16 << 10
+"""Bytes from which a change of what is held counts as a move."""
+STRANGERS_PART: Final = 4
+"""Strangers are sure of one part in so many."""
+
+
+class Holder(Protocol):
+    """Something that holds bytes and can be closed."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether nobody has logged in on it."""
+
+    @property
+    def waits_for_peer(self) -> bool:
+        """Whether it is the peer's turn; not so where the server has commands left to take."""
+
+    def abort(self, reason: str) -> None:
+        """Close at once."""
+
+
+class _Holding:
+    __slots__ = ("held_bytes", "moved_bytes")
+
+    def __init__(self, held_bytes: int) -> None:
+        self.held_bytes = self.moved_bytes = held_bytes
+        """Held now, and when it last moved."""
+
+
+class _HolderQueue:
+    """Holders in the order of their last move."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Holder, _Holding] = OrderedDict()
+        self.held_bytes = 0
+
+    def note(self, holder: Holder, held_bytes: int, *, has_moved: bool) -> None:
+        entry = self.entries.get(holder)
+        if entry is None:
+            self.entries[holder] = _Holding(held_bytes)
+            self.held_bytes += held_bytes
+            return
+        self.held_bytes += held_bytes - entry.held_bytes
+        entry.held_bytes = held_bytes
+        if has_moved or abs(held_bytes - entry.moved_bytes) >= PROGRESS_BYTES:
+            entry.moved_bytes = held_bytes
+            self.entries.move_to_end(holder)
+
+    def forget(self, holder: Holder) -> None:
+        entry = self.entries.pop(holder, None)
+        if entry is not None:
+            self.held_bytes -= entry.held_bytes
+
+    def first(self) -> Holder:
+        """Return who should go: of those whose turn it is, if it is anybody's."""
+        waiting = (holder for holder in self.entries if holder.waits_for_peer)
+        return next(waiting, None) or next(iter(self.entries))
+
+
+class HeldBytes:
+    """See the module."""
+
+    def __init__(self, bytes_max: int, setting: str, what: str) -> None:
+        """`what` is held in words, for the reason that a closed connection is given."""
+        self._bytes_max = bytes_max
+        self._setting = setting
+        self._what = what
+        self._strangers, self._others = _HolderQueue(), _HolderQueue()
+        self.closed_total = 0
+        """Holders that were closed to make room."""
+
+    @property
+    def held_bytes(self) -> int:
+        """All that is held."""
+        return self._strangers.held_bytes + self._others.held_bytes
+
+    def note(self, holder: Holder, held_bytes: int, *, has_moved: bool = False) -> None:
+        """Take note of what a holder holds now; close others, or this one, where it is too much."""
+        line, other = self._strangers, self._others
+        if not holder.is_stranger:
+            line, other = other, line
+        other.forget(holder)
+        if not held_bytes:
+            line.forget(holder)
+            return
+        line.note(holder, held_bytes, has_moved=has_moved)
+        while self.held_bytes > self._bytes_max:
+            self._make_room()
+
+    def forget(self, holder: Holder) -> None:
+        """A holder holds nothing more."""
+        self._strangers.forget(holder)
+        self._others.forget(holder)
+
+    def _make_room(self) -> None:
+        strangers = self._strangers
+        are_too_many = strangers.held_bytes > self._bytes_max // STRANGERS_PART
+        line = strangers if are_too_many or not self._others.entries else self._others
+        holder = line.first()
+        before = self.held_bytes
+        line.forget(holder)
+        assert self.held_bytes < before, "who is closed has held something"
+        self.closed_total += 1
+        holder.abort(
+            f"{self._what} {before} bytes together, and this one has stood still for the longest "
+            f"time (setting {self._setting})"
+        )
+
+
+def receive_buffers(bytes_max: int) -> HeldBytes:
+    """Return the bound of what was received and is not a complete packet, or waits for its turn."""
+    return HeldBytes(
+        bytes_max, "receive_buffers_bytes_max", "incomplete packets and handshakes took"
+    )
+
+
+def send_buffers(bytes_max: int) -> HeldBytes:
+    """Return the bound of what was sent and is not read."""
+    return HeldBytes(bytes_max, "send_buffers_bytes_max", "what clients do not read took")

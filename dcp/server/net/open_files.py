@@ -1,0 +1,68 @@
+"""How many files the process may have open, and how many connections that leaves room for.
+
+Who calls it: the command, once the settings are known. Most systems allow a process 1,024 at first,
+for the sake of old programs that use select(2), and many more once it asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from typing import Final
+
+import msgspec
+
+from dcp.server.config.settings import ADMIN_CONNECTIONS_MIN, Settings
+from dcp.server.observe.event_log import EventLog
+
+KEPT_FILES: Final = 64
+"""Descriptors that connections do not get: log, store and its process, ports and the event loop
+take some 30, the rest is for connections that are refused."""
+FILES_MAX: Final = 1 << 20
+"""What is asked for where the system names no limit: what Linux allows at most by itself."""
+
+
+def admin_connections_within(connections_max: int, files_max: int) -> int:
+    """Return how many connections the admin interface may have: a quarter of the files at most."""
+    return min(connections_max, max(files_max // 4, ADMIN_CONNECTIONS_MIN))
+
+
+def connections_within(connections_max: int, files_max: int, admin_connections_max: int) -> int:
+    """Return how many key-value connections there may be where so many files may be open.
+
+    At least half of these: who runs it under a small limit wants connections all the same.
+    """
+    left = files_max - KEPT_FILES - admin_connections_max
+    return min(connections_max, max(left, files_max // 2))
+
+
+def allow_open_files() -> int:
+    """Allow the process all the files that it may allow itself; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return FILES_MAX if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(OSError, ValueError):  # the system may have other limits beside it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def within_open_files(settings: Settings, files_max: int, log: EventLog) -> Settings:
+    """Return the settings with no more connections than there may be, and say so."""
+    admin_max = admin_connections_within(settings.admin_connections_max, files_max)
+    allowed = {
+        "connections_max": connections_within(settings.connections_max, files_max, admin_max),
+        "admin_connections_max": admin_max,
+    }
+    for name, connections_max in allowed.items():
+        asked = getattr(settings, name)
+        if connections_max == asked:
+            continue
+        log.warning(
+            f"fewer connections are taken than the setting {name} says",
+            **{name: connections_max},
+            asked=asked,
+            why=f"the process may have {files_max} files open",
+            what_to_try=f"allow more (ulimit -Hn, LimitNOFILE=), or lower {name}",
+        )
+    return msgspec.structs.replace(settings, **allowed)

@@ -1,0 +1,159 @@
+"""The key-value port with TLS: takes connections and counts them from their first byte on.
+
+asyncio's own server tells of a connection once its handshake is done. A handshake that is never
+finished would count nowhere, so connections are accepted here. While its handshake is under way, a
+connection is a newcomer (dcp.server.net.newcomers) and holds HANDSHAKE_BYTES
+(dcp.server.net.held_bytes), so it can be closed to make room.
+
+Invariants
+- a handshake is counted from its accept until it has become a connection or has failed;
+- at most ACCEPTS_PER_TURN connections are taken in one turn of the loop: the others wait in the
+  kernel, so that handshakes under way get on however many come at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from typing import TYPE_CHECKING, Any, Final
+
+from dcp.server.net.connection import ClientConnection
+
+if TYPE_CHECKING:
+    from dcp.server.node import Node
+
+ACCEPTS_PER_TURN: Final = 32
+ACCEPT_RETRY_S: Final = 1.0
+"""Pause where no connection can be taken, because no file descriptor is left for instance."""
+HANDSHAKE_BYTES: Final = 384 << 10
+"""The most that a handshake was seen to take: 45 KiB as it begins, and for a first message of 128
+KiB, the longest that OpenSSL takes, that much three times."""
+TLS_SHUTDOWN_S: Final = 0.5
+"""What a peer gets to say its goodbye of TLS; one that only waits would hold up a stop."""
+
+
+class TlsHandshake:
+    """A connection that was accepted, until its handshake is done or has failed."""
+
+    is_stranger = True
+    waits_for_peer = True
+
+    def __init__(self, node: Node, accepted: socket.socket, address: Any) -> None:
+        self._node = node
+        self._socket = accepted
+        self.peer_host = str(address[0])
+        self.peer = f"{address[0]}:{address[1]}"
+        self._is_under_way = False
+
+    def begin(self) -> bool:
+        """Count it; return whether there is room for it."""
+        node = self._node
+        self._is_under_way = True
+        node.handshakes.add(self)
+        node.newcomers.enter(self, node.connection_count)
+        if self._is_under_way:
+            node.receive_buffers.note(self, HANDSHAKE_BYTES)
+        return self._is_under_way
+
+    async def run(self, context: ssl.SSLContext, timeout_s: float) -> None:
+        """Do the handshake; what it becomes is a `ClientConnection`."""
+        try:
+            await self._node.loop.connect_accepted_socket(
+                lambda: ClientConnection(self._node, handshake=self),
+                self._socket,
+                ssl=context,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=TLS_SHUTDOWN_S,
+            )
+        except OSError as error:  # of TLS too
+            reason = str(error) or type(error).__name__
+            self._node.log.debug("TLS handshake failed", peer=self.peer, reason=reason)
+        finally:
+            self.has_ended()
+
+    def has_ended(self) -> None:
+        """It is done or has failed; may be called more than once."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._node.handshakes.discard(self)
+            self._node.newcomers.leave(self)
+            self._node.receive_buffers.forget(self)
+
+    def abort(self, reason: str) -> None:
+        """Close now: the loop finds the connection at its end, and gives the handshake up."""
+        self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        self.has_ended()
+        with contextlib.suppress(OSError):  # the peer may be gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class TlsListener:
+    """One port with TLS."""
+
+    def __init__(self, node: Node, context: ssl.SSLContext, handshake_timeout_s: float) -> None:
+        self._node = node
+        self._context = context
+        self._handshake_timeout_s = handshake_timeout_s
+        self._listening: list[socket.socket] = []
+        self._retries: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._handshakes: dict[asyncio.Task[None], TlsHandshake] = {}
+
+    async def start(self, host: str, port: int, backlog: int) -> int:
+        """Listen on every address of a host; return the (first) port. Raises OSError."""
+        found = await self._node.loop.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _name, address in dict.fromkeys(found):
+            listener = socket.socket(family, kind, protocol)
+            self._listening.append(listener)
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(backlog)
+            self._accept_from(listener)
+        bound: int = self._listening[0].getsockname()[1]
+        return bound
+
+    async def stop(self) -> None:
+        """Take no new connections, and give up the handshakes under way."""
+        for retry in self._retries.values():
+            retry.cancel()
+        for listener in self._listening:
+            self._node.loop.remove_reader(listener)
+            listener.close()
+        self._listening.clear()
+        under_way = dict(self._handshakes)
+        for handshake in under_way.values():
+            handshake.abort("the server stops")
+        if under_way:
+            await asyncio.wait(under_way)
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        self._retries.pop(listener, None)
+        self._node.loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = self._node.loop
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._node.log.warning("no TLS connection can be taken", reason=str(error))
+                loop.remove_reader(listener)
+                retry = loop.call_later(ACCEPT_RETRY_S, self._accept_from, listener)
+                self._retries[listener] = retry
+                return
+            accepted.setblocking(False)
+            handshake = TlsHandshake(self._node, accepted, address)
+            if not handshake.begin():
+                accepted.close()
+                continue
+            task = loop.create_task(handshake.run(self._context, self._handshake_timeout_s))
+            self._handshakes[task] = handshake
+            task.add_done_callback(self._handshakes.pop)

@@ -1,0 +1,47 @@
+"""Housekeeping: what runs beside the commit path and must not end the server where it fails.
+
+Who calls it: the node. An exception that nobody expected is logged with its traceback and counted;
+the task goes on. Invariant: nothing that decides about an answer is run here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+
+TASKS: Final = ("access", "compaction", "expiry", "log limits", "read views")
+PAUSE_S: Final = 1.0
+"""Before a task that failed begins anew."""
+
+
+class Housekeeping:
+    """See the module."""
+
+    def __init__(self, meter: Meter, log: EventLog) -> None:
+        self._meter = meter
+        meter.housekeeping_failures.update(dict.fromkeys(TASKS, 0))
+        self._log = log
+
+    def step(self, name: str, step: Callable[[], None]) -> None:
+        """Take one step."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - a named supervision point
+            self._failed(name, error)
+
+    async def repeat(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run work that never ends, until cancelled; where it fails, begin it anew."""
+        while True:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - a named supervision point
+                self._failed(name, error)
+            await asyncio.sleep(PAUSE_S)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._meter.housekeeping_failures[name] += 1
+        self._log.failure("housekeeping failed", error, task=name)

@@ -1,0 +1,83 @@
+"""How often one peer may write one kind of line into the log: a token bucket for each pair.
+
+A client that is refused a thousand times a second leaves some lines and a count, not a full disk.
+Pure: time is an argument (seconds of a clock that never goes back).
+
+Invariants
+- of n events of one kind and peer within t seconds, at most BURST + t * LINES_PER_S are admitted;
+- every event is admitted or counted, and every count is handed out exactly once;
+- KEYS_MAX buckets are kept; the ones that were quiet longest go first.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dcp.server.observe.event_log import EventLog
+
+LINES_PER_S: Final = 0.2
+BURST: Final = 10
+KEYS_MAX: Final = 1024
+
+
+class Suppressed(NamedTuple):
+    """Lines that were left out, and have not been told of by a later line."""
+
+    event: str
+    peer: str
+    lines: int
+
+
+class _Bucket:
+    __slots__ = ("lines", "suppressed", "when_s")
+
+    def __init__(self, now_s: float) -> None:
+        self.lines = float(BURST)
+        self.suppressed = 0
+        self.when_s = now_s
+
+
+class LogLimiter:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._evicted: list[Suppressed] = []
+
+    def admit(self, event: str, peer: str, now_s: float) -> int | None:
+        """Return how many lines like this one were left out since the last, None to leave it out
+        too.
+        """
+        key = (event, peer)
+        bucket = self._buckets.pop(key, None) or _Bucket(now_s)
+        self._buckets[key] = bucket  # at the end: the dictionary is in order of use
+        bucket.lines = min(float(BURST), bucket.lines + (now_s - bucket.when_s) * LINES_PER_S)
+        bucket.when_s = now_s
+        if len(self._buckets) > KEYS_MAX:
+            self._evict()
+        if bucket.lines < 1:
+            bucket.suppressed += 1
+            return None
+        bucket.lines -= 1
+        left_out, bucket.suppressed = bucket.suppressed, 0
+        return left_out
+
+    def drain(self, now_s: float) -> list[Suppressed]:
+        """Return counts that no later line will tell soon: their peers have been quiet since."""
+        told, self._evicted = self._evicted, []
+        for (event, peer), bucket in self._buckets.items():
+            if bucket.suppressed and now_s - bucket.when_s > 1 / LINES_PER_S:
+                told.append(Suppressed(event, peer, bucket.suppressed))
+                bucket.suppressed = 0
+        return told
+
+    def tell(self, log: EventLog, now_s: float) -> None:
+        """Log what was left out, and will not be told by a later line soon."""
+        for event, peer, lines in self.drain(now_s):
+            log.info("log lines left out", about=event, peer=peer, lines=lines)
+
+    def _evict(self) -> None:
+        (event, peer), bucket = next(iter(self._buckets.items()))
+        del self._buckets[event, peer]
+        if bucket.suppressed:
+            self._evicted.append(Suppressed(event, peer, bucket.suppressed))

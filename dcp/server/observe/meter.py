@@ -1,0 +1,107 @@
+"""What the server counts while it runs: plain numbers, added to once per batch or commit group.
+
+Who writes: connections, the committer, the node. Who reads: dcp.server.report.metrics, when asked.
+Nothing here is done per operation; a batch costs some 0.3 us.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from dcp.wire.status import Status
+
+REFUSAL_KINDS: Final = ("log_full", "read_only", "store_behind")
+"""Why writes may be refused."""
+SECONDS_BOUNDS: Final = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10,
+)  # fmt: skip
+"""Upper bounds of the buckets of a latency, seconds."""
+
+
+class Histogram:
+    """Counts of observations by size. One writer at a time."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS_BOUNDS) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        """By bucket, not cumulative; the last one is above all bounds."""
+        self.total = 0.0
+        """Sum of the observations."""
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Return (upper bound, how many at or below it), as Prometheus wants it."""
+        rows: list[tuple[str, float]] = []
+        count = 0
+        for bound, in_bucket in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            count += in_bucket
+            rows.append((bound, count))
+        return rows
+
+
+class Meter:
+    """The numbers of one server."""
+
+    def __init__(self) -> None:
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.answers = 0
+        self.answer_seconds = Histogram()
+        """From reading a batch of requests to writing its answers; one per batch."""
+        self.changes = 0
+        """Entries of committed groups."""
+        self.groups = 0
+        self.sync_seconds = Histogram()
+        self.merge_failures = 0
+        """Attempts that the store had no room for, or that failed."""
+        self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
+        self.last_merge_s = 0.0
+        """What the store process took for it. A merge that waits for compaction's turn is no longer
+        merge: compaction's share is measured by this."""
+        self.compaction_seconds = Histogram()
+        """One turn; between two of them merges have theirs."""
+        self.dropped_versions = 0
+        """By compaction; tombstones among them."""
+        self.dropped_tombstones = 0
+        self.streams_too_slow = 0
+        """Streams that ended because compaction waited for them."""
+        self.refusals: Counter[str] = Counter()
+        """By name of the status."""
+        self.admin_refusals: Counter[str] = Counter()
+        """Requests to the admin interface that were refused, by status of HTTP."""
+        self.admin_closed: Counter[str] = Counter(late=0, crowded=0)
+        """Connections to it that were closed on a client, by reason."""
+        self.rollbacks: Counter[str] = Counter()
+        """By kind of reason (failover.rollback)."""
+        self.session_failures = 0
+        """Connections that ended because of a fault of the program."""
+        self.housekeeping_failures: Counter[str] = Counter()
+        """By task."""
+        self.faults = 0
+        self.failovers = 0
+        self.suppressed_log_lines = 0
+
+    def merged_in(self, seconds: float) -> None:
+        """Count a merge."""
+        self.last_merge_s = seconds
+        self.merge_seconds.observe(seconds)
+
+    def noted(self, event: str, fields: dict[str, object]) -> None:
+        """Count what a session noted."""
+        if event == "refused":
+            status = fields["status"]
+            assert isinstance(status, int)
+            self.refusals[Status(status).name] += 1
+        elif event == "rollback":
+            self.rollbacks[str(fields["kind"])] += 1
+        elif event == "fault":
+            self.faults += 1

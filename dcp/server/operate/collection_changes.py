@@ -1,0 +1,78 @@
+"""Scopes and collections of the running node, as the admin interface sees and changes them.
+
+A change is in force at once, for all commands, and the answer comes when it is durable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, Final
+
+from dcp.server.admin.node_view import CollectionsRefusedError
+from vbucket.engine.engine import Engine
+from vbucket.model.manifest import (
+    Manifest,
+    ManifestError,
+    UnknownCollectionIdError,
+    UnknownScopeError,
+)
+
+_NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
+
+
+class Collections:
+    """The node's `CollectionsView`. `until_committed` waits for a commit group."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        until_committed: Callable[[int], Awaitable[None]],
+        log_event: Callable[..., None],
+    ) -> None:
+        self._engine = engine
+        self._until_committed = until_committed
+        self._log_event = log_event
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the manifest as JSON; what it tells is committed."""
+        return self._engine.committed_manifest.json()
+
+    async def create_scope(self, scope: str) -> int:
+        """Make a scope; return the manifest's uid. Raises CollectionsRefusedError."""
+        return await self._change("scope created", scope, lambda now: now.create_scope(scope))
+
+    async def drop_scope(self, scope: str) -> int:
+        """Drop a scope and its collections."""
+        return await self._change("scope dropped", scope, lambda now: now.drop_scope(scope))
+
+    async def create_collection(self, scope: str, collection: str, max_ttl_s: int) -> int:
+        """Make a collection; `max_ttl_s` 0: documents live as long as they say."""
+        return await self._change(
+            "collection created",
+            f"{scope}.{collection}",
+            lambda now: now.create_collection(scope, collection, max_ttl_s),
+        )
+
+    async def drop_collection(self, scope: str, collection: str) -> int:
+        """Drop a collection."""
+        return await self._change(
+            "collection dropped",
+            f"{scope}.{collection}",
+            lambda now: now.drop_collection(scope, collection),
+        )
+
+    async def _change(self, event: str, path: str, change: Callable[[Manifest], Manifest]) -> int:
+        engine = self._engine
+        if engine.write_refusal:
+            raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
+        try:
+            after = change(engine.manifest)
+        except ManifestError as error:
+            is_unknown = isinstance(error, _NOT_FOUND)
+            status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
+            raise CollectionsRefusedError(status, str(error)) from error
+        engine.set_manifest(after)
+        await self._until_committed(engine.manifest_group)
+        self._log_event(event, path=path, manifest_uid=after.uid)
+        return after.uid

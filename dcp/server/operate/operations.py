@@ -1,0 +1,324 @@
+"""What operators, and people who test consumers, do to a running node.
+
+Called by the admin interface. What changes a partition answers once it is durable; what concerns
+streams and faults acts at once and is forgotten with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from dcp.session.faults import Fault, FaultTable
+from dcp.stream.rate import RateLimit
+from dcp.wire.message import EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from failover.explain import explain
+from failover.rollback import Question
+from vbucket.engine import lifecycle
+from vbucket.engine.keyspace import Branch, FloorError
+from vbucket.engine.mending import Mending
+from vbucket.engine.partition import VbState
+
+if TYPE_CHECKING:
+    from dcp.server.net.connection import ClientConnection
+    from dcp.server.node import Node
+    from dcp.stream.active_stream import ActiveStream
+    from dcp.stream.producer import Producer
+
+
+MERGE_WAIT_S: Final = 1.0
+"""How long to wait for a merge before the memtable is looked at again."""
+
+
+class StreamChoice(NamedTuple):
+    """Which streams are meant; None: any."""
+
+    name: str | None
+    """Name of the connection, as DCP_OPEN gave it."""
+    vb_id: int | None
+
+
+class WritesRefusedError(Exception):
+    """Nothing is changed while the log has no room; the text says why."""
+
+
+class _Found(NamedTuple):
+    connection: ClientConnection
+    producer: Producer
+    stream: ActiveStream
+
+
+class Operations:
+    """See the module."""
+
+    def __init__(self, node: Node, faults: FaultTable) -> None:
+        self._node = node
+        self._faults = faults
+
+    # -- partitions ------------------------------------------------------------------------------
+
+    async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+        """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
+        self._refuse_while_full()
+        branch = self._node.engine.branch(vb_id, at_seqno)
+        await self._durable("branch", branch)
+        return _branch_document(branch)
+
+    async def branch_or_zero(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
+        """Make a history branch; at 0 where history does not reach so far. "reason" says why then.
+
+        Raises BranchRefusedError, WritesRefusedError.
+        """
+        try:
+            return await self.branch(vb_id, at_seqno) | {"reason": None}
+        except FloorError as error:
+            return await self.branch(vb_id, 0) | {"reason": str(error)}
+
+    async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
+        """Do what a promotion does: a new version; streams end because the state changed.
+
+        Raises BranchRefusedError, WritesRefusedError.
+        """
+        self._refuse_while_full()
+        branch = lifecycle.failover(self._node.engine, vb_id, lost_seqnos)
+        self._node.end_reasons[vb_id] = EndReason.STATE_CHANGED
+        self._node.meter.failovers += 1
+        await self._durable("failover", branch)
+        return _branch_document(branch)
+
+    async def set_state(self, vb_id: int, state: VbState) -> dict[str, Any]:
+        """Put a partition into a state; becoming active makes a new version.
+
+        Raises WritesRefusedError.
+        """
+        self._refuse_while_full()
+        node = self._node
+        before = node.engine.partitions[vb_id].state
+        branch = lifecycle.set_state(node.engine, vb_id, state)
+        if branch is not None:
+            node.end_reasons[vb_id] = EndReason.STATE_CHANGED
+        await node.until_committed(vb_id)
+        node.log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
+        part = node.engine.partitions[vb_id]
+        return {
+            "vb": vb_id,
+            "state": state.name.lower(),
+            "before": before.name.lower(),
+            "vb_uuid": str(part.vb_uuid),
+        }
+
+    async def purge(self, vb_id: int, upto_seqno: int | None) -> dict[str, Any]:
+        """Purge deletions; the next compaction drops them.
+
+        Raises PurgeRefusedError, WritesRefusedError.
+        """
+        self._refuse_while_full()
+        purge_seqno = lifecycle.purge(self._node.engine, vb_id, upto_seqno)
+        await self._node.until_committed(vb_id)
+        self._node.log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
+        high_seqno = self._node.engine.partitions[vb_id].high_seqno
+        return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
+
+    async def mend_cas(self, vb_id: int) -> dict[str, Any]:
+        """Bring a partition's CAS back to the clock; writes go on meanwhile.
+
+        Raises MendingRefusedError, StoreDamagedError, WritesRefusedError.
+        """
+        self._refuse_while_full()
+        node = self._node
+        mending = Mending(node.engine, vb_id, time.time_ns())
+        while not mending.step(time.time_ns()):
+            node.committer.kick()
+            await asyncio.sleep(0)
+            while not node.engine.has_room:
+                self._refuse_while_full()
+                await node.merging.wait(MERGE_WAIT_S)
+        await node.until_committed(vb_id)
+        report = {
+            "vb": vb_id,
+            "documents": mending.documents,
+            "deletions": mending.deletions,
+            "cas_before": str(mending.before_cas),
+            "cas": str(node.engine.partitions[vb_id].max_cas),
+        }
+        node.log.info("CAS mended", **report)
+        return report
+
+    async def compact(
+        self, vb_ids: Sequence[int], history_s: float | None, purge_age_s: float | None
+    ) -> dict[str, Any]:
+        """Compact partitions now; the windows are those of the settings where they are None.
+
+        Raises CompactionError.
+        """
+        compaction = self._node.compaction
+        windows = compaction.windows
+        if history_s is not None:
+            windows = windows._replace(history_ns=int(history_s * 1e9))
+        if purge_age_s is not None:
+            windows = windows._replace(purge_age_ns=int(purge_age_s * 1e9))
+        report = await compaction.compact(vb_ids, windows)
+        self._node.log.info("compacted on command", **report)
+        return report
+
+    async def explain(self, vb_id: int, question: Question) -> dict[str, Any]:
+        """Say how a stream request would be answered, and why."""
+        await self._node.until_committed(vb_id)
+        part = self._node.engine.partitions[vb_id]
+        told = explain(question, part.failover, part.high_seqno, part.purge_seqno)
+        return {"vb": vb_id, **told.to_document()}
+
+    def _refuse_while_full(self) -> None:
+        if self._node.engine.write_refusal:
+            raise WritesRefusedError(self._node.engine.write_refusal)
+
+    async def _durable(self, event: str, branch: Branch) -> None:
+        await self._node.until_committed(branch.vb_id)
+        self._node.log.info(
+            event, vb_id=branch.vb_id, seqno=branch.seqno, undone=branch.undone_seqnos
+        )
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
+        """Return what the chosen streams do."""
+        now_ns = time.monotonic_ns()
+        parts = self._node.engine.partitions
+        return [
+            {
+                "name": _name(found.producer),
+                "peer": found.connection.peer,
+                "vb": found.stream.vb_id,
+                "state": found.producer.phase_of(found.stream),
+                "seqno": found.stream.next_seqno - 1,
+                "high_seqno": parts[found.stream.vb_id].committed_seqno,
+                "lag_items": lag_of(found.stream, parts[found.stream.vb_id].committed_seqno),
+                "unacked_bytes": found.producer.unacked_bytes,
+                "window_bytes": found.producer.window_bytes,
+                "bytes_per_s": None if (rate := found.stream.rate) is None else rate.bytes_per_s,
+                "age_s": round(max(0, now_ns - (found.stream.opened_ns or now_ns)) / 1e9, 1),
+            }
+            for found in self._chosen(choice)
+        ]
+
+    def end_streams(self, choice: StreamChoice, reason: EndReason) -> int:
+        """End streams with STREAM_END; return how many."""
+        chosen = list(self._chosen(choice))
+        for found in chosen:
+            found.producer.end(found.stream, reason)
+        self._log("streams ended", choice, len(chosen), reason=reason.name.lower())
+        return len(chosen)
+
+    def limit_streams(self, choice: StreamChoice, bytes_per_s: int | None) -> int:
+        """Slow streams down, stop them (0) or let them go (None); return how many.
+
+        Streams that are asked for later are not limited.
+        """
+        chosen = list(self._chosen(choice))
+        for found in chosen:
+            rate = None if bytes_per_s is None else RateLimit(bytes_per_s)
+            found.producer.limit(found.stream, rate)
+        self._log("streams limited", choice, len(chosen), bytes_per_s=bytes_per_s)
+        return len(chosen)
+
+    def drop_connections(self, choice: StreamChoice) -> int:
+        """Cut the connections that have a chosen stream; return how many."""
+        chosen = {found.connection for found in self._chosen(choice)}
+        self._log("connections dropped", choice, len(chosen))
+        for connection in chosen:
+            connection.abort("dropped by an operator")
+        return len(chosen)
+
+    def _chosen(self, choice: StreamChoice) -> Iterator[_Found]:
+        for connection in self._node.connections:
+            producer = connection.session.state.producer
+            if producer is None or choice.name not in {None, _name(producer)}:
+                continue
+            for stream in producer.streams():
+                if choice.vb_id in {None, stream.vb_id}:
+                    yield _Found(connection, producer, stream)
+
+    def _log(self, event: str, choice: StreamChoice, count: int, **fields: object) -> None:
+        self._node.log.info(event, name=choice.name, vb_id=choice.vb_id, count=count, **fields)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def faults(self) -> list[dict[str, Any]]:
+        """Return the rules that are set."""
+        return [_fault_document(fault) for fault in self._faults.rules]
+
+    def set_fault(
+        self,
+        *,
+        opcode: Opcode | None,
+        vb_id: int | None,
+        status: Status | None,
+        delay_ms: int,
+        disconnects: bool,
+        count: int | None,
+        probability: float,
+        seed: int | None,
+        rollback_seqno: int,
+    ) -> dict[str, Any]:
+        """Set a rule; with the same seed, the same requests are met. Raises FaultError."""
+        fault = self._faults.add(
+            draw=random.Random(seed).random,  # noqa: S311 - a die, no secret
+            opcode=opcode,
+            vb_id=vb_id,
+            status=status,
+            delay_ms=delay_ms,
+            disconnects=disconnects,
+            count=count,
+            probability=probability,
+            rollback_seqno=rollback_seqno,
+        )
+        document = _fault_document(fault)
+        self._node.log.info("fault set", **document)
+        return document
+
+    def clear_faults(self, fault_id: int | None = None) -> int:
+        """Take one rule away, or all; return how many there were."""
+        cleared = self._faults.clear(fault_id)
+        if cleared:
+            self._node.log.info("faults cleared", fault=fault_id, count=cleared)
+        return cleared
+
+
+def lag_of(stream: ActiveStream, committed_seqno: int) -> int:
+    """Return how many seqnos a stream still has to send."""
+    return max(0, min(committed_seqno, stream.end_seqno) - (stream.next_seqno - 1))
+
+
+def _name(producer: Producer) -> str:
+    return producer.name.decode("utf-8", "replace")
+
+
+def _branch_document(branch: Branch) -> dict[str, Any]:
+    current = branch.failover.current
+    return {
+        "vb": branch.vb_id,
+        "vb_uuid": str(current.vb_uuid),
+        "seqno": current.seqno,
+        "undone_seqnos": branch.undone_seqnos,
+        "undone_keys": branch.undone_keys,
+    }
+
+
+def _fault_document(fault: Fault) -> dict[str, Any]:
+    return {
+        "id": fault.fault_id,
+        "opcode": None if fault.opcode is None else fault.opcode.name,
+        "vb": fault.vb_id,
+        "status": None if fault.status is None else fault.status.name,
+        "delay_ms": fault.delay_ms,
+        "disconnect": fault.disconnects,
+        "count": fault.count,
+        "probability": fault.probability,
+        "rollback_seqno": fault.rollback_seqno,
+        "met": fault.met,
+    }

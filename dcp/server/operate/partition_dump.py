@@ -1,0 +1,92 @@
+"""Dumps: the documents of a partition as of a seqno, as JSON lines, while writers go on.
+
+Called by the admin interface. A dump is a read view that is turned into text a slice at a time;
+the consumer's pace is the dump's, and nothing is gathered for one that is slow.
+
+A line is one document: `v` 1, `collection`, `key`, `value` (`key_encoding` and `value_encoding`
+"base64" mark what is not UTF-8), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A
+dump that cannot be finished ends with a line that has `error` instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, Final
+
+from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError
+from vbucket.model.manifest import collection_of, decode_leb128
+from vbucket.store.environment import StoreDamagedError
+
+if TYPE_CHECKING:
+    from dcp.server.node import Node
+
+SLICE_DOCUMENTS: Final = 100
+"""Documents turned into text in one turn of the loop: 1 to 2 ms."""
+SCHEMA_VERSION: Final = 1
+
+
+class Dumps:
+    """See the module."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def open(self, vb_id: int, at_seqno: int | None) -> ReadView:
+        """Open the view for a dump; None: as of what is committed now. Raises ViewRefusedError."""
+        await self._node.until_committed(vb_id)
+        committed_seqno = self._node.engine.partitions[vb_id].committed_seqno
+        if at_seqno is not None and at_seqno > committed_seqno:
+            raise ViewRefusedError(f"vb {vb_id} ends at seqno {committed_seqno}, below {at_seqno}")
+        return self._node.views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
+
+    async def lines(self, view: ReadView) -> AsyncIterator[bytes]:
+        """Yield the dump of a view, some lines at a time, and close the view."""
+        scan = view.scan()
+        try:
+            while not scan.is_done:
+                found = scan.step(SLICE_DOCUMENTS)
+                text = b"".join(map(self._line, found))
+                if text:
+                    yield text
+                await asyncio.sleep(0)
+        except (ViewInvalidError, StoreDamagedError) as error:
+            what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is not complete"
+            yield _packed({"error": {"what": what, "why": str(error), "try": "dump it again"}})
+        finally:
+            self._node.views.close(view)
+
+    def _line(self, shown: Shown) -> bytes:
+        engine = self._node.engine
+        if not engine.is_reachable(shown.key):
+            return b""
+        meta = shown.meta
+        decoded = decode_leb128(shown.key)
+        assert decoded is not None, "stored keys begin with a collection's id"
+        return _packed(
+            {
+                "v": SCHEMA_VERSION,
+                "collection": engine.manifest.path_of(collection_of(shown.key)),
+                **_text("key", shown.key[decoded[1] :]),
+                **_text("value", shown.value),
+                "seqno": meta.seqno,
+                "rev": meta.rev_seqno,
+                "cas": str(meta.cas),
+                "flags": meta.flags,
+                "expiry": meta.expiry,
+                "datatype": meta.datatype,
+            }
+        )
+
+
+def _text(name: str, raw: bytes) -> dict[str, str]:
+    try:
+        return {name: raw.decode()}
+    except UnicodeDecodeError:
+        return {name: b64encode(raw).decode(), f"{name}_encoding": "base64"}
+
+
+def _packed(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,79 @@
+"""Backpressure: what writers are told while the store cannot keep up with them.
+
+    ROOM     the memtables have room                       writes are taken
+    WAITING  they are full; a merge should soon make room  writes wait, for `wait_s` at most
+    REFUSED  no merge made room in that time               writes get ETMPFAIL, with the reason
+
+    ROOM -- full --> WAITING -- wait_s is over --> REFUSED
+    WAITING, REFUSED -- a merge made room --> ROOM
+
+Who calls it: the node, after each commit group and after each merge. Reads, logins, NOOPs,
+acknowledgements and streams never wait for any of this: only sessions that meet a command which
+writes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Hold
+
+
+class Pressure(Enum):
+    """See the module."""
+
+    ROOM = auto()
+    WAITING = auto()
+    REFUSED = auto()
+
+
+class Backpressure:
+    """See the module. Lives on one event loop.
+
+    `wait_s` is the setting write_wait. `why` says why the store is behind, in words. `on_change` is
+    called after each step, with the reason where writes are refused and "" elsewhere.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wait_s: float,
+        *,
+        why: Callable[[], str],
+        on_change: Callable[[Pressure, str], None],
+    ) -> None:
+        self._engine = engine
+        self._wait_s = wait_s
+        self._why = why
+        self._on_change = on_change
+        self._timer: asyncio.TimerHandle | None = None
+        self.pressure = Pressure.ROOM
+
+    def update(self) -> None:
+        """Look how full the memtables are now."""
+        is_full = self._engine.is_overfull
+        if is_full and self.pressure is Pressure.ROOM:
+            self.pressure = Pressure.WAITING
+            self._engine.let_writers_wait()
+            self._timer = asyncio.get_running_loop().call_later(self._wait_s, self._refuse)
+            self._on_change(self.pressure, "")
+        elif not is_full and self.pressure is not Pressure.ROOM:
+            self.pressure = Pressure.ROOM
+            self.stop()
+            self._engine.refuse_writes("", Hold.STORE_BEHIND)
+            self._on_change(self.pressure, "")
+
+    def stop(self) -> None:
+        """Let no timer fire any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self) -> None:
+        self.pressure = Pressure.REFUSED
+        why = f"writes are refused until the store has caught up: {self._why()}"
+        self._engine.refuse_writes(why, Hold.STORE_BEHIND)
+        self._on_change(self.pressure, why)

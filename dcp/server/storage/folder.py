@@ -1,0 +1,260 @@
+"""The data folder: created, recognised, and locked for one process.
+
+    data/
+      dcpd-folder   marker: what this folder is, and its format version
+      lock          flock'ed by the server (and inherited by its store process); holds the pid
+      log/          segments (vbucket.log.device_files)
+      store/        LMDB (vbucket.store.environment_lmdb)
+
+Who calls it: the server, before anything else touches the folder; `dcpctl` for texts of errors.
+The marker is written before the lock, so a folder of ours is known as such after a crash anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from vbucket.log.device_files import sync_folder
+
+FOLDER_FORMAT_VERSION: Final = 1
+MARKER_NAME: Final = "dcpd-folder"
+LOCK_NAME: Final = "lock"
+ORPHAN_WAIT_S: Final = 5.0
+"""How long a killed server's store process may take to notice that it is an orphan."""
+_POLL_S: Final = 0.02
+_PID_CHARS: Final = 10
+"""A process id is padded to this, so that a shorter one overwrites a longer one."""
+_MARKER_TITLE: Final = "dcpd data folder, format version "
+_NEW_MARKER_NAME: Final = "dcpd-folder.tmp"
+
+
+class FolderError(Exception):
+    """The data folder cannot be used; the text says which, why and what to try."""
+
+
+class ForeignFolderError(FolderError):
+    """The folder holds something, and it is not ours."""
+
+
+class FolderFormatError(FolderError):
+    """The folder is of a format version that this program does not know."""
+
+
+class FolderInUseError(FolderError):
+    """Another process uses the folder."""
+
+
+class DataFolder:
+    """An open, locked data folder. Made by `open_folder`; `close` gives the lock up.
+
+    `lock_fd` is handed down to the store process, so that the folder stays locked until that has
+    ended too. `is_new` tells that the marker was written just now.
+    """
+
+    def __init__(self, path: Path, lock_fd: int, *, is_new: bool) -> None:
+        self.path = path
+        self.lock_fd = lock_fd
+        self.is_new = is_new
+
+    @property
+    def log_path(self) -> Path:
+        """Folder of the log's segments."""
+        return log_path(self.path)
+
+    @property
+    def store_path(self) -> Path:
+        """Folder of the LMDB environment."""
+        return store_path(self.path)
+
+    def close(self) -> None:
+        """Give the folder up."""
+        if self.lock_fd >= 0:
+            os.close(self.lock_fd)
+            self.lock_fd = -1
+
+
+def log_path(data_path: Path) -> Path:
+    """Return the folder of the log's segments."""
+    return data_path / "log"
+
+
+def store_path(data_path: Path) -> Path:
+    """Return the folder of the LMDB environment."""
+    return data_path / "store"
+
+
+def open_folder(
+    path: Path,
+    *,
+    orphan_wait_s: float = ORPHAN_WAIT_S,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep_s: Callable[[float], None] = time.sleep,
+) -> DataFolder:
+    """Create the data folder where it is missing, check that it is ours, and lock it.
+
+    Waits up to `orphan_wait_s` for a lock whose owner is dead (its store process is about to end).
+    Raises ForeignFolderError, FolderFormatError, FolderInUseError, FolderError.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_new = _recognise(path)
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise FolderError(f"{path} is a file; give a folder with --data") from error
+    except OSError as error:
+        raise FolderError(
+            f"the data folder {path} cannot be used: {error.strerror}; check its permissions, or "
+            "give another one with --data"
+        ) from error
+    try:
+        _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
+        # In place, and no matter if it fails: on a full disk there may be no block for it.
+        with contextlib.suppress(OSError):
+            os.pwrite(lock_fd, f"{os.getpid():<{_PID_CHARS}}\n".encode(), 0)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return DataFolder(path, lock_fd, is_new=is_new)
+
+
+def lock_folder_to_read(
+    path: Path,
+    *,
+    orphan_wait_s: float = ORPHAN_WAIT_S,
+    now_s: Callable[[], float] = time.monotonic,
+    sleep_s: Callable[[float], None] = time.sleep,
+) -> DataFolder:
+    """Lock a data folder that is there, without changing anything in it; no server runs on it then.
+
+    Raises ForeignFolderError, FolderFormatError, FolderInUseError, FolderError.
+    """
+    try:
+        text = _marker_text(path)
+        if text is None:
+            raise ForeignFolderError(
+                f"{path} is not a dcpd data folder: it has no file {MARKER_NAME}; give the folder "
+                "that dcpd was started with (--data)"
+            )
+        _check_marker(path, text)
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise FolderError(
+            f"the data folder {path} cannot be read: {error.strerror}: {error.filename}; check its "
+            "permissions, and put a lost lock file back with `touch`"
+        ) from error
+    try:
+        _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return DataFolder(path, lock_fd, is_new=False)
+
+
+def _marker_text(path: Path) -> str | None:
+    try:
+        return (path / MARKER_NAME).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _recognise(path: Path) -> bool:
+    """Check the marker, or write it into an empty folder; return whether it was written."""
+    marker = path / MARKER_NAME
+    text = _marker_text(path)
+    if text is None:
+        names = sorted({entry.name for entry in path.iterdir()} - {_NEW_MARKER_NAME, MARKER_NAME})
+        if names and not marker.exists():
+            raise ForeignFolderError(
+                f"{path} is not a dcpd data folder and not empty (it holds {', '.join(names[:3])}"
+                f"{', ...' if len(names) > 3 else ''}); nothing was changed. Give an empty or new "
+                "folder with --data"
+            )
+        _write_marker(path)
+        return True
+    _check_marker(path, text)
+    return False
+
+
+def _check_marker(path: Path, text: str) -> None:
+    marker = path / MARKER_NAME
+    version = text.removeprefix(_MARKER_TITLE).strip()
+    if not text.startswith(_MARKER_TITLE):
+        raise ForeignFolderError(
+            f"{marker} is not the marker that dcpd writes; nothing was changed. Give another "
+            "folder with --data"
+        )
+    if version != str(FOLDER_FORMAT_VERSION):
+        raise FolderFormatError(
+            f"{path} has format version {version!r}, this program knows {FOLDER_FORMAT_VERSION}; "
+            "use the version of dcpd that wrote it, or move the data with a backup"
+        )
+
+
+def _write_marker(path: Path) -> None:
+    new = path / _NEW_MARKER_NAME
+    with new.open("w", encoding="utf-8") as file:
+        file.write(f"{_MARKER_TITLE}{FOLDER_FORMAT_VERSION}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path / MARKER_NAME)
+    sync_folder(path)
+    sync_folder(path.parent)
+
+
+def _lock(
+    path: Path,
+    lock_fd: int,
+    orphan_wait_s: float,
+    now_s: Callable[[], float],
+    sleep_s: Callable[[float], None],
+) -> None:
+    give_up_at_s = now_s() + orphan_wait_s
+    while not _try_lock(path, lock_fd):
+        owner_pid = _owner_pid(lock_fd)
+        if owner_pid is not None and _is_alive(owner_pid):
+            raise FolderInUseError(
+                f"{path} is in use by process {owner_pid}; stop it first, or give another folder "
+                "with --data"
+            )
+        if now_s() >= give_up_at_s:
+            raise FolderInUseError(
+                f"{path} is locked, and process {owner_pid} that locked it is gone: a process that "
+                f"it started, or `dcpctl verify`, still holds the lock after {orphan_wait_s:g} s. "
+                f"Find it with `fuser {path / LOCK_NAME}`, and try again when it has ended"
+            )
+        sleep_s(_POLL_S)
+
+
+def _try_lock(path: Path, lock_fd: int) -> bool:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in {errno.EWOULDBLOCK, errno.EAGAIN}:
+            return False
+        raise FolderError(
+            f"{path / LOCK_NAME} cannot be locked: {error.strerror}; use a local disk"
+        ) from error
+    return True
+
+
+def _owner_pid(lock_fd: int) -> int | None:
+    """Return the pid in the lock file, None while its owner has not written it yet."""
+    text = os.pread(lock_fd, 32, 0).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

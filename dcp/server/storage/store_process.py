@@ -1,0 +1,477 @@
+"""The store process: the only writer of the store while a server runs.
+
+The server starts it, tells it which sealed segments to merge, and goes on answering; LMDB's write
+lock and the GIL that py-lmdb gives up on every put stay out of the event loop. `StoreProcess` is
+the server's end, `main` is the child's (`python -m dcp.server.storage.store_process`).
+
+    message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
+    request = {"id", "op": one of OPERATIONS, ...}
+    reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
+    beat    = {"beat"}, every BEAT_S while a request is handled: the child runs
+
+Invariants
+- requests are handled one after another, in order;
+- a request happens wholly or not at all, whenever the child dies;
+- a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs. A
+  transaction that the disk takes long for is no reason, because beats come from another thread;
+- the child never outlives its server with effect: it is killed with it (Linux), ends at the end of
+  its stdin, and commits nothing once its parent is another; until it is gone it holds the folder's
+  lock, so that no new server opens the folder beside it.
+
+The child imports no asyncio: it has to be there in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+import cbor2
+
+from dcp.server.storage.folder import log_path, store_path
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_files import read_segment
+from vbucket.log.record import LogDamagedError
+from vbucket.store.block import BlockDamagedError
+from vbucket.store.environment import (
+    KvEnv,
+    MapFullError,
+    StoreDamagedError,
+    StoreFailedError,
+    StoreFullError,
+    with_room,
+)
+from vbucket.store.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
+from vbucket.store.key_record import RecordDamagedError
+from vbucket.store.records import BY_SEQNO_TABLE, TABLES, put_failover
+from vbucket.store.store import StoreView
+from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
+from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, PlanReport, Windows
+
+if TYPE_CHECKING:
+    import asyncio
+
+DEFAULT_NICE: Final = 5
+MESSAGE_BYTES_MAX: Final = 16 << 20
+SLICE_S: Final = 0.15
+"""One transaction of a compaction, or SLICE_BYTES of it."""
+PLAN_S: Final = 1.0
+"""After this long a plan is continued with another request."""
+BEAT_S: Final = 1.0
+SILENCE_S: Final = 30.0
+"""How long a child that has something to do may say nothing; many beats, so that a machine that
+swaps is given time."""
+STOP_S: Final = 3.0
+"""What a child gets to finish its request and end, before it is killed."""
+_GONE_S: Final = 1.0
+"""What the system gets to remove a killed child."""
+_LENGTH: Final = struct.Struct(">I")
+_PR_SET_PDEATHSIG: Final = 1
+_ERRORS: Final[dict[str, type[Exception]]] = {
+    error.__name__: error
+    for error in (
+        BlockDamagedError, LogDamagedError, MapFullError, MergeRefusedError, RecordDamagedError,
+        StoreDamagedError, StoreFailedError, StoreFullError, UnknownFormatError,
+    )
+}  # fmt: skip
+"""Errors that a request may end with and the child survives."""
+
+
+class StoreProcessDiedError(Exception):
+    """The store process ended unexpectedly. What it was doing did not happen; start another."""
+
+
+class StoreProcess:
+    """The server's end of a running store process. Made by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, silence_s: float = SILENCE_S) -> None:
+        import asyncio
+
+        self._process = process
+        self._silence_s = silence_s
+        self._turn = asyncio.Lock()
+        self._last_id = 0
+        self._reply_bytes = 0
+        """Length of the reply that is being read; 0 while that is not known."""
+        self.merge_s = 0.0
+        self.compact_s = 0.0
+        """How long the last merge, and the last turn of a compaction, took; without the wait for
+        what was asked before."""
+
+    @classmethod
+    async def start(
+        cls,
+        data_path: Path,
+        lock_fd: int,
+        *,
+        nice: int = DEFAULT_NICE,
+        map_size_bytes: int = MAP_SIZE_BYTES,
+        silence_s: float = SILENCE_S,
+    ) -> StoreProcess:
+        """Start a store process for a data folder whose lock `lock_fd` holds.
+
+        `map_size_bytes` is what the map begins with. The child runs `nice` steps below the server.
+        Call it on a thread that lives as long as the server: on Linux the child is killed when that
+        thread ends.
+        """
+        import asyncio
+
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "dcp.server.storage.store_process",
+            str(data_path), str(os.getpid()), str(nice), str(map_size_bytes),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(lock_fd,),
+        )  # fmt: skip
+        return cls(process, silence_s)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    async def merge(self, segments: list[int]) -> MergeReport:
+        """Merge sealed segments; durable on return.
+
+        Raises what vbucket.upkeep.merge.merge raises (LogDamagedError for a segment that is not
+        there), and StoreProcessDiedError.
+        """
+        async with self._turn:
+            began_s = time.monotonic()
+            report = MergeReport(*await self._ask({"op": "merge", "segments": segments}))
+            self.merge_s = time.monotonic() - began_s
+        return report
+
+    async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
+        """Write a partition's failover log; after the requests before it. Raises as `merge`."""
+        await self._request({"op": "failover", "vb": vb_id, "log": log})
+
+    async def plan(
+        self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
+    ) -> PlanReport:
+        """Find floors worth raising, for some time; `planned` tells how many partitions it got
+        through. `inflow_bytes`: what merges may bring until there is another plan.
+        """
+        request = {
+            "op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns,
+            "inflow": inflow_bytes, "forced": is_forced,
+        }  # fmt: skip
+        report = PlanReport(*await self._request(request))
+        return report._replace(steps=[FloorStep(*step) for step in report.steps])
+
+    async def compact(
+        self, floors: dict[int, Floors], seconds: float, after_slice: Callable[[], None]
+    ) -> SliceReport:
+        """Compact these partitions for so long, or until all are done; what is reported is durable.
+
+        The floors are in the log. Other requests wait. `after_slice` is called between any two
+        transactions: who reads the store goes on to its newest state there, because pages that one
+        has freed can be used by the next but one only where nobody reads them. Raises as `merge`.
+        """
+        todo = dict(floors)
+        total = SliceReport([], 0, 0, [])
+        async with self._turn:
+            began_s = time.monotonic()
+            while todo:
+                report = SliceReport(*await self._ask({"op": "compact", "floors": todo}))
+                after_slice()
+                total = total.plus(report)
+                for vb_id in report.finished:
+                    del todo[vb_id]
+                self.compact_s = time.monotonic() - began_s
+                if self.compact_s >= seconds:
+                    break
+        return total
+
+    async def used_bytes(self) -> int:
+        """Return what the store's tables take, without free pages."""
+        used_bytes: int = await self._request({"op": "used_bytes"})
+        return used_bytes
+
+    async def stop(self) -> bool:
+        """End the child after the request that it has; kill it where that takes longer than STOP_S.
+
+        Return whether it has gone: a killed process stays while the disk does not answer it. May be
+        repeated.
+        """
+        import asyncio
+
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        for timeout_s in (STOP_S, _GONE_S):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                self.kill()
+            else:
+                return True
+        return False
+
+    def kill(self) -> None:
+        """End the child at once; what it was doing does not happen. `stop` waits for its end."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def _request(self, request: dict[str, Any]) -> Any:
+        async with self._turn:
+            return await self._ask(request)
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        """Make a request in one's turn."""
+        import asyncio
+
+        self._last_id += 1
+        request_id = request["id"] = self._last_id
+        try:
+            async with asyncio.timeout(self._silence_s):
+                await self._send(request)
+            reply: dict[str, Any] = {}
+            # Beats have no id, and a request that was cancelled has left its reply behind.
+            while reply.get("id") != request_id:
+                async with asyncio.timeout(self._silence_s):
+                    reply = await self._read()
+        except TimeoutError as error:
+            self.kill()
+            raise StoreProcessDiedError(
+                f"the store process {self.pid} said nothing for {self._silence_s:g} s during "
+                f"{request['op']!r} and was killed; nothing of it was stored. Start another one"
+            ) from error
+        except (EOFError, ConnectionError) as error:
+            status = await self._process.wait()
+            raise StoreProcessDiedError(
+                f"the store process {self.pid} ended with status {status} during "
+                f"{request['op']!r}; nothing of it was stored. Start another one"
+            ) from error
+        if "error" in reply:
+            raise _ERRORS[reply["error"]](reply["text"])
+        return reply["result"]
+
+    async def _send(self, request: dict[str, Any]) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        if stdin.is_closing():
+            raise ConnectionResetError("the store process was stopped")
+        stdin.write(_pack(request))
+        await stdin.drain()
+
+    async def _read(self) -> dict[str, Any]:
+        """Read the next reply or beat. One whose reading was cancelled is read on: either await may
+        be cancelled, and has taken nothing then.
+        """
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not self._reply_bytes:
+            (self._reply_bytes,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+        data = await stdout.readexactly(self._reply_bytes)
+        self._reply_bytes = 0
+        reply: dict[str, Any] = cbor2.loads(data)
+        return reply
+
+
+class StoreWork:
+    """What the child does, and what it remembers between requests."""
+
+    def __init__(
+        self, env: KvEnv, log_folder: Path, before_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        self._env = env
+        self._log_folder = log_folder
+        self._before_commit = before_commit
+        self._compactor = Compactor()
+        self._planner = Planner()
+
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what a request says and return the reply; every error of `_ERRORS` becomes one.
+
+        Where the map is full it grows, and the operation is tried again from its beginning.
+        """
+        operation = OPERATIONS[request["op"]]
+        try:
+            result = with_room(self._env, lambda: operation(self, request))
+        except tuple(_ERRORS.values()) as error:
+            return _refusal(request, error)
+        return {"id": request["id"], "result": result}
+
+    def merge(self, request: dict[str, Any]) -> MergeReport:
+        """Merge sealed segments."""
+        segments = _SealedSegments(self._log_folder, request["segments"])
+        return merge(self._env, segments, before_commit=self._before_commit)
+
+    def set_failover(self, request: dict[str, Any]) -> None:
+        """Write a partition's failover log."""
+        with self._env.write() as write:
+            put_failover(write, request["vb"], request["log"])
+            self._before_commit()
+
+    def plan(self, request: dict[str, Any]) -> PlanReport:
+        """Find floors worth raising."""
+        end_s = time.monotonic() + PLAN_S
+        blocks_bytes = self._env.used_bytes([BY_SEQNO_TABLE])
+        other_bytes = self._env.used_bytes() - blocks_bytes
+        snapshot = self._env.snapshot()
+        try:
+            return self._planner.plan(
+                StoreView(snapshot),
+                request["vbs"],
+                Windows(*request["windows"]),
+                request["now_ns"],
+                use=DiskUse(blocks_bytes, other_bytes, request["inflow"], FREE_PAGES_BYTES),
+                is_forced=request["forced"],
+                is_over=lambda: time.monotonic() >= end_s,
+            )
+        finally:
+            snapshot.close()
+
+    def compact(self, request: dict[str, Any]) -> SliceReport:
+        """Compact for one transaction."""
+        end_s = time.monotonic() + SLICE_S
+        floors = {vb_id: Floors(*item) for vb_id, item in request["floors"].items()}
+        return self._compactor.run(
+            self._env,
+            floors,
+            lambda: time.monotonic() >= end_s,
+            floors=floors,
+            before_commit=self._before_commit,
+        )
+
+    def used_bytes(self, _request: dict[str, Any]) -> int:
+        """Measure the tables."""
+        return self._env.used_bytes()
+
+
+OPERATIONS: Final[dict[str, Callable[[StoreWork, dict[str, Any]], Any]]] = {
+    "merge": StoreWork.merge,
+    "failover": StoreWork.set_failover,
+    "plan": StoreWork.plan,
+    "compact": StoreWork.compact,
+    "used_bytes": StoreWork.used_bytes,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Serve requests until stdin ends. Arguments: data folder, parent's pid, nice, map size."""
+    data_path, parent_pid, nice, map_size_bytes = Path(arguments[0]), *map(int, arguments[1:])
+
+    def end_without_parent() -> None:
+        if os.getppid() != parent_pid:
+            raise SystemExit("the store process lost its server and stores nothing more")
+
+    # The terminal's Ctrl-C and a service manager's SIGTERM go to both processes; this one ends
+    # when the server has finished with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    end_without_parent()  # it may have died before the line above
+    os.nice(nice)
+    try:
+        env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
+    except tuple(_ERRORS.values()) as error:
+        _serve(partial(_refusal, error=error))
+        return
+    _serve(StoreWork(env, log_path(data_path), end_without_parent).handle)
+    env.close()
+
+
+def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests until stdin ends."""
+    stdin, replies = sys.stdin.buffer, _Replies(sys.stdout.buffer)
+    while (request := _read_message(stdin)) is not None:
+        with replies.beating():
+            reply = handle(request)
+        replies.send(reply)
+
+
+def _refusal(request: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """Return the reply that says why a request was not done."""
+    name = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    return {"id": request["id"], "error": name, "text": str(error)}
+
+
+class _Replies:
+    """The child's side of the pipe: replies, and beats while a request is handled."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._turn = threading.Lock()
+        self._is_busy = threading.Event()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write one message."""
+        with self._turn:
+            self._stream.write(_pack(message))
+            self._stream.flush()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Send beats until the block ends."""
+        self._is_busy.set()
+        try:
+            yield
+        finally:
+            self._is_busy.clear()
+
+    def _beat(self) -> None:
+        while self._is_busy.wait():
+            time.sleep(BEAT_S)
+            if self._is_busy.is_set():
+                # The server may be gone; then the main thread ends with the end of its input.
+                with suppress(OSError):
+                    self.send({"beat": True})
+
+
+class _SealedSegments:
+    """Sealed segments, each read when it is its turn; may be iterated again."""
+
+    def __init__(self, log_folder: Path, segments: list[int]) -> None:
+        self._log_folder = log_folder
+        self._segments = segments
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and bytes. Raises LogDamagedError for one that is not there."""
+        for segment in self._segments:
+            yield segment, _sealed(self._log_folder, segment)
+
+
+def _sealed(log_folder: Path, segment: int) -> bytes:
+    try:
+        return read_segment(log_folder, segment)
+    except KeyError:
+        raise LogDamagedError(
+            f"log segment {segment} is missing in {log_folder}; put the file back, or restore the "
+            "data folder from a backup"
+        ) from None
+
+
+def _pack(message: dict[str, Any]) -> bytes:
+    data = cbor2.dumps(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read_message(stream: BinaryIO) -> dict[str, Any] | None:
+    """Return the next message, None at the end of the stream or in the middle of one."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    assert length <= MESSAGE_BYTES_MAX, f"a request of {length} bytes"
+    data = stream.read(length)
+    if len(data) < length:
+        return None
+    message: dict[str, Any] = cbor2.loads(data)
+    return message
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

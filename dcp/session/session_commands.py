@@ -1,0 +1,312 @@
+"""Session commands: HELLO, SASL, bucket, configuration, error map, statistics and the like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+from dcp.session.auth import AuthStep
+from dcp.session.rights import FULL_RIGHTS
+from dcp.session.state import SessionState
+from dcp.wire.feature import GRANTED, Feature
+from dcp.wire.frame import Frame
+from dcp.wire.message import (
+    OBSERVE_CURRENT,
+    OBSERVE_OLD,
+    PUT_FRAMES_BYTES_MAX,
+    U64,
+    VB_SEQNO,
+    pack_failover_log,
+)
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status, error_map_document
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import DEFAULT_COLLECTION
+
+Handler = Callable[[Frame], None]
+
+BUCKET: Final = "default"
+REPORTED_VERSION: Final = b"7.6.0"
+"""What VERSION answers: clients derive abilities from it (to some, 0.x means the newest)."""
+
+CONFIG_VERSION: Final = Struct(">qq")
+"""revEpoch, rev that the client has."""
+_ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
+"""kv_engine's "alive": what GET_ALL_VB_SEQNOS asks for that names no state."""
+_ANY_STATE: Final = 0
+_NOT_NOW: Final = frozenset({Status.EBUSY, Status.ETMPFAIL})
+"""Refusals of a login that say nothing about its password."""
+
+
+class ConnectionCommands:
+    """Handlers of the commands that concern the connection or the node as a whole."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+
+    def handlers(self) -> dict[int, Handler]:
+        """Return opcode -> handler."""
+        return {
+            Opcode.HELLO: self.hello,
+            Opcode.SASL_LIST_MECHS: self.list_mechanisms,
+            Opcode.SASL_AUTH: self.authenticate,
+            Opcode.SASL_STEP: self.authenticate_further,
+            Opcode.SELECT_BUCKET: self.select_bucket,
+            Opcode.GET_CLUSTER_CONFIG: self.cluster_config,
+            Opcode.GET_ERROR_MAP: self.error_map,
+            Opcode.NOOP: self._state.answer,
+            Opcode.VERSION: self.version,
+            Opcode.STAT: self.statistics,
+            Opcode.QUIT: self.quit,
+            Opcode.QUITQ: self.quit,
+            Opcode.GET_ALL_VB_SEQNOS: self.all_vb_seqnos,
+            Opcode.GET_FAILOVER_LOG: self.failover_log,
+            Opcode.DCP_GET_FAILOVER_LOG: self.failover_log,
+            Opcode.OBSERVE_SEQNO: self.observe_seqno,
+        }
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def hello(self, request: Frame) -> None:
+        """Grant those of the asked features that we have; a second HELLO starts afresh."""
+        state = self._state
+        if len(request.value) % 2:
+            state.refuse(request, Status.EINVAL, "HELLO carries features of two bytes each")
+            return
+        asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
+        granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
+        if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
+            granted.remove(Feature.X_PUT_FRAMES)
+        state.agent = request.key.decode("utf-8", "replace")[:256]
+        state.hashes_keys = False
+        state.has_collections = Feature.COLLECTIONS in granted
+        state.has_json = int(Feature.JSON in granted)
+        state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.has_put_frames = Feature.X_PUT_FRAMES in granted
+        state.has_fit_meta = Feature.X_FIT_META in granted
+        state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
+        state.has_xerror = Feature.XERROR in granted
+        state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))
+
+    def list_mechanisms(self, request: Frame) -> None:
+        """Name the SASL mechanisms, strongest first."""
+        state = self._state
+        names = state.authenticator.mechanisms(state.peer_is_loopback)
+        state.answer(request, value=" ".join(names).encode())
+
+    def authenticate(self, request: Frame) -> None:
+        """Begin a SASL exchange, and end it where one message is enough."""
+        state = self._state
+        mechanism = request.key.decode("ascii", "replace")
+        if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
+            state.refuse(request, Status.AUTH_ERROR, f"no such SASL mechanism: {mechanism}")
+            self._count_failure()
+            return
+        step = state.authenticator.start(mechanism, request.value, state.peer_is_loopback)
+        if step is None:
+            state.login = request._replace(value=b"")  # the password is not needed any more
+            state.is_full = True
+        else:
+            self._finish_step(request, step)
+
+    def login_checked(self, step: AuthStep) -> None:
+        """Answer the login whose outcome is known now."""
+        request, self._state.login = self._state.login, None
+        assert request is not None, "no login is under way"
+        self._finish_step(request, step)
+
+    def authenticate_further(self, request: Frame) -> None:
+        """Go on with a SASL exchange."""
+        state = self._state
+        if state.exchange is None:
+            state.refuse(request, Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
+            return
+        self._finish_step(request, state.authenticator.step(state.exchange, request.value))
+
+    def _finish_step(self, request: Frame, step: AuthStep) -> None:
+        state = self._state
+        state.exchange = step.exchange
+        if step.status in {Status.OK, Status.AUTH_CONTINUE}:
+            if step.status == Status.OK:
+                state.logged_in(step.user, step.rights)
+            state.answer(request, step.status, value=step.data)
+            return
+        state.logged_in(None, FULL_RIGHTS)
+        why = step.why or "user or password is wrong, or not allowed from there"
+        state.refuse(request, step.status, why)
+        if step.status not in _NOT_NOW:
+            self._count_failure()
+
+    def _count_failure(self) -> None:
+        """Whoever guesses passwords has to connect again now and then."""
+        state = self._state
+        state.login_failures += 1
+        if state.login_failures >= state.limits.login_failures_max:
+            state.close(
+                f"{state.login_failures} logins failed, the limit (setting login_failures_max)"
+            )
+
+    def select_bucket(self, request: Frame) -> None:
+        """Select the bucket; there is one."""
+        state = self._state
+        name = request.key.decode("utf-8", "replace")
+        if name == "@no bucket@":
+            state.bucket = None
+        elif name == BUCKET:
+            state.bucket = name
+            state.hashes_keys = False
+        else:
+            state.refuse(request, Status.EACCESS, f"no bucket {name!r}; there is {BUCKET!r}")
+            return
+        state.answer(request)
+
+    def quit(self, request: Frame) -> None:
+        """Close the connection, QUIT with an answer before."""
+        if request.opcode == Opcode.QUIT:
+            self._state.answer(request)
+        self._state.close("the client quit")
+
+    # -- what is here --------------------------------------------------------------------------
+
+    def cluster_config(self, request: Frame) -> None:
+        """Answer the bucket's configuration, or the node's where no bucket is selected."""
+        state = self._state
+        if request.extras:
+            if len(request.extras) != CONFIG_VERSION.size:
+                state.refuse(request, Status.EINVAL, "a known version has 16 bytes")
+                return
+            if CONFIG_VERSION.unpack(request.extras) >= state.facts.config_version():
+                state.answer(request)
+                return
+        facts = state.facts
+        state.answer(
+            request,
+            value=facts.global_config() if state.bucket is None else facts.bucket_config(),
+            is_json=True,
+        )
+
+    def error_map(self, request: Frame) -> None:
+        """Answer what each status means."""
+        if len(request.value) != 2:
+            self._state.refuse(request, Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
+            return
+        self._state.answer(request, value=json.dumps(error_map_document()).encode(), is_json=True)
+
+    def version(self, request: Frame) -> None:
+        """Answer the version of the protocol's server that we behave like."""
+        self._state.answer(request, value=REPORTED_VERSION)
+
+    def statistics(self, request: Frame) -> None:
+        """Answer one response per statistic, then an empty one."""
+        stats = self._state.facts.stats(request.key)
+        if stats is None:
+            group, _, argument = request.key.partition(b" ")
+            known = group == b"vbucket-seqno" and argument
+            self._state.refuse(
+                request,
+                Status.NOT_MY_VBUCKET if known else Status.KEY_ENOENT,
+                f"no statistics {request.key.decode('utf-8', 'replace')!r}",
+            )
+            return
+        for name, value in stats:
+            self._state.answer(request, key=name.encode(), value=value.encode())
+        self._state.answer(request)
+
+    # -- partition history -----------------------------------------------------------------------
+
+    def all_vb_seqnos(self, request: Frame) -> None:
+        """Answer the committed high seqno of every partition in a state (1 to 4; 0: alive)."""
+        state = self._state
+        extras = request.extras
+        if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
+            state.refuse(
+                request,
+                Status.EINVAL,
+                "extras are empty, a state (4 bytes), or state and collection (8 bytes)",
+            )
+            return
+        wanted = int.from_bytes(extras[:4], "big")
+        if wanted > VbState.DEAD:
+            state.refuse(request, Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
+            return
+        seqno_of = self._seqno_of(extras)
+        if seqno_of is None:
+            body = state.manifest_uid_body()
+            state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
+            return
+        states = _ALIVE_STATES if wanted == _ANY_STATE else {VbState(wanted)}
+        engine = state.engine
+        parts = [part for part in engine.partitions if part.state in states]
+        for part in parts:
+            if part.branch_group > engine.committed_group:
+                state.observes_history(
+                    part.vb_id
+                )  # the branch has lowered its committed_seqno already
+        state.answer(
+            request,
+            value=b"".join(VB_SEQNO.pack(part.vb_id, seqno_of(part)) for part in parts),
+        )
+
+    def _seqno_of(self, extras: bytes) -> Callable[[Partition], int] | None:
+        """Return what a client means by a partition's high seqno, None for that of a collection
+        which does not exist. Without collections it is that of the default one (kv_engine): the
+        client will never be shown more.
+        """
+        state = self._state
+        engine = state.engine
+        if len(extras) != 8:
+            if state.has_collections or not engine.manifest.uid:
+                return lambda part: part.committed_seqno
+            return lambda part: engine.collection_seqno(part.vb_id, DEFAULT_COLLECTION)
+        state.observes_manifest()
+        collection_id = int.from_bytes(extras[4:], "big")
+        if collection_id not in engine.manifest.collections:
+            return None
+        return lambda part: engine.collection_seqno(part.vb_id, collection_id)
+
+    def failover_log(self, request: Frame) -> None:
+        """Answer a partition's failover log, newest first."""
+        state = self._state
+        if request.vb_id >= NUM_VBUCKETS:
+            self.refuse_vbucket(request)
+            return
+        state.observes_history(request.vb_id)
+        log = state.engine.partitions[request.vb_id].failover
+        state.answer(request, value=pack_failover_log(log.pairs()))
+
+    def observe_seqno(self, request: Frame) -> None:
+        """Answer how far a version has come, or where it ended if it is an older one."""
+        state = self._state
+        if len(request.value) != U64.size:
+            state.refuse(request, Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
+            return
+        if request.vb_id >= NUM_VBUCKETS:
+            self.refuse_vbucket(request)
+            return
+        part = state.engine.partitions[request.vb_id]
+        state.observes_history(request.vb_id)
+        vb_uuid = U64.unpack(request.value)[0]
+        ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)
+        if ended_at is None:
+            state.refuse(
+                request,
+                Status.KEY_ENOENT,
+                f"vb {part.vb_id} has no version {vb_uuid} in its failover log",
+            )
+            return
+        place = (part.vb_id, part.vb_uuid, part.persisted_seqno, part.committed_seqno)
+        value = (
+            OBSERVE_CURRENT.pack(0, *place)
+            if vb_uuid == part.vb_uuid
+            else OBSERVE_OLD.pack(1, *place, vb_uuid, ended_at)
+        )
+        state.answer(request, value=value)
+
+    def refuse_vbucket(self, request: Frame) -> None:
+        """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
+        self._state.note_not_my_vbucket(request.opcode, request.vb_id)
+        config = self._state.facts.bucket_config()
+        self._state.answer(request, Status.NOT_MY_VBUCKET, value=config, is_json=True)

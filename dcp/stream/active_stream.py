@@ -1,0 +1,131 @@
+"""One partition's cursor on one connection.
+
+Invariants
+- `next_seqno` is what comes next; between snapshots `snap_end_seqno` is None;
+- while a snapshot is under way, what the client held before it is everything up to `held_seqno`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from dcp.stream.filter import StreamFilter
+from dcp.stream.rate import RateLimit
+from dcp.stream.takeover import Takeover
+from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
+from vbucket.engine.partition import Partition
+from vbucket.store.store import Accepts
+
+_TAKEOVER: Final = int(StreamFlag.TAKEOVER)
+_ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
+_IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
+
+
+class ActiveStream:
+    """See the module."""
+
+    __slots__ = (
+        "accepts",
+        "end_seqno",
+        "filter",
+        "framing",
+        "held_seqno",
+        "ignores_purges",
+        "is_active_only",
+        "is_backlog",
+        "is_history",
+        "is_queued",
+        "limit_seqno",
+        "next_seqno",
+        "opaque",
+        "opaque_bytes",
+        "opened_ns",
+        "purge_seqno",
+        "rate",
+        "skip",
+        "skips_deletions",
+        "snap_end_seqno",
+        "snap_start_seqno",
+        "stream_id",
+        "takeover",
+        "vb_id",
+        "vb_uuid",
+    )
+
+    def __init__(
+        self,
+        part: Partition,
+        opaque: int,
+        request: StreamRequest,
+        stream_id: int,
+        stream_filter: StreamFilter,
+    ) -> None:
+        self.vb_id = part.vb_id
+        self.vb_uuid = part.vb_uuid
+        """The partition's version whose failover log answered the request."""
+        self.stream_id = stream_id
+        """What the client calls it (control enable_stream_id); 0: nothing."""
+        self.framing = stream_id_framing(stream_id) if stream_id else b""
+        self.opaque = opaque
+        self.opaque_bytes = opaque.to_bytes(4, "big")
+        self.next_seqno = request.start_seqno + 1
+        self.held_seqno = request.start_seqno
+        self.end_seqno = request.end_seqno
+        self.snap_start_seqno = request.snap_start_seqno
+        """Where the next marker starts."""
+        self.snap_end_seqno: int | None = None
+        """End of the snapshot under way; None between snapshots."""
+        self.limit_seqno = 0
+        """The snapshot under way is the state as of this seqno; what it shows may end before."""
+        self.is_history = False
+        """Whether the snapshot under way has every version."""
+        self.skip: Collection[int] = ()
+        self.skips_deletions = False
+        """Whether its backlog leaves deletions out: the client has nothing to delete."""
+        self.filter = stream_filter
+        self.accepts: Accepts | None = None
+        """What the filter lets through in the snapshot under way; None: everything."""
+        self.is_backlog = True
+        self.is_queued = False
+        self.is_active_only = bool(request.flags & _ACTIVE_ONLY)
+        self.ignores_purges = bool(request.flags & _IGNORE_PURGED)
+        self.purge_seqno = part.purge_seqno
+        """The partition's when the request was answered."""
+        self.takeover = Takeover() if request.flags & _TAKEOVER else None
+        self.rate: RateLimit | None = None
+        """A limit that an operator set; None: as fast as the connection takes it."""
+        self.opened_ns = 0
+        """When it was asked for, Unix time; 0: not known."""
+
+    @property
+    def key(self) -> int:
+        """What tells it from the other streams of its connection."""
+        return self.stream_id << 16 | self.vb_id
+
+    @property
+    def floor_max(self) -> int:
+        """Up to where the history floor may rise without taking anything from the snapshot under
+        way.
+        """
+        return min(self.next_seqno, self.limit_seqno) if self.is_history else self.limit_seqno
+
+    @property
+    def purge_max(self) -> int:
+        """The same for the purge seqno. Who began with nothing has nothing to delete."""
+        if self.is_history or (self.held_seqno and not self.ignores_purges):
+            return min(self.next_seqno, self.limit_seqno) - 1
+        return self.limit_seqno - 1
+
+    def has_lost_its_snapshot(self, part: Partition) -> bool:
+        """Whether history was given up that the snapshot under way still needs."""
+        return self.snap_end_seqno is not None and part.history_floor > self.floor_max
+
+    def has_missed_a_purge(self, part: Partition) -> bool:
+        """Whether deletions that it still had to send were purged since it began.
+
+        Who began with nothing has nothing to delete, so its first snapshot may leave them out.
+        """
+        if part.purge_seqno < self.next_seqno or part.purge_seqno == self.purge_seqno:
+            return False
+        return not self.ignores_purges and self.held_seqno > 0

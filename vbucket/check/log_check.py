@@ -1,0 +1,188 @@
+"""Check a log off line: every segment, and that it continues the store. Pure.
+
+Who calls it: `vbucket.check.store_check`. The rules of what is torn and what is damaged are those
+of `vbucket.log.record`, by which a server starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Final, NamedTuple
+
+from vbucket.check.finding import Finding, Kind
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd
+from vbucket.log.record import (
+    LogDamagedError,
+    damaged_at,
+    read_segment_header,
+    scan_segment,
+    split_entries,
+    written_bytes,
+)
+from vbucket.log.recovery import end_problem
+from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
+
+FINDINGS_MAX: Final = 20
+"""Entries that do not fit, told one by one; the rest is counted."""
+
+
+class KnownEnds(NamedTuple):
+    """What is known of the log from elsewhere: see `vbucket.log.recovery`."""
+
+    merged_segment: int | None = None
+    """What the store has; None where the store cannot tell."""
+    merged_end: LogEnd | None = None
+    clean_end: LogEnd | None = None
+    mark: EndMark | None = None
+    kept: frozenset[int] = frozenset()
+    """Merged segments that have to be there, for partitions in quarantine."""
+
+
+class LogCheck:
+    """One check of a log.
+
+    `high_seqnos` (vb -> seqno) begins with what the store has, None where that is not known;
+    `findings` brings it to the log's end.
+    """
+
+    def __init__(
+        self,
+        segments: list[int],
+        read: Callable[[int], bytes],
+        *,
+        known: KnownEnds,
+        high_seqnos: dict[int, int] | None,
+        is_synced_per_group: bool = True,
+    ) -> None:
+        self._segments = segments
+        self._read = read
+        self._known = known
+        self._end = known.merged_end or NO_RECORD
+        self._is_end_known = self._end.group > 0
+        self._is_synced_per_group = is_synced_per_group
+        self._misfits = 0
+        self._is_comparable = high_seqnos is not None
+        self.high_seqnos = high_seqnos or {}
+        self.groups = 0
+        self.size_bytes = 0
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is wrong, segment by segment."""
+        segments, merged, kept = self._segments, self._known.merged_segment, self._known.kept
+        wanted = segments[0] if segments and merged is None else (merged or 0) + 1
+        live = [segment for segment in segments if segment >= wanted]
+        newest = live[-1] if live else 0
+        for segment in sorted(kept - set(segments)):
+            yield Finding(Kind.LOG, f"log segment {segment}", "missing: a quarantine needs it")
+        for segment in (segment for segment in segments if segment < wanted):
+            if segment in kept:
+                yield from self._kept_segment(segment)
+            else:
+                yield Finding(Kind.LEFTOVER, f"log segment {segment}", "the store has merged it")
+        size_before = 0
+        is_whole, is_chained = True, False
+        for segment in live:
+            if segment != wanted:
+                yield self._missing(wanted, segment - 1)
+                self._is_end_known, size_before, is_whole = False, 0, False
+            wanted = segment + 1
+            try:
+                data = self._read(segment)
+            except LogDamagedError as error:
+                yield self._unreadable(segment, error)
+                self._is_end_known, size_before, is_whole = False, 0, False
+                continue
+            self.size_bytes += len(data)
+            is_chained = yield from self._segment(segment, data, size_before, newest)
+            is_whole = is_whole and self._is_segment_whole
+            size_before = len(data)
+        if not live:
+            yield self._missing(wanted, wanted)
+        elif is_whole:
+            yield from self._log_end(is_marked=is_chained)
+        if self._misfits > FINDINGS_MAX:
+            more = self._misfits - FINDINGS_MAX
+            yield Finding(Kind.LOG, "log", f"{more} more entries do not continue the store")
+
+    def _log_end(self, *, is_marked: bool) -> Iterator[Finding]:
+        """Judge the end of a log that is whole up to there."""
+        known, end = self._known, self._end
+        if problem := end_problem(end, known.clean_end, known.mark, is_marked=is_marked):
+            error = damaged_at(end.segment, end.size_bytes, problem)
+            yield self._unreadable(end.segment, error)
+        elif is_marked and known.mark is not None and known.mark.end is None:
+            what = f"{known.mark.problem}; the next start makes it again"
+            yield Finding(Kind.LOG, "log end mark", what)
+
+    def _kept_segment(self, segment: int) -> Iterator[Finding]:
+        try:
+            for _ in scan_segment(self._read(segment), segment):
+                self.groups += 1
+        except (LogDamagedError, UnknownFormatError) as error:
+            yield self._unreadable(segment, error)
+
+    def _missing(self, first: int, last: int) -> Finding:
+        which = f"log segment {first}" if first == last else f"log segments {first} to {last}"
+        return Finding(Kind.LOG, which, "missing: the store has not merged it")
+
+    def _unreadable(self, segment: int, error: Exception) -> Finding:
+        return Finding(Kind.LOG, f"log segment {segment}", str(error))
+
+    def _segment(
+        self, segment: int, data: bytes, size_before: int, newest: int
+    ) -> Generator[Finding, None, bool]:
+        """Yield what is wrong with a segment; return whether its records are chained."""
+        where = f"log segment {segment}"
+        self._is_segment_whole = False
+        try:
+            header = read_segment_header(data, segment)
+            end = header.size_bytes
+            if size_before and header.previous_bytes != size_before:
+                yield Finding(
+                    Kind.LOG,
+                    f"log segment {segment - 1}",
+                    f"it has {size_before} bytes, but had {header.previous_bytes} when it was "
+                    "sealed",
+                )
+            for group, payload, end, crc in scan_segment(
+                data,
+                segment,
+                is_newest=segment == newest,
+                before=self._end if self._is_end_known else None,
+                is_synced_per_group=self._is_synced_per_group,
+            ):
+                self._end, self._is_end_known = LogEnd(segment, end, group, crc), True
+                self.groups += 1
+                yield from self._group(where, group, payload)
+        except (LogDamagedError, UnknownFormatError) as error:
+            self._is_end_known = False
+            yield self._unreadable(segment, error)
+            return False
+        if written_bytes(data) > end:
+            what = f"{written_bytes(data) - end} bytes from {end} on are no whole group"
+            yield Finding(Kind.TORN_TAIL, where, what)
+        self._is_segment_whole = True
+        return header.is_chained
+
+    def _group(self, where: str, group: int, payload: bytes) -> Iterator[Finding]:
+        high_seqnos = self.high_seqnos
+        for entry in split_entries(payload):
+            head = head_of(entry)
+            if head.opcode == LOG_CONTROL:
+                document = control_document(entry)
+                rollback_to = document.get("rollback_to")
+                if isinstance(rollback_to, int):
+                    known = high_seqnos.get(head.vb_id, 0)
+                    high_seqnos[head.vb_id] = min(known, rollback_to)
+                continue
+            seqno = seqno_of(entry)
+            if self._is_comparable and seqno <= high_seqnos.get(head.vb_id, 0):
+                self._misfits += 1
+                if self._misfits <= FINDINGS_MAX:
+                    what = (
+                        f"group {group} has seqno {seqno} of vb {head.vb_id}, which is at "
+                        f"{high_seqnos[head.vb_id]} already: it does not continue the store"
+                    )
+                    yield Finding(Kind.LOG, where, what)
+            high_seqnos[head.vb_id] = seqno

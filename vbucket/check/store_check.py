@@ -1,0 +1,240 @@
+"""Check a store and its log off line. Pure: database and segments are handed in.
+
+Who calls it: dcp.server.operate.verify. What it tells is listed in `vbucket.check.finding`; nothing
+that it meets stops it, but a node record that cannot be read leaves little to compare with.
+
+    records     node, manifest, every partition's state and failover log
+    log         every segment, and that it continues the store (vbucket.check.log_check)
+    partitions  blocks and keys, each against the other (vbucket.check.partition_check)
+    strays      data of partitions that are none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import cbor2
+
+from failover.history import FailoverLog
+from vbucket.check.finding import Finding, Kind
+from vbucket.check.log_check import KnownEnds, LogCheck
+from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
+from vbucket.engine.partition import VbState
+from vbucket.log.end_mark import LogEnd, read_marks
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.store.due import read_due
+from vbucket.store.environment import KvReader, StoreDamagedError
+from vbucket.store.quarantine import kept_segments
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
+    EXPIRY_TABLE,
+    FAILOVER_TABLE,
+    META_TABLE,
+    STATE_TABLE,
+    NodeRecord,
+    PartitionRecord,
+)
+from vbucket.store.store import StoreView
+
+_UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
+"""What a record raises whose checksum is right and whose document is not one of ours."""
+
+
+class CheckProgress(NamedTuple):
+    """How far a check is."""
+
+    partitions: int
+    keys: int
+    versions: int
+    size_bytes: int
+
+
+class StoreCheck:
+    """One check. `findings` does the work; the other attributes are right after it.
+
+    `marks` are the slots of the log's end mark (LogDevice.marks); None: they are not looked at.
+    """
+
+    def __init__(
+        self,
+        reader: KvReader,
+        segments: list[int],
+        read_segment: Callable[[int], bytes],
+        *,
+        marks: Sequence[bytes] | None = None,
+        vb_ids: Iterable[int] = range(NUM_VBUCKETS),
+        slice_keys: int = SLICE_KEYS,
+        on_progress: Callable[[CheckProgress], None] = lambda _: None,
+        cas_max: int = SEQNO_MAX,
+    ) -> None:
+        """`cas_max`: a higher CAS is too far ahead."""
+        self._reader = reader
+        self._view = StoreView(reader)
+        self._segments = segments
+        self._read_segment = read_segment
+        self._marks = marks
+        self._vb_ids = list(vb_ids)
+        self._slice_keys = slice_keys
+        self._cas_max = cas_max
+        self._on_progress = on_progress
+        self._records: dict[int, PartitionRecord] = {}
+        self.progress = CheckProgress(0, 0, 0, 0)
+        self.log: LogCheck | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is wrong. Raises UnknownFormatError for a store of another version."""
+        node, manifest = None, INITIAL_MANIFEST
+        try:
+            node = self._view.node()
+            if node is None:
+                yield Finding(Kind.RECORD, f"table {META_TABLE}", "the node's record is missing")
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the node's record", error)
+        try:
+            manifest = self._view.manifest()
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the collections manifest", error)
+        for vb_id in self._vb_ids:
+            yield from self._partition_record(vb_id)
+        known = yield from self._known_ends(node)
+        self.log = LogCheck(
+            self._segments,
+            self._read_segment,
+            known=known,
+            high_seqnos={vb_id: record.high_seqno for vb_id, record in self._records.items()},
+            is_synced_per_group=node is None or node.durability == "commit",
+        )
+        yield from self.log.findings()
+        yield from self._tables(node, manifest)
+
+    # -- records -------------------------------------------------------------------------------
+
+    def _known_ends(self, node: NodeRecord | None) -> Generator[Finding, None, KnownEnds]:
+        """Return what is known of the log's end; yield the partitions in quarantine, too."""
+        known = KnownEnds()
+        if self._marks is not None:
+            known = known._replace(mark=read_marks(self._marks))
+        if node is None:
+            return known
+        known = known._replace(merged_segment=node.merged_segment)
+        try:
+            if node.merged_end is not None:
+                known = known._replace(merged_end=LogEnd.from_document(node.merged_end))
+            clean_end = self._view.clean_end() if node.clean_shutdown else None
+            if clean_end is not None:
+                known = known._replace(clean_end=clean_end.end)
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the log's clean end", error)
+        try:
+            items = self._view.quarantine()
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(META_TABLE, "the quarantine", error)
+            return known
+        for vb_id, item in sorted(items.items()):
+            yield Finding(Kind.QUARANTINE, f"vb {vb_id}", item.why)
+        return known._replace(kept=frozenset(kept_segments(items)))
+
+    def _partition_record(self, vb_id: int) -> Iterator[Finding]:
+        where = f"vb {vb_id}"
+        try:
+            record = self._view.partition(vb_id)
+            if record is None:
+                what = f"table {STATE_TABLE} has no record of it"
+                yield Finding(Kind.RECORD, where, what)
+                return
+            log = FailoverLog.from_document(record.failover)
+            VbState(record.state)
+            self._records[vb_id] = record
+        except (StoreDamagedError, *_UNDECODABLE) as error:
+            yield _record(f"{STATE_TABLE} or {FAILOVER_TABLE}", where, error)
+            return
+        epochs = [version.epoch for version in log.entries]
+        if log.current.epoch != record.epoch or epochs != sorted(epochs, reverse=True):
+            what = f"the epochs of its failover log are {epochs}, the record's is {record.epoch}"
+            yield Finding(Kind.COUNT, where, what)
+        key = vb_id.to_bytes(2, "big")
+        for table in (STATE_TABLE, FAILOVER_TABLE):
+            by_scan = next(self._reader.range(table, key, key + b"\x00"), None)
+            if by_scan is None:
+                yield Finding(Kind.PAGES, where, f"table {table} leads to its record one way only")
+
+    # -- tables --------------------------------------------------------------------------------
+
+    def _tables(self, node: NodeRecord | None, manifest: Manifest) -> Iterator[Finding]:
+        has_expiry_rows = node is not None and node.format_version >= EXPIRY_FORMAT_VERSION
+        expiring = 0
+        for vb_id in self._vb_ids:
+            if vb_id in self._records:
+                check = PartitionCheck(
+                    self._reader,
+                    vb_id,
+                    self._records[vb_id],
+                    manifest,
+                    has_expiry_rows=has_expiry_rows,
+                    slice_keys=self._slice_keys,
+                    cas_max=self._cas_max,
+                    on_progress=self._within_partition,
+                )
+                yield from check.findings()
+                expiring += check.expiring
+                done = self.progress
+                self.progress = CheckProgress(
+                    done.partitions,
+                    done.keys + check.keys,
+                    done.versions + check.versions,
+                    done.size_bytes + check.size_bytes,
+                )
+            self.progress = self.progress._replace(partitions=self.progress.partitions + 1)
+            self._on_progress(self.progress)
+        if has_expiry_rows:
+            yield from self._expiry_rows(expiring)
+        yield from self._strays()
+
+    def _expiry_rows(self, expiring: int) -> Iterator[Finding]:
+        """Every document that has an expiry has its row; here: and there are no others."""
+        rows = bad = 0
+        try:
+            for row, value in self._reader.range(EXPIRY_TABLE, b"\x00"):
+                rows += 1
+                try:
+                    read_due(row, bytes(value))
+                except StoreDamagedError as error:
+                    bad += 1
+                    if bad <= FINDINGS_MAX:
+                        yield Finding(Kind.EXPIRY, f"table {EXPIRY_TABLE}", str(error))
+        except StoreDamagedError as error:
+            yield Finding(Kind.PAGES, f"table {EXPIRY_TABLE}", str(error))
+            return
+        if rows != expiring:
+            what = f"it has {rows} rows ({bad} damaged), {expiring} documents have an expiry"
+            yield Finding(Kind.EXPIRY, f"table {EXPIRY_TABLE}", what)
+
+    def _within_partition(self, keys: int, size_bytes: int) -> None:
+        done = self.progress
+        self._on_progress(
+            done._replace(keys=done.keys + keys, size_bytes=done.size_bytes + size_bytes)
+        )
+
+    def _strays(self) -> Iterator[Finding]:
+        """Data of partitions that the node does not have is data whose key is damaged."""
+        known = set(self._vb_ids)
+        for table in (BY_KEY_TABLE, BY_SEQNO_TABLE, STATE_TABLE, FAILOVER_TABLE):
+            at = b"\x00"
+            try:
+                while (found := self._reader.first_at_or_after(table, at)) is not None:
+                    vb_id = int.from_bytes(found[0][:2], "big")
+                    if vb_id not in known:
+                        yield Finding(Kind.STRAY, f"table {table}", f"it has a key of vb {vb_id}")
+                    if vb_id >= 0xFFFF or len(found[0]) < 2:
+                        break
+                    at = (vb_id + 1).to_bytes(2, "big")
+            except StoreDamagedError as error:
+                yield Finding(Kind.PAGES, f"table {table}", str(error))
+
+
+def _record(table: str, what: str, error: Exception) -> Finding:
+    return Finding(Kind.RECORD, what, f"cannot be read from table {table}: {error}")

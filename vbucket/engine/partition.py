@@ -1,0 +1,265 @@
+"""One partition: its seqnos, its failover log, and the part of its data that LMDB does not have.
+
+The engine owns 1,024 of these. A partition holds every version since the last merge twice by
+reference, never by copy: in seqno order (`entries`, for streams and for undoing) and the newest by
+key (`newest`, for documents). Both exist in two layers, because a merge works on a frozen layer
+while writes go on:
+
+    active   what came since the last freeze          newest wins
+    frozen   what the running merge puts into the store
+    store    what is merged: by_seqno up to `merged_seqno`, by_key
+
+Invariants
+- entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
+  from the moment they are written until the merge that covers them is done;
+- committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
+- purge_seqno < history_floor <= high_seqno, or the first two are 0; there is a version at every
+  seqno from the floor on;
+- `ABSENT` (b"") in a `newest` layer means: known not to exist, whatever lower layers say;
+- the store's versions above `merged_seqno` are not ours (a rollback undid them, and the merge that
+  will remove them has not run yet).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import Enum, IntEnum, auto
+from typing import Final
+
+from sortedcontainers import SortedList
+
+from failover.history import FailoverLog
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import seqno_of
+from vbucket.store.records import Mended
+
+ABSENT: Final = b""
+
+
+class VbState(IntEnum):
+    """State of a partition on this node, numbered as on the wire."""
+
+    ACTIVE = 1
+    REPLICA = 2
+    PENDING = 3
+    DEAD = 4
+
+
+class Hold(Enum):
+    """Why the node holds writers back."""
+
+    LOG_FULL = auto()
+    """The log has no room for what they would change."""
+    STORE_BEHIND = auto()
+    """The store has not merged so much that the memtable has no room either."""
+    QUARANTINE = auto()
+    """The store's data of this one partition is damaged, and merges leave it out."""
+
+
+class Layer:
+    """A memtable layer of one partition."""
+
+    __slots__ = ("entries", "newest")
+
+    def __init__(self) -> None:
+        self.newest: dict[bytes, bytes] = {}
+        self.entries: list[bytes] = []
+
+    def position_of(self, seqno: int) -> int:
+        """Return the index of the first entry at or above `seqno`."""
+        entries = self.entries
+        if not entries:
+            return 0
+        # Seqnos are dense unless a de-duplicated backfill filled this layer.
+        guess = seqno - seqno_of(entries[0])
+        if guess <= 0:
+            return 0
+        if guess >= len(entries):
+            if seqno_of(entries[-1]) < seqno:
+                return len(entries)  # where streams that are up to date look
+        elif seqno_of(entries[guess]) == seqno:
+            return guess
+        return bisect_left(entries, seqno, key=seqno_of)
+
+    def between(self, start_seqno: int, end_seqno: int) -> list[bytes]:
+        """Return the entries with start <= seqno <= end."""
+        entries = self.entries
+        if not entries:
+            return []
+        # What a live stream asks for: nothing is missing there, and it goes up to the end.
+        if seqno_of(entries[-1]) <= end_seqno:
+            low = start_seqno - seqno_of(entries[0])
+            if 0 <= low < len(entries) and seqno_of(entries[low]) == start_seqno:
+                return entries[low:]
+        return entries[self.position_of(start_seqno) : self.position_of(end_seqno + 1)]
+
+    def cut_above(self, seqno: int) -> None:
+        """Forget the entries above `seqno`; the caller puts `newest` right."""
+        del self.entries[self.position_of(seqno + 1) :]
+
+
+class Partition:
+    """See the module. Plain attributes: the engine's hot path reads and writes them directly."""
+
+    __slots__ = (
+        "active",
+        "append_entry",
+        "branch_group",
+        "committed_seqno",
+        "cut_seqno",
+        "epoch",
+        "failover",
+        "frozen",
+        "high_seqno",
+        "history_floor",
+        "holds",
+        "is_backed_up",
+        "item_count",
+        "last_group",
+        "max_cas",
+        "mended",
+        "merged_seqno",
+        "newest",
+        "older",
+        "older_bytes",
+        "persisted_seqno",
+        "pins",
+        "purge_seqno",
+        "recent",
+        "recent_bytes",
+        "state",
+        "tally",
+        "vb_id",
+        "vb_uuid",
+    )
+
+    def __init__(self, vb_id: int, failover: FailoverLog) -> None:
+        self.vb_id = vb_id
+        self.state = VbState.ACTIVE
+        self.failover = failover
+        self.vb_uuid = failover.current.vb_uuid
+        self.epoch = failover.current.epoch
+        self.high_seqno = 0
+        self.committed_seqno = 0
+        self.persisted_seqno = 0
+        self.merged_seqno = 0
+        self.purge_seqno = 0
+        self.history_floor = 0
+        self.pins: SortedList[int] = SortedList()
+        """Seqnos that somebody reads a state of: the history floor must not rise above any."""
+        self.is_backed_up = False
+        """Writers have to come back later: `holds` says why."""
+        self.holds: dict[object, str] = {}
+        """Who holds writers back (a `Hold`, or a takeover) -> what writers are told."""
+        self.max_cas = 0
+        self.mended: Mended | None = None
+        self.item_count = 0
+        self.tally = CollectionCounts()
+        self.last_group = 0
+        """The last commit group that changed the partition; answers wait for it."""
+        self.branch_group = 0
+        """The commit group that began the newest version, 0 if it is older than this process."""
+        self.cut_seqno: int | None = None
+        """Where a rollback cut, since the last freeze; the merge under way knows nothing of it."""
+        self.active = Layer()
+        self.newest = self.active.newest
+        """The active layer's dictionary, one attribute nearer to the hot path."""
+        self.append_entry = self.active.entries.append
+        """The same for its entries."""
+        self.frozen: Layer | None = None
+        self.recent: dict[bytes, bytes] = {}
+        """Entries of the store that were read since; `vbucket.engine.item_cache` has the rules, and
+        alone changes this and the next three."""
+        self.older: dict[bytes, bytes] = {}
+        self.recent_bytes = 0
+        self.older_bytes = 0
+
+    def hold_writes(self, holder: object, why: str) -> None:
+        """Hold writers back until this holder, and every other one, releases them."""
+        self.holds[holder] = why
+        self.is_backed_up = True
+
+    def release_writes(self, holder: object) -> None:
+        """End what this holder began; nothing happens where it holds nobody back."""
+        self.holds.pop(holder, None)
+        self.is_backed_up = bool(self.holds)
+
+    def lower_cas(self, mended: Mended) -> None:
+        """Go on with a lower CAS than there was."""
+        self.max_cas, self.mended = mended.cas, mended
+
+    def set_failover(self, failover: FailoverLog) -> None:
+        """Take a failover log; its newest entry is the version from now on."""
+        self.failover = failover
+        self.vb_uuid = failover.current.vb_uuid
+        self.epoch = failover.current.epoch
+
+    def freeze(self) -> None:
+        """Make the active layer the frozen one. There must be none yet."""
+        assert self.frozen is None, "a merge of this partition is under way"
+        if self.active.entries or self.active.newest:
+            self.frozen = self.active
+            self.active = Layer()
+            self.newest = self.active.newest
+            self.append_entry = self.active.entries.append
+        self.cut_seqno = None
+
+    def become_merged(self, merged_seqno: int) -> None:
+        """The store now holds everything up to `merged_seqno` as it was at the freeze."""
+        if self.cut_seqno is not None:
+            merged_seqno = min(merged_seqno, self.cut_seqno)
+        self.merged_seqno = merged_seqno
+
+    def drop_frozen(self) -> None:
+        """Forget the frozen layer after `become_merged`."""
+        self.frozen = None
+
+    def take_back_frozen(self) -> None:
+        """Make the frozen layer active again, below what came since: the merge left it out."""
+        frozen, active = self.frozen, self.active
+        if frozen is None:
+            return
+        frozen.newest.update(active.newest)
+        frozen.entries += active.entries
+        self.frozen = None
+        self.active = frozen
+        self.newest = frozen.newest
+        self.append_entry = frozen.entries.append
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers in seqno order."""
+        return (self.active,) if self.frozen is None else (self.frozen, self.active)
+
+    def roll_back(self, seqno: int, restored: dict[bytes, bytes]) -> None:
+        """Undo everything above `seqno`.
+
+        `restored` maps each key that changed above it to its entry as of `seqno`, or ABSENT.
+        """
+        assert self.history_floor <= seqno <= self.high_seqno
+        assert self.purge_seqno < seqno or not self.purge_seqno
+        for layer in self.layers():
+            layer.cut_above(seqno)
+        self.newest.update(restored)
+        self.high_seqno = seqno
+        self.mended = self.mended and self.mended.cut(seqno)
+        self.committed_seqno = min(self.committed_seqno, seqno)
+        self.persisted_seqno = min(self.persisted_seqno, seqno)
+        self.merged_seqno = min(self.merged_seqno, seqno)
+        self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
+
+    def empty(self) -> None:
+        """Undo everything: nothing of the store is ours until a merge has emptied it there, too.
+
+        Seqnos begin anew, so nothing that was counted is left; the highest CAS stays known.
+        """
+        if self.frozen is not None:
+            self.frozen = Layer()
+        self.active = Layer()
+        self.newest = self.active.newest
+        self.append_entry = self.active.entries.append
+        self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
+        self.history_floor = self.purge_seqno = 0
+        self.mended = self.mended and self.mended.cut(0)
+        self.item_count = 0
+        self.tally = CollectionCounts()
+        self.cut_seqno = 0

@@ -1,0 +1,179 @@
+"""Changes that depend on what a document is: counters, append and prepend, touch; and flush.
+
+Who calls it: the sessions of both protocols. The engine is single-threaded, so what is read here is
+still there when it is stored a line later; each change is one ordinary mutation.
+
+Rules: memcached's and kv_engine's. A counter is its number in ASCII; a decrement stops at 0, an
+increment wraps at 2^64; what a document keeps (flags, expiry) it keeps through counters and
+appends; touching a document with the expiry that it has is no change.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dcp.wire.status import Status
+from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
+from vbucket.engine.key_walk import KeyWalk
+from vbucket.engine.keyspace import MUTATION
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.key_record import StoredMeta
+
+COUNTER_MODULUS: Final = 2**64
+_COUNTER_DIGITS_MAX: Final = 20
+
+FLUSH_SLICE_KEYS: Final = 2_000
+"""Keys that one step of a flush looks at: some milliseconds, and a part of a commit group."""
+
+_DATATYPE_RAW: Final = 0
+
+
+class Counted(NamedTuple):
+    """A counter after its change; `number` is 0 where `outcome` is a refusal."""
+
+    outcome: Outcome
+    number: int
+
+
+class Touched(NamedTuple):
+    """A document with its new expiry; None where `outcome` is a refusal."""
+
+    outcome: Outcome
+    document: StoredDocument | None
+
+
+def count(
+    engine: Engine,
+    vb_id: int,
+    key: bytes,
+    delta: int,
+    *,
+    initial: int | None,
+    expiry: int,
+    cas: int = 0,
+) -> Counted:
+    """Add `delta` to a counter (below 0: subtract). A missing one begins at `initial` and lives
+    until `expiry`, or is KEY_ENOENT where `initial` is None. DELTA_BADVAL: it is not a number.
+    """
+    meta = engine.meta(vb_id, key)
+    if isinstance(meta, int) or meta.opcode != MUTATION:
+        status = meta if isinstance(meta, int) else Status.KEY_ENOENT
+        if status != Status.KEY_ENOENT or initial is None or cas:
+            return Counted((status, 0, 0), 0)
+        text = b"%d" % initial
+        return Counted(engine.store(SET, vb_id, key, key + text, 0, expiry, 0, 0), initial)
+    refusal = _refusal(meta, cas)
+    if refusal:
+        return Counted((refusal, 0, 0), 0)
+    number = _number_of(_value_of(engine, vb_id, key))
+    if number is None:
+        return Counted((Status.DELTA_BADVAL, 0, 0), 0)
+    number = (number + delta) % COUNTER_MODULUS if delta >= 0 else max(0, number + delta)
+    body = key + b"%d" % number
+    outcome = engine.store(SET, vb_id, key, body, meta.flags, meta.expiry, meta.datatype, 0)
+    return Counted(outcome, number)
+
+
+def extend(
+    engine: Engine,
+    vb_id: int,
+    key: bytes,
+    addition: bytes,
+    *,
+    is_prepended: bool,
+    cas: int,
+    value_bytes_max: int,
+) -> Outcome:
+    """Add bytes to the end or the beginning of a document. NOT_STORED: there is none."""
+    meta = engine.meta(vb_id, key)
+    if isinstance(meta, int) or meta.opcode != MUTATION:
+        is_missing = not isinstance(meta, int) or meta == Status.KEY_ENOENT
+        status = Status.NOT_STORED if is_missing else meta
+        assert isinstance(status, int)
+        return status, 0, 0
+    refusal = _refusal(meta, cas)
+    if refusal:
+        return refusal, 0, 0
+    value = _value_of(engine, vb_id, key)
+    if len(value) + len(addition) > value_bytes_max:
+        return Status.E2BIG, 0, 0
+    value = addition + value if is_prepended else value + addition
+    # Two JSON documents side by side are none.
+    return engine.store(SET, vb_id, key, key + value, meta.flags, meta.expiry, _DATATYPE_RAW, 0)
+
+
+def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
+    """Give a document another expiry (absolute seconds, 0 never) and return it."""
+    meta = engine.meta(vb_id, key)
+    if isinstance(meta, int):
+        return Touched((meta, 0, 0), None)
+    found = engine.get(vb_id, key)
+    if isinstance(found, int):
+        return Touched((found, 0, 0), None)
+    if expiry == meta.expiry:
+        return Touched((Status.OK, meta.cas, meta.seqno), found)
+    outcome = engine.store(SET, vb_id, key, key + found.value, meta.flags, expiry, meta.datatype, 0)
+    return Touched(outcome, None if outcome[0] else found._replace(cas=outcome[1]))
+
+
+def expiry_of(engine: Engine, vb_id: int, key: bytes) -> int | None:
+    """Return a live document's expiry, None where there is no document."""
+    meta = engine.meta(vb_id, key)
+    return None if isinstance(meta, int) or meta.opcode != MUTATION else meta.expiry
+
+
+def _refusal(meta: StoredMeta, cas: int) -> int:
+    return Status.KEY_EEXISTS if cas and cas != meta.cas else Status.OK
+
+
+def _value_of(engine: Engine, vb_id: int, key: bytes) -> bytes:
+    found = engine.get(vb_id, key)
+    assert not isinstance(found, int), "its metadata said that it is there"
+    return found.value
+
+
+def _number_of(value: bytes) -> int | None:
+    """Return the number of a counter, None where it is none (memcached: unsigned, 64 bits)."""
+    if not 0 < len(value) <= _COUNTER_DIGITS_MAX or not value.isdigit():
+        return None
+    number = int(value)
+    return number if number < COUNTER_MODULUS else None
+
+
+class Flush:
+    """Deletes every document that is there when it is made, in steps.
+
+    Each document gets a deletion of its own, so that streams see it go. What is written after the
+    flush began stays, whichever step it comes between: nothing above the seqno that its partition
+    had then is deleted. A branch of a partition in between brings back what it brings back.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._end_seqnos = [part.high_seqno for part in engine.partitions]
+        self._vb_id = 0
+        self._walk: KeyWalk | None = None
+        """Of the partition, where it was begun."""
+
+    def step(self, keys_max: int = FLUSH_SLICE_KEYS) -> bool:
+        """Look at about `keys_max` keys; True when no document is left."""
+        while self._vb_id < NUM_VBUCKETS:
+            if keys_max <= 0:
+                return False
+            keys_max -= self._look_at(keys_max)
+        return True
+
+    def _look_at(self, keys_max: int) -> int:
+        """Go on with the partition."""
+        part = self._engine.partitions[self._vb_id]
+        end_seqno = self._end_seqnos[self._vb_id]
+        keys: list[bytes] = []
+        if part.item_count and end_seqno:
+            self._walk = self._walk or KeyWalk(self._engine, self._vb_id, end_seqno)
+            keys = self._walk.take(keys_max)
+        if not keys:
+            self._vb_id += 1
+            self._walk = None
+        for key in keys:
+            self._engine.delete_up_to(self._vb_id, key, end_seqno)
+        return len(keys)

@@ -1,0 +1,335 @@
+"""Read views: a partition as of one seqno, for as long as somebody reads it. Sans-IO.
+
+Who calls it: range scans and dumps. A view copies nothing and blocks nobody: writes, merges and
+compactions go on, and what a key was at the view's seqno is found through the chain of its previous
+versions. A pin keeps compaction from raising the partition's history floor above that seqno.
+
+Invariants
+- history_floor <= seqno <= high_seqno while the view is open, and `seqno` is in `Partition.pins`;
+- a view shows exactly the documents as of its seqno, or raises ViewInvalidError: after a branch
+  below the seqno, or when it was closed for its age;
+- one step of a scan does a bounded amount of work, whatever the number of keys and versions;
+- between two steps nothing of the store is held: a key that was on the way is begun anew where the
+  partition's history has branched meanwhile.
+
+Views may show what is not committed yet; whoever answers from one waits for the partition's
+`last_group` at the time when it was opened, as after any read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import islice
+from struct import Struct
+from typing import Final, NamedTuple
+
+from sortedcontainers import SortedSet
+
+from failover.history import FAILOVER_ENTRIES_MAX
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import ABSENT, Partition
+from vbucket.engine.versions import Versions
+from vbucket.model.entry import META, MUTATION_KEY_AT, is_deleted, key_of, prev_seqno_of, seqno_of
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.store import Store
+
+VIEWS_MAX: Final = 256
+"""Views of a node: each pins a partition, and may hold the keys of its part of the memtable."""
+AGE_MAX_S: Final = 600
+"""A view that is open for longer is closed: it keeps compaction from freeing anything newer."""
+STEP_WORK: Final = 200
+"""Keys and versions that a step looks at: 1 to 2 ms."""
+STEP_BYTES: Final = 1 << 20
+"""Keys and values that a step returns, and one document more."""
+_KEYS_AT_ONCE: Final = 128
+_FLAGS_AND_EXPIRY: Final = Struct(">52xII")
+
+
+class ViewRefusedError(Exception):
+    """There is no view as of that seqno; the text says why."""
+
+
+class TooManyViewsError(ViewRefusedError):
+    """As many views are open as a node has."""
+
+
+class ViewInvalidError(Exception):
+    """The view cannot be read any more; the text says why."""
+
+
+class Shown(NamedTuple):
+    """A document as of a view's seqno."""
+
+    key: bytes
+    """With its collection's id."""
+    meta: StoredMeta
+    value: bytes
+    """b"" where values were not asked for."""
+
+
+_Steps = Generator[Shown | None, None, None]
+"""A scan at work: a document, or None after a piece of work that found none."""
+
+
+class ReadView:
+    """One partition as of one seqno. `Views.open` makes it."""
+
+    def __init__(self, engine: Engine, store: Store, part: Partition, seqno: int) -> None:
+        self._engine = engine
+        self._store = store
+        self._versions = Versions(store)
+        self._part = part
+        self._vb_uuid = part.vb_uuid
+        self._known = {vb_uuid for vb_uuid, _ in part.failover.pairs()}
+        self._why_invalid = ""
+        self.opened_ns = 0
+        self.seqno = seqno
+        self.vb_id = part.vb_id
+        self.vb_uuid = part.vb_uuid
+        """The partition's version when the view was opened."""
+
+    def check(self) -> None:
+        """Raise ViewInvalidError where the view cannot be read any more."""
+        part = self._part
+        if not self._why_invalid and part.vb_uuid != self._vb_uuid:
+            began = self._branched_at()
+            if began < self.seqno:
+                self.invalidate(
+                    f"vb {self.vb_id} was rolled back to seqno {began}, below the view's "
+                    f"{self.seqno}; open another one"
+                )
+            self._vb_uuid = part.vb_uuid
+        if self._why_invalid:
+            raise ViewInvalidError(self._why_invalid)
+        assert part.history_floor <= self.seqno <= part.high_seqno, "the pin holds"
+
+    def _branched_at(self) -> int:
+        """Return the lowest seqno that the history was taken back to since the view was opened.
+
+        The branch that went back furthest is in the failover log still, unless so many followed
+        that the log has dropped it: then it may have been anywhere.
+        """
+        pairs = self._part.failover.pairs()
+        began = [seqno for vb_uuid, seqno in pairs if vb_uuid not in self._known]
+        return 0 if len(began) == len(pairs) == FAILOVER_ENTRIES_MAX else min(began)
+
+    def invalidate(self, why: str) -> None:
+        """Let every later read raise ViewInvalidError; the first reason stays."""
+        self._why_invalid = self._why_invalid or why
+
+    def get(self, key: bytes) -> Shown | None:
+        """Return a document, None where there was none. As long as its versions since then are
+        many, this takes its time: for single reads. Raises ViewInvalidError, StoreDamagedError.
+        """
+        self.check()
+        for found in self._resolve(key, with_value=True):
+            if found is not None:
+                return found
+        return None
+
+    def scan(
+        self, start: bytes = b"", end: bytes | None = None, *, with_values: bool = True
+    ) -> Scan:
+        """Return a scan of the documents with start <= key <= end, in the order of their keys."""
+        return Scan(self, self._documents(start, end, with_values=with_values))
+
+    def _documents(self, start: bytes, end: bytes | None, *, with_values: bool) -> _Steps:
+        for key in self._keys(start, end):
+            if key is None:
+                yield None
+            else:
+                yield from self._resolve(key, with_value=with_values)
+                yield None
+
+    def _keys(self, start: bytes, end: bytes | None) -> Generator[bytes | None, None, None]:
+        """Yield every key that may have been there, ascending; None after other work.
+
+        What is not merged is gathered first: what a merge takes away from there meanwhile is found
+        in the store afterwards.
+        """
+        in_memory: SortedSet[bytes] = SortedSet()
+        next_seqno = 1
+        while found := self._engine.keys_in_memory(
+            self.vb_id, next_seqno, self.seqno, _KEYS_AT_ONCE
+        ):
+            next_seqno = found[-1][0] + 1
+            for _, key in found:
+                if start <= key and (end is None or key <= end):
+                    in_memory.add(key)
+                yield None
+        if start:
+            yield start
+        after = start
+        while True:
+            stored = self._engine.keys_in_store(self.vb_id, after, _KEYS_AT_ONCE)
+            unmerged = list(
+                islice(in_memory.irange(after, end, inclusive=(False, True)), _KEYS_AT_ONCE)
+            )
+            last = [keys[-1] for keys in (stored, unmerged) if len(keys) == _KEYS_AT_ONCE]
+            upper = min(last, default=end)
+            keys = sorted({*stored, *unmerged})
+            if upper is not None:
+                keys = [key for key in keys if key <= upper]
+            if end is not None:
+                keys = [key for key in keys if key <= end]
+            yield from keys
+            if not last or (end is not None and min(last) >= end):
+                return
+            after = min(last)
+
+    def _resolve(self, key: bytes, *, with_value: bool) -> _Steps:
+        """Yield the document of a key, if there was one; None after every version on the way."""
+        is_found = False
+        while not is_found:
+            vb_uuid = self._part.vb_uuid
+            is_found = True
+            for step in self._walk(key, with_value=with_value):
+                yield step
+                if self._part.vb_uuid != vb_uuid:
+                    # What lay before us may have been undone, and its seqnos given anew.
+                    is_found = step is not None
+                    break
+
+    def _walk(self, key: bytes, *, with_value: bool) -> _Steps:
+        part = self._part
+        entry = part.newest.get(key)
+        if entry is None and part.frozen is not None:
+            entry = part.frozen.newest.get(key)
+        if entry is None and part.merged_seqno:
+            meta = self._store.meta(self.vb_id, key)
+            if meta is None or (meta.opcode != MUTATION and meta.seqno <= self.seqno):
+                return
+            if meta.seqno <= self.seqno and not with_value:
+                yield Shown(key, meta, b"")
+                return
+            entry = self._entry_at(key, meta.seqno)
+        while entry and seqno_of(entry) > self.seqno:
+            prev_seqno = prev_seqno_of(entry)
+            yield None
+            if not prev_seqno:
+                return
+            entry = self._entry_at(key, prev_seqno, may_be_purged=prev_seqno <= self.seqno)
+        if entry and not is_deleted(entry):
+            value = entry[MUTATION_KEY_AT + len(key) :] if with_value else b""
+            yield Shown(key, _meta_of(entry), value)
+
+    def _entry_at(self, key: bytes, seqno: int, *, may_be_purged: bool = False) -> bytes:
+        """Return a key's version; ABSENT where it was a tombstone that was purged."""
+        entry = self._versions.entry_at(self._part, seqno)
+        if entry is None and may_be_purged:
+            return ABSENT
+        if entry is None or key_of(entry) != key:
+            raise StoreDamagedError(
+                f"vb {self.vb_id}: seqno {seqno} of key {key!r} is missing; check the disk and "
+                "restore a backup"
+            )
+        return entry
+
+
+class Scan:
+    """The documents of a view, some at a time."""
+
+    def __init__(self, view: ReadView, steps: _Steps) -> None:
+        self.view = view
+        self._steps = steps
+        self.is_done = False
+        self.last_work = 0
+        """What the last step looked at, at least 1."""
+
+    def step(
+        self, documents_max: int, work_max: int = STEP_WORK, bytes_max: int = STEP_BYTES
+    ) -> list[Shown]:
+        """Return up to `documents_max` more documents; perhaps none, and `is_done` says whether
+        more may come. Stops after about `bytes_max`. Raises ViewInvalidError, StoreDamagedError.
+        """
+        self.view.check()
+        found: list[Shown] = []
+        self.last_work = 0
+        while len(found) < documents_max and self.last_work < work_max and bytes_max > 0:
+            self.last_work += 1
+            try:
+                shown = next(self._steps)
+            except StopIteration:
+                self.is_done = True
+                break
+            except StoreDamagedError as error:
+                self.view.invalidate(str(error))  # a scan that goes on would leave something out
+                raise
+            if shown is not None:
+                found.append(shown)
+                bytes_max -= len(shown.key) + len(shown.value)
+        return found
+
+
+class Views:
+    """The open views of a node."""
+
+    def __init__(self, engine: Engine, store: Store, views_max: int = VIEWS_MAX) -> None:
+        self._engine = engine
+        self._store = store
+        self._versions = Versions(store)
+        self._views_max = views_max
+        self._open: dict[ReadView, None] = {}
+        self._now_ns = 0
+
+    def __len__(self) -> int:
+        """Return how many are open."""
+        return len(self._open)
+
+    def open(self, vb_id: int, seqno: int | None = None) -> ReadView:
+        """Open a view as of a seqno; None: of the newest state, committed or not.
+
+        Raises ViewRefusedError below the history floor and above the end, TooManyViewsError.
+        """
+        part = self._engine.partitions[vb_id]
+        if seqno is None:
+            seqno = part.high_seqno
+        if not part.history_floor <= seqno <= part.high_seqno:
+            raise ViewRefusedError(
+                f"vb {vb_id} can be read as of seqnos {part.history_floor} to {part.high_seqno}, "
+                f"not {seqno}"
+            )
+        if len(self._open) >= self._views_max:
+            raise TooManyViewsError(
+                f"{len(self._open)} read views are open, as many as there may be; try again when "
+                "some are done"
+            )
+        view = ReadView(self._engine, self._store, part, seqno)
+        view.opened_ns = self._now_ns
+        part.pins.add(seqno)
+        self._open[view] = None
+        return view
+
+    def has_version(self, vb_id: int, seqno: int) -> bool:
+        """Whether the version with exactly this seqno is still there."""
+        return self._versions.entry_at(self._engine.partitions[vb_id], seqno) is not None
+
+    def close(self, view: ReadView) -> None:
+        """Let go of a view; closing it again does nothing."""
+        if view in self._open:
+            del self._open[view]
+            self._engine.partitions[view.vb_id].pins.remove(view.seqno)
+            view.invalidate("the view is closed")
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass, monotonic: what is too old, or not valid any more, is closed."""
+        self._now_ns = now_ns
+        for view in tuple(self._open):
+            if view.opened_ns and now_ns - view.opened_ns > AGE_MAX_S * 1_000_000_000:
+                view.invalidate(
+                    f"the view of vb {view.vb_id} was open for {AGE_MAX_S} s, the longest time; "
+                    "open another one"
+                )
+            view.opened_ns = view.opened_ns or now_ns
+            try:
+                view.check()
+            except ViewInvalidError:
+                self.close(view)
+
+
+def _meta_of(mutation: bytes) -> StoredMeta:
+    opcode, _, datatype, _, cas, seqno, rev_seqno = META.unpack_from(mutation)
+    flags, expiry = _FLAGS_AND_EXPIRY.unpack_from(mutation)
+    return StoredMeta(opcode, datatype, cas, seqno, rev_seqno, flags, expiry)

@@ -1,0 +1,97 @@
+"""Applying the log's groups to an engine again, at a start. Sans-IO.
+
+Who calls it: `vbucket.engine.startup`, before anything is served. What a group changed is applied
+as it was then: entries already have their seqno, CAS and revision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dcp.wire.frame import HEADER_BYTES
+from failover.history import FailoverLog
+from vbucket.engine.deferred_lookups import DeferredLookups
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
+from vbucket.model.manifest import Manifest
+from vbucket.store.records import Mended
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import floor_and_purge
+
+_UNPACK_META = META.unpack_from
+
+
+class Replay:
+    """See the module. `apply` groups in order, then `finish`."""
+
+    def __init__(self, engine: Engine, store: Store) -> None:
+        self._engine = engine
+        self._presumed = DeferredLookups(store, engine.partitions, engine.count)
+
+    def apply(self, group: int, entries: Iterable[bytes]) -> None:
+        """Apply a group that the log holds and the store may not."""
+        engine = self._engine
+        partitions = engine.partitions
+        for entry in entries:
+            head = head_of(entry)
+            engine.active_bytes += head.entry_bytes
+            if head.opcode == LOG_CONTROL:
+                self._presumed.settle()
+                self._apply_control(head.vb_id, control_document(entry))
+                continue
+            part = partitions[head.vb_id]
+            key_at = PREFIX_BYTES + HEADER_BYTES + head.extras_bytes
+            key = entry[key_at : key_at + head.key_bytes]
+            _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
+            assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
+            was_live = self._presumed.was_document(part, key, head.prev_seqno)
+            if (head.opcode == MUTATION) != was_live:
+                engine.count(part, key, -1 if was_live else 1)
+            if key[0]:
+                part.tally.note(key, seqno, part.high_seqno, engine.manifest.collections)
+            part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
+            part.max_cas = max(part.max_cas, cas)
+            part.newest[key] = entry
+            part.append_entry(entry)
+            if head.opcode == MUTATION:
+                engine.due.add(entry)
+        engine.continue_after(group)
+
+    def finish(self) -> None:
+        """Bring to an end what `apply` left open: the log has no more groups."""
+        self._presumed.settle()
+
+    def _apply_control(self, vb_id: int, document: dict[str, object]) -> None:
+        engine = self._engine
+        kind = document["kind"]
+        if kind == "failover":
+            part = engine.partitions[vb_id]
+            rollback_to = document["rollback_to"]
+            if rollback_to is not None:
+                assert isinstance(rollback_to, int)
+                if 0 < rollback_to < part.history_floor:
+                    # Written before there was compaction, when a purge left history as it was.
+                    part.history_floor = rollback_to
+                    part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
+                engine.roll_back(part, rollback_to)
+            part.set_failover(FailoverLog.from_document(document["log"]))
+        elif kind == "state":
+            state = document["state"]
+            assert isinstance(state, int)
+            engine.partitions[vb_id].state = VbState(state)
+        elif kind in {"floor", "purge"}:
+            part = engine.partitions[vb_id]
+            floor, purge = floor_and_purge(dict(document))
+            part.history_floor = max(part.history_floor, floor)
+            part.purge_seqno = max(part.purge_seqno, purge)
+        elif kind == "cas":
+            mended = document["mended"]
+            assert isinstance(mended, list)
+            engine.partitions[vb_id].lower_cas(Mended(*mended))
+        elif kind == "manifest":
+            engine.replay_manifest(Manifest.from_document(document["manifest"]))
+        else:
+            # `durability` concerns the shell, which reads it from the node record.
+            assert kind == "durability", kind

@@ -1,0 +1,335 @@
+"""How a node begins: from nothing, or from what the last run left, however that ended.
+
+Who calls it: the server, and the simulation of power cuts (tests/support/power_node.py), which ends
+it at every write and every sync.
+
+    recover_node(...) -> Startup   reads, and cuts what was never answered; then reads may be served
+    Startup.begin()                the first writes; where a disk is full, it may be called again
+
+Invariants
+- everything that is served is on disk;
+- a start that dies anywhere is repeated by the next one: the clean end of the last run, and the
+  durability that it promised, count until `begin` has written all it has to;
+- groups that may have been seen are given up only where the caller accepts that (`keep_copies`),
+  and partitions that may have lost some begin a new version then, before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from failover.history import FailoverLog
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
+from vbucket.engine.replay import Replay
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import LogDevice
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.record import LogDamagedError, groups_after, scan_segment, split_entries
+from vbucket.log.recovery import Recovery, TornTail, recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.environment import KvEnv
+from vbucket.store.quarantine import Quarantine, is_kept_for, kept_segments
+from vbucket.store.records import STORE_FORMAT_VERSION, CleanEnd, NodeRecord, PartitionRecord
+from vbucket.store.store import Store
+
+KeepCopies = Callable[[list[int]], None]
+"""Puts copies of these log segments aside, durably, before they are cut or removed."""
+
+
+class LogLoss(NamedTuple):
+    """What a start gave up of the log, because the caller accepted it."""
+
+    why: str
+    """The damage."""
+    end: LogEnd
+    """Where the log ends now."""
+    seqnos: dict[int, tuple[int, int]]
+    """Partition -> first and last seqno that are lost, as far as that is known."""
+    is_complete: bool
+    """Whether `seqnos` has all of it: a clean stop had left what every partition was."""
+    new_versions: list[int]
+    """Partitions that began a new version because of it."""
+
+
+class Startup:
+    """A node between its recovery and its first write. `begin` it before anything is written."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: Engine,
+        writer: LogWriter,
+        node: NodeRecord,
+        *,
+        torn: TornTail | None,
+        new_versions: list[int],
+        loss: LogLoss | None,
+    ) -> None:
+        self.store = store
+        self.engine = engine
+        self.writer = writer
+        self._node = node
+        self.torn = torn
+        """What was cut from the log's end: a group that nobody was answered."""
+        self.new_versions = new_versions
+        """Partitions that get a new version, because something that was seen may be lost."""
+        self.loss = loss
+        self._has_segment = False
+        self._group: CommitGroup | None = None
+
+    def begin(self) -> None:
+        """Begin a log segment and the versions that have to begin, and take the clean mark away.
+
+        Raises LogFullError, StoreFullError: then call it again once there is room. Raises
+        StoreFailedError, StoreDamagedError, LogWriteError, SyncFailedError.
+        """
+        engine, writer = self.engine, self.writer
+        if not self._has_segment:
+            writer.rotate(self._node.merged_segment + 1)
+            self._has_segment = True
+        if self._group is None:
+            self._group = engine.take_group()
+            # Nothing but new versions: nobody could write yet.
+            assert self._group is None or self._group.entries == len(self.new_versions)
+        if self._group is not None and engine.committed_group < self._group.number:
+            writer.append(self._group.number, self._group.payload)
+            writer.sync()
+            engine.group_committed(self._group)
+        if self.new_versions:
+            self.store.set_failovers(
+                {
+                    vb_id: engine.partitions[vb_id].failover.to_document()
+                    for vb_id in self.new_versions
+                }
+            )
+        if self.loss is not None:
+            writer.mark_anew()
+        # Durable before the first answer: which promise the next start has to assume. Not before
+        # the new versions are: a start that dies in between must find the old promise again.
+        self.store.begin(self._node)
+
+
+def recover_node(
+    env: KvEnv,
+    device: LogDevice,
+    *,
+    durability: str,
+    draw_uuid: Callable[[], int],
+    draw_node_id: Callable[[], str],
+    memtable_bytes_max: int,
+    item_cache_bytes: int = 0,
+    keep_copies: KeepCopies | None = None,
+) -> Startup:
+    """Bring a node to where its last run ended. Then `begin`.
+
+    Where the log is damaged, what follows is given up if there is `keep_copies`. Raises
+    LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError, StoreFailedError,
+    LogWriteError, SyncFailedError.
+    """
+    store = Store(env)
+    node = store.node()
+    if not device.segments() and node is None:
+        LogWriter(device).rotate()  # the log's first segment is there before the store is
+    if node is None:
+        if device.segments() != [1] or any(recover(device, 0).groups()):
+            raise LogDamagedError(
+                "there is no store, but the log beside it holds changes; put the store's files "
+                "back, or restore a copy of the whole folder"
+            )
+        store.close()
+        node = _first_node(env, draw_node_id(), durability)
+        store = Store.create(env, node, new_partitions(draw_uuid))
+    was_synced = node.durability == "commit"
+    clean_end = store.clean_end() if node.clean_shutdown else None
+    kept, lost_kept = _read_kept(store, device, keep_copies)
+    engine = Engine(store, draw_uuid, memtable_bytes_max, item_cache_bytes=item_cache_bytes)
+    replay = Replay(engine, store)
+    for number, entries in kept:
+        replay.apply(number, entries)
+    recovery = recover(
+        device,
+        node.merged_segment,
+        is_synced_per_group=was_synced,
+        merged_end=None if node.merged_end is None else LogEnd.from_document(node.merged_end),
+        clean_end=None if clean_end is None else clean_end.end,
+    )
+    loss: LogLoss | None = None
+    torn: TornTail | None = None
+    try:
+        for group in recovery.groups():
+            replay.apply(group.group, split_entries(group.payload))
+        torn = recovery.finish()
+    except LogDamagedError as error:
+        if keep_copies is None:
+            raise
+        seqnos = _give_up(device, recovery.end, node.merged_segment, keep_copies)
+        loss = _loss_of(engine, str(error), recovery.end, clean_end, seqnos)
+    if lost_kept:
+        loss = _with_kept(loss, recovery.end, lost_kept)
+    replay.finish()
+    engine.continue_after(max(recovery.end.group, engine.committed_group))
+    new_versions = [] if loss is None else loss.new_versions
+    if loss is None and not (node.clean_shutdown or was_synced):
+        new_versions = list(range(len(engine.partitions)))
+    engine.begin_new_versions(new_versions)
+    return Startup(
+        store,
+        engine,
+        LogWriter(device, recovery.end),
+        node._replace(clean_shutdown=False, durability=durability),
+        torn=torn,
+        new_versions=new_versions,
+        loss=loss,
+    )
+
+
+def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:
+    """Return the records of a keyspace that begins: every partition active, at seqno 0."""
+    return {
+        vb_id: PartitionRecord(
+            state=VbState.ACTIVE,
+            high_seqno=0,
+            purge_seqno=0,
+            history_floor=0,
+            max_cas=0,
+            item_count=0,
+            epoch=0,
+            failover=FailoverLog.create(draw_uuid()).to_document(),
+        )
+        for vb_id in range(NUM_VBUCKETS)
+    }
+
+
+def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | None:
+    """Bring a new engine up to the log's end; return the torn tail that was cut, if any.
+
+    The log is synced before this returns: what was read may never have reached the disk, and what
+    is served must. Raises LogDamagedError, SyncFailedError.
+    """
+    replay = Replay(engine, store)
+    for group in recovery.groups():
+        replay.apply(group.group, split_entries(group.payload))
+    replay.finish()
+    engine.continue_after(recovery.end.group)
+    return recovery.finish()
+
+
+def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:
+    return NodeRecord(
+        format_version=STORE_FORMAT_VERSION,
+        engine_version=env.engine,
+        node_id=node_id,
+        clean_shutdown=True,
+        durability=durability,
+        merged_segment=0,
+    )
+
+
+def _read_kept(
+    store: Store, device: LogDevice, keep_copies: KeepCopies | None
+) -> tuple[list[tuple[int, list[bytes]]], dict[int, str]]:
+    """Return groups of the entries that merges left out of quarantined partitions; and partitions
+    whose entries are lost, with the damage, where the caller accepts that.
+    """
+    items = store.quarantine()
+    kept = sorted(kept_segments(items))
+    groups: list[tuple[int, list[bytes]]] = []
+    try:
+        for segment in kept:
+            groups += _kept_groups(device, segment, items)
+    except LogDamagedError as error:
+        if keep_copies is None:
+            raise
+        keep_copies([segment for segment in device.segments() if segment in kept])
+        store.set_quarantine(
+            {
+                vb_id: item._replace(first_segment=item.last_segment + 1)
+                for vb_id, item in items.items()
+            }
+        )
+        return [], dict.fromkeys(items, str(error))
+    return groups, {}
+
+
+def _kept_groups(
+    device: LogDevice, segment: int, items: Quarantine
+) -> Iterator[tuple[int, list[bytes]]]:
+    try:
+        data = device.read(segment)
+    except KeyError:
+        raise LogDamagedError(
+            f"log segment {segment} is missing, which is kept for partitions in quarantine; put "
+            "the file back, or restore a backup"
+        ) from None
+    for group, payload, _, _ in scan_segment(data, segment):
+        yield (
+            group,
+            [
+                entry
+                for entry in split_entries(payload)
+                if is_kept_for(items.get(head_of(entry).vb_id), segment)
+            ],
+        )
+
+
+# -- damage that was accepted ----------------------------------------------------------------------
+
+
+def _give_up(
+    device: LogDevice, end: LogEnd, merged_segment: int, keep_copies: KeepCopies
+) -> dict[int, int]:
+    """Cut the log after its last good record. Return partition -> highest seqno, of what could
+    still be read of the rest.
+    """
+    cut = [
+        segment
+        for segment in device.segments()
+        if segment >= end.segment and segment > merged_segment
+    ]
+    seqnos: dict[int, int] = {}
+    for segment in cut:
+        start = end.size_bytes if segment == end.segment else 0
+        for payload in groups_after(device.read(segment), segment, start):
+            for entry in split_entries(payload):
+                if entry[OPCODE_AT] != LOG_CONTROL:
+                    vb_id, seqno = head_of(entry).vb_id, seqno_of(entry)
+                    seqnos[vb_id] = max(seqno, seqnos.get(vb_id, 0))
+    keep_copies(cut)
+    if end.segment in cut:
+        device.truncate(end.segment, end.size_bytes)
+    device.drop_after(max(end.segment, merged_segment))
+    device.sync()
+    return seqnos
+
+
+def _loss_of(
+    engine: Engine, why: str, end: LogEnd, clean_end: CleanEnd | None, seqnos: dict[int, int]
+) -> LogLoss:
+    """Say what a log lacks that was cut after `end`; `seqnos` is what `_give_up` returned."""
+    parts = engine.partitions
+    new_versions = list(range(len(parts)))
+    if clean_end is not None:
+        seqnos = {vb_id: high_seqno for vb_id, (high_seqno, _) in clean_end.partitions.items()}
+        new_versions = [
+            vb_id
+            for vb_id, known in clean_end.partitions.items()
+            if known != (parts[vb_id].high_seqno, parts[vb_id].vb_uuid)
+        ]
+    lost = {
+        vb_id: (parts[vb_id].high_seqno + 1, seqno)
+        for vb_id, seqno in sorted(seqnos.items())
+        if seqno > parts[vb_id].high_seqno
+    }
+    return LogLoss(why, end, lost, clean_end is not None, new_versions)
+
+
+def _with_kept(loss: LogLoss | None, end: LogEnd, lost_kept: dict[int, str]) -> LogLoss:
+    """Add partitions in quarantine whose entries are lost to what a start gave up."""
+    if loss is None:
+        loss = LogLoss(next(iter(lost_kept.values())), end, {}, is_complete=False, new_versions=[])
+    new_versions = sorted({*loss.new_versions, *lost_kept})
+    return loss._replace(is_complete=False, new_versions=new_versions)

@@ -1,0 +1,27 @@
+"""A commit group: the changes that one record of the log holds. Pure.
+
+Who calls it: the keyspace makes groups; the committer writes their records and hands them back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vbucket.model.manifest import Manifest
+
+
+class CommitGroup(NamedTuple):
+    """Everything that was applied since the group before."""
+
+    number: int
+    payload: bytes
+    """Its entries. Append and sync them (`vbucket.log.writer`), then call `group_committed`."""
+    high_seqnos: dict[int, int]
+    """vb -> high seqno of each partition that the group changed."""
+    branched: list[int]
+    """Partitions whose failover log the group changed."""
+    restated: list[int]
+    """Partitions whose state the group changed."""
+    entries: int
+    manifest: Manifest | None = None
+    """The collections manifest, where the group changed it."""

@@ -1,0 +1,170 @@
+"""The device that holds the log: numbered append-only segments, the newest of which is written.
+
+What it is: the one interface between the log and a disk. `vbucket.log.device_files` keeps segments
+as files; `vbucket.log.device_memory` is the deterministic twin with crashes and faults on demand.
+Both pass the same tests. The engine appends and syncs; the shell rotates and deletes; the store
+process reads sealed segments.
+
+Invariants
+- Segment ids ascend by 1 and are never reused. Only the newest segment is appended to.
+- A segment exists with its whole header, on disk, before `rotate` returns; before that it does not
+  exist at all. So a segment without a good header is damage and never a torn write.
+- The newest segment may have zeros behind its end (`reserve`): an append that overwrites them does
+  not make the file longer, which is what a sync after it would have to wait for. They are no part
+  of the segment: `current_bytes` and `read` leave them out. A device that finds a segment cannot
+  tell them from a record's bytes, so there they count until recovery, which knows the records, cuts
+  them (`truncate`); nothing is appended before.
+- A sealed segment (any but the newest) has exactly its length, is synced, and its successor's
+  header tells its length: the zeros are cut, durably, before the successor exists.
+- Beside the segments there are MARK_SLOTS small slots, which are overwritten in place (`mark`) and
+  tell where the log ends (`vbucket.log.end_mark`).
+- A full disk (`LogFullError`) changes nothing: the same call may be made again.
+- After a failed sync nobody knows what is on disk: the device refuses everything but reads.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final, Protocol
+
+import google_crc32c
+
+SEGMENT_MAGIC: Final = b"dcpd-log"
+SEGMENT_FORMAT_VERSION: Final = 3
+"""Version 3 has the segment header of version 2, and other records (`vbucket.log.record`)."""
+SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
+"""magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
+salt, CRC-32C of what stands before it."""
+SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
+OLD_SEGMENT_HEADER: Final = Struct(">8sIIQQI")
+"""Version 1: without a salt. Versions 1 and 2 are read and not written."""
+OLD_SALT: Final = 0xDC9D_106E << 32
+"""What the records of version 1 are made with."""
+
+MARK_SLOTS: Final = 3
+"""One that is on disk, one that is being synced, one that is written: a power cut tears the last
+two at most."""
+MARK_SLOT_BYTES: Final = 512
+"""A slot lies in a sector of its own."""
+MARK_BYTES_MAX: Final = 64
+
+AHEAD_BYTES: Final = 256 << 10
+"""Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
+small groups that then take a third less time each (docs/performance.md)."""
+
+
+class LogWriteError(Exception):
+    """The disk took no change, or the device takes none any more. Final, but for LogFullError."""
+
+
+class LogFullError(LogWriteError):
+    """There is no room: the disk is full, or a quota or a limit is hit, that of open files among
+    them. Nothing of it was done.
+
+    The log is as it was before, so the caller may try again once there is room.
+    """
+
+
+class SyncFailedError(Exception):
+    """The disk did not confirm a sync. Final: the process must answer nothing more and end."""
+
+
+class UnknownFormatError(Exception):
+    """The data was written in a format that this version does not know."""
+
+
+class LogDevice(Protocol):
+    """Segments of the log. Not thread-safe, except that `sync`, `reserve` and `delete` may run
+    beside the others, each on one thread at a time.
+    """
+
+    @property
+    def current_bytes(self) -> int:
+        """Length of the newest segment, header included; 0 while there is none."""
+
+    @property
+    def room_bytes(self) -> int:
+        """How many bytes of zeros lie ahead of the newest segment's end."""
+
+    @property
+    def salt(self) -> int:
+        """The newest segment's salt, which its records are made with (`vbucket.log.record`).
+
+        To be asked for only where this device began the segment: nothing is written into others.
+        """
+
+    def segments(self) -> list[int]:
+        """Return the ids of all segments, ascending; empty on a new device."""
+
+    def read(self, segment: int) -> bytes:
+        """Return all bytes of a segment, header included. Raises KeyError for an unknown id."""
+
+    def append(self, data: bytes) -> None:
+        """Write `data` at the end of the newest segment; it survives a crash only after `sync`.
+
+        Raises LogFullError, LogWriteError (nothing was added), SyncFailedError (one failed before).
+        """
+
+    def reserve(self) -> None:
+        """Write AHEAD_BYTES more zeros ahead of the newest segment's end, durably.
+
+        A full disk is no error, nor is a file that cannot be opened: then there is no more room
+        ahead than before. Raises SyncFailedError.
+        """
+
+    def sync(self) -> None:
+        """Return when all that was appended is on disk. Raises SyncFailedError, which is final."""
+
+    def rotate(self, at_least: int = 1) -> int:
+        """Sync, begin the next segment with its header, durably, and return its id.
+
+        On an empty device that is segment `at_least`. Raises LogFullError, LogWriteError (the
+        newest segment is still the same) or SyncFailedError.
+        """
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """Overwrite a slot with up to MARK_BYTES_MAX bytes; it survives a power cut only after
+        `sync_mark`, and the end of the process at once.
+
+        A disk that refuses is no error where there is a slot: that stays what it was. Where there
+        is none yet, it raises LogFullError or LogWriteError.
+        """
+
+    def sync_mark(self) -> None:
+        """Return when the slots are on disk; does nothing where there are none. Raises
+        SyncFailedError, which is final.
+        """
+
+    def marks(self) -> list[bytes]:
+        """Return the slots' MARK_BYTES_MAX bytes each; [] where there are none."""
+
+    def truncate(self, segment: int, size_bytes: int) -> None:
+        """Durably cut a segment, and what lies ahead of its end. Raises KeyError, LogFullError,
+        LogWriteError, SyncFailedError.
+        """
+
+    def delete(self, segment: int) -> None:
+        """Durably remove a sealed segment. Raises KeyError; ValueError for the newest one."""
+
+    def drop_after(self, segment: int) -> None:
+        """Durably remove every segment above `segment`, the newest one first: they are damaged, and
+        were given up. `rotate` comes next. Raises LogWriteError, SyncFailedError.
+        """
+
+    def close(self) -> None:
+        """Let go of the device and of the zeros ahead; syncs nothing."""
+
+
+def pack_segment_header(segment: int, previous_bytes: int, salt: int) -> bytes:
+    """Return the first `SEGMENT_HEADER_BYTES` of a segment; `salt` is 64 random bits."""
+    head = SEGMENT_HEADER.pack(
+        SEGMENT_MAGIC, SEGMENT_FORMAT_VERSION, 0, segment, previous_bytes, salt, 0
+    )[:-4]
+    crc: int = google_crc32c.value(head)
+    return head + crc.to_bytes(4, "big")
+
+
+def mark_slots(data: bytes) -> list[bytes]:
+    """Return the slots in the bytes of a mark file."""
+    slots = (data[at * MARK_SLOT_BYTES :] for at in range(MARK_SLOTS))
+    return [slot[:MARK_BYTES_MAX] for slot in slots]

@@ -1,0 +1,428 @@
+"""The log as real files: `0000000001.log`, `0000000002.log`, ... and `end.mark` in one folder.
+
+Who calls it: the shell opens it; the engine appends and syncs. The store process uses only
+`read_segment`. What a full disk or a short write leaves behind is cut away at once; if even that
+fails, the device takes no more appends and the next start cuts it as a torn tail.
+
+A new segment is written under a temporary name, synced and renamed, so that it appears whole. It
+begins with zeros ahead of its end, and gets more when the shell asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from vbucket.log.device import (
+    AHEAD_BYTES,
+    MARK_BYTES_MAX,
+    MARK_SLOT_BYTES,
+    MARK_SLOTS,
+    SEGMENT_HEADER_BYTES,
+    LogFullError,
+    LogWriteError,
+    SyncFailedError,
+    mark_slots,
+    pack_segment_header,
+)
+from vbucket.log.disk_folder import Disk, FolderDisk
+
+SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
+MARK_NAME: Final = "end.mark"
+_NEW_NAME: Final = "new-segment.tmp"
+_NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""The process, or the system, has as many files open as it may (ulimit -n)."""
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
+"""What may pass: also a full disk, a used-up quota, the limit of a file's size (ulimit -f)."""
+
+
+def segment_path(folder: Path, segment: int) -> Path:
+    """Return the file of a segment."""
+    return folder / segment_name(segment)
+
+
+def segment_name(segment: int) -> str:
+    """Return the name of a segment's file."""
+    return f"{segment:010d}.log"
+
+
+def segments_in(folder: Path) -> list[int]:
+    """Return the ids of the segments in a folder, ascending."""
+    found = (SEGMENT_NAME.match(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in found if name)
+
+
+def read_segment(folder: Path, segment: int) -> bytes:
+    """Return all bytes of a segment. Raises KeyError when there is no such segment."""
+    try:
+        return segment_path(folder, segment).read_bytes()
+    except FileNotFoundError:
+        raise KeyError(segment) from None
+
+
+def read_mark_slots(folder: Path) -> list[bytes]:
+    """Return the slots of the log's end mark, [] where there is none."""
+    try:
+        return mark_slots((folder / MARK_NAME).read_bytes())
+    except FileNotFoundError:
+        return []
+
+
+def sync_folder(folder: Path) -> None:
+    """Make creations, renames and removals in a folder durable. Raises SyncFailedError."""
+    try:
+        disk = FolderDisk(folder)
+        try:
+            disk.sync_folder()
+        finally:
+            disk.release()
+    except OSError as error:
+        raise SyncFailedError(f"{folder}: the folder could not be synced: {error}") from error
+
+
+class FileLogDevice:
+    """`LogDevice` over the files of one folder; the folder is created when missing.
+
+    `draw_salt` gives 64 random bits for each new segment, which no client may be able to guess.
+
+    Invariants
+    - `_end` is the length of the newest segment as far as appends succeeded, and
+      `_end` <= `_ahead_end` <= the file's length;
+    - between `_end` and `_ahead_end` lie zeros that are on disk; what is beyond, if anything, is
+      zeros too, except after a failed append that could not be cut (`_refusal` is set then);
+    - the file grows, or shrinks, under `_growing` only: `reserve` never writes over an append.
+    """
+
+    def __init__(
+        self, folder: Path, draw_salt: Callable[[], int], disk: Disk | None = None
+    ) -> None:
+        self._folder = folder
+        self._draw_salt = draw_salt
+        self._salt: int | None = None
+        self._disk = disk or FolderDisk(folder)
+        self._refusal: Exception | None = None
+        self._fd = -1
+        self._end = self._ahead_end = 0
+        self._growing = threading.RLock()
+        self._mark_fd = -1
+        self._is_mark_new = False
+        names = self._disk.names()
+        if MARK_NAME in names:
+            self._mark_fd = self._disk.open(MARK_NAME)
+        if _NEW_NAME in names:
+            self._disk.remove(_NEW_NAME)
+        self._segments = sorted(int(found[1]) for found in map(SEGMENT_NAME.match, names) if found)
+        if self._segments:
+            self._fd = self._disk.open(segment_name(self._segments[-1]))
+            self._end = self._ahead_end = self._disk.size(self._fd)
+
+    @property
+    def current_bytes(self) -> int:
+        """See LogDevice."""
+        return self._end
+
+    @property
+    def room_bytes(self) -> int:
+        """See LogDevice."""
+        return self._ahead_end - self._end
+
+    @property
+    def salt(self) -> int:
+        """See LogDevice."""
+        assert self._salt is not None, "records go only into a segment that was begun here"
+        return self._salt
+
+    def segments(self) -> list[int]:
+        """See LogDevice."""
+        return list(self._segments)
+
+    def read(self, segment: int) -> bytes:
+        """See LogDevice."""
+        try:
+            data = self._disk.read(segment_name(segment))
+        except FileNotFoundError:
+            raise KeyError(segment) from None
+        return data[: self._end] if segment == self._segments[-1] else data
+
+    def append(self, data: bytes) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._fd < 0:
+            raise LogWriteError(f"{self._folder}: there is no segment yet; call rotate() first")
+        if self._end + len(data) <= self._ahead_end:
+            self._append(data)
+            return
+        with self._growing:
+            self._append(data)
+            self._ahead_end = max(self._ahead_end, self._end)
+
+    def sync(self) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._fd < 0:
+            return
+        try:
+            self._disk.sync_data(self._fd)
+        except OSError as error:
+            self._fail_sync(f"segment {self._segments[-1]} could not be synced: {error}", error)
+
+    def reserve(self) -> None:
+        """See LogDevice."""
+        with self._growing:
+            if self._refusal is not None or self._fd < 0:
+                return
+            segment, at = self._segments[-1], self._ahead_end
+            # A descriptor of its own: each gets to know of an error of the disk once. A sync of the
+            # log must not miss one because the sync here was told.
+            try:
+                fd = self._disk.open(segment_name(segment))
+            except OSError:
+                return  # no descriptor is left: the room is scarce, and the log goes on without
+            try:
+                self._write_all(fd, bytes(AHEAD_BYTES), at)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._disk.cut(fd, at)  # what stays is zeros: no harm, but the room is scarce
+            else:
+                try:
+                    self._disk.sync_data(fd)
+                except OSError as error:
+                    self._fail_sync(f"segment {segment} could not be synced: {error}", error)
+                self._ahead_end = at + AHEAD_BYTES
+            finally:
+                self._disk.close(fd)
+
+    def rotate(self, at_least: int = 1) -> int:
+        """See LogDevice."""
+        self.sync()
+        with self._growing:
+            segment = self._segments[-1] + 1 if self._segments else at_least
+            if self._fd >= 0:
+                self._seal()
+            salt = self._draw_salt()
+            # It stays open: later another descriptor might not be had.
+            fd, room_bytes = self._create(segment, salt)
+            try:
+                self._sync_folder()
+            except SyncFailedError:
+                self._disk.close(fd)
+                raise
+            self._segments.append(segment)
+            self._close_newest()
+            self._fd = fd
+            self._salt = salt
+            self._end = SEGMENT_HEADER_BYTES
+            self._ahead_end = self._end + room_bytes
+        return segment
+
+    def truncate(self, segment: int, size_bytes: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if segment not in self._segments:
+            raise KeyError(segment)
+        with self._growing:
+            fd = self._disk.open(segment_name(segment))
+            try:
+                self._cut_durably(segment, fd, size_bytes)
+            finally:
+                self._disk.close(fd)
+            if segment == self._segments[-1]:
+                self._end = self._ahead_end = size_bytes
+
+    def delete(self, segment: int) -> None:
+        """See LogDevice."""
+        if segment not in self._segments:
+            raise KeyError(segment)
+        if segment == self._segments[-1]:
+            raise ValueError(f"segment {segment} is the newest one; rotate() before deleting it")
+        self._disk.remove(segment_name(segment))
+        self._sync_folder()
+        self._segments.remove(segment)
+
+    def drop_after(self, segment: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        with self._growing:
+            while self._segments and self._segments[-1] > segment:
+                self._close_newest()
+                name = segment_name(self._segments[-1])
+                try:
+                    self._disk.remove(name)
+                except OSError as error:
+                    raise _write_error(f"{name} could not be removed: {error}", error) from error
+                self._sync_folder()
+                del self._segments[-1]
+                if self._segments:
+                    self._fd = self._disk.open(segment_name(self._segments[-1]))
+                    self._end = self._ahead_end = self._disk.size(self._fd)
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """See LogDevice."""
+        assert 0 <= slot < MARK_SLOTS
+        assert len(data) <= MARK_BYTES_MAX
+        if self._mark_fd < 0:
+            self._create_mark()
+        with contextlib.suppress(OSError):
+            self._disk.write(self._mark_fd, data, slot * MARK_SLOT_BYTES)
+
+    def sync_mark(self) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._mark_fd < 0:
+            return
+        try:
+            if self._is_mark_new:
+                self._disk.sync(self._mark_fd)
+            else:
+                self._disk.sync_data(self._mark_fd)
+        except OSError as error:
+            self._fail_sync(f"{MARK_NAME} could not be synced: {error}", error)
+        if self._is_mark_new:
+            self._sync_folder()
+            self._is_mark_new = False
+
+    def marks(self) -> list[bytes]:
+        """See LogDevice."""
+        try:
+            data = self._disk.read(MARK_NAME)
+        except FileNotFoundError:
+            return []
+        return mark_slots(data)
+
+    def close(self) -> None:
+        """See LogDevice."""
+        if self._fd >= 0 and self._refusal is None and self._ahead_end > self._end:
+            with contextlib.suppress(OSError):  # the next start cuts it
+                self._disk.cut(self._fd, self._end)
+        self._close_newest()
+        if self._mark_fd >= 0:
+            self._disk.close(self._mark_fd)
+            self._mark_fd = -1
+        self._disk.release()
+
+    def _create_mark(self) -> None:
+        try:
+            self._mark_fd = self._disk.create(MARK_NAME)
+            self._write_all(self._mark_fd, bytes(MARK_SLOTS * MARK_SLOT_BYTES), 0)
+        except OSError as error:
+            text = f"{self._folder}: cannot create {MARK_NAME}: {error}; free some space"
+            raise _write_error(text, error) from error
+        self._is_mark_new = True
+
+    def _append(self, data: bytes) -> None:
+        end = self._end
+        try:
+            # The usual case is one call; a short write (signal, full disk) goes on where it ended.
+            written = self._disk.write(self._fd, data, end)
+            if written < len(data):
+                self._write_all(self._fd, memoryview(data)[written:], end + written)
+        except OSError as error:
+            raise self._cut_failed_append(len(data), error) from error
+        self._end = end + len(data)
+
+    def _write_all(self, fd: int, data: bytes | memoryview, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            written = self._disk.write(fd, left, at)
+            if written == 0:
+                raise OSError(errno.ENOSPC, "the disk took no more bytes")
+            left = left[written:]
+            at += written
+
+    def _seal(self) -> None:
+        """Give the newest segment exactly its length, durably."""
+        # Always: where a start found no zeros to cut, the cut of the last stop may not be on disk.
+        self._cut_durably(self._segments[-1], self._fd, self._end)
+        self._ahead_end = self._end
+
+    def _cut_durably(self, segment: int, fd: int, size_bytes: int) -> None:
+        try:
+            self._disk.cut(fd, size_bytes)
+        except OSError as error:
+            raise _write_error(f"segment {segment} could not be cut: {error}", error) from error
+        try:
+            self._disk.sync(fd)
+        except OSError as error:
+            self._fail_sync(f"segment {segment} could not be synced: {error}", error)
+
+    def _create(self, segment: int, salt: int) -> tuple[int, int]:
+        """Write the next segment and give it its name; return its descriptor, and how many zeros
+        lie ahead in it.
+        """
+        header = pack_segment_header(segment, self._end, salt)
+        fd = -1
+        try:
+            fd = self._disk.create(_NEW_NAME)
+            self._write_all(fd, header, 0)
+            room_bytes = self._write_first_zeros(fd, len(header))
+            self._disk.sync(fd)
+            self._disk.rename(_NEW_NAME, segment_name(segment))
+        except OSError as error:
+            if fd >= 0:
+                self._disk.close(fd)
+            with contextlib.suppress(OSError):
+                self._disk.remove(_NEW_NAME)
+            if error.errno in _NO_DESCRIPTOR:
+                what_to_try = "close connections, or allow more open files (ulimit -n)"
+            else:
+                what_to_try = "free some space or check the folder's permissions, then try again"
+            raise _write_error(
+                f"{self._folder}: cannot create log segment {segment}: {error}; {what_to_try}",
+                error,
+            ) from error
+        return fd, room_bytes
+
+    def _write_first_zeros(self, fd: int, at: int) -> int:
+        try:
+            self._write_all(fd, bytes(AHEAD_BYTES), at)
+        except OSError:
+            self._disk.cut(fd, at)
+            return 0
+        return AHEAD_BYTES
+
+    def _close_newest(self) -> None:
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+    def _refuse_if_broken(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _sync_folder(self) -> None:
+        try:
+            self._disk.sync_folder()
+        except OSError as error:
+            self._fail_sync(f"the folder could not be synced: {error}", error)
+
+    def _fail_sync(self, what: str, cause: OSError) -> None:
+        self._refusal = SyncFailedError(
+            f"{self._folder}: {what}; nothing written since the last good sync is certain. "
+            "Check the disk, then start again: what was acknowledged is in the log"
+        )
+        raise self._refusal from cause
+
+    def _cut_failed_append(self, wanted_bytes: int, cause: OSError) -> LogWriteError:
+        text = (
+            f"{self._folder}: segment {self._segments[-1]} took no group of {wanted_bytes} bytes "
+            f"at {self._end}: {cause}; free some space on this disk and try again"
+        )
+        with self._growing:
+            try:
+                self._disk.cut(self._fd, self._end)
+            except OSError as error:
+                text += f" (cutting what was written failed too: {error})"
+                self._refusal = LogWriteError(text)
+                return LogWriteError(text)
+            self._ahead_end = self._end
+        return _write_error(text, cause)
+
+
+def _write_error(text: str, cause: OSError) -> LogWriteError:
+    """Return the error that says whether trying again can help."""
+    return LogFullError(text) if cause.errno in _NO_ROOM else LogWriteError(text)

@@ -1,0 +1,198 @@
+"""The log in memory, for tests and simulation: same rules as files, crashes and faults on demand.
+
+Deterministic: what survives a crash is what the caller says. A fault point is armed for the nth
+call from now (1 = the next one) and fires once.
+"""
+
+from __future__ import annotations
+
+from vbucket.log.device import (
+    MARK_SLOTS,
+    SEGMENT_HEADER,
+    LogFullError,
+    LogWriteError,
+    SyncFailedError,
+    pack_segment_header,
+)
+
+MEMORY_AHEAD_BYTES = 512
+"""Zeros that `reserve` writes here: few, so that tests come to their end."""
+_SALT_STEP = 0x9E37_79B9_7F4A_7C15
+"""Makes each segment's salt another, and the same in every run."""
+_SALT_TOP = 1 << 63
+"""No record begins with a zero byte then, so that whatever a crash keeps of one can be seen."""
+
+
+class MemoryLogDevice:
+    """`LogDevice` over bytearrays.
+
+    Invariants: 0 <= `_synced` <= length of the newest segment; sealed segments are wholly synced.
+    `_ahead_end` is where the newest segment's zeros end, which are no part of `_data`.
+    """
+
+    def __init__(self) -> None:
+        self._data: dict[int, bytearray] = {}
+        self._marks: list[bytes] = []
+        self._synced = 0
+        self._ahead_end = 0
+        self._refusal: Exception | None = None
+        self._append_countdown = 0
+        self._append_keeps_bytes = 0
+        self._append_is_cut = True
+        self._sync_countdown = 0
+
+    @property
+    def current_bytes(self) -> int:
+        """See LogDevice."""
+        return len(self._newest()) if self._data else 0
+
+    @property
+    def room_bytes(self) -> int:
+        """See LogDevice."""
+        return max(0, self._ahead_end - self.current_bytes)
+
+    @property
+    def unsynced_bytes(self) -> int:
+        """How many bytes a crash may take."""
+        return self.current_bytes - self._synced
+
+    @property
+    def salt(self) -> int:
+        """See LogDevice."""
+        salt: int = SEGMENT_HEADER.unpack_from(self._newest())[5]
+        return salt
+
+    def segments(self) -> list[int]:
+        """See LogDevice."""
+        return sorted(self._data)
+
+    def read(self, segment: int) -> bytes:
+        """See LogDevice."""
+        return bytes(self._data[segment])
+
+    def append(self, data: bytes) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if not self._data:
+            raise LogWriteError("memory log: there is no segment yet; call rotate() first")
+        if self._append_countdown:
+            self._append_countdown -= 1
+            if self._append_countdown == 0:
+                self._fail_this_append(data)
+        self._newest().extend(data)
+
+    def sync(self) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        if self._sync_countdown:
+            self._sync_countdown -= 1
+            if self._sync_countdown == 0:
+                self._refusal = SyncFailedError("memory log: the armed sync fault")
+                raise self._refusal
+        self._synced = self.current_bytes
+
+    def reserve(self) -> None:
+        """See LogDevice."""
+        if self._refusal is None and self._data:
+            self._ahead_end = max(self._ahead_end, self.current_bytes) + MEMORY_AHEAD_BYTES
+
+    def rotate(self, at_least: int = 1) -> int:
+        """See LogDevice."""
+        self.sync()
+        newest = max(self._data, default=at_least - 1)
+        salt = (newest + 1) * _SALT_STEP % (1 << 64) | _SALT_TOP
+        header = pack_segment_header(newest + 1, self.current_bytes, salt)
+        self._data[newest + 1] = bytearray(header)
+        self._synced = len(header)
+        self._ahead_end = self._synced + MEMORY_AHEAD_BYTES
+        return newest + 1
+
+    def truncate(self, segment: int, size_bytes: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        data = self._data[segment]
+        del data[size_bytes:]
+        data.extend(bytes(size_bytes - len(data)))
+        if segment == max(self._data):
+            self._synced = self._ahead_end = size_bytes
+
+    def delete(self, segment: int) -> None:
+        """See LogDevice."""
+        if segment not in self._data:
+            raise KeyError(segment)
+        if segment == max(self._data):
+            raise ValueError(f"segment {segment} is the newest one; rotate() before deleting it")
+        del self._data[segment]
+
+    def drop_after(self, segment: int) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        for newer in [number for number in self._data if number > segment]:
+            del self._data[newer]
+        self._synced = self._ahead_end = self.current_bytes
+
+    def mark(self, slot: int, data: bytes) -> None:
+        """See LogDevice."""
+        self._marks = self._marks or [b""] * MARK_SLOTS
+        self._marks[slot] = data
+
+    def sync_mark(self) -> None:
+        """See LogDevice: a crash takes no mark here."""
+
+    def marks(self) -> list[bytes]:
+        """See LogDevice."""
+        return list(self._marks)
+
+    def close(self) -> None:
+        """See LogDevice."""
+        self._ahead_end = self.current_bytes
+
+    def crash(self, *, keep_unsynced_bytes: int = 0) -> MemoryLogDevice:
+        """Return the device as the next process finds it; this one refuses from now on.
+
+        `keep_unsynced_bytes` of what was appended since the last sync survive, from the front. The
+        zeros ahead survive, and are found as a part of the segment.
+        """
+        after = MemoryLogDevice()
+        after._data = {segment: bytearray(data) for segment, data in self._data.items()}
+        after._marks = list(self._marks)
+        if after._data:
+            kept = min(self._synced + keep_unsynced_bytes, self.current_bytes)
+            newest = after._newest()
+            del newest[kept:]
+            newest.extend(bytes(max(0, self._ahead_end - kept)))
+            after._synced = after._ahead_end = len(newest)
+        self._refusal = SyncFailedError("memory log: this device has crashed")
+        return after
+
+    def fail_append(self, nth: int, *, after_bytes: int = 0, is_cut: bool = True) -> None:
+        """Arm a full disk for the nth append from now, after `after_bytes` of its data.
+
+        With `is_cut` false the partial write stays and the device takes no more appends.
+        """
+        self._append_countdown = nth
+        self._append_keeps_bytes = after_bytes
+        self._append_is_cut = is_cut
+
+    def fail_sync(self, nth: int) -> None:
+        """Arm a failing sync for the nth one from now (`rotate` syncs too)."""
+        self._sync_countdown = nth
+
+    def flip(self, segment: int, position: int, mask: int = 1) -> None:
+        """Damage one byte of a segment."""
+        self._data[segment][position] ^= mask
+
+    def _newest(self) -> bytearray:
+        return self._data[max(self._data)]
+
+    def _refuse_if_broken(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _fail_this_append(self, data: bytes) -> None:
+        if self._append_is_cut:
+            self._ahead_end = self.current_bytes
+            raise LogFullError("memory log: the armed append fault")
+        self._newest().extend(data[: self._append_keeps_bytes])
+        self._refusal = LogWriteError("memory log: the armed append fault, which was not cut")
+        raise self._refusal

@@ -1,0 +1,278 @@
+"""The log's bytes: segments of records, one record per commit group, each with a checksum.
+
+    segment = header (vbucket.log.device.SEGMENT_HEADER) + record*
+    record  = mark u32, kind u32, payload length u32, group number u64,
+              CRC-32C of the record before u32, CRC-32C u32, payload
+    payload = entry*        (vbucket.model.entry; an entry ends where its body length says)
+
+The CRC covers the record's fields before it and the payload, so each record vouches for the one
+before: a record that was exchanged, or is missing in the middle, breaks the chain. Group numbers
+ascend by 1. Both go on across segments and restarts. Big-endian. Records of segments of version 1
+and 2 do not name the one before them; the first record after them does.
+
+A segment's header holds a salt, 64 random bits: its upper half is the mark that the segment's
+records begin with, its lower half what their CRCs go on from. So a client, whose values stand in
+records as they are, cannot make one that passes for a record, which would turn a torn group into
+damage. Segments of version 1 have none; their records are made with `device.OLD_SALT`.
+
+Who calls it: `vbucket.log.writer` packs records; recovery, the merge and the offline check scan
+segments. Pure; the device is handed in.
+
+What follows the last good record is one of three things, and none is silent:
+- nothing, or in the newest segment only zeros, which are written ahead of its end: a clean end;
+- a torn tail, in the newest segment, with no good record after it: a group that was never answered;
+- damage, everything else: `LogDamagedError`. So is an end that comes too early: before the end mark
+  (`vbucket.log.end_mark`), before what the store has merged, or elsewhere than where a clean stop
+  left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+from struct import error as StructError  # noqa: N812 - the struct module names its error in lower case
+from typing import Final, NamedTuple
+
+import google_crc32c
+
+from vbucket.log.device import (
+    OLD_SALT,
+    OLD_SEGMENT_HEADER,
+    SEGMENT_FORMAT_VERSION,
+    SEGMENT_HEADER,
+    SEGMENT_MAGIC,
+    UnknownFormatError,
+)
+from vbucket.log.end_mark import LogEnd
+
+KIND_GROUP: Final = 1
+RECORD_HEAD: Final = Struct(">IIIQI")
+"""mark, kind, payload length, group number, CRC-32C of the record before (0: there is none)."""
+RECORD: Final = Struct(">IIIQII")
+"""The same and the CRC-32C."""
+RECORD_BYTES: Final = RECORD.size
+OLD_RECORD_HEAD: Final = Struct(">IIIQ")
+OLD_RECORD: Final = Struct(">IIIQI")
+"""Records of segments of version 1 and 2."""
+_LAYOUTS: Final = ((OLD_RECORD, OLD_RECORD_HEAD.size), (RECORD, RECORD_HEAD.size))
+"""Without and with a chain: the layout, and how much of it the checksum covers."""
+GROUP_WINDOW: Final = 1 << 20
+"""How far after the last good group a record found behind a bad place may be, to count as one."""
+
+_BODY_LENGTH: Final = Struct(">20xI")
+"""Where an entry tells its length: 12 bytes of prefix, 8 of the frame's header."""
+_ENTRY_HEAD_BYTES: Final = 36
+_SALT_HALF: Final = (1 << 32) - 1
+_HEADERS: Final = {1: OLD_SEGMENT_HEADER, 2: SEGMENT_HEADER, SEGMENT_FORMAT_VERSION: SEGMENT_HEADER}
+_CHAINED_FROM: Final = 3
+"""The first version whose records name the one before."""
+_VERSION_AT: Final = len(SEGMENT_MAGIC)
+_crc32c = google_crc32c.value
+_crc32c_extend = google_crc32c.extend
+_pack_head = RECORD_HEAD.pack
+
+
+class LogDamagedError(Exception):
+    """The log holds what no crash can leave: bytes changed, or vanished, after they were synced."""
+
+
+class SegmentHeader(NamedTuple):
+    """What a segment's header tells. `previous_bytes`: length of the segment before, 0: none."""
+
+    previous_bytes: int
+    salt: int
+    size_bytes: int
+    is_chained: bool
+    """Whether records name the one before."""
+
+
+class ScannedGroup(NamedTuple):
+    """One good record of a segment. `end` is the position after it."""
+
+    group: int
+    payload: bytes
+    end: int
+    crc: int
+
+
+def pack_group(group: int, payload: bytes, salt: int, crc_before: int = 0) -> bytes:
+    """Return the record of a commit group; `payload` is its entries one after another.
+
+    `salt` is that of the segment which it goes into, `crc_before` the checksum of the record before
+    it (0: it is the first one).
+    """
+    head = _pack_head(salt >> 32, KIND_GROUP, len(payload), group, crc_before)
+    crc: int = _crc32c_extend(_crc32c_extend(salt & _SALT_HALF, head), payload)
+    return head + crc.to_bytes(4, "big") + payload
+
+
+def record_crc(record: bytes) -> int:
+    """Return the checksum of a record that `pack_group` made."""
+    return int.from_bytes(record[RECORD_HEAD.size : RECORD_BYTES], "big")
+
+
+def split_entries(payload: bytes) -> list[bytes]:
+    """Return the entries of a group's payload. Raises LogDamagedError when the lengths do not add
+    up (a writer's fault: the checksum was right).
+    """
+    entries: list[bytes] = []
+    append = entries.append
+    body_length = _BODY_LENGTH.unpack_from
+    start = 0
+    total = len(payload)
+    try:
+        while start < total:
+            end = start + _ENTRY_HEAD_BYTES + body_length(payload, start)[0]
+            append(payload[start:end])
+            start = end
+    except StructError:
+        end = total + 1
+    if start != total:
+        raise LogDamagedError(
+            f"a group of {total} bytes holds an entry that reaches to {end}: the lengths of its "
+            f"entries do not add up after {len(entries)} entries; this is a fault of the writer, "
+            "please report it"
+        )
+    return entries
+
+
+def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
+    """Return what a segment's header tells.
+
+    Raises LogDamagedError, or UnknownFormatError for a segment of a version that is not known.
+    """
+    if len(data) < OLD_SEGMENT_HEADER.size:
+        raise damaged_at(segment, 0, f"its header is cut short to {len(data)} bytes")
+    magic = data[:_VERSION_AT]
+    if magic != SEGMENT_MAGIC:
+        raise damaged_at(segment, 0, f"it begins with {magic!r} instead of {SEGMENT_MAGIC!r}")
+    version = int.from_bytes(data[_VERSION_AT : _VERSION_AT + 4], "big")
+    layout = _HEADERS.get(version)
+    if layout is None:
+        raise UnknownFormatError(
+            f"log segment {segment} has format version {version}, this program knows up to "
+            f"{SEGMENT_FORMAT_VERSION}; use the version of dcpd that wrote it"
+        )
+    if len(data) < layout.size:
+        raise damaged_at(segment, 0, f"its header is cut short to {len(data)} bytes")
+    _, _, _, found, previous_bytes, *salt, crc = layout.unpack_from(data)
+    if found != segment:
+        raise damaged_at(segment, 0, f"its header says that it is segment {found}")
+    if _crc32c(data[: layout.size - 4]) != crc:
+        raise damaged_at(segment, 0, "its header does not have its checksum")
+    is_chained = version >= _CHAINED_FROM
+    return SegmentHeader(previous_bytes, salt[0] if salt else OLD_SALT, layout.size, is_chained)
+
+
+def scan_segment(
+    data: bytes,
+    segment: int,
+    *,
+    is_newest: bool = False,
+    before: LogEnd | None = None,
+    is_synced_per_group: bool = True,
+) -> Iterator[ScannedGroup]:
+    """Yield the groups of a segment, then judge what follows the last good one.
+
+    A clean end: the last `end` (or the header's length) is the segment's length, or zeros alone
+    follow where `is_newest`. A torn tail, only where `is_newest`: something else follows, and may
+    be cut. `before` is the last record before this segment where that is known. With
+    `is_synced_per_group` false (durability `interval` or `none`) a power cut may keep later groups
+    and lose earlier ones, so a good record after a bad place is then no damage and is cut too.
+
+    Raises LogDamagedError; UnknownFormatError.
+    """
+    header = read_segment_header(data, segment)
+    at = header.size_bytes
+    last = None if before is None else (before.group, before.crc)
+    while (record := _record_at(data, at, header)) is not None:
+        group, payload_at, end, crc_before, crc = record
+        if last is not None:
+            if group != last[0] + 1:
+                raise damaged_at(segment, at, f"group {group} follows group {last[0]}")
+            if header.is_chained and crc_before != last[1]:
+                raise damaged_at(
+                    segment, at, f"group {group} does not follow the group {last[0]} that is there"
+                )
+        yield ScannedGroup(group, data[payload_at:end], end, crc)
+        at, last = end, (group, crc)
+    if at == len(data):
+        return
+    if not is_newest:
+        raise damaged_at(segment, at, "no good record stands here, and a newer segment was begun")
+    if not is_synced_per_group or written_bytes(data) <= at:
+        return
+    found = _find_record(data, at + 1, None if last is None else last[0], header)
+    if found is not None:
+        raise damaged_at(segment, at, f"no good record stands here, but one follows at {found}")
+
+
+def groups_after(data: bytes, segment: int, start: int) -> Iterator[bytes]:
+    """Yield the payloads of the good records from `start` on, wherever they stand: what can still
+    be read of a damaged segment. Nothing of a segment whose header is damaged.
+    """
+    try:
+        header = read_segment_header(data, segment)
+    except (LogDamagedError, UnknownFormatError):
+        return
+    at: int | None = max(start, header.size_bytes)
+    while at is not None and (at := _find_record(data, at, None, header)) is not None:
+        record = _record_at(data, at, header)
+        assert record is not None
+        _, payload_at, end, _, _ = record
+        yield data[payload_at:end]
+        at = end
+
+
+def written_bytes(data: bytes) -> int:
+    """Return the length of a segment without the zeros at its end."""
+    return len(data.rstrip(b"\0"))
+
+
+def _record_at(
+    data: bytes, at: int, header: SegmentHeader
+) -> tuple[int, int, int, int, int] | None:
+    """Return group number, place of the payload, end, checksum of the record before (0 where that
+    is not told) and checksum of the good record at `at`; None when there is none.
+    """
+    layout, head_bytes = _LAYOUTS[header.is_chained]
+    payload_at = at + layout.size
+    if payload_at > len(data):
+        return None
+    mark, kind, length, group, *before, crc = layout.unpack_from(data, at)
+    end = payload_at + length
+    salt = header.salt
+    if mark != salt >> 32 or kind != KIND_GROUP or end > len(data):
+        return None
+    head_crc = _crc32c_extend(salt & _SALT_HALF, data[at : at + head_bytes])
+    if _crc32c_extend(head_crc, data[payload_at:end]) != crc:
+        return None
+    return group, payload_at, end, before[0] if before else 0, crc
+
+
+def _find_record(data: bytes, start: int, last: int | None, header: SegmentHeader) -> int | None:
+    """Return the position of the next good record from `start` on that can belong to this log.
+
+    Values may hold anything. What keeps a value from passing for a record is the salt, and in
+    segments without one this alone: only group numbers soon after `last` count.
+    """
+    mark = (header.salt >> 32).to_bytes(4, "big")
+    layout, _ = _LAYOUTS[header.is_chained]
+    at = data.find(mark, start)
+    while at >= 0:
+        if at + layout.size <= len(data):
+            group = layout.unpack_from(data, at)[3]
+            is_near = last is None or last < group <= last + GROUP_WINDOW
+            if is_near and _record_at(data, at, header) is not None:
+                return at
+        at = data.find(mark, at + 1)
+    return None
+
+
+def damaged_at(segment: int, at: int, what: str) -> LogDamagedError:
+    """Return the error that names the place of a damage in the log."""
+    return LogDamagedError(
+        f"log segment {segment} is damaged at byte {at}: {what}. Groups that were answered may be "
+        "in the damaged part, so nothing is cut. Check the disk, then restore this file from a "
+        "copy, or the data folder from a backup"
+    )

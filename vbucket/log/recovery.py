@@ -1,0 +1,208 @@
+"""Reading the log at a start: every group that the store has not merged, then its end. Pure.
+
+Who calls it: `vbucket.engine.startup`; `vbucket.check.log_check` applies the same checks of the
+log's end.
+
+How far the log must reach is known from three places:
+- the store's record of what was merged (`merged_end`): the first group continues it;
+- the clean end, which a clean stop leaves in the store: the log ends exactly there;
+- the end mark beside the log (`vbucket.log.end_mark`): the log does not end before it.
+
+What a crash can leave behind the last good record, and only that, is cut: a group that was never
+answered, and zeros that were written ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vbucket.log.device import LogDevice
+from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, read_marks
+from vbucket.log.record import (
+    LogDamagedError,
+    damaged_at,
+    read_segment_header,
+    scan_segment,
+    written_bytes,
+)
+
+
+class RecoveredGroup(NamedTuple):
+    """One group that the store has not merged."""
+
+    segment: int
+    group: int
+    payload: bytes
+
+
+class TornTail(NamedTuple):
+    """A group at the log's end that was not wholly written: what is good, what has to be cut.
+
+    Zeros at the very end are not counted: they were written ahead.
+    """
+
+    segment: int
+    good_bytes: int
+    cut_bytes: int
+
+
+class Recovery:
+    """What the log has and the store has not. Made by `recover`.
+
+    Iterate `groups()` to its end, then call `finish()` before anything is served or appended.
+    """
+
+    def __init__(
+        self,
+        device: LogDevice,
+        after_segment: int,
+        *,
+        is_synced_per_group: bool,
+        merged_end: LogEnd | None,
+        clean_end: LogEnd | None,
+        mark: EndMark,
+    ) -> None:
+        self._device = device
+        self._after_segment = after_segment
+        self._is_synced_per_group = is_synced_per_group
+        self._clean_end = clean_end
+        self._mark = mark
+        self._is_known = merged_end is not None and merged_end.group > 0
+        """Whether the record before the first one is known."""
+        self._is_scanned = False
+        self._cut_to: tuple[int, int] | None = None
+        """Segment and length: what follows the last good record goes, be it torn or zeros."""
+        self.end = merged_end or NO_RECORD
+        """The last good record so far."""
+        self.torn: TornTail | None = None
+
+    def groups(self) -> Iterator[RecoveredGroup]:
+        """Yield every group once, in order. Raises LogDamagedError, UnknownFormatError."""
+        segments = [number for number in self._device.segments() if number > self._after_segment]
+        previous_bytes = 0
+        is_chained = False
+        for segment in range(self._after_segment + 1, max(segments, default=0) + 1):
+            if segment not in segments:
+                raise _missing(segment, self._after_segment, segments)
+            data = self._device.read(segment)
+            header = read_segment_header(data, segment)
+            if previous_bytes and previous_bytes != header.previous_bytes:
+                raise damaged_at(
+                    segment - 1,
+                    previous_bytes,
+                    f"it ends here, but had {header.previous_bytes} bytes when it was sealed",
+                )
+            yield from self._groups_of(segment, data, is_newest=segment == segments[-1])
+            previous_bytes, is_chained = len(data), header.is_chained
+        if not segments:
+            raise _missing(self._after_segment + 1, self._after_segment, segments)
+        self._check_end(is_marked=is_chained)
+        self._is_scanned = True
+
+    def finish(self) -> TornTail | None:
+        """Cut a torn tail and zeros, sync the log, and return the torn tail.
+
+        The sync matters with a clean end too: the page cache may hold groups that were read here
+        and never reached the disk. Raises SyncFailedError, LogWriteError.
+        """
+        assert self._is_scanned, "iterate groups() to its end first"
+        if self._cut_to is not None:
+            self._device.truncate(*self._cut_to)
+        self._device.sync()
+        return self.torn
+
+    def _groups_of(self, segment: int, data: bytes, *, is_newest: bool) -> Iterator[RecoveredGroup]:
+        at = read_segment_header(data, segment).size_bytes
+        scanned = scan_segment(
+            data,
+            segment,
+            is_newest=is_newest,
+            before=self.end if self._is_known else None,
+            is_synced_per_group=self._is_synced_per_group,
+        )
+        for group, payload, at, crc in scanned:
+            found = LogEnd(segment, at, group, crc)
+            self._check_marked(found)
+            self.end = found
+            self._is_known = True
+            yield RecoveredGroup(segment, group, payload)
+        if at < len(data):
+            self._cut_to = (segment, at)
+            torn_bytes = written_bytes(data) - at
+            if torn_bytes > 0:
+                self.torn = TornTail(segment, at, torn_bytes)
+
+    def _check_marked(self, found: LogEnd) -> None:
+        marked = self._mark.end
+        if marked is not None and found.group == marked.group and found.crc != marked.crc:
+            raise damaged_at(
+                found.segment,
+                found.size_bytes,
+                f"group {found.group} is not the one that the end mark names",
+            )
+
+    def _check_end(self, *, is_marked: bool) -> None:
+        if problem := end_problem(self.end, self._clean_end, self._mark, is_marked=is_marked):
+            is_merged = self.end.segment <= self._after_segment
+            segment = self._after_segment + 1 if is_merged else self.end.segment
+            raise damaged_at(segment, 0 if is_merged else self.end.size_bytes, problem)
+
+
+def end_problem(
+    found: LogEnd, clean_end: LogEnd | None, mark: EndMark | None, *, is_marked: bool
+) -> str:
+    """Say why a log that ends with `found` is not whole, "" if it is, as far as can be known.
+
+    `mark` is None where nobody looked for it. `is_marked`: the newest segment was written by a
+    version that keeps end marks.
+    """
+    if clean_end is not None:
+        if (found.group, found.crc) == (clean_end.group, clean_end.crc):
+            return ""
+        return f"the log ends here with group {found.group}; a clean stop left it at {clean_end}"
+    if mark is None:
+        return ""
+    if mark.end is None:
+        return f"{mark.problem}, so nothing tells whether groups are missing" if is_marked else ""
+    if found.group < mark.end.group:
+        return f"the log ends here with group {found.group}, but it had {mark.end} on disk"
+    return ""
+
+
+def recover(
+    device: LogDevice,
+    after_segment: int,
+    *,
+    is_synced_per_group: bool = True,
+    merged_end: LogEnd | None = None,
+    clean_end: LogEnd | None = None,
+) -> Recovery:
+    """Begin reading all groups in segments after `after_segment` (the store's merged_segment).
+
+    The log of a data folder always has at least one segment that is not merged, so the shell
+    creates the log's first segment before the store. `merged_end` is the last record that the store
+    has merged, None where that is not known; `clean_end` is where a clean stop left the log, None
+    where there was none.
+    """
+    return Recovery(
+        device,
+        after_segment,
+        is_synced_per_group=is_synced_per_group,
+        merged_end=merged_end,
+        clean_end=clean_end,
+        mark=read_marks(device.marks()),
+    )
+
+
+def _missing(segment: int, after_segment: int, segments: list[int]) -> LogDamagedError:
+    if not segments:
+        return LogDamagedError(
+            f"log segment {segment} is missing: the store holds all up to {after_segment}, and the "
+            "log beside it is empty. What was answered since the last merge is lost with it; put "
+            "the log's files back, or restore a copy of the whole folder"
+        )
+    return LogDamagedError(
+        f"log segment {segment} is missing: the store holds all up to {after_segment} and the log "
+        f"has {segments}; put the file back, or restore a backup"
+    )

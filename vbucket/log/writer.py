@@ -1,0 +1,103 @@
+"""The writer of the log: appends commit groups as a chain of records, and marks where it ends.
+
+Who calls it: the committer, recovery, and the simulations in the tests. It does not lock: one
+thread at a time appends, syncs and rotates, as the device demands.
+
+Invariants
+- records are chained: each holds the checksum of the one before it, across segments and restarts;
+- what an append that failed would have written is written by the next attempt, byte for byte;
+- the end mark names only groups whose sync has returned;
+- the newest mark that is on disk is never overwritten: a power cut leaves at least that one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from vbucket.log.device import MARK_SLOTS, LogDevice
+from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
+from vbucket.log.record import pack_group, record_crc
+
+
+class LogWriter:
+    """See the module. `end` is the end of the log that recovery found."""
+
+    def __init__(self, device: LogDevice, end: LogEnd = NO_RECORD) -> None:
+        self.device = device
+        self.end = end
+        """Of what was appended."""
+        self.synced_end = end
+        """Of what is on disk."""
+        self._marked_end = NO_RECORD
+        self._segment = 0
+        mark = read_marks(device.marks())
+        self._sequence = mark.sequence
+        self._has_mark = mark.end is not None
+        self.marking: AbstractContextManager[object] = nullcontext()
+        """Entered to choose and to write a slot. Whoever syncs marks on a thread of its own puts a
+        lock here."""
+        self._kept_slot = mark.slot
+        """The newest mark that is on disk."""
+        self._slot = (mark.slot + 1) % MARK_SLOTS
+        """Where marks are written; the third one is being synced, or free."""
+        self._is_mark_synced = True
+
+    @property
+    def has_unsynced_mark(self) -> bool:
+        """Whether a power cut could take the newest mark."""
+        return not self._is_mark_synced
+
+    def append(self, group: int, payload: bytes) -> None:
+        """Append a group; it survives a crash only after `sync`. Raises as LogDevice.append."""
+        device = self.device
+        record = pack_group(group, payload, device.salt, self.end.crc)
+        device.append(record)
+        self.end = LogEnd(self._segment, device.current_bytes, group, record_crc(record))
+
+    def sync(self) -> None:
+        """Return when all that was appended is on disk, and mark it. Raises SyncFailedError."""
+        end = self.end
+        self.device.sync()
+        self._synced(end)
+
+    def rotate(self, at_least: int = 1) -> int:
+        """Begin the next segment; everything before it is on disk. Raises as LogDevice.rotate."""
+        if not self._has_mark:  # before the first segment that needs one
+            self.mark_anew()
+        end = self.end
+        self._segment = self.device.rotate(at_least)
+        self._synced(end)
+        return self._segment
+
+    def sync_mark(self) -> None:
+        """Return when the newest mark is on disk; one thread at a time. Raises SyncFailedError."""
+        with self.marking:
+            synced_slot = self._slot
+            self._slot = next(
+                slot for slot in range(MARK_SLOTS) if slot not in {self._kept_slot, synced_slot}
+            )
+            self._is_mark_synced = True
+        self.device.sync_mark()
+        self._kept_slot = synced_slot
+
+    def mark_anew(self) -> None:
+        """Make all marks say where the log ends now, durably: older ones count no more.
+
+        Raises LogFullError, LogWriteError, SyncFailedError.
+        """
+        for _ in range(MARK_SLOTS):
+            self._mark(self.synced_end)
+            self.sync_mark()
+        self._has_mark = True
+
+    def _synced(self, end: LogEnd) -> None:
+        self.synced_end = end
+        if end != self._marked_end:
+            self._mark(end)
+
+    def _mark(self, end: LogEnd) -> None:
+        with self.marking:
+            self._sequence += 1
+            self.device.mark(self._slot, pack_mark(end, self._sequence))
+            self._marked_end = end
+            self._is_mark_synced = False

@@ -1,0 +1,98 @@
+"""What a partition remembers of the collections other than the default one. Pure.
+
+Nothing of this is touched by a change in the default collection. Engine and merge keep one per
+partition, with the same rules.
+
+    other_high_seqno     the last change outside of the default collection, system events included
+    default_high_seqno   the last change in the default collection before the run of changes that
+                         ends with `other_high_seqno`; above that run the default collection's
+                         high seqno is the partition's
+    collections          collection id -> [high seqno, live documents], of collections that exist
+
+Invariant: everything in (default_high_seqno, other_high_seqno] is outside of the default collection
+(or a gap).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+from vbucket.model.manifest import collection_of
+
+
+class CollectionCounts:
+    """See the module."""
+
+    __slots__ = ("collections", "default_high_seqno", "other_high_seqno")
+
+    def __init__(self, document: Any = None) -> None:
+        """Take over what `to_document` returned; None: nothing has happened yet."""
+        self.other_high_seqno = 0
+        self.default_high_seqno = 0
+        self.collections: dict[int, list[int]] = {}
+        if document:
+            self.other_high_seqno, self.default_high_seqno, collections = document
+            self.collections = {key: list(numbers) for key, numbers in collections.items()}
+
+    def to_document(self) -> list[Any] | None:
+        """Return the form in which the store keeps it; None where nothing has happened yet."""
+        if not self.other_high_seqno:
+            return None
+        return [self.other_high_seqno, self.default_high_seqno, self.collections]
+
+    def note(self, key: bytes, seqno: int, seqno_before: int, known: Container[int]) -> None:
+        """Note a change outside of the default collection; `seqno_before` is the change before."""
+        if self.other_high_seqno != seqno_before:
+            self.default_high_seqno = seqno_before
+        self.other_high_seqno = seqno
+        collection_id = collection_of(key)
+        if collection_id in known:
+            self.collections.setdefault(collection_id, [0, 0])[0] = seqno
+
+    def count(self, collection_id: int, documents: int) -> None:
+        """Count live documents in (or out, below 0)."""
+        self.collections.setdefault(collection_id, [0, 0])[1] += documents
+
+    def forget(self, known: Container[int]) -> int:
+        """Forget collections that no longer exist; return how many documents they had."""
+        gone = [key for key in self.collections if key not in known]
+        return sum(self.collections.pop(key)[1] for key in gone)
+
+    @property
+    def documents(self) -> int:
+        """Live documents outside of the default collection."""
+        return sum(documents for _, documents in self.collections.values())
+
+    def default_seqno_at(self, seqno: int) -> int | None:
+        """Return the default collection's last seqno at or below `seqno`, None where that is below
+        the last run of other changes and has to be looked for.
+        """
+        if seqno > self.other_high_seqno:
+            return seqno
+        return self.default_high_seqno if seqno >= self.default_high_seqno else None
+
+    def roll_back(self, seqno: int, backward: Iterable[tuple[int, bytes]]) -> None:
+        """Put the seqnos right after everything above `seqno` was undone.
+
+        `backward` gives (seqno, key) of what is left, from the last change down; it is read as far
+        as needed only.
+        """
+        if seqno >= self.other_high_seqno:
+            return
+        missing = {cid for cid, numbers in self.collections.items() if numbers[0] > seqno}
+        for collection_id in missing:
+            self.collections[collection_id][0] = 0
+        self.other_high_seqno = self.default_high_seqno = 0
+        for change_seqno, key in backward:
+            if key[0] == 0:
+                if self.other_high_seqno and not self.default_high_seqno:
+                    self.default_high_seqno = change_seqno
+            else:
+                self.other_high_seqno = self.other_high_seqno or change_seqno
+                collection_id = collection_of(key)
+                if collection_id in missing:
+                    missing.discard(collection_id)
+                    self.collections[collection_id][0] = change_seqno
+            if not missing and self.default_high_seqno:
+                return

@@ -1,0 +1,144 @@
+"""When documents are due to expire: the rows of the store's expiry table, and what lies above it.
+
+    expiry table   due u32, vb u16, key -> CRC-32C of these
+
+Who calls it: the keyspace puts what it applies into `DueDocuments`; the merge writes the table;
+the pager (`vbucket.engine.expiry`) takes from both.
+
+Invariants
+- every version with an expiry that the store does not have is in a layer here, or was handed to the
+  pager; a document that a rollback brings back is put in again;
+- an entry says when to look, never that a document has expired: the newest version decides;
+- frozen entries go when the store has them, in slices.
+
+A layer keeps one list for each due second, and entries by reference: a document without an expiry
+costs nothing, one with an expiry 8 bytes and its share of a list.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from struct import Struct
+from typing import Final, NamedTuple
+
+import google_crc32c
+
+from vbucket.store.environment import StoreDamagedError
+
+EXPIRY_AT: Final = 56
+"""Where a mutation's entry has its expiry, Unix seconds, 0 for never."""
+NO_EXPIRY: Final = bytes(4)
+
+_HEAD: Final = Struct(">IH")
+_LATEST: Final = 2**32 - 1
+_crc32c = google_crc32c.value
+
+
+class Due(NamedTuple):
+    """One row of the expiry table."""
+
+    expiry: int
+    vb_id: int
+    key: bytes
+
+
+def due_item(expiry: int, vb_key: bytes) -> tuple[bytes, bytes]:
+    """Return key and value of a row; `vb_key` is the partition's id, 2 bytes, and the key."""
+    row = expiry.to_bytes(4, "big") + vb_key
+    crc: int = _crc32c(row)
+    return row, crc.to_bytes(4, "big")
+
+
+def read_due(row: bytes, value: bytes) -> Due:
+    """Return what a row says. Raises StoreDamagedError."""
+    if len(row) <= _HEAD.size or _crc32c(row) != int.from_bytes(value, "big"):
+        raise StoreDamagedError(
+            f"table expiry of the store, key {row.hex()}: the checksum does not match; check the "
+            "disk and restore a backup"
+        )
+    expiry, vb_id = _HEAD.unpack_from(row)
+    return Due(expiry, vb_id, row[_HEAD.size :])
+
+
+def rows_end(now_s: int) -> bytes:
+    """Return the first key behind the rows that are due at `now_s`."""
+    return (min(now_s, _LATEST - 1) + 1).to_bytes(4, "big")
+
+
+class DueLayer:
+    """The entries of one memtable layer, by due second."""
+
+    __slots__ = ("_buckets", "_seconds", "held")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[bytes]] = {}
+        self._seconds: list[int] = []
+        """A heap of the keys of `_buckets`."""
+        self.held: dict[int, list[bytes]] = {}
+        """Due entries of partitions that take no writes at present."""
+
+    def add(self, expiry: int, entry: bytes) -> None:
+        """Note a mutation with an expiry."""
+        bucket = self._buckets.get(expiry)
+        if bucket is None:
+            self._buckets[expiry] = bucket = []
+            heappush(self._seconds, expiry)
+        bucket.append(entry)
+
+    def take(self, now_s: int, limit: int) -> list[bytes]:
+        """Return up to `limit` entries that are due, and forget them."""
+        taken: list[bytes] = []
+        while self._seconds and self._seconds[0] <= now_s and len(taken) < limit:
+            bucket = self._buckets[self._seconds[0]]
+            keep = max(0, len(bucket) - (limit - len(taken)))
+            taken += bucket[keep:]
+            del bucket[keep:]
+            if not bucket:
+                del self._buckets[heappop(self._seconds)]
+        return taken
+
+    def release(self, vb_id: int) -> None:
+        """Put the entries of a partition that were held back where they were."""
+        for entry in self.held.pop(vb_id, ()):
+            self.add(int.from_bytes(entry[EXPIRY_AT : EXPIRY_AT + 4], "big"), entry)
+
+    def lists(self) -> list[list[bytes]]:
+        """Return what holds the entries."""
+        return [*self._buckets.values(), *self.held.values()]
+
+
+class DueDocuments:
+    """The layers, in step with those of the partitions."""
+
+    def __init__(self) -> None:
+        self.active = DueLayer()
+        self.frozen = DueLayer()
+        self.generation = 0
+        """Rises when the store has other rows than before."""
+        self._dropping: list[list[bytes]] = []
+
+    def layers(self) -> tuple[DueLayer, DueLayer]:
+        """Return the layers, the older one first."""
+        return self.frozen, self.active
+
+    def add(self, entry: bytes) -> None:
+        """Note a mutation, if it has an expiry."""
+        expiry = entry[EXPIRY_AT : EXPIRY_AT + 4]
+        if expiry != NO_EXPIRY:
+            self.active.add(int.from_bytes(expiry, "big"), entry)
+
+    def freeze(self) -> None:
+        """Set the active layer aside for a merge."""
+        assert not self._dropping, "the merge before is not done with"
+        self.frozen, self.active = self.active, DueLayer()
+
+    def become_merged(self) -> None:
+        """The store has the rows of the frozen layer."""
+        self._dropping = self.frozen.lists()
+        self.frozen = DueLayer()
+        self.generation += 1
+
+    def drop(self, slices_left: int) -> None:
+        """Let go of a slice of what was merged: freeing all of it at once would take too long."""
+        keep = len(self._dropping) * (slices_left - 1) // slices_left
+        del self._dropping[keep:]

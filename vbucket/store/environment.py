@@ -1,0 +1,161 @@
+"""The little that the store wants of a database: named ordered tables and transactions.
+
+`vbucket.store.environment_lmdb` keeps them in LMDB, `vbucket.store.environment_memory` in sorted
+dicts; both pass the same tests. One process writes at a time; a snapshot never waits for a writer
+and never sees half of a transaction.
+
+Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, TypeAlias, TypeVar
+
+_T = TypeVar("_T")
+
+Buffer: TypeAlias = bytes | memoryview
+"""A value that was read. A memoryview is good until the snapshot's next refresh() or close()."""
+
+
+class StoreDamagedError(Exception):
+    """What was read is not what was written. The partition, or the node, must not serve it."""
+
+
+class WriteLostError(StoreDamagedError):
+    """A write came upon what is damaged. Its transaction is lost with all that it did; who goes on
+    without that write begins another one.
+    """
+
+
+class StoreFullError(Exception):
+    """There is no room for the transaction: nothing of it was written."""
+
+
+class MapFullError(StoreFullError):
+    """The database's map is too small for the transaction: nothing of it was written.
+
+    `KvEnv.grow` may make the map larger; then the same transaction can be tried again.
+    """
+
+
+class StoreFailedError(Exception):
+    """The database could not do what it was asked for, and the transaction did not happen."""
+
+
+_OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
+"""Tables of the store whose keys begin with a partition's id."""
+
+
+def place_of(table: str, key: bytes) -> str:
+    """Return the words for a place in a table of the store."""
+    vb_id = int.from_bytes(key[:2], "big")
+    if table in _OF_PARTITIONS and key:
+        name = f", key {key[2:]!r}" if len(key) > 2 else ""
+        return f"vb {vb_id}: table {table} of the store{name}"
+    if table == "by_seqno" and key:
+        seqno = int.from_bytes(key[2:10], "big")
+        return f"vb {vb_id}: table by_seqno of the store, seqno {seqno}"
+    return f"table {table} of the store, key {key.hex()}"
+
+
+class KvReader(Protocol):
+    """Reads of one consistent state. All raise StoreDamagedError when the database is broken."""
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """Return the value of a key, None where none is found: `neighbours` says whether that is
+        sure. It is the fastest way to a key, and trusts the pages on it.
+        """
+
+    def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
+        """Return the pairs of those keys that are there; fast when they ascend."""
+
+    def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """Return the first pair whose key is >= `key`."""
+
+    def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """Return the last pair whose key is <= `key`."""
+
+    def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
+        """Return what a look-up that found nothing went by: pairs next to where the key would be.
+
+        Raises StoreDamagedError where the table does not say that the key is not there.
+        """
+
+    def range(
+        self, table: str, start: bytes, stop: bytes | None = None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the pairs with start <= key < stop, ascending; to the table's end without `stop`.
+
+        Nothing may be written to the table while the iterator is in use.
+        """
+
+
+class KvSnapshot(KvReader, Protocol):
+    """A long-lived reader that sees the state as of its last `refresh`."""
+
+    def refresh(self) -> None:
+        """Go on to the newest committed state, which another process may have written."""
+
+    def close(self) -> None:
+        """Give the state up, so that the database may reuse its pages."""
+
+
+class KvWrite(KvReader, Protocol):
+    """A write transaction; its reads see its writes. Writes raise StoreFullError, WriteLostError.
+
+    A read that raises StoreDamagedError leaves the transaction as it was.
+    """
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        """Set a key's value."""
+
+    def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
+        """Set many keys' values; fast when the keys ascend."""
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """Remove a key; return whether it was there."""
+
+
+class KvEnv(Protocol):
+    """A database."""
+
+    @property
+    def engine(self) -> str:
+        """Name and format version of the engine, for the store's node record."""
+
+    def snapshot(self) -> KvSnapshot:
+        """Return a reader of the newest committed state."""
+
+    def write(self) -> AbstractContextManager[KvWrite]:
+        """Begin a write transaction: durably committed when the block ends, aborted when it raises.
+
+        Raises StoreFullError, StoreFailedError; then nothing of it happened.
+        """
+
+    def grow(self) -> bool:
+        """Make the map larger after a MapFullError; return whether that was possible.
+
+        No transaction and no snapshot of this process may be open.
+        """
+
+    def used_bytes(self, tables: Collection[str] | None = None) -> int:
+        """Return what these tables take, or all, without what is free for use again."""
+
+    def close(self) -> None:
+        """Close the database and every snapshot of it."""
+
+
+def with_room(env: KvEnv, work: Callable[[], _T]) -> _T:
+    """Run work that writes, growing the map as often as it turns out to be full.
+
+    `work` is run again from its beginning each time. Raises what it raises; MapFullError once the
+    map cannot grow any more.
+    """
+    while True:
+        try:
+            return work()
+        except MapFullError:
+            if not env.grow():
+                raise

@@ -1,0 +1,68 @@
+"""The expiry table as the merge writes it: exactly one row for each document that has an expiry.
+
+Who calls it: the merge and compaction, for every by_key record they replace or remove. Rows are
+gathered over all partitions and written at the end, sorted, because the table is ordered by time.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.wire.opcode import Opcode
+from vbucket.store.due import due_item
+from vbucket.store.environment import KvWrite
+from vbucket.store.key_record import StoredMeta, checked_meta
+from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE
+
+BUILT_AT_ONCE: Final = 100_000
+"""Rows gathered before they are written, while the table is made for a store that has none."""
+
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+
+
+class ExpiryRows:
+    """The rows that come and go in one transaction."""
+
+    def __init__(self) -> None:
+        self._old: set[bytes] = set()
+        self._new: dict[bytes, bytes] = {}
+
+    def replace(self, vb_key: bytes, old: StoredMeta | None, expiry: int) -> None:
+        """Note that a by_key record changes: from `old`, to a document with `expiry` (0: to one
+        without, or to none). `vb_key` is the record's key.
+        """
+        old_expiry = expiry_of(old)
+        if old_expiry == expiry:
+            return
+        if old_expiry:
+            self._old.add(due_item(old_expiry, vb_key)[0])
+        if expiry:
+            row, value = due_item(expiry, vb_key)
+            self._new[row] = value
+
+    def write(self, write: KvWrite) -> None:
+        """Write what was noted, and forget it."""
+        for row in sorted(self._old - self._new.keys()):
+            write.delete(EXPIRY_TABLE, row)
+        write.put_sorted(EXPIRY_TABLE, sorted(self._new.items()))
+        self._old.clear()
+        self._new.clear()
+
+    def __len__(self) -> int:
+        """Return how many rows come."""
+        return len(self._new)
+
+
+def expiry_of(meta: StoredMeta | None) -> int:
+    """Return when a document expires, 0 where it does not or there is none."""
+    return meta.expiry if meta is not None and meta.opcode == _MUTATION else 0
+
+
+def build_expiry_table(write: KvWrite) -> None:
+    """Make the rows of every document of a store that was written without the table."""
+    rows = ExpiryRows()
+    for vb_key, value in write.range(BY_KEY_TABLE, b"\x00"):
+        rows.replace(vb_key, None, expiry_of(checked_meta(vb_key, bytes(value))))
+        if len(rows) >= BUILT_AT_ONCE:
+            rows.write(write)
+    rows.write(write)

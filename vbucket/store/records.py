@@ -1,0 +1,267 @@
+"""The records of a store: of the node, its partitions and collections, and its end. Pure.
+
+    meta      b"node"             NodeRecord                                   (CBOR)
+              b"manifest"         vbucket.model.manifest.Manifest.to_document        (CBOR)
+              b"clean-end"        CleanEnd, from a clean stop to the next start (CBOR)
+              b"quarantine"       vbucket.store.quarantine.to_document               (CBOR)
+    failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
+    state     vb                  the rest of PartitionRecord                  (CBOR)
+
+Who calls it: `vbucket.store.store`, which adds keys and versions; the merge and recovery write
+records.
+
+Invariant: every record has a CRC-32C over table, key and document, checked on every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any, Final, NamedTuple
+
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.end_mark import LogEnd
+from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.store import quarantine
+from vbucket.store.document import check_document, pack_document, read_document
+from vbucket.store.environment import KvReader, KvWrite, StoreFailedError
+from vbucket.store.key_record import RecordDamagedError
+from vbucket.store.quarantine import Quarantine, Quarantined
+
+STORE_FORMAT_VERSION: Final = 3
+EXPIRY_FORMAT_VERSION: Final = 2
+"""The first format with the table expiry."""
+OLDEST_FORMAT_VERSION: Final = 1
+META_TABLE: Final = "meta"
+FAILOVER_TABLE: Final = "failover"
+STATE_TABLE: Final = "state"
+BY_KEY_TABLE: Final = "by_key"
+BY_SEQNO_TABLE: Final = "by_seqno"
+EXPIRY_TABLE: Final = "expiry"
+TABLES: Final = (
+    META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
+)  # fmt: skip
+"""What a KvEnv for a store is made with."""
+
+_NODE_KEY: Final = b"node"
+_MANIFEST_KEY: Final = b"manifest"
+_CLEAN_END_KEY: Final = b"clean-end"
+_QUARANTINE_KEY: Final = b"quarantine"
+
+
+class Mended(NamedTuple):
+    """What was said when a partition's highest CAS was lowered the last time: versions up to the
+    seqno may have a CAS above this one, and are older than the time.
+    """
+
+    seqno: int
+    cas: int
+    time_ns: int
+
+    def cut(self, seqno: int) -> Mended:
+        """Return it after a rollback."""
+        return self._replace(seqno=min(self.seqno, seqno))
+
+
+class PartitionRecord(NamedTuple):
+    """What the store knows of a partition.
+
+    `item_count` counts live documents. `failover` is [[vb_uuid, seqno, epoch], ...], newest first.
+    `last_seqno` is that of the last version in a block; `high_seqno` may be above it after a
+    rollback to a seqno that has no version. Versions superseded at or below `history_floor` may be
+    gone, and tombstones at or below `purge_seqno`, which is below the floor (or both are 0).
+    """
+
+    state: int
+    high_seqno: int
+    purge_seqno: int
+    history_floor: int
+    max_cas: int
+    item_count: int
+    epoch: int
+    failover: list[list[int]]
+    last_seqno: int = 0
+    tally: list[Any] | None = None
+    """vbucket.model.collection_counts.CollectionCounts.to_document."""
+    versions: int = 0
+    """Versions in by_seqno."""
+    keys: int = 0
+    """Keys in by_key, deleted ones too."""
+    compacted: list[int] | None = None
+    """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
+    mended: list[int] | None = None
+    """`Mended`. Not in the document where it is None: stores of format 2 may be
+    written to before a merge makes them format 3."""
+
+
+class NodeRecord(NamedTuple):
+    """What the store knows of its node. All segments <= `merged_segment` are in the store.
+
+    `engine_version` is that of the KvEnv, `node_id` is hex.
+    """
+
+    format_version: int
+    engine_version: str
+    node_id: str
+    clean_shutdown: bool
+    durability: str
+    merged_segment: int
+    merged_end: list[int] | None = None
+    """The last record of the log that the store has merged (`LogEnd.to_document`); None: unknown,
+    nothing was merged since the store has format 3. Not in the document where it is None, so that
+    older versions, which read format 2, understand it."""
+
+
+class CleanEnd(NamedTuple):
+    """Where a clean stop left the log, and what the partitions were then."""
+
+    end: LogEnd
+    partitions: dict[int, tuple[int, int]]
+    """vb -> high seqno, vb_uuid."""
+
+
+class RecordView:
+    """Reads of records over one state."""
+
+    def __init__(self, reader: KvReader) -> None:
+        self._reader = reader
+
+    def node(self) -> NodeRecord | None:
+        """Return the node's record, None for a store that was never created.
+
+        Raises UnknownFormatError for a format that this program does not know.
+        """
+        document = self._document(META_TABLE, _NODE_KEY)
+        if document is None:
+            return None
+        if not OLDEST_FORMAT_VERSION <= document["format_version"] <= STORE_FORMAT_VERSION:
+            raise UnknownFormatError(
+                f"the store has format version {document['format_version']}, this program knows "
+                f"up to {STORE_FORMAT_VERSION}; use the version of dcpd that wrote it, or move the "
+                "data with a backup"
+            )
+        return NodeRecord(**document)
+
+    def manifest(self) -> Manifest:
+        """Return the collections manifest, the initial one where none was ever written."""
+        document = self._document(META_TABLE, _MANIFEST_KEY)
+        return INITIAL_MANIFEST if document is None else Manifest.from_document(document)
+
+    def clean_end(self) -> CleanEnd | None:
+        """Return where a clean stop left the log, None where the last stop was not clean or the
+        store was written by a version that did not say so.
+        """
+        document = self._document(META_TABLE, _CLEAN_END_KEY)
+        if document is None:
+            return None
+        end, partitions = document
+        return CleanEnd(LogEnd.from_document(end), {v: tuple(p) for v, p in partitions.items()})
+
+    def quarantine(self) -> dict[int, Quarantined]:
+        """Return the quarantined partitions."""
+        return quarantine.from_document(self._document(META_TABLE, _QUARANTINE_KEY))
+
+    def partition(self, vb_id: int) -> PartitionRecord | None:
+        """Return a partition's record, None where it was never created."""
+        key = vb_id.to_bytes(2, "big")
+        document = self._document(STATE_TABLE, key)
+        if document is None:
+            return None
+        failover = self._document(FAILOVER_TABLE, key)
+        if failover is None:
+            raise RecordDamagedError(f"vb {vb_id}: the store has a state and no failover log")
+        if "versions" not in document:
+            document |= _counts_before_compaction(document)
+        return PartitionRecord(**document, failover=failover)
+
+    def partitions(self, without: Container[int] = ()) -> dict[int, PartitionRecord]:
+        """Return the records of all partitions but some."""
+        records: dict[int, PartitionRecord] = {}
+        for key, _ in self._reader.range(STATE_TABLE, b"\x00"):
+            vb_id = int.from_bytes(key, "big")
+            if vb_id in without:
+                continue
+            record = self.partition(vb_id) if len(key) == 2 else None
+            if record is None:
+                raise RecordDamagedError(
+                    f"table {STATE_TABLE} of the store has a record of {key.hex()}, which a "
+                    "look-up does not find; check the disk and restore a backup"
+                )
+            records[vb_id] = record
+        return records
+
+    def _document(self, table: str, key: bytes) -> Any:
+        # Not `get`, which trusts the pages that it goes through.
+        found = self._reader.last_at_or_before(table, key)
+        if found is None or found[0] != key:
+            for beside, other in self._reader.neighbours(table, key):
+                check_document(table, beside, other)
+            return None
+        return read_document(table, key, found[1])
+
+
+def put_node(write: KvWrite, node: NodeRecord) -> None:
+    """Write the node's record."""
+    document = node._asdict()
+    if node.merged_end is None:
+        del document["merged_end"]
+    _put_document(write, META_TABLE, _NODE_KEY, document)
+
+
+def put_manifest(write: KvWrite, manifest: Manifest) -> None:
+    """Write the collections manifest."""
+    _put_document(write, META_TABLE, _MANIFEST_KEY, manifest.to_document())
+
+
+def put_clean_end(write: KvWrite, clean_end: CleanEnd | None) -> None:
+    """Write where the log ends; None: it does not end there any more."""
+    if clean_end is None:
+        write.delete(META_TABLE, _CLEAN_END_KEY)
+    else:
+        document = [clean_end.end.to_document(), clean_end.partitions]
+        _put_document(write, META_TABLE, _CLEAN_END_KEY, document)
+
+
+def put_quarantine(write: KvWrite, items: Quarantine) -> None:
+    """Write the quarantine."""
+    if items:
+        _put_document(write, META_TABLE, _QUARANTINE_KEY, quarantine.to_document(items))
+    else:
+        write.delete(META_TABLE, _QUARANTINE_KEY)
+
+
+def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
+    """Write a partition's record, its failover log included."""
+    key = vb_id.to_bytes(2, "big")
+    document = record._asdict()
+    if record.mended is None:
+        del document["mended"]
+    _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
+    _put_document(write, STATE_TABLE, key, document)
+
+
+def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
+    """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
+    record = RecordView(write).partition(vb_id)
+    if record is None:
+        raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
+    put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
+
+
+def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
+    """Return what a record lacks that was written before there was compaction.
+
+    Every version was kept, so there are as many as seqnos; the keys are at least the documents. A
+    purge moved the purge seqno alone, and dropped nothing.
+    """
+    purge_seqno = min(document["purge_seqno"], max(0, document["high_seqno"] - 1))
+    floor = max(document["history_floor"], purge_seqno + 1 if purge_seqno else 0)
+    return {
+        "versions": document.get("last_seqno", 0),
+        "keys": document["item_count"],
+        "purge_seqno": purge_seqno,
+        "history_floor": floor,
+    }
+
+
+def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
+    write.put(table, key, pack_document(table, key, document))

@@ -1,0 +1,460 @@
+"""The store: what has been merged from the log, readable by key and by seqno.
+
+    meta, failover, state         records (vbucket.store.records)
+    by_key    vb + key            the key's newest version (vbucket.store.key_record)
+    by_seqno  vb + first seqno    blocks of versions (vbucket.store.block)
+    expiry    due + vb + key      when documents are due to expire (vbucket.store.due)
+
+Formats: 1 has no table expiry, the first merge makes it; 2 does not say where the log ends, which
+partitions are quarantined and whose highest CAS was lowered. Both are read, and become format 3
+with the first merge.
+
+Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
+the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
+while the server runs, the server before and after that.
+
+Invariants
+- the content is a function of the merged prefix of the log and of how far it was compacted; only
+  failover logs and history floors may be ahead of it, for they are in the log, too;
+- every value has a CRC-32C over key and value, checked on every read: StoreDamagedError, never
+  wrong data. Blocks are chained, so a vanished block is noticed too;
+- a reader sees one committed state until `refresh`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.log.device import UnknownFormatError
+from vbucket.model.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.block import Block, BlockDamagedError, block_key, find_frame
+from vbucket.store.due import rows_end
+from vbucket.store.environment import Buffer, KvEnv, KvWrite, StoreDamagedError, with_room
+from vbucket.store.key_record import (
+    MetaFields,
+    StoredMeta,
+    check_records,
+    checked_fields,
+    checked_meta,
+)
+from vbucket.store.opened_blocks import OpenedBlocks
+from vbucket.store.quarantine import Quarantine
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
+    CleanEnd,
+    NodeRecord,
+    PartitionRecord,
+    RecordView,
+    put_clean_end,
+    put_failover,
+    put_node,
+    put_partition,
+    put_quarantine,
+)
+from vbucket.store.runs import RunBatch, run_of_block
+
+_VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
+_NO_PREFIX: Final = bytes(PREFIX_BYTES)
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+
+
+Accepts = Callable[[bytes], bool]
+"""Whether a filter takes the change of a stored key."""
+
+REFUSED_BYTES_MAX: Final = 1 << 20
+"""What one call looks through for a filter that takes little of it: some milliseconds."""
+
+
+class FrameBatch(NamedTuple):
+    """Frames of a backfill. `next_seqno`: where to go on, end_seqno + 1 when nothing is left."""
+
+    frames: list[bytes]
+    next_seqno: int
+    wire_bytes: int
+    refused_bytes: int = 0
+    """Frames that a filter did not let through: work that nobody gets anything for."""
+
+
+class StoreView(RecordView):
+    """Reads over one state: a snapshot, or the merge's transaction."""
+
+    def meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
+        """Return a key's newest version (a deletion too), None where there is none."""
+        full_key = _VB_PREFIXES[vb_id] + key
+        value = self._reader.get(BY_KEY_TABLE, full_key)
+        if value is None:
+            self.check_absent(vb_id, key)
+            return None
+        return checked_meta(full_key, bytes(value))
+
+    def meta_fields(self, vb_id: int, key: bytes) -> MetaFields | None:
+        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write.
+
+        None is not checked: a damaged tree may lead past a record. `check_absent` tells.
+        """
+        full_key = _VB_PREFIXES[vb_id] + key
+        value = self._reader.get(BY_KEY_TABLE, full_key)
+        return None if value is None else checked_fields(full_key, bytes(value))
+
+    def check_absent(self, vb_id: int, key: bytes) -> None:
+        """Raise StoreDamagedError where a key that was not found may be there all the same.
+
+        The look-up is right if the pages on its way are in order, and the records that it ended
+        between.
+        """
+        for full_key, value in self._reader.neighbours(BY_KEY_TABLE, _VB_PREFIXES[vb_id] + key):
+            checked_fields(full_key, bytes(value))
+
+    def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of the keys whose newest version is a document; fast when they ascend."""
+        prefix = _VB_PREFIXES[vb_id]
+        records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
+        check_records(records)
+        if len(records) < len(keys):
+            for key in keys:
+                if prefix + key not in records:
+                    self.check_absent(vb_id, key)
+        return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
+
+    def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
+        """Return the entry that `meta_fields` tells of, without the prefix's content: zeros.
+
+        The block is not opened: the frame's own checksum and what the frame says of itself are
+        enough to know that it is the one. Where they do not fit, `entry` says what is damaged.
+        """
+        seqno = fields[3]
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        frame = None if found is None else find_frame(*found, seqno, key, cas=fields[2])
+        return self.entry(vb_id, seqno) if frame is None else _NO_PREFIX + frame
+
+    def entry(self, vb_id: int, seqno: int) -> bytes | None:
+        """Return the entry with this seqno, prefix included, None where there is none."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        if found is not None:
+            block = Block(*found)
+            if block.vb_id == vb_id and block.last_seqno >= seqno:
+                return block.entry(seqno)
+        blocks = list(self._blocks(vb_id, seqno, seqno))  # raises when one is missing there
+        if blocks:
+            raise BlockDamagedError(
+                f"vb {vb_id}: the block of seqno {seqno} is there, but a look-up does not find it; "
+                "check the disk and restore a backup"
+            )
+        return None
+
+    def frames(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: bytes,
+        skip: Container[int],
+        bytes_max: int,
+        accepts: Accepts | None = None,
+    ) -> FrameBatch:
+        """Return frames of the versions in [start, end] that are not in `skip`, in order.
+
+        Stops as soon as `bytes_max` is reached, with at least one frame where there is one.
+        `opaque` (4 bytes) is set in every frame. With `accepts`, only frames whose key it takes;
+        then also stops, perhaps with none, after REFUSED_BYTES_MAX. Raises StoreDamagedError.
+        """
+        frames: list[bytes] = []
+        size = refused = 0
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            body = block.checked_body()
+            seqnos, ends = block.seqnos, block.ends
+            low = bisect_left(seqnos, start_seqno)
+            high = bisect_right(seqnos, end_seqno)
+            while low < high:
+                start = ends[low - 1] if low else 0
+                # As many as fit if none is skipped; at least one.
+                stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
+                found = [
+                    body[at : at + 12] + opaque + body[at + 16 : end]
+                    for seqno, (at, end) in zip(
+                        seqnos[low:stop], pairwise((start, *ends[low:stop])), strict=True
+                    )
+                    if seqno not in skip
+                ]
+                if accepts is not None:
+                    there = sum(map(len, found))
+                    found = [frame for frame in found if accepts(key_in_frame(frame))]
+                    refused += there - sum(map(len, found))
+                size += sum(map(len, found))
+                frames += found
+                low = stop
+                if size >= bytes_max or refused >= REFUSED_BYTES_MAX:
+                    next_seqno = seqnos[stop - 1] + 1
+                    return FrameBatch(frames, min(next_seqno, end_seqno + 1), size, refused)
+        return FrameBatch(frames, end_seqno + 1, size, refused)
+
+    def runs(
+        self,
+        vb_id: int,
+        start_seqno: int,
+        end_seqno: int,
+        opaque: int,
+        skip: Collection[int],
+        bytes_max: int,
+        plain: int,
+    ) -> RunBatch | None:
+        """Return what `frames` does, joined, up to the first block that is not `plain`; None where
+        that is the first one. Raises StoreDamagedError.
+        """
+        pieces: list[bytes | bytearray] = []
+        size = last_seqno = 0
+        for block in self._blocks(vb_id, start_seqno, end_seqno):
+            seqnos, ends = block.seqnos, block.ends
+            low = bisect_left(seqnos, start_seqno)
+            high = bisect_right(seqnos, end_seqno)
+            if plain & ~block.kinds and low < high:
+                return RunBatch(pieces, seqnos[low], size, last_seqno) if pieces else None
+            body = block.checked_body()
+            while low < high:
+                start = ends[low - 1] if low else 0
+                stop = bisect_left(ends, start + bytes_max - size, low, high - 1) + 1
+                run = run_of_block(block, body, low, stop, opaque, skip)
+                size += sum(map(len, run))
+                pieces += run
+                last_seqno = seqnos[stop - 1]
+                low = stop
+                if size >= bytes_max:
+                    return RunBatch(pieces, min(last_seqno, end_seqno) + 1, size, last_seqno)
+        return RunBatch(pieces, end_seqno + 1, size, last_seqno)
+
+    def backward(self, vb_id: int, seqno: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
+        while found := self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno)):
+            block = Block(*found)
+            if block.vb_id != vb_id:
+                return
+            for entry in reversed(block.entries()):
+                if seqno_of(entry) <= seqno:
+                    yield seqno_of(entry), key_of(entry)
+            seqno = block.first_seqno - 1
+            if seqno <= 0:
+                return
+
+    def first_changes_after(self, vb_id: int, seqno: int, until_seqno: int) -> dict[bytes, int]:
+        """Return, for every key that changed in (seqno, until_seqno], what it was before.
+
+        That is the seqno of its newest version <= `seqno`, 0 where it had none.
+        """
+        changes: dict[bytes, int] = {}
+        for block in self._blocks(vb_id, seqno + 1, until_seqno):
+            low = bisect_left(block.seqnos, seqno + 1)
+            high = bisect_right(block.seqnos, until_seqno)
+            for entry, prev_seqno in zip(
+                block.entries(high)[low:], block.prev_seqnos[low:high], strict=True
+            ):
+                if prev_seqno <= seqno:
+                    changes[key_of(entry)] = prev_seqno
+        return changes
+
+    def keys(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` keys > `after` of a partition, deleted ones too, ascending."""
+        found: list[bytes] = []
+        prefix = vb_id.to_bytes(2, "big")
+        stop = (vb_id + 1).to_bytes(2, "big")
+        for key, value in self._reader.range(BY_KEY_TABLE, prefix + after + b"\x00", stop):
+            if len(found) == limit:
+                break
+            checked_meta(key, bytes(value))
+            found.append(key[2:])
+        return found
+
+    def due_rows(self, after: bytes, now_s: int) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the rows of the expiry table > `after` that are due at `now_s`, the oldest first;
+        `vbucket.store.due.read_due` reads one.
+        """
+        return self._reader.range(EXPIRY_TABLE, after + b"\x00", rows_end(now_s))
+
+    def metas(self, vb_id: int, head: bytes = b"") -> Iterator[tuple[bytes, StoredMeta]]:
+        """Yield (key, newest version) of the keys that begin with `head`, deleted ones too.
+
+        Nothing may be written meanwhile. `head` does not end with the byte 0xff.
+        """
+        prefix = vb_id.to_bytes(2, "big") + head
+        stop = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix), "big")
+        for key, value in self._reader.range(BY_KEY_TABLE, prefix, stop):
+            yield key[2:], checked_meta(key, bytes(value))
+
+    def block_at(self, vb_id: int, seqno: int) -> Block | None:
+        """Return the last block that begins at or below `seqno`, None where there is none."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return None
+        return Block(*found)
+
+    def last_block(self, vb_id: int) -> Block | None:
+        """Return the last block of a partition."""
+        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, (vb_id + 1).to_bytes(2, "big"))
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return None
+        return Block(*found)
+
+    def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
+        """Yield the blocks that reach into [start, end]. Raises when one is missing there."""
+        first_key, last_seqno = self._before(vb_id, start_seqno, end_seqno)
+        for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
+            block = Block(key, value)
+            if last_seqno is not None and block.seqno_before != last_seqno:
+                raise missing_blocks(vb_id, last_seqno, block.seqno_before)
+            last_seqno = block.last_seqno
+            if last_seqno >= start_seqno:
+                yield block
+        last_seqno = last_seqno or 0
+        if last_seqno >= end_seqno:
+            return
+        stop = (vb_id + 1).to_bytes(2, "big")
+        following = next(self._reader.range(BY_SEQNO_TABLE, _after(vb_id, end_seqno), stop), None)
+        if following is not None:
+            seqno_before = Block(*following).seqno_before
+        else:
+            record = self.partition(vb_id)
+            seqno_before = record.last_seqno if record else 0
+        if seqno_before != last_seqno:
+            raise missing_blocks(vb_id, last_seqno, seqno_before)
+
+    def _before(self, vb_id: int, start_seqno: int, end_seqno: int) -> tuple[bytes, int | None]:
+        """Return the key of the block to begin with, and the last seqno before it where that is
+        known.
+        """
+        first_key = block_key(vb_id, start_seqno)
+        try:
+            found = self._reader.last_at_or_before(BY_SEQNO_TABLE, first_key)
+        except StoreDamagedError:
+            # Where what comes next continues something below `start`, nothing that is wanted is on
+            # the damaged page.
+            stop = _after(vb_id, end_seqno)
+            following = next(self._reader.range(BY_SEQNO_TABLE, first_key, stop), None)
+            if following is None or Block(*following).seqno_before >= start_seqno:
+                raise
+            return following[0], None
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return block_key(vb_id, 0), 0
+        return found[0], None
+
+
+class Store(StoreView):
+    """The store as the engine sees it: a snapshot of a KvEnv that is renewed by `refresh`.
+
+    Raises UnknownFormatError when it was written by another format or another kind of engine.
+    """
+
+    def __init__(self, env: KvEnv) -> None:
+        self._env = env
+        self._snapshot = env.snapshot()
+        self._walks = OpenedBlocks()
+        super().__init__(self._snapshot)
+        node = self.node()
+        if node is not None and node.engine_version != env.engine:
+            raise UnknownFormatError(
+                f"the store was written with {node.engine_version}, this program has {env.engine}; "
+                "move the data with a backup"
+            )
+
+    @classmethod
+    def create(
+        cls, env: KvEnv, node: NodeRecord, partitions: Mapping[int, PartitionRecord]
+    ) -> Store:
+        """Write the first records of an empty store, in one transaction, and open it."""
+
+        def create() -> None:
+            with env.write() as write:
+                assert StoreView(write).node() is None, "a store is created once"
+                put_node(write, node)
+                for vb_id, record in partitions.items():
+                    put_partition(write, vb_id, record)
+
+        with_room(env, create)
+        return cls(env)
+
+    def refresh(self) -> None:
+        """See what has been committed meanwhile."""
+        self._walks.clear()
+        self._snapshot.refresh()
+
+    def close(self) -> None:
+        """Give up the snapshot; the environment stays open."""
+        self._walks.clear()
+        self._snapshot.close()
+
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
+        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        old: set[int] = set()
+        found = super()._blocks(vb_id, start_seqno, end_seqno)
+        for block in self._walks.keep(vb_id, start_seqno, end_seqno, found):
+            prev_seqnos = block.prev_seqnos
+            if max(prev_seqnos) >= start_seqno:
+                low = bisect_left(block.seqnos, start_seqno)
+                old.update(prev_seqnos[low : bisect_right(block.seqnos, end_seqno)])
+        return {prev for prev in old if prev >= start_seqno}
+
+    def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
+        kept = self._walks.blocks(vb_id, start_seqno, end_seqno)
+        return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
+
+    def begin(self, node: NodeRecord) -> None:
+        """Replace the node's record at a start: the clean end, if there was one, counts no more."""
+
+        def put(write: KvWrite) -> None:
+            put_node(write, node)
+            put_clean_end(write, None)
+
+        self._write(put)
+
+    def end(self, node: NodeRecord, clean_end: CleanEnd) -> None:
+        """Replace the node's record at a clean stop, and say where the log ends."""
+
+        def put(write: KvWrite) -> None:
+            put_node(write, node)
+            put_clean_end(write, clean_end)
+
+        self._write(put)
+
+    def set_quarantine(self, items: Quarantine) -> None:
+        """Replace the quarantine."""
+        self._write(lambda write: put_quarantine(write, items))
+
+    def set_failovers(self, logs: Mapping[int, list[list[int]]]) -> None:
+        """Replace failover logs of partitions; their epochs become those of the newest entries."""
+
+        def put(write: KvWrite) -> None:
+            for vb_id, log in logs.items():
+                put_failover(write, vb_id, log)
+
+        self._write(put)
+
+    def _write(self, put: Callable[[KvWrite], None]) -> None:
+        """Write in one transaction. The snapshot is closed meanwhile: the map may have to grow."""
+
+        def work() -> None:
+            with self._env.write() as write:
+                put(write)
+
+        self.close()
+        try:
+            with_room(self._env, work)
+        finally:
+            self._snapshot.refresh()
+
+
+def _after(vb_id: int, end_seqno: int) -> bytes:
+    """Return the first key that is above every block which begins at or below `end_seqno`."""
+    return block_key(vb_id, end_seqno) + b"\x00"
+
+
+def missing_blocks(vb_id: int, last_seqno: int, seqno_before: int) -> BlockDamagedError:
+    """Return the error that names a hole in the chain of blocks."""
+    return BlockDamagedError(
+        f"vb {vb_id}: after seqno {last_seqno} the versions up to {seqno_before} are missing in "
+        "the store; check the disk and restore a backup"
+    )

@@ -1,0 +1,483 @@
+"""Compaction: what nobody can ask for any more leaves the store. Pure.
+
+What may go follows from a partition's history floor F and purge seqno P alone:
+
+    superseded versions    replaced by a version at or below F
+    tombstones             deletions at or below P that are the newest version of their key; the
+                           key leaves by_key with them
+    unreachable versions   at or below F, of collections whose drop this partition told there, too
+
+and what stays all the same: the last version at or below F, and the last one there of every
+collection that exists and of all but the default collection together. So every snapshot can end on
+an item, and the tally of the partition as of any seqno >= F can be told from what is left.
+
+F and P are those of the stored record, or higher ones that the log has already and a merge will
+bring: they go into the record with the first slice. Whoever raises them does so in the log first,
+from then on no rollback goes below F (but to 0), and F is not above what is merged of the present
+history. So a compaction may run beside merges, stop anywhere and be repeated: it removes only what
+no state at or above F needs.
+
+Invariants
+- a version goes only after, or in one transaction with, all older ones of its key: what a reader
+  sees in between is a history of the key that begins later, never one with a hole or without its
+  deletion. So a partition is first looked through from the floor down, where memory is bounded by
+  its keys (of each, one version at most is known to be superseded and was not passed yet) and a
+  byte for each version, and then rewritten from the bottom up;
+- the chain of blocks (`seqno_before`) is whole after every step, and a step that finds it broken,
+  or a block damaged, changes nothing;
+- a partition whose failover log changed between two slices is begun anew: it may have been rolled
+  back to 0 and hold other versions under the same seqnos. Anything else that happens in between
+  changes what is above the floor, or by_key, which is looked at when something goes.
+
+Who calls it: the store process, between merges.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import not_
+from typing import Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.model.entry import key_in_frame
+from vbucket.model.manifest import (
+    DEFAULT_COLLECTION,
+    SYSTEM_COLLECTION,
+    SYSTEM_KEY,
+    Manifest,
+    SystemEventKind,
+    collection_of,
+)
+from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
+from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError, WriteLostError
+from vbucket.store.expiry_index import ExpiryRows
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
+from vbucket.store.store import StoreView, missing_blocks
+
+STEP_BYTES: Final = 1 << 20
+"""What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""
+SLICE_BYTES: Final = 16 << 20
+"""What one transaction rewrites at most. Pages that it frees can be used again two transactions
+later, so the file has to be larger by some of these; a transaction's sync takes some milliseconds.
+"""
+FREE_PAGES_BYTES: Final = 3 * SLICE_BYTES
+"""What waits to be used again meanwhile: of two slices, and some in pieces that are too small."""
+
+_DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
+_SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
+_ANY: Final = -1
+_ANY_OTHER: Final = -2
+"""In the set of collections that were seen: any at all, any but the default one."""
+
+
+class Floors(NamedTuple):
+    """A partition's history floor and purge seqno."""
+
+    floor: int
+    purge: int
+
+
+class SliceReport(NamedTuple):
+    """What one slice did. `finished`: partitions that need no further slice. `damages`: partition
+    and text, where what is stored could not be read; it was left as it is.
+    """
+
+    finished: list[int]
+    versions: int
+    tombstones: int
+    damages: list[tuple[int, str]]
+
+    def plus(self, other: SliceReport) -> SliceReport:
+        """Return what both did."""
+        return SliceReport(
+            self.finished + other.finished,
+            self.versions + other.versions,
+            self.tombstones + other.tombstones,
+            self.damages + other.damages,
+        )
+
+
+class PartitionCompaction:
+    """One partition's way through its versions: down from the floor, and up to it again."""
+
+    def __init__(self, view: StoreView, vb_id: int, record: PartitionRecord) -> None:
+        self.vb_id = vb_id
+        self.failover = record.failover
+        self.floor = record.history_floor
+        self.purge = record.purge_seqno
+        self.is_done = not self.floor
+        self.versions = 0
+        """Versions that went, tombstones included."""
+        self.tombstones = 0
+        self._prefix = vb_id.to_bytes(2, "big")
+        self._down_seqno = self.floor
+        """What lies above was looked at."""
+        self._seqno_below: int | None = None
+        """Where the next block down has to end: 0 at the bottom, None at the beginning."""
+        self._up_seqno = 0
+        """What lies below was rewritten."""
+        self._superseded: set[int] = set()
+        self._marked: dict[int, bytes] = {}
+        """First seqno of a block -> a byte for each of its versions, 0 where it is superseded. It
+        may have got more since.
+        """
+        self._seen: set[int] = set()
+        self._kept: set[int] = set()
+        """Seqnos that stay: the last ones of their collection at or below the floor."""
+        self._manifest = view.manifest()
+        self._gone = _gone_collections(view, vb_id, self._manifest, self.floor)
+        self._has_others = bool(record.tally)
+        self._unsaved_versions = self._unsaved_keys = 0
+
+    def is_of(self, other: PartitionCompaction) -> bool:
+        """Whether this is the same work as another one that has just begun."""
+        mine = (self.vb_id, self.failover, self.floor, self.purge)
+        return mine == (other.vb_id, other.failover, other.floor, other.purge)
+
+    def step(self, write: KvWrite, rows: ExpiryRows) -> int:
+        """Go on by about STEP_BYTES; return how many bytes were written.
+
+        Raises StoreDamagedError before it changed anything.
+        """
+        if self._seqno_below == 0:
+            return self._step_up(write, rows, self._read_up(write))
+        is_first = self._seqno_below is None
+        blocks = self._step_down(write)
+        if self._seqno_below != 0:
+            return 0
+        if not (self._marked or self._gone or self.purge):
+            self.is_done = True
+        elif is_first:
+            # All of it was read in one step, as is usual: no need to read it again.
+            return self._step_up(write, rows, blocks[::-1])
+        return 0
+
+    def save(self, write: KvWrite) -> None:
+        """Put the counts right; to be done before the transaction of the steps ends."""
+        record = StoreView(write).partition(self.vb_id)
+        assert record is not None
+        if self.is_done:
+            record = record._replace(compacted=[self.floor, self.purge, self._manifest.uid])
+        record = record._replace(
+            history_floor=max(record.history_floor, self.floor),
+            purge_seqno=max(record.purge_seqno, self.purge),
+            versions=max(0, record.versions - self._unsaved_versions),
+            keys=max(0, record.keys - self._unsaved_keys),
+        )
+        self._unsaved_versions = self._unsaved_keys = 0
+        put_partition(write, self.vb_id, record)
+
+    # -- down: what is superseded, and what stays all the same ---------------------------------
+
+    def _step_down(self, write: KvWrite) -> list[Block]:
+        """Look through the next blocks down; return them."""
+        blocks: list[Block] = []
+        size = 0
+        while size < STEP_BYTES and self._seqno_below != 0:
+            found = write.last_at_or_before(BY_SEQNO_TABLE, block_key(self.vb_id, self._down_seqno))
+            if found is None or found[0][:2] != self._prefix:
+                if self._seqno_below:
+                    raise missing_blocks(self.vb_id, 0, self._seqno_below)
+                self._seqno_below = 0
+                break
+            block = Block(*found)
+            if self._seqno_below is not None and block.last_seqno != self._seqno_below:
+                raise missing_blocks(self.vb_id, block.last_seqno, self._seqno_below)
+            self._mark(block)
+            self._keep(block)
+            size += len(found[1])
+            self._seqno_below, self._down_seqno = block.seqno_before, block.first_seqno - 1
+            blocks.append(block)
+        return blocks
+
+    def _mark(self, block: Block) -> None:
+        """Mark what is superseded of a block; note what is further down.
+
+        Set operations do it, a call for all versions of the block: it is made for each of them.
+        """
+        seqnos, superseded = block.seqnos, self._superseded
+        low = bisect_right(seqnos, self.floor)
+        superseded.update(block.prev_seqnos[:low])
+        here = superseded.intersection(seqnos[:low])
+        if here:
+            superseded -= here
+            self._marked[block.first_seqno] = bytes(map(not_, map(here.__contains__, seqnos)))
+
+    def _keep(self, block: Block) -> None:
+        """Note the versions of a block that are the last ones of their collection."""
+        if not self._has_others:
+            if not self._kept:
+                self._kept.add(block.seqnos[bisect_right(block.seqnos, self.floor) - 1])
+            return
+        if not (self._gone or self.purge):
+            return
+        body = block.checked_body()
+        for index in range(bisect_right(block.seqnos, self.floor) - 1, -1, -1):
+            start = block.ends[index - 1] if index else 0
+            collection_id = collection_of(key_in_frame(body[start : block.ends[index]]))
+            kinds = {_ANY}
+            if collection_id != DEFAULT_COLLECTION:
+                kinds.add(_ANY_OTHER)
+            if collection_id in self._manifest.collections:
+                kinds.add(collection_id)
+            if not kinds <= self._seen:
+                self._seen |= kinds
+                self._kept.add(block.seqnos[index])
+
+    # -- up: what goes -------------------------------------------------------------------------
+
+    def _step_up(self, write: KvWrite, rows: ExpiryRows, blocks: list[Block]) -> int:
+        view = StoreView(write)
+        if not blocks:
+            self.is_done = True
+            return 0
+        masks: list[bytes | None] = []
+        gone: list[bytes] = []
+        tombstones = written_bytes = 0
+        for block in blocks:
+            kept = self._marked.pop(block.first_seqno, None)
+            if kept is not None:
+                # A merge may have added to the last block since it was looked at.
+                kept = kept.ljust(len(block.seqnos), b"\1")
+            if self._gone or self.purge >= block.first_seqno:
+                kept, keys, deletions = self._without_useless(view, block, kept)
+                gone += keys
+                tombstones += deletions
+            masks.append(kept)
+        versions = sum(kept.count(0) for kept in masks if kept is not None)
+        if versions:
+            written_bytes = self._rewrite(write, blocks, masks)
+            for key in gone:
+                rows.replace(self._prefix + key, view.meta(self.vb_id, key), 0)
+                write.delete(BY_KEY_TABLE, self._prefix + key)
+            self.versions += versions
+            self.tombstones += tombstones
+            self._unsaved_versions += versions
+            self._unsaved_keys += len(gone)
+        self._up_seqno = blocks[-1].last_seqno + 1
+        self.is_done = self._up_seqno > self.floor
+        return written_bytes
+
+    def _read_up(self, write: KvWrite) -> list[Block]:
+        """Return the next blocks up, as far as the floor; raise where one is missing."""
+        blocks: list[Block] = []
+        size = 0
+        stop = block_key(self.vb_id, self.floor + 1)
+        for key, value in write.range(BY_SEQNO_TABLE, block_key(self.vb_id, self._up_seqno), stop):
+            block = Block(key, value)
+            if blocks and block.seqno_before != blocks[-1].last_seqno:
+                raise missing_blocks(self.vb_id, blocks[-1].last_seqno, block.seqno_before)
+            blocks.append(block)
+            size += len(value)
+            if size >= STEP_BYTES:
+                break
+        return blocks
+
+    def _without_useless(
+        self, view: StoreView, block: Block, kept: bytes | None
+    ) -> tuple[bytes | None, list[bytes], int]:
+        """Return what is kept of a block without tombstones and unreachable versions that go, the
+        keys that go with them, and how many of them are tombstones.
+        """
+        mask = bytearray(kept or b"\1" * len(block.seqnos))
+        keys: list[bytes] = []
+        tombstones = 0
+        body = block.checked_body()
+        for index in range(bisect_right(block.seqnos, self.floor)):
+            seqno = block.seqnos[index]
+            start = block.ends[index - 1] if index else 0
+            is_deletion = body[start + 1] in _DELETIONS
+            if not mask[index] or seqno in self._kept or body[start + 1] == _SYSTEM_EVENT:
+                continue
+            if not self._gone and not (is_deletion and seqno <= self.purge):
+                continue
+            key = key_in_frame(body[start : block.ends[index]])
+            is_gone = collection_of(key) in self._gone
+            if not is_gone and not (is_deletion and seqno <= self.purge):
+                continue
+            meta = view.meta(self.vb_id, key)
+            if meta is not None and meta.seqno == seqno:
+                keys.append(key)
+            elif not is_gone:
+                continue  # a newer version has come above the floor, and may be undone again
+            mask[index] = 0
+            tombstones += is_deletion
+        return (bytes(mask) if 0 in mask else None), keys, tombstones
+
+    def _rewrite(self, write: KvWrite, blocks: list[Block], masks: Sequence[bytes | None]) -> int:
+        """Replace blocks by what is kept of them; return how many bytes that took."""
+        items: list[tuple[bytes, bytes]] = []
+        run: list[tuple[Block, bytes | None]] = []
+        run_bytes = 0
+        kept_keys: set[bytes] = set()
+        seqno_before = blocks[0].seqno_before
+
+        def flush() -> None:
+            nonlocal seqno_before, run_bytes
+            repacked = repack_blocks(self.vb_id, run, seqno_before=seqno_before)
+            if repacked:
+                items.extend(repacked)
+                seqno_before = Block(*repacked[-1]).last_seqno
+            run.clear()
+            run_bytes = 0
+
+        for block, kept in zip(blocks, masks, strict=True):
+            if kept is not None or 0 < run_bytes < BODY_BYTES_TARGET // 2:
+                run.append((block, kept))
+                run_bytes += _kept_bytes(block, kept)
+                continue
+            flush()
+            if block.seqno_before == seqno_before:
+                kept_keys.add(block_key(self.vb_id, block.first_seqno))
+            else:
+                items.append(follow_seqno(block, seqno_before))
+            seqno_before = block.last_seqno
+        flush()
+        items += self._following(write, blocks[-1], seqno_before)
+        written = kept_keys | {key for key, _ in items}
+        for block in blocks:
+            key = block_key(self.vb_id, block.first_seqno)
+            if key not in written:
+                write.delete(BY_SEQNO_TABLE, key)
+        write.put_sorted(BY_SEQNO_TABLE, items)
+        return sum(len(value) for _, value in items)
+
+    def _following(
+        self, write: KvWrite, block: Block, seqno_before: int
+    ) -> list[tuple[bytes, bytes]]:
+        """Return the block after `block` as it has to be once that ends at `seqno_before`."""
+        after = block_key(self.vb_id, block.last_seqno + 1)
+        stop = (self.vb_id + 1).to_bytes(2, "big")
+        found = next(iter(write.range(BY_SEQNO_TABLE, after, stop)), None)
+        if found is None:
+            record = StoreView(write).partition(self.vb_id)
+            last_seqno = record.last_seqno if record else 0
+            if last_seqno != block.last_seqno:
+                raise missing_blocks(self.vb_id, block.last_seqno, last_seqno)
+            assert seqno_before == last_seqno, "the last version of a partition stays"
+            return []
+        following = Block(*found)
+        if following.seqno_before != block.last_seqno:
+            raise missing_blocks(self.vb_id, block.last_seqno, following.seqno_before)
+        return [] if seqno_before == block.last_seqno else [follow_seqno(following, seqno_before)]
+
+
+class Compactor:
+    """Compacts partitions one after another, in slices: one transaction each."""
+
+    def __init__(self) -> None:
+        self._under_way: PartitionCompaction | None = None
+
+    def run(
+        self,
+        env: KvEnv,
+        vb_ids: Iterable[int],
+        is_over: Callable[[], bool],
+        *,
+        floors: Mapping[int, Floors] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> SliceReport:
+        """Go on with these partitions until all are done, SLICE_BYTES are written, or `is_over`
+        says that it is time.
+
+        `floors` are those that the log has, where the stored ones may be lower. At least one step
+        is made. Raises StoreFullError, StoreFailedError: nothing happened then.
+        """
+        job, self._under_way = self._under_way, None
+        report = SliceReport([], 0, 0, [])
+        left_bytes = SLICE_BYTES
+        at_work: list[int] = []
+        """Whose fault it is if a write is lost."""
+        try:
+            with env.write() as write:
+                view = StoreView(write)
+                rows = ExpiryRows()
+                for vb_id in vb_ids:
+                    at_work = [vb_id]
+                    try:
+                        job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
+                        before = job.versions, job.tombstones
+                        left_bytes -= _go_on(job, write, rows, is_over, left_bytes)
+                    except WriteLostError:
+                        raise
+                    except StoreDamagedError as error:
+                        report = report.plus(SliceReport([vb_id], 0, 0, [(vb_id, str(error))]))
+                        job = None
+                        continue
+                    done = [vb_id] if job.is_done else []
+                    versions, tombstones = job.versions - before[0], job.tombstones - before[1]
+                    report = report.plus(SliceReport(done, versions, tombstones, []))
+                    if not job.is_done:
+                        break
+                    job = None
+                    if left_bytes <= 0 or is_over():
+                        break
+                at_work = [*report.finished, *at_work]
+                rows.write(write)
+                before_commit()
+        except WriteLostError as error:
+            # What others did in this transaction is lost, too. They begin anew.
+            damages = [(vb_id, str(error)) for vb_id in dict.fromkeys(at_work)]
+            return SliceReport([vb_id for vb_id, _ in damages], 0, 0, damages)
+        self._under_way = job
+        return report
+
+
+def _job_of(
+    view: StoreView, vb_id: int, job: PartitionCompaction | None, floors: Floors | None
+) -> PartitionCompaction:
+    """Return the work on a partition: what is under way, unless it has to begin anew."""
+    record = view.partition(vb_id)
+    assert record is not None, f"vb {vb_id} is not in the store"
+    if floors is not None:
+        record = record._replace(
+            history_floor=max(record.history_floor, floors.floor),
+            purge_seqno=max(record.purge_seqno, floors.purge),
+        )
+    new = PartitionCompaction(view, vb_id, record)
+    return job if job is not None and job.is_of(new) else new
+
+
+def _go_on(
+    job: PartitionCompaction,
+    write: KvWrite,
+    rows: ExpiryRows,
+    is_over: Callable[[], bool],
+    bytes_max: int,
+) -> int:
+    """Make at least one step, and more until `bytes_max` are written; return how many were.
+
+    The counts are right afterwards, whatever happens.
+    """
+    written_bytes = 0
+    try:
+        while not job.is_done:
+            written_bytes += job.step(write, rows)
+            if written_bytes >= bytes_max or is_over():
+                break
+    finally:
+        job.save(write)
+    return written_bytes
+
+
+def _kept_bytes(block: Block, kept: bytes | None) -> int:
+    """Return about how much is kept of a block."""
+    if kept is None:
+        return len(block.body)
+    return len(block.body) * kept.count(1) // len(kept)
+
+
+def _gone_collections(
+    view: StoreView, vb_id: int, manifest: Manifest, floor: int
+) -> frozenset[int]:
+    """Return the collections whose drop the partition told at or below the floor."""
+    if not manifest.has_dropped:
+        return frozenset()
+    head = bytes([SYSTEM_COLLECTION, SystemEventKind.DROP_COLLECTION])
+    gone = set()
+    for key, meta in view.metas(vb_id, head):
+        collection_id = SYSTEM_KEY.unpack_from(key)[3]
+        if meta.seqno <= floor and collection_id not in manifest.collections:
+            gone.add(collection_id)
+    return frozenset(gone)

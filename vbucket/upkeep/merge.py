@@ -1,0 +1,585 @@
+"""The merge: sealed log segments into the store, in one transaction.
+
+Who calls it: the store process while the server runs; the server itself at start and stop. Pure:
+the database and the segments' bytes are handed in.
+
+Invariants
+- the store is a function of the merged prefix of the log: merging the same segments again, or in
+  two merges instead of one, gives the same content (blocks may be cut at other places);
+- all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped.
+  Retries are idempotent and return an equivalent report;
+- a partition whose stored data is damaged is left out as a whole (`vbucket.store.quarantine`); all
+  others are merged. A branch at 0 brings it back;
+- within a partition, what is staged ascends by seqno and lies above what the store keeps.
+
+Memory is bounded by the segments of one merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, compress, islice, repeat
+from operator import itemgetter
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.record import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import (
+    LOG_CONTROL,
+    OPCODE_AT,
+    PREFIX_BYTES,
+    control_document,
+    key_of,
+    seqno_of,
+)
+from vbucket.model.manifest import Manifest, collection_of
+from vbucket.store.block import Block, block_key, build_blocks
+from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
+from vbucket.store.expiry_index import ExpiryRows, build_expiry_table
+from vbucket.store.key_record import (
+    BY_KEY_RECORD,
+    NO_EXPIRY,
+    by_key_items,
+    check_records,
+    checked_meta,
+    expiry_bytes_of,
+)
+from vbucket.store.quarantine import Quarantined, kept_segments
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_FORMAT_VERSION,
+    STORE_FORMAT_VERSION,
+    Mended,
+    NodeRecord,
+    PartitionRecord,
+    put_manifest,
+    put_node,
+    put_partition,
+    put_quarantine,
+)
+from vbucket.store.store import StoreView, missing_blocks
+
+NODE_VB_ID: Final = 0xFFFF
+"""Partition id of control entries that are the node's."""
+_LENGTHS: Final = Struct(">14xHB").unpack_from
+"""Key length and extras length of an entry: `vbucket.model.entry.key_of`, without a call for
+each."""
+_KEY_AT_LEAST: Final = PREFIX_BYTES + 24
+_VB_AT: Final = PREFIX_BYTES + 6
+_NOTHING: Final = bytes(BY_KEY_RECORD.size)
+"""In place of a record that is not there."""
+_NO_SEQNO: Final = bytes(8)
+_cas_of: Final = itemgetter(slice(28, 36))
+_first_of: Final = itemgetter(0)
+_prev_seqno_of: Final = itemgetter(slice(8))
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
+_EMPTIED_AT_ONCE: Final = 1000
+"""Keys that are held in memory while a partition is emptied."""
+DAMAGED_MAX: Final = 64
+"""Partitions that one merge may put into quarantine: for each it begins anew, and where there are
+more, it is the disk that needs attention."""
+
+
+class MergeRefusedError(Exception):
+    """The segments do not fit the store: nothing was merged."""
+
+
+class MergeReport(NamedTuple):
+    """What a merge did.
+
+    All segments <= `merged_segment` are in the store. `high_seqnos` are those of the partitions it
+    touched, of all partitions where it found nothing to merge. `entries` were read from the log,
+    control entries included. `quarantined`: why partitions are left out, old ones and new ones; the
+    segments `kept` must stay for them.
+    """
+
+    merged_segment: int
+    high_seqnos: dict[int, int]
+    entries: int
+    quarantined: dict[int, str]
+    kept: list[int]
+
+
+class _PartitionDamagedError(Exception):
+    """What the store has of a partition cannot be merged with; the transaction is called off."""
+
+    def __init__(self, vb_id: int, cause: StoreDamagedError) -> None:
+        super().__init__(str(cause))
+        self.vb_id = vb_id
+        self.cause = cause
+
+
+class _Stage:
+    """What the merge will do to one partition.
+
+    Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
+    after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
+    `purged_seqno`: tombstones up to there may be missing in the store. What the entries before
+    `cas_from` say of the highest CAS is in the record, or was taken back.
+    """
+
+    __slots__ = (
+        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
+    )  # fmt: skip
+
+    def __init__(self, vb_id: int, record: PartitionRecord) -> None:
+        self.vb_id = vb_id
+        self.record = record
+        self.purged_seqno = record.purge_seqno
+        self.high_seqno = record.high_seqno
+        self.trim_to: int | None = None
+        self.entries: list[bytes] = []
+        self.cas_from = 0
+
+    def lower_cas(self, mended: list[int]) -> None:
+        """Go on with a lower CAS than there was."""
+        self.record = self.record._replace(max_cas=mended[1], mended=mended)
+        self.cas_from = len(self.entries)
+
+    def roll_back(self, seqno: int) -> None:
+        """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
+        self.high_seqno = min(self.final_high_seqno(), seqno)
+        if seqno < self.record.last_seqno:
+            self.trim_to = seqno if self.trim_to is None else min(self.trim_to, seqno)
+        self.record = self.record._replace(
+            max_cas=self.final_max_cas(),
+            history_floor=min(self.record.history_floor, seqno),
+            purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
+            mended=self.record.mended and list(Mended(*self.record.mended).cut(seqno)),
+        )
+        entries = self.entries
+        while entries and seqno_of(entries[-1]) > seqno:
+            entries.pop()
+        self.cas_from = len(entries)
+
+    def final_high_seqno(self) -> int:
+        """Return the partition's high seqno after this stage."""
+        return max(self.high_seqno, seqno_of(self.entries[-1]) if self.entries else 0)
+
+    def final_max_cas(self) -> int:
+        """Return the partition's highest CAS after this stage, undone versions included."""
+        staged = max(map(_cas_of, self.entries[self.cas_from :]), default=b"")
+        return max(self.record.max_cas, int.from_bytes(staged, "big"))
+
+
+class _Staging:
+    """Entries of the log, gathered by partition."""
+
+    def __init__(self, view: StoreView, node: NodeRecord, damaged: Mapping[int, str]) -> None:
+        self._view = view
+        self.node = node
+        self.manifest = view.manifest()
+        self.stages: dict[int, _Stage] = {}
+        self.entries = 0
+        self.quarantine = view.quarantine()
+        """The partitions that are left out: of merges before, and those that get entries here."""
+        self._damaged = damaged
+        """Why partitions are to be left out from this merge on."""
+        self._segment = 0
+        self._appends: dict[int, Callable[[bytes], None]] = {}
+
+    def add_group(self, segment: int, payload: bytes) -> None:
+        """Stage the entries of one commit group."""
+        self._segment = segment
+        appends = self._appends
+        entries = split_entries(payload)
+        self.entries += len(entries)
+        for entry in entries:
+            vb_id = entry[_VB_AT] << 8 | entry[_VB_AT + 1]
+            if entry[OPCODE_AT] == LOG_CONTROL:
+                self._add_control(vb_id, control_document(entry))
+            elif vb_id in appends:
+                appends[vb_id](entry)
+            elif self._is_left_out(vb_id):
+                self._leave_out(vb_id, int.from_bytes(_cas_of(entry), "big"))
+            else:
+                self._stage(vb_id).entries.append(entry)
+
+    def _is_left_out(self, vb_id: int) -> bool:
+        return vb_id in self.quarantine or vb_id in self._damaged
+
+    def _leave_out(self, vb_id: int, cas: int = 0) -> None:
+        """Note that the log has an entry of a partition which the store does not take."""
+        item = self.quarantine.get(vb_id)
+        if item is None:
+            item = Quarantined(self._segment, self._segment, 0, self._damaged[vb_id])
+        if item.last_segment < self._segment or item.max_cas < cas or vb_id not in self.quarantine:
+            self.quarantine[vb_id] = item._replace(
+                last_segment=self._segment, max_cas=max(item.max_cas, cas)
+            )
+
+    def _add_control(self, vb_id: int, document: dict[str, Any]) -> None:
+        kind = document["kind"]
+        if kind == "durability":
+            self.node = self.node._replace(durability=document["level"])
+            return
+        if kind == "manifest":
+            self.manifest = Manifest.from_document(document["manifest"])
+            return
+        if self._is_left_out(vb_id):
+            if vb_id in self._damaged or document.get("rollback_to") != 0:
+                self._leave_out(vb_id)
+                return
+            # Nothing of what is stored is needed, nor of what was left out.
+            item = self.quarantine.pop(vb_id)
+            stage = self._stage(vb_id)
+            stage.record = stage.record._replace(max_cas=max(stage.record.max_cas, item.max_cas))
+        stage = self._stage(vb_id)
+        if kind == "state":
+            stage.record = stage.record._replace(state=document["state"])
+        elif kind in {"floor", "purge"}:
+            floor, purge = floor_and_purge(document)
+            stage.record = stage.record._replace(
+                history_floor=max(stage.record.history_floor, floor),
+                purge_seqno=max(stage.record.purge_seqno, purge),
+            )
+        elif kind == "cas":
+            stage.lower_cas(document["mended"])
+        elif kind == "failover":
+            log = document["log"]
+            if document.get("rollback_to") is not None:
+                stage.roll_back(document["rollback_to"])
+            stage.record = stage.record._replace(failover=log, epoch=log[0][2])
+        else:
+            raise MergeRefusedError(
+                f"vb {vb_id}: the log holds a control entry of the unknown kind {kind!r}; use the "
+                "version of dcpd that wrote it"
+            )
+
+    def _stage(self, vb_id: int) -> _Stage:
+        stage = self.stages.get(vb_id)
+        if stage is None:
+            with _naming(vb_id):
+                record = self._view.partition(vb_id)
+            if record is None:
+                raise MergeRefusedError(
+                    f"the log has changes of vb {vb_id}, which the store does not know; the "
+                    "folder's log and store do not belong together"
+                )
+            stage = self.stages[vb_id] = _Stage(vb_id, record)
+            self._appends[vb_id] = stage.entries.append
+        return stage
+
+
+def merge(
+    env: KvEnv,
+    segments: Iterable[tuple[int, bytes]],
+    *,
+    before_commit: Callable[[], None] = lambda: None,
+) -> MergeReport:
+    """Merge sealed segments (id, bytes), in order, into the store; durable on return.
+
+    Segments that the store has are skipped. Where a partition's data is damaged, the transaction is
+    called off and `segments` is iterated again, without that partition. `before_commit` may raise
+    to call the merge off.
+    Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
+    StoreDamagedError where more than DAMAGED_MAX partitions are damaged, or what they share. Then
+    nothing was merged.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        try:
+            return _merge_without(damaged, env, segments, before_commit)
+        except _PartitionDamagedError as error:
+            damaged[error.vb_id] = str(error)
+            if len(damaged) > DAMAGED_MAX:
+                raise error.cause from error
+
+
+def _merge_without(
+    damaged: Mapping[int, str],
+    env: KvEnv,
+    segments: Iterable[tuple[int, bytes]],
+    before_commit: Callable[[], None],
+) -> MergeReport:
+    with env.write() as write:
+        view = StoreView(write)
+        node = view.node()
+        if node is None:
+            raise MergeRefusedError("the store was never created; create it before merging")
+        if node.format_version < EXPIRY_FORMAT_VERSION:
+            build_expiry_table(write)
+        staging = _Staging(view, node, damaged)
+        merged_segment, merged_end = _stage_segments(staging, segments, node)
+        high_seqnos: dict[int, int] = {}
+        rows = ExpiryRows()
+        if merged_segment == node.merged_segment:
+            # All was merged before, and who asks again may never have got the answer.
+            records = view.partitions(without=staging.quarantine)
+            high_seqnos = {vb_id: record.high_seqno for vb_id, record in records.items()}
+        for vb_id in sorted(staging.stages):
+            stage = staging.stages.pop(vb_id)
+            with _naming(vb_id):
+                record = _merge_partition(write, view, stage, staging.manifest, rows)
+            high_seqnos[vb_id] = record.high_seqno
+        rows.write(write)
+        if staging.manifest != view.manifest():
+            put_manifest(write, staging.manifest)
+        if staging.quarantine != view.quarantine():
+            put_quarantine(write, staging.quarantine)
+        put_node(
+            write,
+            staging.node._replace(
+                format_version=STORE_FORMAT_VERSION,
+                merged_segment=merged_segment,
+                merged_end=None if merged_end is None else merged_end.to_document(),
+            ),
+        )
+        before_commit()
+    return MergeReport(
+        merged_segment,
+        high_seqnos,
+        staging.entries,
+        {vb_id: item.why for vb_id, item in staging.quarantine.items()},
+        sorted(kept_segments(staging.quarantine)),
+    )
+
+
+@contextmanager
+def _naming(vb_id: int) -> Iterator[None]:
+    """Say of which partition the data is that turns out to be damaged."""
+    try:
+        yield
+    except StoreDamagedError as error:
+        raise _PartitionDamagedError(vb_id, error) from error
+
+
+def _stage_segments(
+    staging: _Staging, segments: Iterable[tuple[int, bytes]], node: NodeRecord
+) -> tuple[int, LogEnd | None]:
+    """Stage all groups of the segments after the merged ones; return the last segment's id, and the
+    last record of all (None: the store does not know it).
+    """
+    merged_segment = node.merged_segment
+    end = None if node.merged_end is None else LogEnd.from_document(node.merged_end)
+    size_before = 0
+    for segment, data in segments:
+        if segment <= merged_segment:
+            continue
+        if segment != merged_segment + 1:
+            raise MergeRefusedError(
+                f"log segment {segment} cannot be merged: the store has all up to "
+                f"{merged_segment}, so {merged_segment + 1} has to be next"
+            )
+        expected_bytes = read_segment_header(data, segment).previous_bytes
+        if size_before and expected_bytes != size_before:
+            raise LogDamagedError(
+                f"log segment {merged_segment} has {size_before} bytes, but had {expected_bytes} "
+                "when it was sealed; restore it from a copy, or the data folder from a backup"
+            )
+        for group, payload, at, crc in scan_segment(data, segment, before=end):
+            staging.add_group(segment, payload)
+            end = LogEnd(segment, at, group, crc)
+        merged_segment, size_before = segment, len(data)
+    return merged_segment, end
+
+
+def _merge_partition(
+    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest, rows: ExpiryRows
+) -> PartitionRecord:
+    """Write one partition's stage; return its record. Reads come first, then writes.
+
+    `manifest` is that of the last segment: what it does not know is not counted. What becomes of
+    the expiry table is left in `rows`.
+    """
+    vb_id, entries = stage.vb_id, stage.entries
+    if stage.trim_to == 0:
+        _empty(write, stage, rows)
+    record = stage.record
+    undone: dict[bytes, int] = {}
+    if stage.trim_to is not None:
+        undone = view.first_changes_after(vb_id, stage.trim_to, record.last_seqno)
+    newest = {
+        entry[(at := _KEY_AT_LEAST + extras_bytes) : at + key_bytes]: entry
+        for entry, (key_bytes, extras_bytes) in zip(entries, map(_LENGTHS, entries), strict=True)
+    }
+    gone = []
+    for key in undone.keys() - newest.keys():
+        before = _entry_as_of(view, stage, manifest, key, undone[key]) if undone[key] else None
+        if before is not None:
+            newest[key] = before
+        else:
+            gone.append(key)
+    tally = CollectionCounts(record.tally)
+    default_documents = record.item_count - tally.documents
+    changes = _KeyChanges(write, vb_id, newest, gone, may_be_old=bool(undone))
+    default_documents += changes.count(tally, manifest)
+    changes.write(write, rows)
+    versions = record.versions + len(entries)
+    if stage.trim_to is not None:
+        versions -= _trim_blocks(write, vb_id, stage.trim_to)
+        tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
+    tail = view.last_block(vb_id)
+    last_seqno = tail.last_seqno if tail else 0
+    if stage.trim_to is None and last_seqno != record.last_seqno:
+        raise missing_blocks(vb_id, last_seqno, record.last_seqno)
+    if any(map(_first_of, newest)):
+        _note(tally, manifest, entries, last_seqno)
+    tally.forget(manifest.collections)
+    write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
+    record = record._replace(
+        high_seqno=stage.final_high_seqno(),
+        last_seqno=seqno_of(entries[-1]) if entries else last_seqno,
+        max_cas=stage.final_max_cas(),
+        item_count=default_documents + tally.documents,
+        tally=tally.to_document(),
+        versions=versions,
+        keys=record.keys + changes.more_keys,
+    )
+    put_partition(write, vb_id, record)
+    return record
+
+
+class _KeyChanges:
+    """What becomes of a partition's by_key records; all that is there of them is read at first.
+
+    `more_keys`: how many records there are more. Keys that are new or change are in `newest`, with
+    their entries, others are `gone`.
+    """
+
+    def __init__(
+        self,
+        write: KvWrite,
+        vb_id: int,
+        newest: Mapping[bytes, bytes],
+        gone: Sequence[bytes],
+        *,
+        may_be_old: bool,
+    ) -> None:
+        prefix = vb_id.to_bytes(2, "big")
+        keys = sorted(newest)
+        entries = [newest[key] for key in keys]
+        self._items = by_key_items(prefix, keys, entries)
+        self._gone = list(map(prefix.__add__, gone))
+        asked: Iterable[bytes] = map(_first_of, self._items)
+        if not may_be_old:
+            # A key without a previous version was not there, so it need not be looked up.
+            asked = compress(asked, map(_NO_SEQNO.__ne__, map(_prev_seqno_of, entries)))
+        self._old = dict(write.get_many(BY_KEY_TABLE, [*asked, *self._gone]))
+        check_records(self._old)
+        self.more_keys = len(newest) - len(self._old)
+        self._are_default = not any(map(_first_of, keys)) and not any(map(_first_of, gone))
+
+    def count(self, tally: CollectionCounts, manifest: Manifest) -> int:
+        """Count live documents, more or less; return what concerns the default collection."""
+        if self._are_default:
+            return _live(map(itemgetter(1), self._items)) - _live(self._old.values())
+        default_documents = 0
+        for full_key, record in chain(self._items, zip(self._gone, repeat(_NOTHING))):
+            old = self._old.get(full_key, _NOTHING)
+            documents = (record[0] == _MUTATION) - (old[0] == _MUTATION)
+            key = full_key[2:]
+            if not key[0]:
+                default_documents += documents
+            elif documents and (collection_id := collection_of(key)) in manifest.collections:
+                tally.count(collection_id, documents)
+        return default_documents
+
+    def write(self, write: KvWrite, rows: ExpiryRows) -> None:
+        """Write it; what becomes of the expiry table is left in `rows`."""
+        records = chain(map(itemgetter(1), self._items), self._old.values())
+        if set(map(expiry_bytes_of, records)) - {NO_EXPIRY}:
+            for full_key, record in chain(self._items, zip(self._gone, repeat(_NOTHING))):
+                old = self._old.get(full_key)
+                meta = None if old is None else checked_meta(full_key, old)
+                rows.replace(full_key, meta, int.from_bytes(expiry_bytes_of(record), "big"))
+        for full_key in self._gone:
+            write.delete(BY_KEY_TABLE, full_key)
+        write.put_sorted(BY_KEY_TABLE, self._items)
+
+
+def _live(records: Iterable[bytes]) -> int:
+    return bytes(map(_first_of, records)).count(_MUTATION)
+
+
+def _note(
+    tally: CollectionCounts, manifest: Manifest, entries: list[bytes], seqno_before: int
+) -> None:
+    """Note the staged changes outside of the default collection."""
+    for entry in entries:
+        key, seqno = key_of(entry), seqno_of(entry)
+        if key[0]:
+            tally.note(key, seqno, seqno_before, manifest.collections)
+        seqno_before = seqno
+
+
+def _blocks_of(
+    vb_id: int, entries: list[bytes], last_seqno: int, tail: Block | None
+) -> list[tuple[bytes, bytes]]:
+    try:
+        return build_blocks(vb_id, entries, seqno_before=last_seqno, tail=tail)
+    except ValueError as error:
+        raise MergeRefusedError(f"the log does not continue the store: {error}") from error
+
+
+def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
+    """Remove all versions above `seqno` from the blocks; return how many there were."""
+    stop = (vb_id + 1).to_bytes(2, "big")
+    removed = 0
+    above = []
+    for key, value in write.range(BY_SEQNO_TABLE, block_key(vb_id, seqno + 1), stop):
+        above.append(key)
+        removed += len(Block(key, value).seqnos)
+    for key in above:
+        write.delete(BY_SEQNO_TABLE, key)
+    tail = StoreView(write).last_block(vb_id)
+    if tail is not None and tail.last_seqno > seqno:
+        kept = [entry for entry in tail.entries() if seqno_of(entry) <= seqno]
+        removed += len(tail.seqnos) - len(kept)
+        for key, value in build_blocks(vb_id, kept, seqno_before=tail.seqno_before):
+            write.put(BY_SEQNO_TABLE, key, value)
+    return removed
+
+
+def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
+    """Remove everything that the store has of a partition: it was rolled back to 0.
+
+    A record that is damaged goes too. A row of the expiry table that only it names stays; whoever
+    looks at it finds no document.
+    """
+    prefix = stage.vb_id.to_bytes(2, "big")
+    stop = (stage.vb_id + 1).to_bytes(2, "big")
+    while records := list(islice(write.range(BY_KEY_TABLE, prefix, stop), _EMPTIED_AT_ONCE)):
+        for key, value in records:
+            with suppress(StoreDamagedError):
+                rows.replace(key, checked_meta(key, bytes(value)), 0)
+            write.delete(BY_KEY_TABLE, key)
+    for key in [key for key, _ in write.range(BY_SEQNO_TABLE, prefix, stop)]:
+        write.delete(BY_SEQNO_TABLE, key)
+    stage.trim_to = None
+    stage.record = stage.record._replace(
+        last_seqno=0, item_count=0, tally=None, versions=0, keys=0, compacted=None
+    )
+
+
+def _entry_as_of(
+    view: StoreView, stage: _Stage, manifest: Manifest, key: bytes, seqno: int
+) -> bytes | None:
+    """Return a key's version, None where a compaction took it away: a purged tombstone, or what a
+    collection held that was dropped.
+    """
+    entry = view.entry(stage.vb_id, seqno)
+    if entry is not None and key_of(entry) == key:
+        return entry
+    may_be_gone = seqno <= stage.purged_seqno or collection_of(key) not in manifest.collections
+    if entry is not None or not may_be_gone:
+        raise StoreDamagedError(
+            f"vb {stage.vb_id}: a rollback needs seqno {seqno} of key {key!r}, which the store "
+            "does not have; restore a backup"
+        )
+    return None
+
+
+def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
+    """Return history floor and purge seqno of the control entry that raises them.
+
+    Entries of the kind "purge" were written before there was compaction.
+    """
+    if document["kind"] == "purge":
+        return document["upto"] + 1, document["upto"]
+    return document["seqno"], document["purge"]

@@ -1,0 +1,386 @@
+"""How far back a partition's history is kept: which floors are worth raising now. Pure.
+
+A version stays readable while it is inside both windows, history by time and history by bytes: it
+may go when the change that replaced it is older than the one or lies further back than the other. A
+tombstone may go at the purge age. A change's time is its CAS (hybrid clock, nanoseconds).
+
+Every compaction rewrites most of a partition, so a floor is raised only where that frees enough:
+a partition's versions are at most half as many again as its keys (and what is inside the windows),
+and a rewritten byte is paid for by at least half a written one. What is looked for by reading the
+store is remembered, so that planning every few seconds costs little.
+
+History by bytes is planned so that the store's file, which never shrinks, stays within three times
+what is newest and `history_bytes`, whatever else is in it (`_Budget`): other tables, free pages,
+what waits until it is worth a compaction, what merges bring before the next one. At least
+HISTORY_SHARE_MIN of the setting is kept all the same. Bytes raise a floor only where enough
+versions go for it: a partition that is compacted for its deletions keeps what time lets it keep.
+
+Invariants of a step: purge < floor, or both are 0; floor is the seqno of a version in the store and
+not below the stored one; likewise purge.
+
+Who calls it: the store process; the node applies the steps, within what streams under way need.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, NamedTuple
+
+from dcp.wire.opcode import Opcode
+from vbucket.store.block import BODY_BYTES_TARGET
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import PartitionRecord
+from vbucket.store.store import StoreView
+from vbucket.upkeep.seqno_at_time import seqno_before
+
+WORTH_VERSIONS_MIN: Final = 128
+"""Fewer versions than these are not worth a transaction: some 25 KB."""
+HISTORY_SHARE_MIN: Final = 0.5
+"""Of `history_bytes`, what a floor leaves at least. Where merges bring more than three times the
+live data and the history, they decide about the file's size."""
+COLUMN_BYTES: Final = 16
+BLOCK_FILL: Final = 0.95
+"""Bytes of a version besides its frame, and how much of their pages blocks fill: what a number of
+bytes on disk holds of frames."""
+FREE_MERGES: Final = 3
+"""Pages that merges leave free: as many as so many of them write anew."""
+WALKED_BLOCKS: Final = 8
+"""What is looked at of a partition to find how far a number of bytes reaches."""
+_DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
+
+
+class Windows(NamedTuple):
+    """What is kept. 0: nothing, but what is newest."""
+
+    history_ns: int
+    history_bytes: int
+    """What history may take of the disk, of the whole node; shared out by how many superseded
+    versions a partition has.
+    """
+    purge_age_ns: int
+
+
+class DiskUse(NamedTuple):
+    """What the store takes, and what it needs room for."""
+
+    blocks_bytes: int
+    """by_seqno."""
+    other_bytes: int
+    """All other tables."""
+    inflow_bytes: int
+    """What merges may bring between a plan and the end of its compaction."""
+    compaction_bytes: int
+    """Pages that are free because of compaction itself."""
+
+
+class FloorStep(NamedTuple):
+    """A floor to raise, and then a partition to compact. `vb_uuid`: the version it was planned for.
+
+    `floor` and `purge` may be the stored ones: then only the compaction is missing.
+    """
+
+    vb_id: int
+    vb_uuid: int
+    floor: int
+    purge: int
+
+
+class PlanReport(NamedTuple):
+    """What a plan found. `damages`: partition and text where what is stored cannot be read."""
+
+    steps: list[FloorStep]
+    damages: list[tuple[int, str]]
+    planned: int
+    """How many partitions were looked at; the rest is for another call."""
+
+
+class _Budget(NamedTuple):
+    """What history a floor leaves, of all partitions.
+
+    `history_bytes` of frames; `spare`: superseded versions that there are.
+    """
+
+    now_ns: int
+    history_bytes: int
+    spare: int
+
+    @classmethod
+    def of(
+        cls,
+        records: Collection[PartitionRecord],
+        windows: Windows,
+        now_ns: int,
+        use: DiskUse | None,
+    ) -> _Budget:
+        """Return what the records and the disk's use give.
+
+        Free pages are estimated: a merge may write every page of by_key anew, and the last block of
+        every partition, and LMDB uses a page again two transactions after it was freed. As much
+        again lies between pages that are used, in pieces too small for a block (seen in long runs).
+        """
+        spare = sum(map(_spare, records))
+        if use is None:
+            return cls(now_ns, windows.history_bytes, spare)
+        written = [record for record in records if record.last_seqno]
+        versions = sum(record.versions for record in written)
+        version_bytes = use.blocks_bytes / max(1, versions)
+        live_bytes = version_bytes * sum(record.item_count for record in written)
+        newest_bytes = version_bytes * sum(record.keys for record in written)
+        merge_bytes = use.other_bytes + len(written) * BODY_BYTES_TARGET // 2
+        free_bytes = FREE_MERGES * merge_bytes + use.compaction_bytes
+        waiting_bytes = version_bytes * sum(_worth(record.keys) for record in written)
+        room_bytes = (
+            windows.history_bytes + 3 * live_bytes - newest_bytes
+            - use.other_bytes - free_bytes - waiting_bytes - use.inflow_bytes
+        )  # fmt: skip
+        least_bytes = HISTORY_SHARE_MIN * windows.history_bytes
+        history_bytes = max(least_bytes, min(windows.history_bytes, room_bytes))
+        frames_share = max(0.5, BLOCK_FILL - COLUMN_BYTES / max(1, version_bytes))
+        return cls(now_ns, int(history_bytes * frames_share), spare)
+
+
+class _LastPlanned(NamedTuple):
+    """When a partition was looked at, and how far it was then."""
+
+    now_ns: int
+    last_seqno: int
+
+
+class Planner:
+    """Plans; remembers what it looked at. A new one looks at everything again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _LastPlanned] = {}
+        self._budget = _Budget(0, 0, 0)
+
+    def plan(
+        self,
+        view: StoreView,
+        vb_ids: Iterable[int],
+        windows: Windows,
+        now_ns: int,
+        *,
+        use: DiskUse | None = None,
+        is_forced: bool = False,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> PlanReport:
+        """Return the steps that are worth doing, or all that free anything, if forced.
+
+        Without `use`, history is what `history_bytes` says and nothing else counts.
+        Ends early when `is_over` says so. A plan may be made in pieces: it is one as long as
+        `now_ns` is the same.
+        """
+        planned = 0
+        if self._budget.now_ns != now_ns:
+            self._budget = _Budget.of(view.partitions().values(), windows, now_ns, use)
+        manifest_uid = view.manifest().uid
+        steps: list[FloorStep] = []
+        damages: list[tuple[int, str]] = []
+        for vb_id in vb_ids:
+            try:
+                record = view.partition(vb_id)
+                if record is not None and record.last_seqno:
+                    look = _PartitionPlan(view, vb_id, record, windows, self._budget, manifest_uid)
+                    steps += self._steps(look, is_forced=is_forced)
+            except StoreDamagedError as error:
+                damages.append((vb_id, str(error)))
+            planned += 1
+            if is_over():
+                break
+        return PlanReport(steps, damages, planned)
+
+    def _steps(self, look: _PartitionPlan, *, is_forced: bool) -> list[FloorStep]:
+        if not (is_forced or look.is_unfinished or self._is_due(look)):
+            return []
+        self._seen[look.vb_id] = _LastPlanned(look.now_ns, look.record.last_seqno)
+        step = look.step(is_forced=is_forced)
+        return [] if step is None else [step]
+
+    def _is_due(self, look: _PartitionPlan) -> bool:
+        """Whether there may be something, and enough has happened since the last look."""
+        record, windows = look.record, look.windows
+        worth = _worth(record.keys)
+        if _spare(record) < worth and record.keys - record.item_count < worth:
+            return False
+        seen = self._seen.get(look.vb_id)
+        if seen is None or seen.last_seqno > record.last_seqno:
+            return True
+        window_ns = min(windows.history_ns, windows.purge_age_ns)
+        return (
+            record.last_seqno - seen.last_seqno >= max(record.keys // 8, WORTH_VERSIONS_MIN)
+            or look.now_ns - seen.now_ns >= window_ns // 8
+        )
+
+
+class _PartitionPlan:
+    """One look at one partition."""
+
+    def __init__(
+        self,
+        view: StoreView,
+        vb_id: int,
+        record: PartitionRecord,
+        windows: Windows,
+        budget: _Budget,
+        manifest_uid: int,
+    ) -> None:
+        self.vb_id = vb_id
+        self.record = record
+        self.windows = windows
+        self.now_ns = budget.now_ns
+        self._view = view
+        self._budget = budget
+        self._manifest_uid = manifest_uid
+        self._done_floor, self._done_purge, self._done_uid = record.compacted or (0, 0, 0)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether floor or purge seqno were raised, and no compaction has followed."""
+        record = self.record
+        return record.history_floor > self._done_floor or record.purge_seqno > self._done_purge
+
+    def step(self, *, is_forced: bool) -> FloorStep | None:
+        """Return what to do, None where nothing is worth it."""
+        record = self.record
+        by_time = self._floor_by_time()
+        floor = max(by_time, self._floor_by_bytes())
+        is_new = floor > self._done_floor
+        is_worth = is_new and (
+            (is_forced and _spare(record) > 0)
+            or self._droppable(floor) >= _worth(record.keys)
+            or self._frees_collections(floor, is_forced=is_forced)
+        )
+        if not is_worth:
+            # What is left to do, deletions above all, is no reason to give up more than time does.
+            floor = by_time
+        purge = record.purge_seqno
+        if record.keys > record.item_count or is_forced:
+            purge = max(purge, self._purge(floor, is_forced=is_forced))
+        if not (is_worth or self.is_unfinished or purge > record.purge_seqno):
+            return None
+        return FloorStep(self.vb_id, record.failover[0][0], floor, purge)
+
+    def _floor_by_time(self) -> int:
+        """Return the seqno up to which the age of superseded versions lets them go; never below the
+        stored floor.
+        """
+        record, windows = self.record, self.windows
+        if not (windows.history_ns and windows.history_bytes):
+            return max(record.last_seqno, record.history_floor)
+        after_seqno = min(record.history_floor, record.last_seqno)
+        before_ns = self.now_ns - windows.history_ns
+        floor = seqno_at(
+            self._view, self.vb_id, record.last_seqno, before_ns,
+            after_seqno=after_seqno, mended=record.mended,
+        )  # fmt: skip
+        return max(floor, record.history_floor)
+
+    def _floor_by_bytes(self) -> int:
+        """Return the seqno up to which they may go so that the rest fits. A partition that has none
+        gets no bytes, and needs none.
+        """
+        record, budget = self.record, self._budget
+        spare = _spare(record)
+        if not spare:
+            return 0
+        share_bytes = budget.history_bytes * spare // max(1, budget.spare)
+        return seqno_below(self._view, self.vb_id, record.last_seqno, share_bytes)
+
+    def _droppable(self, floor: int) -> int:
+        """Return about how many superseded versions there are at or below a floor.
+
+        Where keys are written as they were, as many stay below every floor, so that as many go as
+        lie between two floors. Whether it is so is seen only by reading the blocks.
+        """
+        return min(_spare(self.record), floor - self._done_floor)
+
+    def _frees_collections(self, floor: int, *, is_forced: bool) -> bool:
+        """Whether collections were dropped whose versions may go now."""
+        record = self.record
+        if self._manifest_uid == self._done_uid or not record.tally:
+            return False
+        unreachable = record.keys - record.item_count
+        return unreachable >= (1 if is_forced else _worth(record.keys)) and (
+            is_forced
+            or floor >= record.tally[0]
+            or floor - self._done_floor >= max(record.keys // 2, WORTH_VERSIONS_MIN)
+        )
+
+    def _purge(self, floor: int, *, is_forced: bool) -> int:
+        """Return the seqno of the last tombstone that may go, 0 where it is not worth it."""
+        view, record = self._view, self.record
+        last_seqno = min(floor, record.last_seqno) - 1
+        worth = 1 if is_forced else _worth(record.keys)
+        if record.keys - record.item_count < worth and not is_forced:
+            return 0
+        limit = last_seqno
+        if self.windows.purge_age_ns:
+            before_ns = self.now_ns - self.windows.purge_age_ns
+            made = seqno_at(
+                view, self.vb_id, record.last_seqno, before_ns, mended=record.mended
+            )  # fmt: skip
+            limit = min(last_seqno, made)
+        if limit <= self._done_purge + (0 if is_forced else worth):
+            return 0
+        seqnos = [
+            meta.seqno
+            for _, meta in view.metas(self.vb_id)
+            if meta.opcode in _DELETIONS and meta.seqno <= limit
+        ]
+        return max(seqnos, default=0) if len(seqnos) >= worth else 0
+
+
+def _spare(record: PartitionRecord) -> int:
+    """Return how many versions are not the newest of their key."""
+    return max(0, record.versions - record.keys)
+
+
+def _worth(keys: int) -> int:
+    """Return how many versions have to go, for a partition of so many keys to be compacted."""
+    return max(keys // 2, WORTH_VERSIONS_MIN)
+
+
+# -- looking for seqnos ----------------------------------------------------------------------------
+
+
+def seqno_at(
+    view: StoreView,
+    vb_id: int,
+    last_seqno: int,
+    cas_max: int,
+    *,
+    after_seqno: int = 0,
+    mended: list[int] | None = None,
+) -> int:
+    """Return the last version in (after, last] that was made at or before a time, `after_seqno`
+    where there is none. `cas_max` is nanoseconds since the Unix epoch; `mended` the record's.
+    """
+    first = after_seqno
+    if mended and mended[2] <= cas_max:
+        first = max(first, min(mended[0], last_seqno))
+    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=first)
+    block = view.block_at(vb_id, before) if before > after_seqno else None
+    return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
+
+
+def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -> int:
+    """Return the last version that has at least so many bytes of versions above it, 0 if none.
+
+    Exact within the last WALKED_BLOCKS blocks; further down it goes by their average.
+    """
+    seqno, walked_bytes = last_seqno, 0
+    for _ in range(WALKED_BLOCKS):
+        block = view.block_at(vb_id, seqno) if seqno else None
+        if block is None:
+            return 0
+        body_bytes = len(block.body)
+        left_bytes = size_bytes - walked_bytes
+        if left_bytes <= body_bytes:
+            index = bisect_right(block.ends, body_bytes - left_bytes) - 1
+            return block.seqnos[index] if index >= 0 else block.seqno_before
+        walked_bytes += body_bytes
+        seqno = block.seqno_before
+    seqno -= (size_bytes - walked_bytes) * (last_seqno - seqno) // walked_bytes
+    block = view.block_at(vb_id, seqno) if seqno > 0 else None
+    return 0 if block is None else block.seqnos[bisect_right(block.seqnos, seqno) - 1]
