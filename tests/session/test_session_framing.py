@@ -305,8 +305,8 @@ class Outcome(NamedTuple):
     wait_group: int
 
 
-def outcome(pieces: list[bytes]) -> Outcome:
-    node = PIPELINE_NODE
+def outcome(pieces: list[bytes], node: MemoryNode | None = None) -> Outcome:
+    node = node or PIPELINE_NODE
     before = [part.high_seqno for part in node.engine.partitions[:2]]
     assert not any(before), "the node is as new"
     peer = node.connect(limits=LIMITS)
@@ -325,7 +325,7 @@ def outcome(pieces: list[bytes]) -> Outcome:
     return Outcome(b"".join(answers), peer.state.is_closing, after, entries, wait_group)
 
 
-PIPELINE_NODE = MemoryNode()
+PIPELINE_NODE = MemoryNode(partitions=8)
 """Nothing is ever committed on it, so a crash makes it new again."""
 
 
@@ -342,7 +342,7 @@ def test_the_same_bytes_get_the_same_answers_wherever_they_are_cut(
     assert outcome(pieces) == outcome([stream])
 
 
-def test_byte_by_byte_is_the_same_as_at_once() -> None:
+def test_byte_by_byte_is_the_same_as_at_once(node: MemoryNode) -> None:
     stream = (
         pack_request(Opcode.SET, key=b"a", value=b"v", extras=bytes(8))
         + pack_request(Opcode.GETK, key=b"a")
@@ -350,7 +350,7 @@ def test_byte_by_byte_is_the_same_as_at_once() -> None:
         + pack_request(Opcode.GET, key=b"missing", vb_id=3)
         + pack_request(Opcode.QUIT)
     )
-    assert outcome([bytes([byte]) for byte in stream]) == outcome([stream])
+    assert outcome([bytes([byte]) for byte in stream], node) == outcome([stream], node)
 
 
 # -- runs of SETs ------------------------------------------------------------------------------

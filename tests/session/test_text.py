@@ -396,9 +396,9 @@ STREAMS = st.lists(st.one_of(GOOD_STORES, LINES, st.binary(max_size=30)), max_si
 @settings(max_examples=60)
 @given(data=STREAMS, cuts=st.lists(st.integers(0, 600), max_size=8))
 def test_bytes_cut_anywhere_get_the_same_answers(data: bytes, cuts: list[int]) -> None:
-    whole = TextPeer(MemoryNode(), value_bytes_max=200)
+    whole = TextPeer(MemoryNode(partitions=8), value_bytes_max=200)
     expected = whole.send(data)
-    parted = TextPeer(MemoryNode(), value_bytes_max=200)
+    parted = TextPeer(MemoryNode(partitions=8), value_bytes_max=200)
     places = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     answers = b"".join(parted.send(data[start:end]) for start, end in pairwise(places))
     assert answers == expected
@@ -411,7 +411,7 @@ def test_bytes_cut_anywhere_get_the_same_answers(data: bytes, cuts: list[int]) -
 @settings(max_examples=60)
 @given(values=st.lists(st.binary(max_size=40), min_size=1, max_size=8))
 def test_values_of_any_bytes_come_back(values: list[bytes]) -> None:
-    peer = TextPeer(MemoryNode())
+    peer = TextPeer(MemoryNode(partitions=8))
     request = b"".join(
         b"set k%d 0 0 %d\r\n%b\r\n" % (index, len(value), value)
         for index, value in enumerate(values)
