@@ -2,12 +2,14 @@
 
 Invariants
 - `next_seqno` is what comes next; between snapshots `snap_end_seqno` is None;
-- while a snapshot is under way, what the client held before it is everything up to `held_seqno`.
+- while a snapshot is under way, the client held everything up to `held_seqno` before it;
+- `state` says which queue of the producer the stream is in, if any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from enum import Enum, auto
 from typing import Final
 
 from dcp.stream.filter import StreamFilter
@@ -20,6 +22,33 @@ from vbucket.store.store import Accepts
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
 _IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
+
+
+class SendState(Enum):
+    """Whether a stream can send now, and if not, what it waits for.
+
+    `Producer._state_of` decides it, and nothing else does.
+    """
+
+    SENDING = auto()
+    """It is taking its turn, or it has ended: it is in no queue."""
+    READY = auto()
+    """It is in the ready queue and takes a turn when it comes to the front."""
+    WINDOW_FULL = auto()
+    """The client has to acknowledge first. The stream keeps its place in the ready queue."""
+    WAITS_FOR_BACKFILL = auto()
+    """It is in the waiting queue until one of the BACKLOGS_MAX backlogs ends."""
+    WAITS_FOR_COMMIT = auto()
+    """A new version or history floor of the partition, or a takeover's new state, is not on disk
+    yet. Its commit wakes the stream."""
+    WAITS_FOR_CLIENT = auto()
+    """A takeover waits for the client's answer, which wakes the stream."""
+    CAUGHT_UP = auto()
+    """Everything committed is sent. The next commit wakes the stream."""
+    RATE_LIMITED = auto()
+    """Its rate limit is spent. Time refills it and wakes the stream."""
+    STALLED = auto()
+    """An operator stopped it. Only another limit wakes it."""
 
 
 class ActiveStream:
@@ -35,7 +64,6 @@ class ActiveStream:
         "is_active_only",
         "is_backlog",
         "is_history",
-        "is_queued",
         "limit_seqno",
         "next_seqno",
         "opaque",
@@ -47,6 +75,7 @@ class ActiveStream:
         "skips_deletions",
         "snap_end_seqno",
         "snap_start_seqno",
+        "state",
         "stream_id",
         "takeover",
         "vb_id",
@@ -87,7 +116,8 @@ class ActiveStream:
         self.accepts: Accepts | None = None
         """What the filter lets through in the snapshot under way; None: everything."""
         self.is_backlog = True
-        self.is_queued = False
+        """Whether it has not caught up once yet."""
+        self.state = SendState.SENDING
         self.is_active_only = bool(request.flags & _ACTIVE_ONLY)
         self.ignores_purges = bool(request.flags & _IGNORE_PURGED)
         self.purge_seqno = part.purge_seqno

@@ -17,11 +17,13 @@ Invariants
   with a gap);
 - nothing above the partition's committed_seqno is sent;
 - all messages of a stream, STREAM_END included, carry the opaque of its request;
-- at most BACKLOGS_MAX backlogs are under way; a stream whose is_queued is true stands in exactly
-  one of the two queues; while one waits for a backlog's place, all places are taken or a
-  stream that may take one stands in the other queue;
-- a partition whose newest version is not committed yet sends nothing: what its streams were in
-  the middle of is undone, but a crash could bring it back;
+- a stream's `state` (SendState) says why it sends nothing now. `_state_of` alone decides it. READY
+  and WINDOW_FULL streams are in the ready queue, WAITS_FOR_BACKFILL streams in the waiting queue,
+  all others in none;
+- at most BACKLOGS_MAX backlogs are under way. While a stream waits for one, all places are taken
+  or a stream that may take the free place is in the ready queue;
+- a partition whose newest version is not committed yet sends nothing: the snapshots under way are
+  undone, but a crash could bring them back;
 - with a window of N bytes, sending stops as soon as N or more are unacknowledged; command
   responses, NOOP and STREAM_END still flow.
 
@@ -34,12 +36,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from dcp.stream.active_stream import ActiveStream
+from dcp.stream.active_stream import ActiveStream, SendState
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
 from dcp.stream.snapshots import Message, SnapshotWriter
-from dcp.stream.takeover import Takeover
 from dcp.stream.terms import Terms
 from dcp.wire.frame import pack_request
 from dcp.wire.message import (
@@ -68,6 +69,20 @@ IDLE_CLOSE_NS: Final = 360 * 1_000_000_000
 BACKLOGS_MAX: Final = 16
 """Backlogs under way at once on a connection. Each remembers the superseded seqnos of its snapshot;
 the others wait their turn, so that memory does not grow with the number of partitions."""
+
+# Enum members cost a look-up in their class each time, once per change of a live stream.
+_SENDING: Final = SendState.SENDING
+_READY: Final = SendState.READY
+_WINDOW_FULL: Final = SendState.WINDOW_FULL
+_WAITS_FOR_BACKFILL: Final = SendState.WAITS_FOR_BACKFILL
+_WAITS_FOR_COMMIT: Final = SendState.WAITS_FOR_COMMIT
+_WAITS_FOR_CLIENT: Final = SendState.WAITS_FOR_CLIENT
+_CAUGHT_UP: Final = SendState.CAUGHT_UP
+_RATE_LIMITED: Final = SendState.RATE_LIMITED
+_STALLED: Final = SendState.STALLED
+# Tuples, because hashing an Enum member costs more than comparing it with a few others.
+_QUEUED: Final = (_READY, _WINDOW_FULL, _WAITS_FOR_BACKFILL)
+_NOT_WOKEN: Final = (*_QUEUED, _STALLED)
 
 
 class Producer:
@@ -143,7 +158,7 @@ class Producer:
         if stream.takeover is not None:
             self._takeovers[opaque] = stream
         self._hub.follow(vb_id, self)
-        self._queue(stream)
+        self._settle(stream, _READY)
 
     def close_stream(self, vb_id: int, stream_id: int = 0) -> bool:
         """End a stream because the client asks; False where there is none."""
@@ -172,8 +187,8 @@ class Producer:
             self.end(stream, EndReason.CLOSED)  # the client will not have it
         elif takeover.is_done:
             self.end(stream, EndReason.OK)
-        elif not stream.is_queued:
-            self._queue(stream)
+        else:
+            self._wake(stream)
 
     def set_window(self, window_bytes: int) -> None:
         """Count what is sent from now on against a window; 0: no flow control."""
@@ -217,8 +232,10 @@ class Producer:
     def wake(self, vb_id: int) -> None:
         """The partition committed something."""
         for stream in self._by_vb[vb_id]:
-            if not stream.is_queued:
-                self._queue(stream)
+            if stream.state not in _NOT_WOKEN:
+                stream.state = _READY
+                self._ready.append(stream)
+                self._schedule()
 
     def branched(self, vb_id: int, reason: EndReason) -> None:
         """The partition's failover log changed: its streams end, unless they began under it."""
@@ -268,9 +285,9 @@ class Producer:
 
     def phase_of(self, stream: ActiveStream) -> str:
         """Say in a word what a stream is doing."""
-        if stream.rate is not None and not stream.rate.bytes_per_s:
+        if stream.state is _STALLED:
             return "stalled"
-        if stream in self._waiting:
+        if stream.state is _WAITS_FOR_BACKFILL:
             return "waiting"
         return "backlog" if stream.is_backlog else "live"
 
@@ -285,20 +302,24 @@ class Producer:
         A stream that stops in the middle of its backlog keeps its place among BACKLOGS_MAX.
         """
         stream.rate = rate
-        if rate is not None:
+        if rate is None:
+            self._limited.pop(stream.key, None)
+        else:
             self._limited[stream.key] = stream
-            return
-        self._limited.pop(stream.key, None)
-        if not stream.is_queued:
-            self._queue(stream)
+        is_stopped = rate is not None and not rate.bytes_per_s
+        if is_stopped or stream.state not in _QUEUED:
+            self._unqueue(stream)
+            part = self._engine.partitions[stream.vb_id]
+            self._settle(stream, self._state_of(stream, part))
+            self._admit()
 
     def _refill(self, now_ns: int) -> None:
         for stream in self._limited.values():
             rate = stream.rate
             assert rate is not None
             rate.refill(now_ns)
-            if rate.allowance_bytes > 0 and not stream.is_queued:
-                self._queue(stream)
+            if rate.allowance_bytes > 0 and stream.state is _RATE_LIMITED:
+                self._wake(stream)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -310,26 +331,21 @@ class Producer:
     def pump(self, bytes_max: int) -> list[Message]:
         """Return about `bytes_max` of messages, or fewer when nothing more may be sent now."""
         out, self._urgent = self._urgent, []
-        ready = self._ready
+        ready, partitions = self._ready, self._engine.partitions
         while ready and bytes_max > 0:
             window = self._window_left()
             if window <= 0:
                 break
             stream = ready.popleft()
-            turn_bytes = min(TURN_BYTES, window, bytes_max)
-            rate = stream.rate
-            if rate is None:
-                sent = self._take_turn(stream, out, turn_bytes)
-            elif rate.allowance_bytes > 0:
-                sent = self._take_turn(stream, out, min(turn_bytes, rate.allowance_bytes))
-                rate.allowance_bytes -= sent
-            else:
-                stream.is_queued = False  # `_refill` queues it again
-                self._admit()
+            part = partitions[stream.vb_id]
+            stream.state = state = self._state_of(stream, part)
+            if state is not _READY:
+                self._rest(stream, state)
                 continue
+            stream.state = _SENDING
+            sent = self._take_turn(stream, part, out, min(TURN_BYTES, window, bytes_max))
             bytes_max -= sent + self.snapshots.refused_bytes
             self.snapshots.refused_bytes = 0
-            self._count(sent)
         return out
 
     def _window_left(self) -> int:
@@ -339,99 +355,115 @@ class Producer:
         if self.window_bytes:
             self.unacked_bytes += sent_bytes
 
-    def _take_turn(self, stream: ActiveStream, out: list[Message], bytes_max: int) -> int:
-        """Send the stream's next messages; queue it again if there are more."""
-        stream.is_queued = False
-        part = self._engine.partitions[stream.vb_id]
-        if part.branch_group > self._engine.committed_group:
-            self._admit()
-            return 0  # the hub ends or wakes the stream when the branch is committed
-        if part.history_floor > part.committed_seqno:
-            self._admit()
-            return 0  # the hub wakes the stream when the new floor is committed
+    def _state_of(self, stream: ActiveStream, part: Partition) -> SendState:
+        """Decide whether a stream can send now, and if not, what it waits for.
+
+        A stream that has only its STREAM_END to send is READY.
+        """
+        rate = stream.rate
+        if rate is not None and rate.allowance_bytes <= 0:
+            return _RATE_LIMITED if rate.bytes_per_s else _STALLED
+        if (
+            part.branch_group > self._engine.committed_group
+            or part.history_floor > part.committed_seqno
+        ):
+            return _WAITS_FOR_COMMIT
+        if stream.snap_end_seqno is None and stream.next_seqno <= stream.end_seqno:
+            takeover = stream.takeover
+            if takeover is not None and takeover.is_waiting:
+                return _READY if stream.has_missed_a_purge(part) else _WAITS_FOR_CLIENT
+            if part.committed_seqno < stream.next_seqno:
+                if takeover is None:
+                    return _CAUGHT_UP
+                if not takeover.may_go_on(self._engine, stream.vb_id):
+                    return _WAITS_FOR_COMMIT
+            elif stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
+                return _READY if stream.has_missed_a_purge(part) else _WAITS_FOR_BACKFILL
+        is_full = self.window_bytes and self.window_bytes <= self.unacked_bytes
+        return _WINDOW_FULL if is_full else _READY
+
+    def _take_turn(
+        self, stream: ActiveStream, part: Partition, out: list[Message], bytes_max: int
+    ) -> int:
+        """Send the stream's next messages, then queue it again if it has more."""
         if stream.has_missed_a_purge(part) or stream.has_lost_its_snapshot(part):
             self.end(stream, EndReason.ROLLBACK)
             return 0
+        rate = stream.rate
+        if rate is not None:
+            bytes_max = min(bytes_max, rate.allowance_bytes)
         sent = 0
         try:
             if stream.snap_end_seqno is None:
+                if self.snapshots.pass_over(stream, part):
+                    stream.state = _READY
+                    self._ready.appendleft(stream)  # it may have caught up
+                    return 0
                 sent = self._begin_turn(stream, part, out)
             end_seqno = stream.snap_end_seqno
-            if end_seqno is None:
-                return sent
-            if sent < bytes_max and stream.next_seqno <= end_seqno:
+            if end_seqno is not None and sent < bytes_max and stream.next_seqno <= end_seqno:
                 sent += self.snapshots.send(stream, out, bytes_max - sent)
         except StoreDamagedError as error:
             self.damages.append(str(error))
+            self._count(sent)
             self.end(stream, EndReason.BACKFILL_FAILED)  # rather than leave anything out
             return sent
-        if stream.next_seqno > end_seqno and (sent < bytes_max or not self.terms.has_snapshot_ends):
+        if (
+            end_seqno is not None
+            and stream.next_seqno > end_seqno
+            and (sent < bytes_max or not self.terms.has_snapshot_ends)
+        ):
             sent += self._finish_snapshot(stream, part, out)
-        if stream.snap_end_seqno is None and stream.filter.is_empty:
-            return sent + self._end(stream, out, EndReason.FILTER_EMPTY)
-        if stream.snap_end_seqno is None and stream.next_seqno > stream.end_seqno:
-            return sent + self._end(stream, out)
-        has_more = part.committed_seqno >= stream.next_seqno or stream.takeover is not None
-        if stream.snap_end_seqno is not None or has_more:
-            self._queue(stream)
+        reason = _end_reason(stream) if stream.snap_end_seqno is None else None
+        if reason is not None:
+            sent += self._end(stream, out, reason)
+        if self.window_bytes:
+            self.unacked_bytes += sent
+        if rate is not None:
+            rate.allowance_bytes -= sent
+        if reason is None:
+            stream.state = state = self._state_of(stream, part)
+            if state is not _CAUGHT_UP:
+                self._settle(stream, state)
         return sent
 
     def _begin_turn(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
-        """Begin a snapshot if there is one to begin and place for it; return the bytes sent."""
-        self.snapshots.pass_over(stream, part)
+        """Begin the next snapshot, or take the next step of a takeover; return the bytes sent."""
         if stream.next_seqno > stream.end_seqno:
-            return self._end(stream, out)
-        takeover = stream.takeover
-        if takeover is not None and takeover.is_waiting:
-            self._admit()
-            return 0  # the client's answer queues the stream again
-        if part.committed_seqno < stream.next_seqno:
-            stream.is_backlog = False
-            self._admit()
-            return self._take_over(stream, takeover, out) if takeover is not None else 0
-        if stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
-            stream.is_queued = True
-            self._waiting.append(stream)
             return 0
-        sent = self.snapshots.begin(stream, part, out)
-        self._backlogs += stream.is_backlog
-        return sent
+        if part.committed_seqno >= stream.next_seqno:
+            sent = self.snapshots.begin(stream, part, out)
+            self._backlogs += stream.is_backlog
+            return sent
+        assert stream.takeover is not None, "a stream that has caught up takes no turn"
+        stream.is_backlog = False
+        self._admit()
+        state = stream.takeover.next_state()
+        message = pack_set_vbucket_state(stream.vb_id, stream.opaque, state)
+        return self.snapshots.put(stream, out, message)
 
     def _finish_snapshot(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         end_seqno, was_backlog = stream.next_seqno - 1, stream.is_backlog
         sent = self.snapshots.finish(stream, out)
-        self._leave_backlog(stream)
-        # Of a history stream's backlog the part with all versions is still to come.
-        stream.is_backlog = (
-            was_backlog and self.terms.has_history and end_seqno == part.history_floor
-        )
+        if was_backlog:
+            self._leave_backlog(stream)
+            # The part of a history stream's backlog that has all versions is still to come.
+            stream.is_backlog = self.terms.has_history and end_seqno == part.history_floor
         return sent
 
-    def _take_over(self, stream: ActiveStream, takeover: Takeover, out: list[Message]) -> int:
-        """Everything is sent: go on to the takeover's next step, if it is time."""
-        state = takeover.next_state(self._engine, stream.vb_id)
-        if state is None:
-            return 0
-        return self.snapshots.put(
-            stream, out, pack_set_vbucket_state(stream.vb_id, stream.opaque, state)
-        )
-
     def _leave_backlog(self, stream: ActiveStream) -> None:
-        """The stream's backlog is through, or the stream ends in it: the next one may begin."""
-        if stream.is_backlog:
-            stream.is_backlog = False
-            self._backlogs -= 1
-            self._admit()
+        """A stream's backlog ends, or the stream ends in it: the next backlog may begin."""
+        assert stream.is_backlog
+        stream.is_backlog = False
+        self._backlogs -= 1
+        self._admit()
 
     def _admit(self) -> None:
         """A backlog's place is free, or a stream that might have taken it has not: offer it."""
         if self._waiting and self._backlogs < BACKLOGS_MAX:
-            self._ready.append(self._waiting.popleft())
-            self._schedule()
+            self._settle(self._waiting.popleft(), _READY)
 
-    def _end(
-        self, stream: ActiveStream, out: list[Message], reason: EndReason = EndReason.OK
-    ) -> int:
+    def _end(self, stream: ActiveStream, out: list[Message], reason: EndReason) -> int:
         self._forget(stream)
         return self.snapshots.put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
 
@@ -449,19 +481,41 @@ class Producer:
             if self._takeovers.get(stream.opaque) is stream:
                 del self._takeovers[stream.opaque]
             stream.takeover.abandon(self._engine, vb_id)
-        if stream.is_queued:
-            queue = self._ready if stream in self._ready else self._waiting
-            queue.remove(stream)
-            stream.is_queued = False
-        if stream.snap_end_seqno is not None:
+        self._unqueue(stream)
+        if stream.snap_end_seqno is None:
+            self._admit()
+        elif stream.is_backlog:
             self._leave_backlog(stream)
-        else:
+
+    def _wake(self, stream: ActiveStream) -> None:
+        """What a stream waited for may have happened: let it take a turn."""
+        if stream.state not in _NOT_WOKEN:
+            self._settle(stream, _READY)
+
+    def _settle(self, stream: ActiveStream, state: SendState) -> None:
+        """Put a stream that is in no queue where its state belongs."""
+        stream.state = state
+        if state is _READY or state is _WINDOW_FULL:
+            self._ready.append(stream)
+            self._schedule()
+        elif state is _WAITS_FOR_BACKFILL:
+            self._waiting.append(stream)
+
+    def _rest(self, stream: ActiveStream, state: SendState) -> None:
+        """A stream has come to the front of the ready queue and has nothing to send."""
+        if state is _CAUGHT_UP:
+            stream.is_backlog = False
+        self._settle(stream, state)
+        if state is not _WAITS_FOR_BACKFILL:
             self._admit()
 
-    def _queue(self, stream: ActiveStream) -> None:
-        stream.is_queued = True
-        self._ready.append(stream)
-        self._schedule()
+    def _unqueue(self, stream: ActiveStream) -> None:
+        """Take a stream out of its queue, if it is in one."""
+        if stream.state is _WAITS_FOR_BACKFILL:
+            self._waiting.remove(stream)
+        elif stream.state in _QUEUED:
+            self._ready.remove(stream)
+        stream.state = _SENDING
 
     def _send_end(self, stream: ActiveStream, reason: EndReason) -> None:
         """Send STREAM_END, window or not; it counts all the same."""
@@ -472,3 +526,10 @@ class Producer:
     def _send_urgently(self, message: bytes) -> None:
         self._urgent.append(message)
         self._schedule()
+
+
+def _end_reason(stream: ActiveStream) -> EndReason | None:
+    """Return why a stream between two snapshots is over, None where it is not."""
+    if stream.filter.is_empty:
+        return EndReason.FILTER_EMPTY
+    return EndReason.OK if stream.next_seqno > stream.end_seqno else None

@@ -71,12 +71,12 @@ class SnapshotWriter:
     def begin(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         """Announce the next snapshot; return the bytes sent."""
         start_seqno = stream.next_seqno
-        end_seqno = self._shown_end(stream, part)
+        stream.limit_seqno = limit = self._limit_of(stream, part)
+        end_seqno = self._shown_end(stream, part, limit)
         stream.accepts = stream.filter.accepts(
             self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
         )
         flags = _DISK if stream.is_backlog else _MEMORY
-        stream.limit_seqno = self._limit_of(stream, part)
         stream.is_history = self._terms.has_history and start_seqno > part.history_floor
         if stream.is_history:
             flags |= _HISTORY
@@ -162,23 +162,27 @@ class SnapshotWriter:
             return floor
         return limit
 
-    def _shown_end(self, stream: ActiveStream, part: Partition) -> int:
-        """Return the end of the next snapshot: an item, where nothing else may stand at it."""
-        limit = self._limit_of(stream, part)
+    def _shown_end(self, stream: ActiveStream, part: Partition, limit: int) -> int:
+        """Return the end of the next snapshot, at or below `limit`.
+
+        A client that does not know SEQNO_ADVANCED gets snapshots that end on an item.
+        """
         if stream.filter.may_advance or part.tally.other_high_seqno < stream.next_seqno:
             return limit
         return self._engine.default_seqno_at(stream.vb_id, limit)
 
-    def pass_over(self, stream: ActiveStream, part: Partition) -> None:
-        """Go on to where the next snapshot has something, so that none is announced empty. Only
-        with collections can a client be told that seqnos passed it by.
+    def pass_over(self, stream: ActiveStream, part: Partition) -> bool:
+        """Skip seqnos that hold nothing for the stream, so that no empty snapshot is announced.
+        Return whether there were any. Only clients with collections can be told about such seqnos.
         """
-        while (
-            self._shown_end(stream, part)
-            < stream.next_seqno
-            <= (limit := self._limit_of(stream, part))
-        ):
+        if stream.filter.may_advance or part.tally.other_high_seqno < stream.next_seqno:
+            return False
+        first_seqno = stream.next_seqno
+        limit = self._limit_of(stream, part)
+        while self._shown_end(stream, part, limit) < stream.next_seqno <= limit:
             stream.next_seqno = limit + 1
+            limit = self._limit_of(stream, part)
+        return stream.next_seqno != first_seqno
 
     def finish(self, stream: ActiveStream, out: list[Message]) -> int:
         """Everything of the snapshot is sent; return the bytes of the message that says so."""

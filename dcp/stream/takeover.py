@@ -76,17 +76,25 @@ class Takeover:
         """Whether the partition is the client's now."""
         return self.step is TakeoverStep.DONE
 
-    def next_state(self, engine: Engine, vb_id: int) -> VbState | None:
-        """Return the state to ask the client for, now that it has everything; None: not yet."""
-        part = engine.partitions[vb_id]
+    def may_go_on(self, engine: Engine, vb_id: int) -> bool:
+        """Whether the next step can be taken once the client has everything.
+
+        False: the state "dead" is not committed yet.
+        """
+        assert not self.is_waiting
+        return (
+            self.step is TakeoverStep.SENDING
+            or engine.committed_group >= engine.partitions[vb_id].last_group
+        )
+
+    def next_state(self) -> VbState:
+        """Take the next step; return the state to ask the client for."""
         if self.step is TakeoverStep.SENDING:
             self.step = TakeoverStep.PENDING_ASKED
             return VbState.PENDING
-        is_durable = engine.committed_group >= part.last_group
-        if self.step is TakeoverStep.DRAINING and is_durable:
-            self.step = TakeoverStep.ACTIVE_ASKED
-            return VbState.ACTIVE
-        return None
+        assert self.step is TakeoverStep.DRAINING
+        self.step = TakeoverStep.ACTIVE_ASKED
+        return VbState.ACTIVE
 
     def accepted(self, engine: Engine, vb_id: int) -> bool:
         """Take the client's OK to the state that it was asked for; False: it cannot go on."""

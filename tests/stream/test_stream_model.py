@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from dcp.stream import producer as producer_module
+from dcp.stream.active_stream import SendState
 from dcp.wire.message import EndReason, pack_buffer_ack
 from dcp.wire.status import Status
 from stream.follower import Follower
@@ -39,6 +40,7 @@ WINDOWS = (0, 1, 300, 300)
 HISTORY_NUMBER = 3
 """The consumer that wants every version."""
 KEYS = b"abc"
+IN_READY_QUEUE = {SendState.READY, SendState.WINDOW_FULL}
 
 vb_ids = st.integers(0, VBUCKETS - 1)
 consumers = st.integers(0, len(WINDOWS) - 1)
@@ -274,10 +276,14 @@ class StreamMachine(RuleBasedStateMachine):
             ]
             if producer._waiting:
                 assert under_way == BACKLOGS_MAX or may_take_a_place
-            queued = {id(stream) for stream in (*producer._ready, *producer._waiting)}
-            assert len(queued) == len(producer._ready) + len(producer._waiting)
+            queued = [*producer._ready, *producer._waiting]
+            assert len(set(map(id, queued))) == len(queued)
+            assert {stream.state for stream in producer._ready} <= IN_READY_QUEUE
+            assert {stream.state for stream in producer._waiting} <= {SendState.WAITS_FOR_BACKFILL}
             for stream in producer._streams.values():
-                assert stream.is_queued == (id(stream) in queued)
+                is_queued = stream.state in {*IN_READY_QUEUE, SendState.WAITS_FOR_BACKFILL}
+                assert is_queued == any(stream is other for other in queued)
+                assert stream.state is not SendState.SENDING, "a turn ends in another state"
 
     def teardown(self) -> None:
         """In the end everybody has everything."""
