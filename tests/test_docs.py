@@ -35,6 +35,6 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert missing == []
 
 
-def test_every_page_is_in_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES if page.parent != ROOT and page.name not in readme] == []
+def test_every_page_is_listed() -> None:
+    lists = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    assert [page.name for page in PAGES if page.parent != ROOT and page.name not in lists] == []
