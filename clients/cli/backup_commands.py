@@ -37,7 +37,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 @click.group(
     help=help_text(
-        "Back up a server into an archive, and bring it back as of any moment in its history.",
+        "Back up a server into an archive, and restore it as of any moment in its history.",
         "dcpctl backup run --archive backups",
         "dcpctl backup list --archive backups",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z --dry-run",
@@ -55,8 +55,8 @@ backup.add_command(export)
 @backup.command(
     "run",
     help=help_text(
-        "Back up: everything at first, afterwards what changed. A run that was killed goes on where"
-        " it was. Where the server's history branched, the archive goes back to where it parts.",
+        "Back up: everything the first time, then only changes. A killed run is resumed. If the"
+        " server's history branched, the archive goes back to the common seqno.",
         "dcpctl backup run --archive backups",
         "dcpctl backup run --archive backups --newest-only -o json",
         "dcpctl backup run --archive backups --give-up 7",
@@ -65,11 +65,11 @@ backup.add_command(export)
 @ARCHIVE
 @click.option(
     "--newest-only", is_flag=True,
-    help="Only the newest version of a document per run: smaller, without places between runs.",
+    help="Store only the newest version of a document per run: smaller, no points between runs.",
 )  # fmt: skip
 @click.option(
     "--give-up", type=click.IntRange(min=1), metavar="N",
-    help="Give up run N, the first that is lost or damaged, and all after it; go on before it.",
+    help="Give up run N, the first lost or damaged one, and all later runs; continue before it.",
 )  # fmt: skip
 @with_target
 def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
@@ -152,13 +152,13 @@ def _name_damages(damages: dict[str, str]) -> int:
 @backup.command(
     "info",
     help=help_text(
-        "Show what an archive holds; with --run how far each partition is in that run.",
+        "Show what an archive holds. With --run, show how far each partition is in that run.",
         "dcpctl backup info --archive backups",
         "dcpctl backup info --archive backups --run 3 -o json",
     ),
 )
 @ARCHIVE
-@click.option("--run", "run", type=click.IntRange(min=1), metavar="N", help="Of this run.")
+@click.option("--run", "run", type=click.IntRange(min=1), metavar="N", help="Show this run.")
 @with_target
 def info(*, target: Target, url: str, run: int | None) -> int:
     """Show what an archive holds."""
@@ -188,7 +188,7 @@ def info(*, target: Target, url: str, run: int | None) -> int:
 @backup.command(
     "verify",
     help=help_text(
-        "Read all of an archive and name what is damaged.",
+        "Read a whole archive and report damage.",
         "dcpctl backup verify --archive backups",
     ),
 )
@@ -224,8 +224,8 @@ def verify_(*, target: Target, url: str) -> int:
 @backup.command(
     "merge",
     help=help_text(
-        "Fold all runs before run N into it: newest versions only. As of run N and after it"
-        " everything stays; places before go.",
+        "Fold all runs before run N into it. Only the newest versions of those runs are kept."
+        " Points from run N on stay; earlier points are lost.",
         "dcpctl backup merge --archive backups --into 5",
     ),
 )
@@ -240,15 +240,15 @@ def merge(*, target: Target, url: str, into: int) -> int:
 @backup.command(
     "prune",
     help=help_text(
-        "Fold old runs into the oldest one that stays, which is as old as is asked for. The newest"
-        " run always stays, and incrementals go on as before.",
+        "Fold old runs into the oldest run that is kept. The newest run is always kept, and later"
+        " runs continue as before.",
         "dcpctl backup prune --archive backups --keep 7",
         "dcpctl backup prune --archive backups --older-than 30d",
     ),
 )
 @ARCHIVE
-@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="How many runs stay.")
-@click.option("--older-than", metavar="AGE", help="Runs that ended before go: 12h, 30d, 8w.")
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Number of runs to keep.")
+@click.option("--older-than", metavar="AGE", help="Fold runs that ended longer ago: 12h, 30d, 8w.")
 @with_target
 def prune(*, target: Target, url: str, keep: int | None, older_than: str | None) -> int:
     """Fold old runs away."""

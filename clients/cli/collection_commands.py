@@ -44,13 +44,18 @@ def list_(*, target: Target) -> None:
 @collection.command(
     "create",
     help=help_text(
-        "Create a collection, and its scope where it is missing. SCOPE alone creates a scope.",
+        "Create a collection, and its scope if it is missing. SCOPE alone creates a scope.",
         "dcpctl collection create shop.orders",
         "dcpctl collection create shop.carts --max-ttl 86400",
     ),
 )
 @click.argument("path", metavar="SCOPE[.COLLECTION]")
-@click.option("--max-ttl", type=click.IntRange(0), default=0, help="Seconds; 0 for none.")
+@click.option(
+    "--max-ttl",
+    type=click.IntRange(0),
+    default=0,
+    help="Maximum time to live in seconds; 0: no limit.",
+)
 @with_target
 def create(*, target: Target, path: str, max_ttl: int) -> None:
     """Create a scope or a collection."""
@@ -68,8 +73,8 @@ def create(*, target: Target, path: str, max_ttl: int) -> None:
 @collection.command(
     "drop",
     help=help_text(
-        "Drop a collection, or a scope with all in it. The documents cannot be reached from then"
-        " on, and streams show no more of them.",
+        "Drop a collection, or a scope with all its collections. The documents can no longer be"
+        " read, and streams leave them out.",
         "dcpctl collection drop shop.orders",
     ),
 )

@@ -28,10 +28,10 @@ _ROWS: Final = (
 @click.command(
     "compact",
     help=help_text(
-        "Drop versions that were replaced before the history window and deletions older than the"
-        " purge age, in these partitions or in all. The server does so by itself where it is worth"
-        " it; this waits until it is done. The store's file does not become smaller: what is freed"
-        " is used again.",
+        "Drop versions that were replaced before the history window, and deletions older than the"
+        " purge age, in the named partitions or in all. The server does this by itself when it pays"
+        " off; this command does it now and waits. The store's file does not shrink: freed space is"
+        " reused.",
         "dcpctl compact",
         "dcpctl compact 17 18",
         "dcpctl compact --history 0s --purge-age 0s",
@@ -39,10 +39,10 @@ _ROWS: Final = (
 )
 @click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
 @click.option(
-    "--history", metavar="TIME", help="Instead of the setting history_window; 0s keeps none."
+    "--history", metavar="TIME", help="Replaces the setting history_window; 0s keeps no history."
 )
 @click.option(
-    "--purge-age", metavar="TIME", help="Instead of the setting purge_age; 0s keeps none."
+    "--purge-age", metavar="TIME", help="Replaces the setting purge_age; 0s drops all deletions."
 )
 @with_target
 def compact(

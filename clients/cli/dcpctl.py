@@ -59,19 +59,19 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "get": ("documents:get", "Print a document."),
     "set": ("documents:set_", "Store a document."),
     "del": ("documents:delete", "Delete documents."),
-    "watch": ("watch:watch", "Stream changes, resumable."),
+    "watch": ("watch:watch", "Stream changes; can be resumed."),
     "import": ("load:import_", "Load a CSV or JSON lines file."),
-    "seqnos": ("partitions:seqnos", "Show how far each partition is."),
+    "seqnos": ("partitions:seqnos", "Show the high seqno of each partition."),
     "failover-log": ("partitions:failover_log", "Show the versions of a partition."),
-    "status": ("partitions:status", "Show what the server is and holds."),
-    "vb": ("vbuckets:vb", "Branch, fail over, purge or stop a partition."),
-    "compact": ("compaction:compact", "Free what old versions and deletions take."),
+    "status": ("partitions:status", "Show the server's version, state and content."),
+    "vb": ("vbuckets:vb", "Branch, fail over, purge, dump or stop a partition."),
+    "compact": ("compaction:compact", "Free the space of old versions and deletions."),
     "stream": ("streams:stream", "List, slow, stop and end streams of consumers."),
     "fault": ("faults:fault", "Make requests fail, wait or disconnect."),
     "explain": ("explain:explain_", "Explain a rollback."),
     "collection": ("collections:collection", "List, create and drop collections."),
-    "backup": ("backup:backup", "Back up into an archive, and restore from it."),
-    "user": ("users:user", "Work on users and their roles."),
+    "backup": ("backup:backup", "Back up to an archive, and restore from it."),
+    "user": ("users:user", "Manage users and their roles."),
     "verify": ("verify:verify", "Check a data folder that no server uses."),
 }
 """Command -> where it is, and its line in the help."""
@@ -160,7 +160,7 @@ _SHARED: Final = (
     click.option("--tls-cert", metavar="FILE", hidden=True),
     click.option(
         "-o", "--output", type=click.Choice(["table", "plain", "json", "raw"]),
-        help="Output: table, plain, json (one object a line) or raw.",
+        help="Output: table, plain, json (one object per line) or raw.",
     ),
 )  # fmt: skip
 
@@ -226,11 +226,11 @@ def help_text(summary: str, *examples: str) -> str:
 )
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0.01), default=10.0, show_default=True,
-    metavar="SECONDS", help="How long to wait for an answer.",
+    metavar="SECONDS", help="Time to wait for an answer.",
 )  # fmt: skip
 @click.option(
     "--tls-ca", envvar="DCPCTL_TLS_CA", metavar="FILE",
-    help="Use TLS, and trust this CA (PEM) [DCPCTL_TLS_CA].",
+    help="Use TLS and trust this CA (PEM) [DCPCTL_TLS_CA].",
 )  # fmt: skip
 @click.option(
     "--tls-cert", envvar="DCPCTL_TLS_CERT", metavar="FILE",

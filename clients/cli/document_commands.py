@@ -29,7 +29,7 @@ def _connect(target: Target) -> SyncKv:
 @click.command(
     "get",
     help=help_text(
-        "Print a document: a line on a terminal, exactly its bytes when piped.",
+        "Print a document: as a line on a terminal, or as its exact bytes when piped.",
         "dcpctl get user:1",
         "dcpctl get photo > photo.jpg",
         "dcpctl get user:1 -o json",
@@ -38,7 +38,7 @@ def _connect(target: Target) -> SyncKv:
 @click.argument("key")
 @with_target
 def get(*, target: Target, key: str) -> None:
-    """Print a document: a line on a terminal, exactly its bytes when piped."""
+    """Print a document: as a line on a terminal, or as its exact bytes when piped."""
     with _connect(target) as kv:
         document = kv.get(_key(key))
     mode = target.output_or("plain" if is_terminal() else "raw")
@@ -61,7 +61,7 @@ def get(*, target: Target, key: str) -> None:
 @click.command(
     "set",
     help=help_text(
-        "Store a document; VALUE - (or none, when piped) reads it from standard input.",
+        "Store a document. VALUE - (or no VALUE, when piped) reads it from standard input.",
         'dcpctl set user:1 \'{"name":"Ada"}\'',
         "dcpctl set photo - < photo.jpg",
         "dcpctl set user:1 v2 --cas 1795262141941612544",
@@ -70,12 +70,16 @@ def get(*, target: Target, key: str) -> None:
 )
 @click.argument("key")
 @click.argument("value", required=False)
-@click.option("--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits of yours.")
+@click.option(
+    "--flags", type=click.IntRange(0, 2**32 - 1), default=0, help="32 bits for your own use."
+)
 @click.option(
     "--expiry", type=click.IntRange(0, 2**32 - 1), default=0, metavar="SECONDS",
-    help="Time to live; above 30 days an absolute Unix time.",
+    help="Time to live; more than 30 days means an absolute Unix time.",
 )  # fmt: skip
-@click.option("--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only over this version.")
+@click.option(
+    "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
+)
 @click.option("--add", "rule", flag_value="add", help="Only if it does not exist.")
 @click.option("--replace", "rule", flag_value="replace", help="Only if it exists.")
 @with_target
@@ -89,12 +93,12 @@ def set_(
     cas: int,
     rule: str | None,
 ) -> None:
-    """Store a document; VALUE - (or none, when piped) reads it from standard input."""
+    """Store a document. VALUE - (or no VALUE, when piped) reads it from standard input."""
     raw_key = _key(key)
     if rule == "add" and cas:
-        raise click.UsageError("--add stores what does not exist: it has no --cas")
+        raise click.UsageError("--add needs a key that does not exist, so it takes no --cas")
     if value is None and sys.stdin.isatty():
-        raise click.UsageError("VALUE is missing; give it, or - to read it from standard input")
+        raise click.UsageError("VALUE is missing. Give it, or - to read it from standard input")
     if value is None or value == "-":
         raw_value = sys.stdin.buffer.read()
     else:
@@ -114,12 +118,14 @@ def set_(
     ),
 )
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
-@click.option("--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only this version.")
+@click.option(
+    "--cas", type=click.IntRange(0, 2**64 - 1), default=0, help="Only if the document has this CAS."
+)
 @with_target
 def delete(*, target: Target, keys: tuple[str, ...], cas: int) -> int:
     """Delete documents."""
     if cas and len(keys) > 1:
-        raise click.UsageError("--cas names a version of one document: give one KEY")
+        raise click.UsageError("--cas belongs to one document: give one KEY")
     exit_code = 0
     with _connect(target) as kv:
         for key in keys:

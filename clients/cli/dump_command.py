@@ -15,10 +15,10 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 @click.command(
     "dump",
     help=help_text(
-        "Print the documents of a partition as of a seqno, one JSON object a line, in the order of"
-        " their keys. Writers go on meanwhile, and nothing of what they write is shown. Without"
-        " --at it is the state that is committed now; with it any that the partition's history"
-        " reaches back to. Stderr says of which state the lines are.",
+        "Print the documents of a partition as of a seqno: one JSON object per line, in key order."
+        " Writers go on meanwhile; the output does not show their changes. The default is the state"
+        " that is committed now. --at selects an earlier state, as far back as the partition's"
+        " history reaches. Stderr names the state.",
         "dcpctl vb dump 17",
         "dcpctl vb dump 17 --at 1000 > before.ndjson",
     ),
@@ -26,7 +26,7 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 @click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
 @click.option(
     "--at", "at_seqno", type=click.IntRange(0, SEQNO_MAX), metavar="SEQNO",
-    help="As of this seqno.",
+    help="Print the state as of this seqno.",
 )  # fmt: skip
 @with_target
 def dump(*, target: Target, vb_id: int, at_seqno: int | None) -> None:

@@ -24,7 +24,7 @@ def _version_of(text: str) -> tuple[int, int]:
     """Return a version that the command line names."""
     vb_uuid, colon, seqno = text.partition(":")
     if not (colon and vb_uuid.isdigit() and seqno.isdigit()):
-        raise click.UsageError(f"--version {text}: UUID:SEQNO is wanted, such as 266477440339581:8")
+        raise click.UsageError(f"--version {text}: expected UUID:SEQNO, such as 266477440339581:8")
     return int(vb_uuid), int(seqno)
 
 
@@ -41,22 +41,24 @@ def explain_() -> None:
 @explain_.command(
     "rollback",
     help=help_text(
-        "Say how a stream request would be answered, from which failover log, and why.",
+        "Show how a stream request would be answered, and why, with the failover log.",
         "dcpctl explain rollback 17 --uuid 266477440339581 --seqno 9",
         "dcpctl explain rollback 17 --uuid 1 --seqno 9 --snap-start 5 --snap-end 12",
         "dcpctl explain rollback 17 --seqno 9 --version 3:8 --version 2:0 -o json",
     ),
 )
 @click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
-@click.option("--seqno", type=_SEQNO, required=True, help="The last change that the client has.")
-@click.option("--uuid", "vb_uuid", type=_UUID, default=0, help="The version it knows.")
-@click.option("--snap-start", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
-@click.option("--snap-end", type=_SEQNO, help="Of its snapshot; --seqno if not given.")
+@click.option("--seqno", type=_SEQNO, required=True, help="Last seqno that the client has.")
+@click.option(
+    "--uuid", "vb_uuid", type=_UUID, default=0, help="Newest version that the client knows."
+)
+@click.option("--snap-start", type=_SEQNO, help="Start of its snapshot. Default: --seqno.")
+@click.option("--snap-end", type=_SEQNO, help="End of its snapshot. Default: --seqno.")
 @click.option(
     "--version", "version_texts", multiple=True, metavar="UUID:SEQNO",
-    help="All versions that it knows, newest first; more than one only with our extension.",
+    help="All versions that it knows, newest first; more than one needs dcpd's extension.",
 )  # fmt: skip
-@click.option("--purge-seqno", type=_SEQNO, default=0, help="The purge seqno that it names.")
+@click.option("--purge-seqno", type=_SEQNO, default=0, help="Purge seqno in its request.")
 @click.option("--strict", is_flag=True, help="Stream request flag 0x20.")
 @click.option("--ignore-purged", is_flag=True, help="Stream request flag 0x80.")
 @with_target

@@ -27,7 +27,7 @@ _COLUMNS: Final = (
 
 @click.group(
     help=help_text(
-        "Make requests fail on purpose. The first rule that a request meets decides.",
+        "Make requests fail on purpose. The first rule that matches a request decides.",
         "dcpctl fault set --opcode DCP_STREAM_REQ --status ETMPFAIL --count 3",
         "dcpctl fault set --opcode GET --delay 250",
         "dcpctl fault set --vb 17 --disconnect --probability 0.1 --seed 1",
@@ -39,7 +39,7 @@ def fault() -> None:
     """Make requests fail on purpose."""
 
 
-@fault.command("list", help=help_text("Show the rules that are set.", "dcpctl fault list"))
+@fault.command("list", help=help_text("Show the active rules.", "dcpctl fault list"))
 @with_target
 def list_(*, target: Target) -> None:
     """Show the rules that are set."""
@@ -56,26 +56,33 @@ def list_(*, target: Target) -> None:
 @fault.command(
     "set",
     help=help_text(
-        "Set a rule: which requests it meets, and what happens to them. A command's quiet form is"
-        " met too; --vb is about commands that name a partition.",
+        "Set a rule: which requests it matches, and what happens to them. It matches quiet forms of"
+        " a command too. --vb applies to commands that name a partition.",
         "dcpctl fault set --opcode SET --status ETMPFAIL",
         "dcpctl fault set --opcode DCP_STREAM_REQ --status ROLLBACK --rollback-seqno 5 --count 1",
         "dcpctl fault set --delay 100 --probability 0.5 --seed 7",
     ),
 )
-@click.option("--opcode", metavar="NAME", help="Such as GET, 0x53; any, if not given.")
+@click.option("--opcode", metavar="NAME", help="Such as GET or 0x53. Default: any.")
 @click.option("--vb", type=click.IntRange(0, NUM_VBUCKETS - 1), metavar="N", help="Partition.")
 @click.option("--status", metavar="NAME", help="Answer this, such as ETMPFAIL or 0x86.")
-@click.option("--delay", "delay_ms", type=click.IntRange(min=1), metavar="MS", help="Wait first.")
-@click.option("--disconnect", is_flag=True, help="Close the connection instead of an answer.")
-@click.option("--count", type=click.IntRange(min=1), metavar="N", help="For N requests only.")
 @click.option(
-    "--probability", type=click.FloatRange(0, 1, min_open=True), metavar="P", help="Not always."
+    "--delay", "delay_ms", type=click.IntRange(min=1), metavar="MS", help="Delay the request."
+)
+@click.option("--disconnect", is_flag=True, help="Close the connection instead of answering.")
+@click.option(
+    "--count", type=click.IntRange(min=1), metavar="N", help="Remove the rule after N requests."
+)
+@click.option(
+    "--probability",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="P",
+    help="Match with this probability.",
 )
 @click.option("--seed", type=int, metavar="N", help="Makes --probability repeatable.")
 @click.option(
     "--rollback-seqno", type=click.IntRange(0, SEQNO_MAX), metavar="SEQNO",
-    help="Where --status ROLLBACK leads; 0 if not given.",
+    help="Seqno of --status ROLLBACK. Default: 0.",
 )  # fmt: skip
 @with_target
 def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
@@ -90,7 +97,7 @@ def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
         write_raw(f"set fault {answer['id']}\n".encode())
 
 
-@fault.command("clear", help=help_text("Take one rule away, or all.", "dcpctl fault clear 3"))
+@fault.command("clear", help=help_text("Remove one rule, or all.", "dcpctl fault clear 3"))
 @click.argument("fault_id", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @with_target
 def clear(*, target: Target, fault_id: int | None) -> None:

@@ -36,24 +36,24 @@ class ImportFileError(DcpdError):
 @click.command(
     "import",
     help=help_text(
-        "Load a file: each row becomes a JSON document under the key that a column names; a later"
-        " row of the same key replaces the earlier one.",
+        "Load a file. Each row becomes a JSON document; a column has its key. A later row with the"
+        " same key replaces an earlier one.",
         "dcpctl import flights.csv --key tailnum",
         "dcpctl import users.jsonl --key id --prefix user:",
     ),
 )
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--key", "column", required=True, metavar="COLUMN", help="Column with the key.")
-@click.option("--prefix", default="", metavar="TEXT", help="Put before every key.")
-@click.option("--skip-empty", is_flag=True, help="Leave out rows whose key is empty.")
+@click.option("--prefix", default="", metavar="TEXT", help="Prefix of every key.")
+@click.option("--skip-empty", is_flag=True, help="Skip rows with an empty key.")
 @with_target
 def import_(*, target: Target, file: Path, column: str, prefix: str, skip_empty: bool) -> int:
     """Load a CSV or JSON lines file."""
     rows = _READERS.get(file.suffix.lower())
     if rows is None:
         raise click.UsageError(
-            f"{file}: the name must end in one of {', '.join(_READERS)}, that is how the format is"
-            " known"
+            f"{file}: the name must end in one of {', '.join(_READERS)}, because it tells the"
+            " format"
         )
     loader = _Loader(target, file, column, prefix, skips_empty=skip_empty)
     try:

@@ -39,7 +39,14 @@ def _table_or_plain(target: Target) -> str:
         "dcpctl seqnos -o json",
     ),
 )
-@click.option("--vb", "vb_ids", type=_VBUCKET, multiple=True, metavar="N", help="Only these.")
+@click.option(
+    "--vb",
+    "vb_ids",
+    type=_VBUCKET,
+    multiple=True,
+    metavar="N",
+    help="Only this partition; may be repeated.",
+)
 @click.option("--used", is_flag=True, help="Only partitions that have changes.")
 @with_target
 def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
@@ -57,7 +64,7 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
 @click.command(
     "failover-log",
     help=help_text(
-        "Show the versions of a partition, newest first: each is a branch of its history, with the"
+        "Show the versions of a partition, newest first. Each is a branch of its history, with the"
         " seqno at which it began.",
         "dcpctl failover-log 17",
         "dcpctl failover-log 17 -o json",
@@ -78,7 +85,9 @@ def failover_log(*, target: Target, vb_id: int) -> None:
 
 @click.command(
     "status",
-    help=help_text("Show what the server is and holds.", "dcpctl status", "dcpctl status -o json"),
+    help=help_text(
+        "Show the server's version, state and content.", "dcpctl status", "dcpctl status -o json"
+    ),
 )
 @with_target
 def status(*, target: Target) -> None:

@@ -38,16 +38,16 @@ ARCHIVE: Final = click.option(
 
 _POINT: Final = (
     click.option("--run", "run", type=click.IntRange(min=1), metavar="N",
-                 help="As of the end of this run; the newest one where nothing is named."),
+                 help="As of the end of this run. Default: the newest run."),
     click.option("--time", "moment", metavar="TIME",
-                 help="As of a time: 2026-05-01T12:00:00Z (UTC unless it says) or Unix seconds."),
+                 help="As of a time: 2026-05-01T12:00:00Z (UTC by default) or Unix seconds."),
     click.option("--seqnos", metavar="JSON|FILE",
-                 help='As of seqnos: {"VB": SEQNO, ...}, or a file of it; others as of the run.'),
-    click.option("--prefix", default="", metavar="TEXT", help="Only keys that begin so."),
+                 help='As of seqnos: {"VB": SEQNO, ...} or a file; other partitions as of run.'),
+    click.option("--prefix", default="", metavar="TEXT", help="Only keys with this prefix."),
     click.option("--collection", "collections", multiple=True, metavar="SCOPE.COLLECTION",
                  help="Only this collection; may be repeated."),
     click.option("--salvage", is_flag=True,
-                 help="Take all that can be read, where data is damaged, even old versions of it."),
+                 help="If data is damaged, take everything that can be read, even old versions."),
 )  # fmt: skip
 
 
@@ -61,10 +61,10 @@ def with_point(command: _F) -> _F:
 @click.command(
     "restore",
     help=help_text(
-        "Bring an archive back into a server, as of a run, a time or seqnos. Documents keep flags,"
+        "Restore an archive into a server, as of a run, a time or seqnos. Documents keep flags,"
         " expiry, revision and CAS; a CAS that is too far ahead of the server's clock is replaced."
-        " What the server has newer, by revision and CAS, stays, unless --force; what the archive"
-        " does not know stays too.",
+        " Versions on the server that are newer, by revision and CAS, are kept unless you give"
+        " --force. Documents that the archive does not have are kept too.",
         "dcpctl backup restore --archive backups --dry-run",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
         "dcpctl --server other:11210 backup restore --archive backups --run 3",
@@ -74,10 +74,10 @@ def with_point(command: _F) -> _F:
 @ARCHIVE
 @with_point
 @click.option("--map", "mapping", multiple=True, metavar="FROM=TO",
-              help="Put a collection into another one; may be repeated.")  # fmt: skip
-@click.option("--create-collections", is_flag=True, help="Make collections that are missing.")
-@click.option("--force", is_flag=True, help="Overwrite what the server has newer.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done, without the server.")
+              help="Restore a collection into another one; may be repeated.")  # fmt: skip
+@click.option("--create-collections", is_flag=True, help="Create missing collections.")
+@click.option("--force", is_flag=True, help="Overwrite newer versions on the server.")
+@click.option("--dry-run", is_flag=True, help="Print the plan without contacting the server.")
 @with_target
 def restore(
     *,
@@ -131,9 +131,9 @@ def restore(
 )
 @ARCHIVE
 @with_point
-@click.option("--to", "to", required=True, metavar="FILE|URL", help="Where to; - is stdout.")
+@click.option("--to", "to", required=True, metavar="FILE|URL", help="Output file; - is stdout.")
 @click.option("--format", "form", type=click.Choice(["jsonl", "parquet"]),
-              help="By the name of the file where it is not named.")  # fmt: skip
+              help="Default: by the name of the file.")  # fmt: skip
 @with_target
 def export(
     *,

@@ -32,15 +32,15 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def _with_choice(command: _F) -> _F:
     """Add the options that choose streams."""
     vbucket = click.IntRange(0, NUM_VBUCKETS - 1)
-    name = click.option("--name", metavar="TEXT", help="Of this connection only.")
-    vb_id = click.option("--vb", type=vbucket, metavar="N", help="Of this partition only.")
+    name = click.option("--name", metavar="TEXT", help="Only streams of this connection.")
+    vb_id = click.option("--vb", type=vbucket, metavar="N", help="Only streams of this partition.")
     return name(vb_id(command))
 
 
 @click.group(
     help=help_text(
-        "Look at the streams of consumers, and disturb them. Without --name and --vb all streams"
-        " are meant.",
+        "Show the streams of consumers, and disturb them. Without --name and --vb, a command"
+        " applies to all streams.",
         "dcpctl stream list",
         "dcpctl stream slow 10000 --name my-consumer",
         "dcpctl stream stall --vb 17",
@@ -56,7 +56,7 @@ def stream() -> None:
 @stream.command(
     "list",
     help=help_text(
-        "Show every open stream: where it stands, and how far behind it is.",
+        "Show every open stream: its position, and how far it is behind.",
         "dcpctl stream list",
         "dcpctl stream list --name my-consumer -o json",
     ),
@@ -86,7 +86,7 @@ def list_(*, target: Target, name: str | None, vb: int | None) -> None:
 )
 @click.option(
     "--reason", type=click.Choice([reason.name.lower() for reason in EndReason]),
-    default=EndReason.CLOSED.name.lower(), show_default=True, help="What STREAM_END says.",
+    default=EndReason.CLOSED.name.lower(), show_default=True, help="Reason in STREAM_END.",
 )  # fmt: skip
 @_with_choice
 @with_target
@@ -98,7 +98,8 @@ def close(*, target: Target, name: str | None, vb: int | None, reason: str) -> N
 @stream.command(
     "slow",
     help=help_text(
-        "Limit what each stream sends per second, until: dcpctl stream stall --resume.",
+        "Limit the bytes per second of each stream. To remove the limit: dcpctl stream stall"
+        " --resume.",
         "dcpctl stream slow 10000",
         "dcpctl stream slow 500 --vb 17",
     ),
@@ -114,12 +115,12 @@ def slow(*, target: Target, name: str | None, vb: int | None, bytes_per_s: int) 
 @stream.command(
     "stall",
     help=help_text(
-        "Stop streams without a word, or let slowed and stalled ones go again.",
+        "Stop streams silently, or resume slowed and stalled ones.",
         "dcpctl stream stall --vb 17",
         "dcpctl stream stall --vb 17 --resume",
     ),
 )
-@click.option("--resume", is_flag=True, help="Let them go again.")
+@click.option("--resume", is_flag=True, help="Resume.")
 @_with_choice
 @with_target
 def stall(*, target: Target, name: str | None, vb: int | None, resume: bool) -> None:
@@ -131,7 +132,7 @@ def stall(*, target: Target, name: str | None, vb: int | None, resume: bool) -> 
 @stream.command(
     "drop",
     help=help_text(
-        "Cut connections that have such a stream, as a broken network does.",
+        "Cut connections that have a matching stream, like a broken network.",
         "dcpctl stream drop --name my-consumer",
     ),
 )

@@ -22,7 +22,7 @@ Roles = dict[str, list[dict[str, str]]]
 
 @click.group(
     help=help_text(
-        "Work on users. A user can log in from other machines; guest cannot. " + _ROLES_TEXT,
+        "Manage users. A user can log in from other machines; guest cannot. " + _ROLES_TEXT,
         "dcpctl user add ada",
         "dcpctl user add reader --role read --role stream",
         "dcpctl user grant ada read --prefix flights:",
@@ -35,7 +35,7 @@ def user() -> None:
 
 
 _scope_options: Final = (
-    click.option("--prefix", metavar="TEXT", help="Only for keys that begin with it."),
+    click.option("--prefix", metavar="TEXT", help="Only for keys with this prefix."),
     click.option("--collection", metavar="SCOPE.COLLECTION", help="Only in this collection."),
 )
 
@@ -49,9 +49,9 @@ def _with_scope(command: Any) -> Any:
 @user.command(
     "add",
     help=help_text(
-        "Add a user, or give one a new password. Without --role a new user has all roles."
-        " Without --new-password it is asked for, or read as one line from standard input when"
-        " piped. --prefix and --collection restrict read and write.",
+        "Add a user, or set a new password. Without --role a new user has all roles. Without"
+        " --new-password the command asks for the password, or reads it as one line from standard"
+        " input when piped. --prefix and --collection restrict read and write.",
         "dcpctl user add ada",
         "pwgen -s 24 1 | dcpctl user add ada",
         "dcpctl user add app --role read --role write --prefix app:",
@@ -85,8 +85,8 @@ def add(
 @user.command(
     "passwd",
     help=help_text(
-        "Give a user a new password; connections that are logged in stay. It is asked for, or read"
-        " from standard input when piped.",
+        "Set a new password. Open connections stay logged in. The command asks for the password, or"
+        " reads it from standard input when piped.",
         "dcpctl user passwd ada",
     ),
 )
@@ -103,7 +103,7 @@ def passwd(*, target: Target, name: str, new_password: str | None) -> None:
 @user.command(
     "grant",
     help=help_text(
-        "Give a user a role, for everything or for some keys; open connections have it at once. "
+        "Grant a role, for everything or for some keys. It applies to open connections at once. "
         + _ROLES_TEXT,
         "dcpctl user grant ada stream",
         "dcpctl user grant ada read --prefix flights:",
@@ -123,7 +123,7 @@ def grant(
 @user.command(
     "revoke",
     help=help_text(
-        "Take a role from a user, or one of the scopes it is for; open connections lose it now.",
+        "Revoke a role, or one of its scopes. It applies to open connections at once.",
         "dcpctl user revoke ada write",
         "dcpctl user revoke ada read --prefix flights:",
     ),
@@ -150,7 +150,7 @@ def list_(*, target: Target) -> None:
 
 
 @user.command(
-    "show", help=help_text("Show what a user may do, one role a line.", "dcpctl user show ada")
+    "show", help=help_text("Show what a user may do, one role per line.", "dcpctl user show ada")
 )
 @click.argument("name")
 @with_target
@@ -174,7 +174,7 @@ def show(*, target: Target, name: str) -> int:
 @user.command(
     "remove",
     help=help_text(
-        "Remove a user; open connections have to log in again.", "dcpctl user remove ada"
+        "Remove a user. Open connections have to log in again.", "dcpctl user remove ada"
     ),
 )
 @click.argument("name")

@@ -18,7 +18,7 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
 
 @click.group(
     help=help_text(
-        "Do to a partition what happens to it in bad times, to see what consumers make of it.",
+        "Change a partition on purpose, to test how consumers react.",
         "dcpctl vb branch 17 --at 5",
         "dcpctl vb failover 17 --lose 3",
         "dcpctl vb purge 17",
@@ -34,10 +34,9 @@ def vb() -> None:
 @vb.command(
     "branch",
     help=help_text(
-        "Begin a new branch of a partition's history: changes after the seqno are undone, the"
-        " partition gets a new version, and every consumer that saw more gets a ROLLBACK. For"
-        " trying out what a failover does to consumers. A partition goes back to any seqno at or"
-        " above its history floor (stat vbucket-seqno), and to 0.",
+        "Branch a partition's history: changes above the seqno are undone, the partition gets a new"
+        " version, and consumers that saw more get a ROLLBACK. A partition can go back to any seqno"
+        " at or above its history floor (stat vbucket-seqno), and to 0.",
         "dcpctl vb branch 17 --at 5",
         "dcpctl vb branch 17 --at 5 --or-zero",
         "dcpctl failover-log 17",
@@ -46,11 +45,11 @@ def vb() -> None:
 @_VBUCKET
 @click.option(
     "--at", "at_seqno", type=_SEQNO, required=True, metavar="SEQNO",
-    help="The last change that stays.",
+    help="Last seqno to keep.",
 )  # fmt: skip
 @click.option(
     "--or-zero", is_flag=True,
-    help="Where history does not reach so far, begin at 0: undo everything, and say why.",
+    help="If history does not reach back so far, undo everything and say why.",
 )  # fmt: skip
 @with_target
 def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
@@ -65,9 +64,9 @@ def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
 @vb.command(
     "failover",
     help=help_text(
-        "Do to a partition what the promotion of a replica does: it gets a new version where it"
-        " stands, and its streams end with reason 2 (state changed). With --lose the replica was"
-        " behind: the last changes are undone first.",
+        "Simulate the promotion of a replica: the partition gets a new version at its high seqno,"
+        " and its streams end with reason 2 (state changed). With --lose the replica was N changes"
+        " behind: these are undone first.",
         "dcpctl vb failover 17",
         "dcpctl vb failover 17 --lose 3",
     ),
@@ -84,15 +83,15 @@ def failover(*, target: Target, vb_id: int, lose: int) -> None:
 @vb.command(
     "purge",
     help=help_text(
-        "Purge the deletions up to a seqno: consumers that stand below it are rolled back to 0,"
-        " because they may have missed some. The partition cannot go back below it any more, and"
-        " the next compaction drops the deletions. The change at the high seqno is never purged.",
+        "Purge the deletions up to a seqno. Consumers below it are rolled back to 0, because they"
+        " may have missed some. The partition can no longer go back below that seqno, except to 0."
+        " The next compaction drops the deletions. The change at the high seqno is never purged.",
         "dcpctl vb purge 17",
         "dcpctl vb purge 17 --upto 5",
     ),
 )
 @_VBUCKET
-@click.option("--upto", type=_SEQNO, metavar="SEQNO", help="As far as can be, if not given.")
+@click.option("--upto", type=_SEQNO, metavar="SEQNO", help="Default: as far as possible.")
 @with_target
 def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
     """Purge deletions."""
@@ -103,9 +102,9 @@ def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
 @vb.command(
     "state",
     help=help_text(
-        "Put a partition into a state. One that is not active answers NOT_MY_VBUCKET; streams end"
-        " with reason 2 (state changed) where it is neither active nor replica. Becoming active"
-        " makes a new version.",
+        "Set the state of a partition. If it is not active, it answers NOT_MY_VBUCKET. If it is"
+        " neither active nor replica, its streams end with reason 2 (state changed). Becoming"
+        " active starts a new version.",
         "dcpctl vb state 17 dead",
         "dcpctl vb state 17 active",
     ),
@@ -122,10 +121,10 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
 @vb.command(
     "mend-cas",
     help=help_text(
-        "Bring the CAS of partitions back to the clock, where it is further ahead than the setting"
-        " cas_drift_max: older servers took any CAS with SET_WITH_META, and their own went on from"
-        " there. Such documents get a new version with the same content; consumers see it as any"
-        " change, and what held the old CAS has to read again. Without VB: all partitions that"
+        "Bring the CAS of partitions back to the clock if it is further ahead than the setting"
+        " cas_drift_max. (Older servers accepted any CAS with SET_WITH_META and continued from it.)"
+        " Affected documents get a new version with the same content, which consumers see as a"
+        " change. Clients with an old CAS have to read again. Without VB: all partitions that"
         " `dcpctl status` counts.",
         "dcpctl vb mend-cas",
         "dcpctl vb mend-cas 17 528",

@@ -18,9 +18,9 @@ from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
 @click.command(
     "verify",
     help=help_text(
-        "Check a data folder that no server uses: log, database pages, and all records against"
-        " each other. Changes nothing. Exit code 0: nothing is wrong, 1: something is, 2: it"
-        " cannot be checked. docs/operations.md says what each finding means.",
+        "Check a data folder that no server uses: the log, the database pages, and whether all"
+        " records agree. Changes nothing. Exit codes: 0 nothing is wrong, 1 something is wrong, 2"
+        " it cannot be checked. docs/operations.md explains each finding.",
         "dcpctl verify dcpd-data",
         "dcpctl verify /var/lib/dcpd -o json",
     ),
@@ -31,7 +31,7 @@ def verify(*, target: Target, folder: Path) -> int:
     """Check a data folder that no server uses."""
     mode = target.output_or("plain")
     if mode not in {"plain", "json"}:
-        raise click.UsageError(f"verify writes plain lines or json, not {mode}")
+        raise click.UsageError(f"verify writes plain or json output, not {mode}")
     arguments = [sys.executable, "-P", "-m", "dcp.server.operate.verify", str(folder), "-o", mode]
     done = subprocess.run(arguments, check=False)  # noqa: S603 - our own program
     return done.returncode if done.returncode >= 0 else EXIT_USAGE

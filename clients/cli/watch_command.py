@@ -63,8 +63,8 @@ _ALWAYS: Final = (Mutation, Deletion, Rollback, StreamFailed)
 @click.command(
     "watch",
     help=help_text(
-        "Stream changes of all partitions, or some. A rollback (the server's history branched) is a"
-        " line of its own: what you hold of that partition above the seqno is undone.",
+        "Stream changes of all partitions, or of some. If the server's history branched, a rollback"
+        " line says which seqno of the partition to go back to: changes above it are undone.",
         "dcpctl watch",
         "dcpctl watch --from now -o json",
         "dcpctl watch --state changes.ckpt -o json >> changes.ndjson",
@@ -77,19 +77,19 @@ _ALWAYS: Final = (Mutation, Deletion, Rollback, StreamFailed)
 )  # fmt: skip
 @click.option(
     "--from", "start", type=click.Choice(["beginning", "now"]), default="beginning",
-    show_default=True, help="Where partitions begin that --state does not know.",
+    show_default=True, help="Where to begin partitions that are not in --state.",
 )  # fmt: skip
 @click.option(
     "--state", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-    help="Resume from this file, and save the position there.",
+    help="Resume from this file, and save positions there.",
 )  # fmt: skip
-@click.option("--until-now", is_flag=True, help="End when caught up with what is there now.")
-@click.option("--count", type=click.IntRange(min=1), metavar="N", help="End after so many changes.")
-@click.option("--prefix", default="", metavar="TEXT", help="Only keys that begin so.")
-@click.option("--all", "show_all", is_flag=True, help="Snapshots and stream events too.")
+@click.option("--until-now", is_flag=True, help="Stop after the changes that exist now.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N changes.")
+@click.option("--prefix", default="", metavar="TEXT", help="Only keys with this prefix.")
+@click.option("--all", "show_all", is_flag=True, help="Show snapshots and stream events too.")
 @click.option(
     "--rollback-to", type=click.Choice(["state", "beginning"]), default="state", show_default=True,
-    help="Go back to the newest complete state held, or let the partition come anew.",
+    help="Go back to the newest complete state, or stream the partition again from 0.",
 )  # fmt: skip
 @with_target
 def watch(

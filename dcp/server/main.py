@@ -1,10 +1,10 @@
-"""The command `dcpd`: reads the settings, checks what must be known first, runs a node.
+"""The command `dcpd`: reads the settings, checks them, runs a node.
 
-What is refused before anything is opened: `python -O` (asserts keep the invariants), settings that
-are not allowed, an address that other machines reach while nobody but the guest could log in
-(Redis's protected mode), ports that are taken.
+It refuses these before it opens anything: `python -O` (asserts guard the invariants), invalid
+settings, an address that other machines can reach while only the guest could log in (like Redis's
+protected mode), and ports that are taken.
 
-The node and what it needs are imported after that: a usage error answers at once.
+The node's modules are imported after these checks, so a usage error is reported at once.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
 
 STOP_AFTER_FAILURE_S: Final = 9.0
 STOP_LIMIT_S: Final = 9.5
-"""After this long a stop is cut short, whatever it waits for: the next start recovers."""
+"""A stop that takes longer is cut short. The next start recovers."""
 SWITCH_INTERVAL_S: Final = 0.0002
-"""A thread waits this long for the interpreter lock; the default of 5 ms is a commit's latency."""
+"""How long a thread waits for the interpreter lock. The default of 5 ms would delay a commit."""
 
 GC_THRESHOLDS: Final = (50_000, 20, 50)
-"""The data is bytes in dictionaries and lists, which the cyclic collector need not look at; what it
-does look at it should look at rarely, because a full pass stops the loop."""
+"""The data is bytes in dictionaries and lists, which the cyclic collector does not track. It should
+look at the rest rarely, because a full pass stops the loop."""
 
 
 _KEPT: Final = {
-    "commit": "Everything that was answered is on disk",
-    "interval": "What was answered before the last sync is on disk",
-    "none": "What was answered since the start may be lost",
+    "commit": "Every answered write is on disk",
+    "interval": "Writes that were answered before the last sync are on disk",
+    "none": "Writes that were answered since the start may be lost",
 }
-"""What a failed log or store leaves, by durability."""
+"""What survives a failure of log or store, by durability."""
 
 
 class ExitCode(IntEnum):
@@ -81,9 +81,10 @@ class ExitCode(IntEnum):
 
 EXIT_CODES_TEXT: Final = (
     "Exit codes: 0 stopped by a signal, 1 failed, 2 usage, settings or protected mode, "
-    "3 the data folder cannot be used (in use, not ours, unknown format), 4 data is damaged, "
-    "5 a port cannot be listened on. Every option is also a key of the TOML file (admin_port) and "
-    "an environment variable (DCPD_ADMIN_PORT); flags win over variables, variables over the file."
+    "3 the data folder cannot be used (in use, not a dcpd folder, unknown format), 4 data is "
+    "damaged, 5 a port cannot be used. Every option is also a key of the TOML file (admin_port) "
+    "and an environment variable (DCPD_ADMIN_PORT). Flags override variables, and variables "
+    "override the file."
 )
 
 
@@ -96,25 +97,25 @@ class StartError(Exception):
 
 
 class Plan(NamedTuple):
-    """What is decided before the node is made."""
+    """What is decided before the node is created."""
 
     settings: Settings
     notice: str
-    """What the operator should know, "" if nothing."""
+    """A message for the operator, "" if there is none."""
 
 
 # -- decisions, pure -------------------------------------------------------------------------------
 
 
 def exposure_refusal(settings: Settings, user_names: list[str], users_file: Path) -> str | None:
-    """Say why the server may not listen where it was told to; None if it may."""
+    """Return why the server may not listen on the configured address; None if it may."""
     if is_loopback(settings.host) or user_names:
         return None
     return (
-        f"protected mode: {settings.host} can be reached from other machines, and there is no user "
-        f"who could log in from there ({users_file}; the built-in guest works from this machine "
-        "only). Start once on loopback (leave --host out), add a user with "
-        "`dcpctl user add NAME`, then start with this --host again."
+        f"protected mode: other machines can reach {settings.host}, but {users_file} has no user "
+        "who could log in (the built-in guest works from this machine only). Start on loopback "
+        "without --host, add a user with `dcpctl user add NAME`, then start with this --host "
+        "again."
     )
 
 
@@ -128,7 +129,7 @@ def ready_text(
     kv_tls_port: int = 0,
     admin_tls_port: int = 0,
 ) -> str:
-    """Return what is printed once the server is ready: where everything is, and what to type."""
+    """Return the text that is printed once the server is ready: addresses, and a first command."""
     plain_host = plain_host_of(settings)
     client_host = "127.0.0.1" if plain_host in {"0.0.0.0", "::"} else plain_host  # noqa: S104
     is_default = client_host in {"127.0.0.1", "localhost"} and kv_port == Settings().port
@@ -154,10 +155,10 @@ def authority(host: str, port: int) -> str:
 
 
 def plan_ports(resolved: Resolved, listen_error: Callable[[str, int], OSError | None]) -> Plan:
-    """Check both ports. A default admin port that is taken is replaced; what was asked for is not.
+    """Check all ports. If the default admin port is taken, a free one is used instead.
 
     Raises:
-        StartError: a port cannot be listened on.
+        StartError: a port that was asked for cannot be used.
     """
     settings = resolved.settings
     host = plain_host_of(settings)
@@ -178,7 +179,7 @@ def plan_ports(resolved: Resolved, listen_error: Callable[[str, int], OSError | 
 
     return Plan(
         msgspec.structs.replace(settings, admin_port=0),
-        f"the admin port {port} is taken; using a free one (--admin-port chooses)",
+        f"the admin port {port} is taken; using a free one (--admin-port chooses one)",
     )
 
 
@@ -187,21 +188,19 @@ def _port_text(key: str, host: str, port: int, error: OSError) -> str:
     where = authority(host, port)
     if error.errno == errno.EADDRINUSE:
         return (
-            f"{where} is in use, perhaps by another dcpd. Stop that one, or give {flag} another "
-            "port (0 picks a free one)."
+            f"{where} is in use, perhaps by another dcpd. Stop that process, or choose another "
+            f"port with {flag} (0 picks a free one)."
         )
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return f"{where}: this machine has no such address ({error.strerror}). Check --host."
-    return (
-        f"{where} cannot be listened on: {error.strerror or error}. Try another {flag} or --host."
-    )
+    return f"cannot listen on {where}: {error.strerror or error}. Try another {flag} or --host."
 
 
 # -- effects ---------------------------------------------------------------------------------------
 
 
 def listen_error(host: str, port: int) -> OSError | None:
-    """Try to bind a port; return why it cannot be, None if it can."""
+    """Try to bind a port. Return the error, None if it works."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _name, address in found:
@@ -222,7 +221,7 @@ def run(
     *,
     accepts_log_loss: bool = False,
 ) -> ExitCode:
-    """Run a server until it is told to stop; return what the process should end with."""
+    """Run a server until it is told to stop. Return the exit code."""
     from dcp.server.access.users import USERS_FILE, Users
     from dcp.server.access.users_file import UsersFileError
     from dcp.server.net.open_files import allow_open_files, within_open_files
@@ -287,14 +286,14 @@ async def _serve(
         kv_tls_port=node.listeners.kv_tls_port,
         admin_tls_port=node.listeners.admin_tls_port,
     )
-    # Whoever started us may have closed our stdout; that is no reason to stop.
+    # The parent process may have closed our stdout. The server runs all the same.
     with contextlib.suppress(OSError):
         print(text, flush=True)
     if on_ready is not None:
         on_ready(node)
     try:
         await node.run_until_stopped()
-        await node.stop()  # it has stopped; if that failed, here it is told
+        await node.stop()  # raises if the stop failed
     except _run_failures() as error:
         _say(f"stopped: {error}. {_KEPT[settings.durability]}; start again once the cause is gone.")
         with contextlib.suppress(TimeoutError, *_run_failures()):
@@ -304,11 +303,11 @@ async def _serve(
 
 
 class SignalWatch:
-    """Waits for signals in a thread of its own, and stops the server at SIGTERM and SIGINT.
+    """Waits for signals in its own thread, and stops the server at SIGTERM and SIGINT.
 
-    A loop that hangs in a call to the system, because a disk does not answer, would never see them.
-    Before there is a server, such a signal ends the process at once. Make it before any other
-    thread begins: those would take the signals otherwise.
+    The event loop would not see a signal while it hangs in a system call because a disk does not
+    answer. Before there is a server, SIGTERM and SIGINT end the process at once. Create this before
+    any other thread starts, because other threads would receive the signals.
     """
 
     _NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -320,7 +319,7 @@ class SignalWatch:
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def serve(self, node: Node) -> None:
-        """From now on a signal stops this node, or (SIGHUP) has it read its files again."""
+        """From now on SIGTERM and SIGINT stop this node. SIGHUP makes it read its files again."""
         self._loop = asyncio.get_running_loop()
         self._node = node
 
@@ -397,12 +396,12 @@ def _start_error(error: Exception, settings: Settings) -> StartError:
     if isinstance(error, LogDamagedError | StoreDamagedError):
         return StartError(
             ExitCode.DAMAGED,
-            f"{folder}: the data is damaged, and nothing was changed: {error}. Restore the folder "
-            f"from a copy, or start with an empty --data folder{_other_way(error)}.",
+            f"{folder}: the data is damaged: {error}. Nothing was changed. Restore the folder from "
+            f"a copy, or start with an empty --data folder{_other_way(error)}.",
         )
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return StartError(
-            ExitCode.PORT, f"a port was taken while the server started: {error}. Start again."
+            ExitCode.PORT, f"a port was taken while the server started: {error}. Try again."
         )
     return StartError(ExitCode.FAILED, f"{folder}: the server cannot start: {error}")
 
@@ -414,7 +413,7 @@ def _other_way(error: Exception) -> str:
         return ""
     return (
         "; or start once with --accept-log-loss, which gives up what cannot be read, keeps copies, "
-        "says which partitions and seqnos are concerned, and makes consumers roll back"
+        "reports the affected partitions and seqnos, and makes consumers roll back"
     )
 
 
@@ -428,8 +427,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _say(text: str) -> None:
-    """Tell the operator, on stderr, in one paragraph."""
-    # Whoever read our stderr may be gone; what is to be done is done all the same.
+    """Write a message to the operator on stderr."""
+    # The reader of our stderr may be gone.
     with contextlib.suppress(OSError):
         click.echo(f"dcpd: {text}", err=True)
 
@@ -438,7 +437,7 @@ def _say(text: str) -> None:
 
 
 def _command(on_ready: OnReady | None) -> click.Command:
-    """Make the command of the table of settings."""
+    """Build the command from the table of settings."""
     options: list[click.Parameter] = [
         click.Option(
             [flag_of(key), key],
@@ -448,15 +447,17 @@ def _command(on_ready: OnReady | None) -> click.Command:
         for key, (_field, option) in OPTIONS.items()
     ]
     options.append(
-        click.Option(["--config"], metavar="FILE", help=f"TOML file of settings.  [${ENV_CONFIG}]")
+        click.Option(
+            ["--config"], metavar="FILE", help=f"TOML file with settings.  [${ENV_CONFIG}]"
+        )
     )
     options.append(
         click.Option(
             ["--accept-log-loss", "accepts_log_loss"],
             is_flag=True,
-            help="Start although the log is damaged, this once: give up what follows the damage. "
-            "Copies are kept in the data folder (lost-log-1, ...), and every partition that may "
-            "have lost changes begins a new version.",
+            help="Start once although the log is damaged, and give up what follows the damage. "
+            "Copies are kept in the data folder (lost-log-1, ...). Every partition that may have "
+            "lost changes starts a new version.",
         )
     )
     command = click.Command(
@@ -464,8 +465,8 @@ def _command(on_ready: OnReady | None) -> click.Command:
         params=options,
         callback=partial(_from_command_line, on_ready),
         help=(
-            "A key-value server whose every change is a resumable stream over 1,024 partitions. "
-            "Without arguments it serves this machine, and keeps its data in ./dcpd-data."
+            "A key-value server with a resumable change stream over 1,024 partitions. Without "
+            "options it serves this machine only and keeps its data in ./dcpd-data."
         ),
         epilog=EXIT_CODES_TEXT,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -489,9 +490,9 @@ def _from_command_line(
 
 
 def main(on_ready: OnReady | None = None) -> None:
-    """Run the command `dcpd`; `on_ready` is called on its event loop once it serves."""
+    """Run the command `dcpd`. `on_ready` is called on its event loop once it is ready."""
     if not __debug__:
-        _say("python -O removes the checks that guard the data; start without -O.")
+        _say("python -O removes checks that guard the data. Start without -O.")
         sys.exit(ExitCode.USAGE)
     _command(on_ready)(prog_name="dcpd")
 

@@ -149,17 +149,17 @@ _WITH_META: Final = "u32 flags, u32 expiry, u64 revision, u64 CAS (u32 options) 
 
 OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.HELLO: OpSpec(_S, "-", "key agent, value u16 features", "negotiate features"),
-    Opcode.SASL_LIST_MECHS: OpSpec(_S, "-", "-", "name the SASL mechanisms"),
-    Opcode.SASL_AUTH: OpSpec(_S, "-", "key mechanism, value message", "begin to log in"),
-    Opcode.SASL_STEP: OpSpec(_S, "-", "key mechanism, value message", "go on logging in"),
+    Opcode.SASL_LIST_MECHS: OpSpec(_S, "-", "-", "list the SASL mechanisms"),
+    Opcode.SASL_AUTH: OpSpec(_S, "-", "key mechanism, value message", "start a login"),
+    Opcode.SASL_STEP: OpSpec(_S, "-", "key mechanism, value message", "continue a login"),
     Opcode.SELECT_BUCKET: OpSpec(_S, "-", "key bucket", "select the bucket"),
     Opcode.GET_CLUSTER_CONFIG: OpSpec(
-        _S, "- or i64 epoch, i64 revision", "-", "the partition map as JSON, if there is a newer"
+        _S, "- or i64 epoch, i64 revision", "-", "the partition map as JSON, if it is newer"
     ),
     Opcode.GET_ERROR_MAP: OpSpec(_S, "-", "value u16 version", "what each status means, as JSON"),
-    Opcode.NOOP: OpSpec(_S, "-", "-", "answer, nothing else"),
-    Opcode.VERSION: OpSpec(_S, "-", "-", "the version that clients derive abilities from"),
-    Opcode.STAT: OpSpec(_S, "-", "- or key group", "statistics, one response each, then an empty"),
+    Opcode.NOOP: OpSpec(_S, "-", "-", "answer without effect"),
+    Opcode.VERSION: OpSpec(_S, "-", "-", "the version from which clients derive features"),
+    Opcode.STAT: OpSpec(_S, "-", "- or key group", "statistics, one response each, an empty last"),
     Opcode.VERBOSITY: OpSpec(_S, "u32 level", "-", "accepted; the server's settings decide"),
     Opcode.QUIT: OpSpec(_S, "-", "-", "close the connection"),
     Opcode.QUITQ: OpSpec(_S, "-", "-", "close the connection, no answer"),
@@ -167,19 +167,19 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.GETQ: OpSpec(_D, "-", "key", "GET, silent on a miss"),
     Opcode.GETK: OpSpec(_D, "-", "key", "GET that answers the key too"),
     Opcode.GETKQ: OpSpec(_D, "-", "key", "GETK, silent on a miss"),
-    Opcode.SET: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store, whatever is there"),
+    Opcode.SET: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store, replacing what is there"),
     Opcode.SETQ: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "SET, silent on success"),
-    Opcode.ADD: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if there is none"),
+    Opcode.ADD: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if the key is not there"),
     Opcode.ADDQ: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "ADD, silent on success"),
-    Opcode.REPLACE: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if there is one"),
+    Opcode.REPLACE: OpSpec(_D, "u32 flags, u32 expiry", "key, value", "store if the key is there"),
     Opcode.REPLACEQ: OpSpec(
         _D, "u32 flags, u32 expiry", "key, value", "REPLACE, silent on success"
     ),
-    Opcode.DELETE: OpSpec(_D, "-", "key", "delete; the deletion has a seqno of its own"),
+    Opcode.DELETE: OpSpec(_D, "-", "key", "delete; the deletion has its own seqno"),
     Opcode.DELETEQ: OpSpec(_D, "-", "key", "DELETE, silent on success"),
     Opcode.INCREMENT: OpSpec(
         _D, "u64 delta, u64 initial, u32 expiry", "key",
-        "add to a counter, wrap at 2^64; expiry 0xffffffff: do not create it",
+        "add to a counter, wrap at 2^64; expiry 0xffffffff: do not create",
     ),
     Opcode.INCREMENTQ: OpSpec(
         _D, "u64 delta, u64 initial, u32 expiry", "key", "INCREMENT, silent on success"
@@ -194,18 +194,19 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.APPENDQ: OpSpec(_D, "-", "key, value", "APPEND, silent on success"),
     Opcode.PREPEND: OpSpec(_D, "-", "key, value", "add to the beginning of a document"),
     Opcode.PREPENDQ: OpSpec(_D, "-", "key, value", "PREPEND, silent on success"),
-    Opcode.TOUCH: OpSpec(_D, "u32 expiry", "key", "give a document another expiry"),
+    Opcode.TOUCH: OpSpec(_D, "u32 expiry", "key", "set a document's expiry"),
     Opcode.GAT: OpSpec(_D, "u32 expiry", "key", "TOUCH and GET in one"),
     Opcode.GATQ: OpSpec(_D, "u32 expiry", "key", "GAT, silent on a miss"),
     Opcode.GET_META: OpSpec(
-        _D, "- or u8 2", "key", "revision, flags, expiry of a document, a deleted one too"
+        _D, "- or u8 2", "key", "revision, flags and expiry of a document, also of a deleted one"
     ),
     Opcode.SET_WITH_META: OpSpec(
         _D, _WITH_META, "key, value",
-        "store with the given flags, expiry, revision and CAS, if it beats what is there; a CAS"
-        " that is further ahead of the clock than the setting cas_drift_max is CAS_VALUE_INVALID"
-        " (EINVAL without XERROR). Option 0x01000000 is an extension, negotiated by HELLO 0xdc02:"
-        " such a CAS is replaced by one of the server's, and the revision alone decides",
+        "store with the given flags, expiry, revision and CAS if it wins against the present"
+        " version. A CAS that is further ahead of the clock than the setting cas_drift_max is"
+        " refused: CAS_VALUE_INVALID (EINVAL without XERROR). Option 0x01000000, an extension"
+        " negotiated by HELLO 0xdc02, replaces such a CAS by the server's; then the revision alone"
+        " decides",
     ),
     Opcode.SETQ_WITH_META: OpSpec(
         _D, _WITH_META, "key, value", "SET_WITH_META, silent on success"
@@ -214,65 +215,70 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DELQ_WITH_META: OpSpec(_D, _WITH_META, "key", "DEL_WITH_META, silent on success"),
     Opcode.X_PUT_FRAMES: OpSpec(
         _D, "u32 options, u32 frames", "value u32 body length of each, stored frames",
-        "an extension, negotiated by HELLO 0xdc01: the same for many changes of a partition, as the"
-        " frames that streams send; answers u32 applied, u32 lost, with option 0x01000000 u32 of"
-        " how many the CAS was replaced, and u32 index, u16 status of each that is refused",
+        "an extension negotiated by HELLO 0xdc01: SET_WITH_META for many changes of a partition, as"
+        " frames that streams send. Answers u32 applied, u32 lost, with option 0x01000000 u32"
+        " number of replaced CAS, then u32 index and u16 status of each refused frame",
     ),
-    Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
+    Opcode.FLUSH: OpSpec(
+        _D, "- or u32 0", "-", "delete every document; each deletion has its own seqno"
+    ),
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),
     Opcode.RANGE_SCAN_CREATE: OpSpec(
         _D, "-", "value JSON",
-        "make a scan of a partition as it is now: a range of keys, or a sample; answers its id; a"
-        " seqno that is required is not waited for",
+        "open a scan of a partition as it is now: a range of keys, or a sample. Answers its id."
+        " Does not wait for a required seqno",
     ),
     Opcode.RANGE_SCAN_CONTINUE: OpSpec(
         _D, "16 bytes id, u32 documents, u32 ms, u32 bytes", "-",
         "the next documents of a scan, in one packet: MORE (perhaps with none) or COMPLETE",
     ),
-    Opcode.RANGE_SCAN_CANCEL: OpSpec(_D, "16 bytes id", "-", "give a scan up"),
+    Opcode.RANGE_SCAN_CANCEL: OpSpec(_D, "16 bytes id", "-", "cancel a scan"),
     Opcode.GET_ALL_VB_SEQNOS: OpSpec(
         _P, "-, u32 state, or u32 state, u32 collection", "-", "u16 vbucket, u64 seqno of each"
     ),
     Opcode.GET_FAILOVER_LOG: OpSpec(_P, "-", "-", "a partition's versions, newest first"),
     Opcode.OBSERVE_SEQNO: OpSpec(
-        _P, "-", "value u64 vb_uuid", "how far a version has come, in memory and on disk"
+        _P, "-", "value u64 vb_uuid", "a version's last seqno in memory and on disk"
     ),
     Opcode.SET_COLLECTIONS_MANIFEST: OpSpec(
-        _C, "-", "value JSON", "take over scopes and collections as a whole"
+        _C, "-", "value JSON", "replace all scopes and collections"
     ),
     Opcode.GET_COLLECTIONS_MANIFEST: OpSpec(_C, "-", "-", "scopes and collections as JSON"),
     Opcode.GET_COLLECTION_ID: OpSpec(_C, "-", "scope.collection", "the id of a collection"),
     Opcode.GET_SCOPE_ID: OpSpec(_C, "-", "scope", "the id of a scope"),
     Opcode.DCP_OPEN: OpSpec(
-        _DCP, "u32 0, u32 flags", "key name", "make this a connection that streams changes"
+        _DCP, "u32 0, u32 flags", "key name", "turn the connection into a DCP connection"
     ),
     Opcode.DCP_CONTROL: OpSpec(_DCP, "-", "key, value", "set a property of the connection"),
     Opcode.DCP_STREAM_REQ: OpSpec(
-        _DCP, "48 bytes", "- or value JSON", "stream a partition; OK, or roll back to a seqno"
+        _DCP, "48 bytes", "- or value JSON", "stream a partition: OK, or ROLLBACK to a seqno"
     ),
     Opcode.DCP_CLOSE_STREAM: OpSpec(_DCP, "-", "-", "end a stream"),
     Opcode.DCP_GET_FAILOVER_LOG: OpSpec(_DCP, "-", "-", "a partition's versions, newest first"),
-    Opcode.DCP_ADD_STREAM: OpSpec(_DCP, "u32 flags", "-", "for consumers; closes a producer"),
-    Opcode.DCP_BUFFER_ACK: OpSpec(_DCP, "u32 bytes", "-", "open the window; never answered"),
-    Opcode.DCP_NOOP: OpSpec(_DCP, "-", "-", "sent by the server: are you there?"),
+    Opcode.DCP_ADD_STREAM: OpSpec(
+        _DCP, "u32 flags", "-", "for consumer connections; closes a producer connection"
+    ),
+    Opcode.DCP_BUFFER_ACK: OpSpec(_DCP, "u32 bytes", "-", "acknowledge bytes; has no answer"),
+    Opcode.DCP_NOOP: OpSpec(_DCP, "-", "-", "sent by the server to check that the client is alive"),
     Opcode.DCP_SNAPSHOT_MARKER: OpSpec(
-        _DCP, "u64 start, u64 end, u32 type", "-", "sent: a snapshot of unique keys begins"
+        _DCP, "u64 start, u64 end, u32 type", "-", "sent: a snapshot begins"
     ),
     Opcode.DCP_MUTATION: OpSpec(_DCP, "31 bytes", "key, value", "sent: a document was stored"),
     Opcode.DCP_DELETION: OpSpec(_DCP, "18 or 21 bytes", "key", "sent: a document was deleted"),
     Opcode.DCP_EXPIRATION: OpSpec(
-        _DCP, "u64 seqno, u64 revision, u32 time", "key", "sent: a document's time was over"
+        _DCP, "u64 seqno, u64 revision, u32 time", "key", "sent: a document expired"
     ),
-    Opcode.DCP_STREAM_END: OpSpec(_DCP, "u32 reason", "-", "sent: the stream is over"),
-    Opcode.DCP_SET_VBUCKET_STATE: OpSpec(_DCP, "u8 state", "-", "sent: a takeover's next step"),
+    Opcode.DCP_STREAM_END: OpSpec(_DCP, "u32 reason", "-", "sent: the stream has ended"),
+    Opcode.DCP_SET_VBUCKET_STATE: OpSpec(_DCP, "u8 state", "-", "sent: next step of a takeover"),
     Opcode.DCP_SYSTEM_EVENT: OpSpec(
-        _DCP, "u64 seqno, u32 event, u8 version", "key, value", "sent: a collection came or went"
+        _DCP, "u64 seqno, u32 event, u8 version", "key, value",
+        "sent: a collection or scope was created or dropped",
     ),
     Opcode.DCP_SEQNO_ADVANCED: OpSpec(
-        _DCP, "u64 seqno", "-", "sent: up to here nothing is left for this filter"
+        _DCP, "u64 seqno", "-", "sent: nothing more for this filter up to this seqno"
     ),
     Opcode.DCP_PREVIOUS_VALUE: OpSpec(
-        _DCP, "u64 seqno, u64 previous seqno", "value", "sent: what the next change replaces"
+        _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
 }  # fmt: skip

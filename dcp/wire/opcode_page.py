@@ -20,24 +20,24 @@ TITLES: Final[dict[OpGroup, str]] = {
 
 HEAD: Final = """# Commands of the binary protocol
 
-Made from the tables in `dcp/wire` by `python -m dcp.wire.opcode_page`; do not edit.
+Generated from the tables in `dcp/wire` by `python -m dcp.wire.opcode_page`; do not edit.
 
-A packet is a 24-byte header and a body: framing extras, extras, key, value; all numbers are
+A packet has a 24-byte header and a body: framing extras, extras, key, value. All numbers are
 big-endian.
 
 | bytes | request | response |
 |---|---|---|
 | 0 | magic 0x80 (0x08: flex) | 0x81 |
-| 1 | opcode | the same |
+| 1 | opcode | same opcode |
 | 2-3 | key length (flex: framing length, key length) | key length |
 | 4 | extras length | extras length |
 | 5 | datatype (0x01 JSON) | datatype |
 | 6-7 | vbucket | status |
 | 8-11 | body length | body length |
-| 12-15 | opaque, any four bytes | the same four |
+| 12-15 | opaque, any four bytes | same opaque |
 | 16-23 | CAS | CAS |
 
-A quiet command answers errors only (changes) or hits only (reads). Every other opcode answers 0x81.
+Quiet changes answer only errors, quiet reads only hits. Unknown opcodes get status 0x81.
 """
 
 

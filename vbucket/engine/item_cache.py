@@ -37,7 +37,7 @@ from vbucket.engine.partition import Partition
 
 ITEM_OVERHEAD_BYTES: Final = 140
 """What an entry takes beyond the bytes of entry and key: two objects of 33 bytes, rounded up to 16,
-and 37 to 55 of a dictionary. Measured: docs/performance.md."""
+and 37 to 55 of a dictionary. Measured: docs/lab-notes.md."""
 GENERATION_BYTES_MAX: Final = 8 << 20
 """Of one dictionary: some 23,000 documents of 128 bytes, which grow, and go, in 1 ms."""
 

@@ -50,7 +50,7 @@ MARK_BYTES_MAX: Final = 64
 
 AHEAD_BYTES: Final = 256 << 10
 """Zeros written ahead at once. Writing and syncing them takes a millisecond, once for the 1,000
-small groups that then take a third less time each (docs/performance.md)."""
+small groups that then take a third less time each (docs/lab-notes.md)."""
 
 
 class LogWriteError(Exception):

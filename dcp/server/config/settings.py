@@ -1,8 +1,8 @@
 """The table of settings: name, type, default, and with `Option` what it means and what is allowed.
 
-The command line, the environment, the TOML file, `dcpd --help` and the messages are all made from
-it (`dcp.server.config.sources`). A key is a field's name; a field that ends in `_s` is a duration,
-its key has no `_s` because its value carries the unit (`sync_interval = "250ms"`).
+The command line, the environment, the TOML file, `dcpd --help` and the messages are generated from
+it (`dcp.server.config.sources`). A key is the field's name. A field that ends in `_s` is a
+duration; its key drops the `_s` because the value carries the unit (`sync_interval = "250ms"`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dcp.wire.frame import MAX_VALUE_BYTES
 from vbucket.model.ids import CAS_DRIFT_NS
 
 BUFFERED_VALUES_MIN: Final = 2
-"""Longest values that the buffers of all connections hold at least."""
+"""The buffers of all connections hold at least this many values of the longest size."""
 ADMIN_CONNECTIONS_MIN: Final = 16
-"""With fewer, one address could not even log in: it gets half of an eighth."""
+"""With fewer, one address could not even log in: it gets half of an eighth of them."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[
         str,
         Option(
-            "Address to listen on. Other than loopback only once a user was added.",
+            "Address to listen on. Anything but loopback needs a user first.",
             read_host,
             "ADDRESS",
         ),
@@ -50,8 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin_port: Annotated[
         int,
         Option(
-            "Port of the admin interface (HTTP); 0 picks a free one, and so does the default where "
-            "it is taken.",
+            "Port of the admin interface (HTTP); 0 picks a free one, and so does the default if it "
+            "is taken.",
             read_count,
             "PORT",
             0,
@@ -61,9 +61,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin_hosts: Annotated[
         tuple[str, ...],
         Option(
-            "Names that clients of the admin interface may use for this server, separated by "
-            "commas; .example.com: all below it too, *: any. localhost and IP addresses always "
-            "work, and over TLS any name.",
+            "Host names that clients of the admin interface may use for this server, separated by "
+            "commas; .example.com includes all names below it, * allows any. localhost and IP "
+            "addresses always work, and any name over TLS.",
             read_names,
             "NAMES",
         ),
@@ -71,7 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tls_port: Annotated[
         int,
         Option(
-            "Key-value port with TLS, where --tls-cert is given; 0 picks a free one.",
+            "Key-value port with TLS, if --tls-cert is given; 0 picks a free one.",
             read_count,
             "PORT",
             0,
@@ -81,8 +81,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin_tls_port: Annotated[
         int,
         Option(
-            "Port of the admin interface with TLS (HTTPS), where --tls-cert is given; 0 picks a "
-            "free one.",
+            "Port of the admin interface with TLS (HTTPS), if --tls-cert is given; 0 picks a free "
+            "one.",
             read_count,
             "PORT",
             0,
@@ -92,20 +92,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: Annotated[
         Path | None,
         Option(
-            "Certificate (PEM, then those up to its CA): opens the TLS ports. Read again when it "
-            "changes, or at SIGHUP.",
+            "Certificate (PEM, followed by those up to its CA). Opens the TLS ports. Read again "
+            "when it changes, or at SIGHUP.",
             read_file,
             "FILE",
         ),
     ] = None
     tls_key: Annotated[
         Path | None,
-        Option("Key of --tls-cert (PEM, unencrypted), unless it is in there.", read_file, "FILE"),
+        Option(
+            "Key of --tls-cert (PEM, unencrypted), unless that file contains it.", read_file, "FILE"
+        ),
     ] = None
     tls_client_ca: Annotated[
         Path | None,
         Option(
-            "CA (PEM) that clients of the TLS ports need a certificate of; they still log in.",
+            "CA (PEM). Clients of the TLS ports need a certificate from it; they still log in.",
             read_file,
             "FILE",
         ),
@@ -140,7 +142,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     audit: Annotated[
         str,
         Option(
-            "File of the audit log, in the data folder unless absolute; off writes none.",
+            "Audit log file, relative to the data folder unless absolute; off disables it.",
             read_name_or_off,
             "FILE",
         ),
@@ -148,7 +150,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     audit_bytes_max: Annotated[
         int,
         Option(
-            "Size at which the audit log begins a new file; five full ones are kept.",
+            "Size at which the audit log starts a new file; five old ones are kept.",
             read_size,
             "SIZE",
             4 << 10,
@@ -157,13 +159,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 16 << 20
     data: Annotated[
         Path,
-        Option("Folder of the data; made when missing.", read_path, "DIR"),
+        Option("Data folder; created if missing.", read_path, "DIR"),
     ] = Path("dcpd-data")
     durability: Annotated[
         Literal["commit", "interval", "none"],
         Option(
-            "When an answer says 'stored': commit, after it is on disk; interval, at once, with a "
-            "sync every --sync-interval; none, at once, the operating system writes when it likes.",
+            "When a write is answered. commit: when it is on disk. interval: at once, with a sync "
+            "every --sync-interval. none: at once; the operating system decides when to write.",
             read_choice,
             "WHEN",
             choices=("commit", "interval", "none"),
@@ -171,12 +173,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "commit"
     sync_interval_s: Annotated[
         float,
-        Option("Time between syncs (durability interval).", read_duration, "TIME", 0.001, 3600),
+        Option("Time between syncs with durability interval.", read_duration, "TIME", 0.001, 3600),
     ] = 1.0
     memtable_bytes: Annotated[
         int,
         Option(
-            "Changes held in memory before they are merged into the store.",
+            "Size of changes in memory at which they are merged into the store.",
             read_size,
             "SIZE",
             1 << 20,
@@ -186,8 +188,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     item_cache_bytes: Annotated[
         int,
         Option(
-            "Memory for documents of the store, so that reading them again does not go there: 365 "
-            "bytes for one of 128, for instance; 0: none.",
+            "Memory for documents of the store that were read or written recently. A document of "
+            "128 bytes takes 365. 0: no cache.",
             read_size,
             "SIZE",
             1 << 20,
@@ -198,8 +200,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     expiry_interval_s: Annotated[
         float,
         Option(
-            "Time between looks for documents whose time is over; 0: they expire when somebody "
-            "asks for them.",
+            "Time between searches for expired documents; 0: they expire only when they are "
+            "accessed.",
             read_duration,
             "TIME",
             0.01,
@@ -210,8 +212,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     history_window_s: Annotated[
         float,
         Option(
-            "How long a version can still be read after it was replaced: for rollbacks and history "
-            "streams. 0 keeps none.",
+            "How long a replaced version is kept, for rollbacks and history streams. 0 keeps none.",
             read_duration,
             "TIME",
             0,
@@ -221,8 +222,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     history_bytes: Annotated[
         int,
         Option(
-            "And how much of the disk they take at most, of all partitions together, those that "
-            "wait for compaction included; the smaller of the two counts. 0 keeps none.",
+            "Maximum disk space of replaced versions, of all partitions together, including those "
+            "that wait for compaction. The smaller of --history-window and this counts. 0 keeps "
+            "none.",
             read_size,
             "SIZE",
             0,
@@ -232,8 +234,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     purge_age_s: Annotated[
         float,
         Option(
-            "Age at which a deletion is forgotten; a consumer that was away for longer starts "
-            "anew. 0 forgets it with the next compaction.",
+            "Age at which a deletion is forgotten. A consumer that was away for longer starts "
+            "again at seqno 0. 0: forget it with the next compaction.",
             read_duration,
             "TIME",
             0,
@@ -243,8 +245,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cas_drift_max_s: Annotated[
         float,
         Option(
-            "How far ahead of this machine's clock a CAS from elsewhere may be (SET_WITH_META and "
-            "its kin); one that is further is refused.",
+            "How far a CAS from elsewhere (SET_WITH_META and related commands) may be ahead of "
+            "this machine's clock. A larger CAS is refused.",
             read_duration,
             "TIME",
             1,
@@ -254,8 +256,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     compact_interval_s: Annotated[
         float,
         Option(
-            "Time between looks for partitions that are worth compacting, besides those after each "
-            "merge; 0: only `dcpctl compact` does it.",
+            "Time between searches for partitions worth compacting, in addition to one after each "
+            "merge; 0: only `dcpctl compact` compacts.",
             read_duration,
             "TIME",
             0.05,
@@ -266,8 +268,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     write_wait_s: Annotated[
         float,
         Option(
-            "How long writes wait while the store is behind the log; then they are refused "
-            "(ETMPFAIL) until it has caught up. Reads and streams never wait for it.",
+            "How long writes wait while the store is behind the log. Then they are refused "
+            "(ETMPFAIL) until it has caught up. Reads and streams do not wait.",
             read_duration,
             "TIME",
             0.0,
@@ -277,8 +279,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     store_silence_s: Annotated[
         float,
         Option(
-            "How long the store process may say nothing while it has something to do, before it is "
-            "killed and replaced.",
+            "How long the store process may be silent during a task before it is killed and "
+            "replaced.",
             read_duration,
             "TIME",
             2,
@@ -288,8 +290,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     map_size_bytes: Annotated[
         int,
         Option(
-            "Address space that the store begins with; it takes no disk or memory before. It grows "
-            "by itself where the disk has room.",
+            "Initial address space of the store. It takes no disk or memory until used, and grows "
+            "by itself while the disk has room.",
             read_size,
             "SIZE",
             64 << 20,
@@ -297,13 +299,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1 << 40
     value_bytes_max: Annotated[
-        int, Option("Longest value.", read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
+        int, Option("Maximum size of a value.", read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
     ] = MAX_VALUE_BYTES
     connections_max: Annotated[
         int,
         Option(
-            "Connections at a time; one more takes the place of the oldest without a login, and is "
-            "refused where there is none.",
+            "Maximum open connections. One more replaces the oldest without a login, and is "
+            "refused if there is none.",
             read_count,
             "COUNT",
             1,
@@ -313,8 +315,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     admin_connections_max: Annotated[
         int,
         Option(
-            "Connections of the admin interface at a time, half of them from one address; beyond, "
-            "one that waits is closed for the next. Half of them can be streams and dumps.",
+            "Maximum open connections to the admin interface, at most half of them from one "
+            "address. One more replaces one that waits. At most half are streams and dumps.",
             read_count,
             "COUNT",
             ADMIN_CONNECTIONS_MIN,
@@ -324,7 +326,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     connections_per_user_max: Annotated[
         int,
         Option(
-            "Key-value connections that one user may have; 0 is no limit.",
+            "Maximum key-value connections of one user; 0 is no limit.",
             read_count,
             "COUNT",
             0,
@@ -332,13 +334,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     streams_max: Annotated[
-        int, Option("Streams of one DCP connection.", read_count, "COUNT", 1, 1_000_000)
+        int, Option("Maximum streams of one DCP connection.", read_count, "COUNT", 1, 1_000_000)
     ] = 1024
     receive_buffers_bytes_max: Annotated[
         int,
         Option(
-            "Memory for incomplete packets and handshakes of all connections; where it is full, "
-            "the one that has stood still for the longest time is closed.",
+            "Memory for incomplete packets and handshakes of all connections. When it is full, the "
+            "connection that has stood still the longest is closed.",
             read_size,
             "SIZE",
             1 << 20,
@@ -348,8 +350,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     send_buffers_bytes_max: Annotated[
         int,
         Option(
-            "Memory for what clients do not read, of all connections; where it is full, the one "
-            "that has read nothing for the longest time is closed.",
+            "Memory for data that clients have not read, of all connections. When it is full, the "
+            "connection that has read nothing for the longest time is closed.",
             read_size,
             "SIZE",
             1 << 20,
@@ -359,7 +361,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     login_body_bytes_max: Annotated[
         int,
         Option(
-            "Largest packet body of a client that has not logged in.",
+            "Maximum packet body before a client has logged in.",
             read_size,
             "SIZE",
             1 << 10,
@@ -375,8 +377,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     login_failures_per_minute: Annotated[
         int,
         Option(
-            "Wrong logins of one user from one address within a minute; after them, and after ten "
-            "times as many of one address, logins are refused until the minute is over.",
+            "Wrong logins allowed per minute for one user from one address, and ten times as many "
+            "for one address. More logins are refused until the minute is over.",
             read_count,
             "COUNT",
             1,
@@ -386,8 +388,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: Annotated[
         float,
         Option(
-            "A connection that has not logged in by then is closed; on the admin port, one whose "
-            "TLS handshake, header or body takes longer.",
+            "Time after which a connection without a login is closed. On the admin port: maximum "
+            "time for each of TLS handshake, header and body.",
             read_duration,
             "TIME",
             0.1,
@@ -397,7 +399,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: Annotated[
         float,
         Option(
-            "A connection that sends nothing for so long is closed; 0 keeps it.",
+            "Time after which a connection that sends nothing is closed; 0 keeps it.",
             read_duration,
             "TIME",
             1,
@@ -408,7 +410,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Option(
-            "Least important events that are logged.",
+            "Lowest level of events to log.",
             read_choice,
             "LEVEL",
             choices=("debug", "info", "warning", "error"),
@@ -417,7 +419,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["auto", "text", "json"],
         Option(
-            "Form of the log on stderr; auto is text on a terminal and JSON otherwise.",
+            "Format of the log on stderr; auto is text on a terminal and JSON otherwise.",
             read_choice,
             "FORM",
             choices=("auto", "text", "json"),

@@ -117,60 +117,61 @@ def _build(node: Node) -> Samples:
 METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_build_info", "info", "", ("version", "python", "durability"),
-        "What runs, and what it promises.", "more than one version after an upgrade is done",
+        "Version and durability.", "more than one version after an upgrade",
         _build,
     ),
     MetricSpec(
         "dcpd_uptime_seconds", "gauge", "seconds", (),
-        "Time since the start.", "small again and again: it restarts, see the log",
+        "Time since the start.", "often small: the server restarts, see the log",
         _one(lambda node: node.uptime_s),
     ),
     MetricSpec(
         "dcpd_ready", "gauge", "", (),
-        "1 while clients may be sent here, as /readyz.", "0 for longer than a start takes",
+        "1 while /readyz says that clients may be sent here.", "0 for longer than a start takes",
         _one(lambda node: node.is_ready),
     ),
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
-        "1 while writes are refused; reads and streams go on. Reasons: log_full (the log's disk),"
-        " read_only (the disk was full at the start), store_behind (merges do not keep up).",
-        "1: `dcpctl status` says why; writes go on by themselves once the cause is gone",
+        "1 while writes are refused; reads and streams go on. Reasons: log_full (no room for the"
+        " log), read_only (the disk was full at the start), store_behind (merges are too slow).",
+        "1: `dcpctl status` says why; writes resume when the cause is gone",
         _refusals,
     ),
     MetricSpec(
         "dcpd_writers_wait", "gauge", "", (),
-        "1 while writes wait for a merge, at most for the setting write_wait.",
-        "1 often: the store is too slow for what is written",
+        "1 while writes wait for a merge. They wait for the setting write_wait at most.",
+        "often 1: the store is too slow for the writes",
         _one(lambda node: node.engine.writers_wait),
     ),
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
-        "Partitions whose stored data is damaged: they take no writes, merges leave them out.",
+        "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
         "above 0: `dcpctl status` names them, docs/operations.md says what to do",
         _one(lambda node: len(node.engine.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
-        "Connections that ended because of a fault of the program.",
+        "Connections that ended because of a bug.",
         "above 0: please report what the log says", _one(lambda node: node.meter.session_failures),
     ),
     MetricSpec(
         "dcpd_housekeeping_failures_total", "counter", "", ("task",),
-        "Housekeeping that failed and was begun anew.", "above 0: please report what the log says",
+        "Housekeeping tasks that failed and were restarted.",
+        "above 0: please report what the log says",
         lambda node: [((k,), count) for k, count in node.meter.housekeeping_failures.items()],
     ),
     MetricSpec(
         "dcpd_items", "gauge", "", (),
-        "Live documents.", "what the application does not expect", _one(_items),
+        "Live documents.", "a number that the application does not expect", _one(_items),
     ),
     MetricSpec(
         "dcpd_vbuckets", "gauge", "", ("state",),
-        "Partitions by state.", "dead or pending above 0: no writes there", _states,
+        "Partitions by state.", "dead or pending above 0: these take no writes", _states,
     ),
     MetricSpec(
         "dcpd_cas_ahead_vbuckets", "gauge", "", (),
         "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
-        "above 0: dcpctl vb mend-cas, unless the clock was set back a moment ago",
+        "above 0: run dcpctl vb mend-cas, unless the clock was just set back",
         _one(lambda node: len(cas_ahead(node))),
     ),
     MetricSpec(
@@ -180,13 +181,13 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_connections_opened_total", "counter", "", (),
-        "Connections since the start.", "a steep rise: clients that do not keep theirs",
+        "Connections since the start.", "a steep rise: clients do not reuse connections",
         _one(lambda node: node.connections_total),
     ),
     MetricSpec(
         "dcpd_connections_pushed_out_total", "counter", "", ("setting",),
-        "Connections that were closed to make room for others, by the setting that was reached.",
-        "rising: a flood of connections, or a setting that is too small for the clients",
+        "Connections closed to make room for others, by the limit that was reached.",
+        "rising: a flood of connections, or a limit that is too small",
         lambda node: _counted(
             {
                 "connections_max": node.newcomers.closed_total,
@@ -197,7 +198,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_password_checks", "gauge", "", (),
-        "Passwords that are being checked, or wait for it.",
+        "Passwords that are being checked or wait for a check.",
         "at its limit: somebody guesses passwords, see the audit log",
         _one(lambda node: node.access.logins.checks_under_way),
     ),
@@ -209,72 +210,72 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_send_buffer_bytes", "gauge", "bytes", (),
-        "What clients have not read, of all connections; looked at four times a second.",
+        "Data that clients have not read, of all connections; sampled four times a second.",
         "at the setting send_buffers_bytes_max: connections that do not read are closed",
         _one(lambda node: node.send_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_admin_connections", "gauge", "", (),
         "Open connections to the admin interface, TLS handshakes included.",
-        "at the setting admin_connections_max: somebody sits on the port",
+        "at the setting admin_connections_max: somebody occupies the port",
         _one(lambda node: len(node.listeners.admin_crowd)),
     ),
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
-        "Requests to the admin interface that were refused, by HTTP status.",
-        "rising 401: somebody guesses; 403: a web page tries, or a name is not in admin_hosts;"
-        " 503: too much at once; the log says which and why",
+        "Refused requests to the admin interface, by HTTP status.",
+        "rising 401: somebody guesses passwords; 403: a web page tries, or a name is missing in"
+        " admin_hosts; 503: too many requests. The log has the reason",
         lambda node: _counted(node.meter.admin_refusals),
     ),
     MetricSpec(
         "dcpd_admin_closed_total", "counter", "", ("reason",),
-        "Connections to the admin interface that were closed on a client: late (a request or a"
-        " reader that did not come in time) or crowded (to make room for another).",
-        "rising: somebody sits on the port, the log says from where",
+        "Connections to the admin interface that the server closed: late (the client did not send"
+        " or read in time) or crowded (to make room for another).",
+        "rising: somebody occupies the port; the log has the address",
         lambda node: _counted(node.meter.admin_closed),
     ),
     MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
-        "Read from clients.", "near what the network carries",
+        "Bytes read from clients.", "near the capacity of the network",
         _one(lambda node: node.meter.received_bytes),
     ),
     MetricSpec(
         "dcpd_sent_bytes_total", "counter", "bytes", (),
-        "Written to clients, streams included.", "near what the network carries",
+        "Bytes written to clients, streams included.", "near the capacity of the network",
         _one(lambda node: node.meter.sent_bytes),
     ),
     MetricSpec(
         "dcpd_answers_total", "counter", "", (),
-        "Responses to commands; a quiet command that has nothing to say has none.",
-        "a drop without one in traffic", _one(lambda node: node.meter.answers),
+        "Responses to commands. A quiet command that succeeds has none.",
+        "a drop while traffic stays", _one(lambda node: node.meter.answers),
     ),
     MetricSpec(
         "dcpd_changes_total", "counter", "", (),
-        "Changes committed: sets, deletions, expiries, and what was done to partitions.",
-        "a drop without one in traffic", _one(lambda node: node.meter.changes),
+        "Committed changes: sets, deletions, expiries, and changes of partitions.",
+        "a drop while traffic stays", _one(lambda node: node.meter.changes),
     ),
     MetricSpec(
         "dcpd_answer_seconds", "histogram", "seconds", (),
-        "From reading a batch of commands to writing its answers, the commit included. One"
+        "Time from reading a batch of commands to writing its answers, with the commit. One"
         " observation per batch, not per command.",
-        "a 99th percentile above dcpd_sync_seconds' by much: the loop is busy",
+        "a 99th percentile far above that of dcpd_sync_seconds: the loop is busy",
         lambda node: node.meter.answer_seconds,
     ),
     MetricSpec(
         "dcpd_refusals_total", "counter", "", ("status",),
-        "Commands refused with a reason; misses and CAS mismatches are no refusals.",
-        "rising: a client does something wrong, the log says which and why",
+        "Commands refused with a reason. Misses and CAS mismatches do not count.",
+        "rising: a client does something wrong; the log says which and why",
         lambda node: _counted(node.meter.refusals),
     ),
     MetricSpec(
         "dcpd_commit_groups_total", "counter", "", (),
-        "Commit groups: one append to the log each.",
-        "as many as dcpd_changes_total under load: nothing is grouped",
+        "Commit groups. Each is one append to the log.",
+        "as many as dcpd_changes_total under load: no grouping happens",
         _one(lambda node: node.meter.groups),
     ),
     MetricSpec(
         "dcpd_sync_seconds", "histogram", "seconds", (),
-        "One sync of the log to disk.", "above 0.01 on an SSD: the disk is busy or failing",
+        "Duration of one sync of the log.", "above 0.01 on an SSD: the disk is busy or failing",
         lambda node: node.meter.sync_seconds,
     ),
     MetricSpec(
@@ -285,43 +286,43 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
-        "Memory that documents of the store take in the item cache, keys and objects included.",
-        "at the setting item_cache_bytes, with many misses: it is too small",
+        "Memory of the item cache, keys and objects included.",
+        "at the setting item_cache_bytes with many misses: the cache is too small",
         _one(lambda node: node.engine.item_cache.held_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_hits_total", "counter", "", (),
-        "Reads of documents that the item cache had. Those of changes that are not merged yet"
-        " do not count.",
+        "Reads answered from the item cache. Reads of changes that are not merged yet do not"
+        " count.",
         "few beside dcpd_item_cache_misses_total: see there",
         _one(lambda node: node.engine.item_cache.hits),
     ),
     MetricSpec(
         "dcpd_item_cache_misses_total", "counter", "", (),
-        "Reads of documents that went to the store.",
-        "as many as reads for long: what is read is more than item_cache_bytes holds",
+        "Reads that went to the store.",
+        "as many as reads for long: the documents read do not fit into item_cache_bytes",
         _one(lambda node: node.engine.item_cache.misses),
     ),
     MetricSpec(
         "dcpd_merges_total", "counter", "", (),
-        "Merges of the log into the store.", "0 while the log grows: the store process fails",
+        "Merges of the log into the store.", "no rise while the log grows: the store process fails",
         _one(lambda node: node.merging.count),
     ),
     MetricSpec(
         "dcpd_merge_failures_total", "counter", "", (),
-        "Merges that the store had no room for, or that failed; each is tried again.",
-        "rising: the store's disk is full or failing, and writers will have to wait",
+        "Merges that failed or had no room in the store. Each is retried.",
+        "rising: the store's disk is full or failing; writes will have to wait",
         _one(lambda node: node.meter.merge_failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
-        "One merge, in the store process.",
-        "longer than filling the memtable takes: writers will wait",
+        "Duration of one merge in the store process.",
+        "longer than filling the memtable takes: writes will have to wait",
         lambda node: node.meter.merge_seconds,
     ),
     MetricSpec(
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
-        "How long the merge under way has taken by now, with its attempts that failed; 0: none.",
+        "Duration of the current merge so far, failed attempts included; 0: none runs.",
         "minutes: the store's disk is full, slow or failing",
         _one(lambda node: node.merging.seconds_under_way),
     ),
@@ -331,89 +332,89 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
-        "One turn of compaction in the store process; between two turns merges have theirs.",
+        "Duration of one turn of compaction in the store process. Merges run between turns.",
         "as long as dcpd_merge_seconds: merges wait for it",
         lambda node: node.meter.compaction_seconds,
     ),
     MetricSpec(
         "dcpd_compacted_versions_total", "counter", "", (),
-        "Versions that compaction dropped: superseded ones and deletions.",
-        "standing still while dcpd_disk_bytes grows: something holds it back, see the log",
+        "Versions that compaction dropped: replaced ones and deletions.",
+        "no rise while dcpd_disk_bytes grows: something holds compaction back, see the log",
         _one(lambda node: node.meter.dropped_versions),
     ),
     MetricSpec(
         "dcpd_compacted_tombstones_total", "counter", "", (),
-        "Deletions among them.", "standing still while many documents are deleted",
+        "Deletions that compaction dropped.", "no rise while many documents are deleted",
         _one(lambda node: node.meter.dropped_tombstones),
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
-        "Streams that ended with reason 4: they stood still while compaction waited for them.",
+        "Streams that ended with reason 4: they did not move while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
         _one(lambda node: node.meter.streams_too_slow),
     ),
     MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
-        "Blocks on disk, of the log and of the store.", "near what the disk has", _disk,
+        "Space on disk of the log and of the store.", "near the size of the disk", _disk,
     ),
     MetricSpec(
         "dcpd_expired_total", "counter", "", ("by",),
-        "Documents whose time was over: by the pager, or by an access that came first.",
-        "far fewer than expire: merging is behind, or the setting expiry_interval is 0",
+        "Expired documents: found by the pager, or by an earlier access.",
+        "far fewer than expected: merges are behind, or the setting expiry_interval is 0",
         lambda node: [
             (("access",), node.engine.expired_on_access), (("pager",), node.pager.expired),
         ],
     ),
     MetricSpec(
         "dcpd_read_views", "gauge", "", (),
-        "States of partitions that somebody reads: range scans and dumps.",
-        "near 256, the most there may be: scans that nobody finishes or gives up",
+        "Open read views: range scans and dumps.",
+        "near the maximum of 256: clients neither finish nor cancel scans",
         _one(lambda node: len(node.views)),
     ),
     MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
-        "Open connections that stream changes.", "fewer than there are consumers",
+        "Open DCP connections.", "fewer than consumers",
         _one(lambda node: node.hub.connection_count),
     ),
     MetricSpec(
         "dcpd_dcp_streams", "gauge", "", (),
-        "Open streams.", "no multiple of 1,024: a consumer lacks partitions",
+        "Open streams.", "not a multiple of 1,024: a consumer lacks partitions",
         _one(lambda node: node.hub.stream_count),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),
-        "Seqnos that a consumer's streams still have to send.",
-        "rising: the consumer is slower than the writers, or stands still", _lags,
+        "Seqnos that a consumer's streams have not sent yet.",
+        "rising: the consumer is slower than the writers, or stuck", _lags,
     ),
     MetricSpec(
         "dcpd_dcp_unacked_bytes", "gauge", "bytes", (),
-        "Sent to consumers and not acknowledged, where they have flow control.",
+        "Bytes sent and not acknowledged, for consumers with flow control.",
         "at the window's size while lag rises: the consumer does not acknowledge", _one(_unacked),
     ),
     MetricSpec(
         "dcpd_rollbacks_total", "counter", "", ("reason",),
         "Stream requests answered with ROLLBACK: branched, inside_snapshot, unknown_version,"
         " purged.",
-        "unknown_version or purged: a consumer starts from nothing, was it away for too long?",
+        "unknown_version or purged: a consumer starts again at 0; was it away for too long?",
         lambda node: _counted(node.meter.rollbacks),
     ),
     MetricSpec(
         "dcpd_failovers_total", "counter", "", (),
-        "Failovers on command.", "above 0 in production", _one(lambda node: node.meter.failovers),
+        "Simulated failovers.", "above 0 in production", _one(lambda node: node.meter.failovers),
     ),
     MetricSpec(
         "dcpd_faults_set", "gauge", "", (),
-        "Fault rules that are set.", "above 0 in production",
+        "Active fault rules.", "above 0 in production",
         _one(lambda node: len(node.faults.rules)),
     ),
     MetricSpec(
         "dcpd_faults_met_total", "counter", "", (),
-        "Commands that met a fault rule.", "above 0 in production",
+        "Commands that matched a fault rule.", "above 0 in production",
         _one(lambda node: node.meter.faults),
     ),
     MetricSpec(
         "dcpd_log_lines_left_out_total", "counter", "", (),
-        "Log lines about one peer's refusals that were too many.",
+        "Log lines about refusals that were suppressed because one peer caused too many.",
         "rising: see dcpd_refusals_total", _one(lambda node: node.meter.suppressed_log_lines),
     ),
 )  # fmt: skip
@@ -428,7 +429,7 @@ def _of_partitions(attribute: str) -> Callable[[Node], Samples]:
 VBUCKET_METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_vbucket_high_seqno", "gauge", "", ("vb",),
-        "The last change's seqno.", "standing still under writes", _of_partitions("high_seqno"),
+        "The last change's seqno.", "no rise under writes", _of_partitions("high_seqno"),
     ),
     MetricSpec(
         "dcpd_vbucket_persisted_seqno", "gauge", "", ("vb",),
@@ -437,17 +438,18 @@ VBUCKET_METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_vbucket_purge_seqno", "gauge", "", ("vb",),
-        "Deletions up to here are purged.", "above where consumers stand",
+        "Deletions up to this seqno are purged.", "above the positions of consumers",
         _of_partitions("purge_seqno"),
     ),
     MetricSpec(
         "dcpd_vbucket_history_floor", "gauge", "", ("vb",),
-        "It can go back to any seqno from here on, and to 0.", "0 for ever under overwrites",
+        "The partition can go back to any seqno from here on, and to 0.",
+        "0 for long under overwrites",
         _of_partitions("history_floor"),
     ),
     MetricSpec(
         "dcpd_vbucket_items", "gauge", "", ("vb",),
-        "Live documents.", "very uneven: keys that hash alike", _of_partitions("item_count"),
+        "Live documents.", "very uneven: keys have equal hashes", _of_partitions("item_count"),
     ),
 )  # fmt: skip
 """With `?vbuckets=1` only: 1,024 series each."""
@@ -501,21 +503,21 @@ def page(node: Node, *, by_vbucket: bool) -> bytes:
 _HEAD: Final = """\
 # Metrics
 
-<!-- Made by `python -m dcp.server.report.metrics`; do not edit. -->
+<!-- Generated by `python -m dcp.server.report.metrics`; do not edit. -->
 
 `GET /metrics` on the admin port, with a login:
 
     curl -u guest:guest http://127.0.0.1:8091/metrics
 
-Names and units are Prometheus'. Nothing is counted per operation: the numbers are added to once per
-batch of commands or commit group, and the rest is read when somebody asks. `process_*` are
-Prometheus' own, about the process.
+Names and units follow Prometheus. Counters are updated once per batch of commands or commit group,
+not per operation. Other values are read when somebody asks. `process_*` are the standard process
+metrics.
 
 | name | kind | labels | meaning | a bad value |
 |---|---|---|---|---|
 """
 _VBUCKET_HEAD: Final = """
-With `/metrics?vbuckets=1`, for a look by hand: 1,024 series each.
+With `/metrics?vbuckets=1`, for manual inspection: 1,024 series each.
 
 | name | kind | labels | meaning | a bad value |
 |---|---|---|---|---|

@@ -37,7 +37,7 @@ from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
-"""Groups up to this size are written by the loop itself (docs/performance.md)."""
+"""Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
 ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
 """Room ahead below which more is made: what some hundred small groups take while it is written."""
 RETRY_FIRST_S: Final = 0.25

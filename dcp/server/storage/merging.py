@@ -31,7 +31,7 @@ from vbucket.store.environment import StoreDamagedError, StoreFailedError, Store
 from vbucket.upkeep.merge import MergeRefusedError, MergeReport
 
 DROP_SLICE_VBUCKETS: Final = 8
-"""Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
+"""Partitions whose frozen layer goes in one turn of the loop (docs/lab-notes.md)."""
 PAUSE_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
 """Pauses between attempts, each twice the one before."""

@@ -1,0 +1,40 @@
+"""Links and file names in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FILE = re.compile(r"`((?:\w+/)+[\w.]+\.(?:py|md))`")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings get on the usual sites."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target, anchor in LINK.findall(page.read_text()):
+        file = (page.parent / target) if target else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    missing = [name for name in FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_every_page_is_listed() -> None:
+    lists = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    assert [page.name for page in PAGES if page.parent != ROOT and page.name not in lists] == []
