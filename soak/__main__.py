@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from soak import churn, flip, kill, power, proxy
+from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
 GROWTH_BYTES_MAX = 64 << 20
@@ -53,7 +54,7 @@ def main() -> int:
     killing = commands.add_parser("kill", help="SIGKILL at a server under load")
     killing.add_argument("--kills", type=int, default=10_000)
     killing.add_argument("--folder", type=Path, default=Path(".soak-kill"))
-    flipping = commands.add_parser("flip", help="flipped bits and bad pages in the store's file")
+    flipping = commands.add_parser("flip", help="flipped bits in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
     churning = commands.add_parser("churn", help="the same keys written again and again")
@@ -72,7 +73,25 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
+    attackers = commands.add_parser("attack", help="an attack from outside, of many kinds")
+    attackers.add_argument("--minutes", type=float, help="end after so long")
+    attackers.add_argument("--cases", type=int, help="end after so many cases, over all runs")
+    attackers.add_argument("--seed", type=int, help="of the run; another one begins anew")
+    attackers.add_argument("--kinds", type=lambda text: text.split(","), default=[],
+                           help=f"some of {','.join(attacking.KINDS)}")  # fmt: skip
+    attackers.add_argument("--case", type=int, metavar="SEED", help="run this one again")
+    attackers.add_argument("--state", type=Path, default=Path(".soak-attack.json"))
+    attackers.add_argument("--folder", type=Path, help="where cases work, and failed ones stay")
     arguments = parser.parse_args()
+    if arguments.command == "attack":
+        if unknown := set(arguments.kinds) - attacking.KINDS.keys():
+            parser.error(f"there is no kind {', '.join(sorted(unknown))}")
+        if arguments.case is not None:
+            return attacking.attack_once(arguments.case, arguments.folder)
+        return attacking.attack(
+            arguments.state, seed=arguments.seed, kinds=arguments.kinds,
+            minutes=arguments.minutes, cases=arguments.cases, folder=arguments.folder,
+        )  # fmt: skip
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)

@@ -36,12 +36,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from clients.consumer.consumer import Consumer
+from clients.consumer import Consumer
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
 from soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
 from support.server import DcpdProcess
-from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.ids import NUM_VBUCKETS
 
 WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
@@ -126,6 +126,8 @@ class Life:
         self.kills: Counter[str] = Counter(resumed["kills"] if resumed else {})
         self.is_stopping = False
         """Set by whoever wants the round to be the last one."""
+        self.others: dict[bytes, bytes] = {}
+        """Documents that somebody else has stored, and nobody changes."""
         self._truth = PartitionTruth()
         self.writers = [
             Writer(number, random.Random(self._draw.random()), self._truth)
@@ -187,7 +189,7 @@ class Life:
 
     def finish(self) -> None:
         """Compare the consumer's map, stop the server in order, check the folder off line."""
-        documents = {
+        documents = self.others | {
             key: stored.value for writer in self.writers for key, stored in writer.stored.items()
         }
         self._follower.check(self._high_seqnos(), documents)
@@ -208,7 +210,7 @@ class Life:
     def verify(self) -> None:
         """Run the offline check of the folder."""
         done = subprocess.run(
-            [sys.executable, "-m", "dcp.server.operate.verify", str(self.server.data)],
+            [sys.executable, "-m", "dcp.server.verify", str(self.server.data)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
@@ -233,16 +235,11 @@ class Life:
     def _store_process(self) -> None:
         """Kill the store process, mostly in a merge; the server goes on and answers."""
         self._merge()
-        for pid in self._children():
+        for pid in self.server.children():
             os.kill(pid, signal.SIGKILL)
         self._load(self._draw.uniform(0.02, 0.3))
         if not all(writer.is_open for writer in self.writers):
             raise KillLoopError("the server closed connections when its store process died")
-
-    def _children(self) -> list[int]:
-        pid = self.server.pid
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
     def _kill_server(self) -> None:
         self.server.kill()

@@ -17,7 +17,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.ids import NUM_VBUCKETS, vbucket_of
 
 DOCUMENTS: Final = 60
 COUNTERS: Final = 10
@@ -166,6 +166,15 @@ class Writer:
             self._unsent += self._change()
         with contextlib.suppress(BlockingIOError, ConnectionError):
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
+
+    def settle(self) -> None:
+        """Wait for the answers to all that was sent, from a server that lives."""
+        self._socket.settimeout(WAIT_S)
+        self._socket.sendall(self._unsent)
+        self._unsent = b""
+        while self.sent:
+            for frame in self._receive(1):
+                self._answered(frame)
 
     def drain(self) -> None:
         """Take the answers that a dead server has still sent."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.testing.process import DcpServer
+from clients.testing.server import DcpServer
 
 
 @pytest.fixture

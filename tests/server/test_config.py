@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.config.setting_values import duration_text, size_text
-from dcp.server.config.settings import Settings
-from dcp.server.config.sources import (
+from dcp.server.config import (
     OPTIONS,
     ConfigError,
     ConfigFile,
@@ -18,6 +16,8 @@ from dcp.server.config.sources import (
     resolve,
     shown,
 )
+from dcp.server.setting_values import duration_text, size_text
+from dcp.server.settings import Settings
 
 
 def refusal(flags=None, environ=None, document=None) -> str:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.access import logins as logins_module
-from dcp.server.access import password_checks
-from dcp.server.access import users as users_module
-from dcp.server.access.audit import AuditLog
-from dcp.server.access.logins import (
+from dcp.server import logins as logins_module
+from dcp.server import password_checks
+from dcp.server import users as users_module
+from dcp.server.audit import AuditLog
+from dcp.server.logging_setup import EventLog
+from dcp.server.logins import (
     ALL_NAMES_FACTOR,
     PAIRS_MAX,
     WINDOW_S,
@@ -24,8 +25,7 @@ from dcp.server.access.logins import (
     Logins,
     Peer,
 )
-from dcp.server.access.users import USERS_FILE, Users
-from dcp.server.observe.event_log import EventLog
+from dcp.server.users import USERS_FILE, Users
 from dcp.session.rights import Rights, Role
 from dcp.wire.status import Status
 

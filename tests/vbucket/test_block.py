@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.model.entry import pack_deletion, pack_mutation, seqno_of
-from vbucket.store.block import (
+from vbucket.block import (
     BODY_BYTES_TARGET,
     Block,
     BlockDamagedError,
@@ -17,6 +16,7 @@ from vbucket.store.block import (
     build_blocks,
     repack_blocks,
 )
+from vbucket.entry import pack_deletion, pack_mutation, seqno_of
 
 
 def entries_of(

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dcp.stream.pins import allowed
 from support.memory_node import MemoryNode
-from vbucket.engine.engine import SET
-from vbucket.engine.read_view import (
+from vbucket.engine import SET
+from vbucket.kvenv import StoreDamagedError
+from vbucket.store_records import BY_SEQNO_TABLE
+from vbucket.view import (
     AGE_MAX_S,
     ReadView,
     Scan,
@@ -22,8 +24,6 @@ from vbucket.engine.read_view import (
     ViewRefusedError,
     Views,
 )
-from vbucket.store.environment import StoreDamagedError
-from vbucket.store.records import BY_SEQNO_TABLE
 
 VB = 3
 KEYS = [b"\0" + bytes([letter]) for letter in b"abcdefgh"]

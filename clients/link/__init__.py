@@ -1,1 +1,0 @@
-"""Connections to one node: handshake, requests and replies, TLS, and the reported topology."""

@@ -1,1 +1,0 @@
-"""The client side of a DCP connection, sans-IO. Consumers, backups and Spark share it."""

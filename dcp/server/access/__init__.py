@@ -1,1 +1,0 @@
-"""Who may connect and what they may do: users, logins, certificates, the audit log."""

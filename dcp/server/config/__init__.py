@@ -1,1 +1,0 @@
-"""Settings: the table of them, how values are read, and the sources they come from."""

@@ -1,1 +1,0 @@
-"""The key-value ports: connections, TLS, and bounds on what clients may hold."""

@@ -1,1 +1,0 @@
-"""What operators do to a node: branches, failovers, purges, collections, dumps, checks."""

@@ -1,1 +1,0 @@
-"""What is read from all parts: metrics for Prometheus, statistics for the STAT command."""

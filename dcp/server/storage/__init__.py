@@ -1,1 +1,0 @@
-"""A node's disk: the folder, the log, the store process, and when merges and compactions run."""

@@ -1,1 +1,0 @@
-"""Checks of a data folder off line: its log, its partitions, its store. Pure."""

@@ -1,1 +1,0 @@
-"""The engine: documents and partitions in memory over log and store. Sans-IO."""

@@ -1,1 +1,0 @@
-"""The log: records of commit groups, in segments, on a device (files, or memory for tests)."""

@@ -1,1 +1,0 @@
-"""Plain values: identifiers, entries, the collections manifest, the partition map. Pure."""

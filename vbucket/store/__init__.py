@@ -1,1 +1,0 @@
-"""The store: blocks of versions and an index of keys, in LMDB (or in memory, for tests)."""
