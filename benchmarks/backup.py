@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.workload import batches, session_frames, values
 from clients.address import parse_address
 from clients.testing import DcpServer
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 LOAD_BATCH = 2000
 
@@ -60,7 +60,7 @@ async def raw(server: str, history: bool) -> dict[str, Any]:
     from clients.backup.feed import Feed
     from clients.backup.intake import Intake
     from clients.backup.run import STREAM_FEATURES
-    from clients.link import Link
+    from clients.link.pipelined_link import Link
 
     began, began_cpu = time.perf_counter(), time.process_time()
     link = await Link.connect(parse_address(server), features=STREAM_FEATURES)

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any, Final
 
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 XREAD_COUNT: Final = 16
 """Entries of each stream in one XREAD. Of 16 to 1,024 it was the fastest, by a fifth at most."""
@@ -68,7 +68,7 @@ async def follow_nats(port: int, changes: int) -> dict[bytes, bytes]:
 
 async def follow_dcpd(port: int, changes: int) -> dict[bytes, bytes]:
     """Follow all partitions with our consumer until they have nothing more."""
-    from clients.consumer import Consumer
+    from clients.consumer.consumer import Consumer
     from clients.event import Deletion, Mutation
 
     state: dict[bytes, bytes] = {}

@@ -8,6 +8,7 @@ the figures hold on a machine that has other things to do. It prints one JSON do
 - set_new, set_memory               a SET of a key that is new, in memory
 - set_cached, set_merged            in the store, and in the item cache or not
 - get_memory, get_cached, get_merged   the same for GET
+- get_absent                        a GET of a key that is not there, with the others in the store
 - get_filling                       a GET from the store that goes into the item cache
 - merge                             an entry of a merge of new keys
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket
@@ -38,15 +39,15 @@ from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log_writer import LogWriter
-from vbucket.merge import merge
-from vbucket.recovery import new_partitions
-from vbucket.store import Store
-from vbucket.store_records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.engine.engine import Engine
+from vbucket.engine.startup import new_partitions
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.writer import LogWriter
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 BATCH: Final = 64
 GROUP_BATCHES: Final = 8
@@ -241,13 +242,16 @@ def measure(folder: Path, keys: int, count: int, value_bytes: int) -> dict[str, 
     sent, spent = backfill(node)
     seconds["backfill_merged"] = spent / keys
     seconds["get_merged"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
+    absent = [keys + index for index in indexes(6, keys, count)]
+    seconds["get_absent"] = drive(node, session, get_batches(absent)) / count
     cache = node.engine.item_cache
+    misses = cache.misses
     cache.resize(CACHE_BYTES)
     order = random.Random(4).sample(range(keys), keys)
     seconds["get_filling"] = drive(node, session, get_batches(order)) / keys
-    assert cache.misses == count + keys, "each was read once"
+    assert cache.misses == misses + keys, "each was read once"
     seconds["get_cached"] = drive(node, session, get_batches(indexes(2, keys, count))) / count
-    assert cache.misses == count + keys, "all were cached"
+    assert cache.misses == misses + keys, "all were cached"
     half = keys // 2
     seconds["set_cached"] = drive(node, session, sets(indexes(3, half, count))) / count
     for part in node.engine.partitions:

@@ -37,7 +37,7 @@ from benchmarks.peers import descendants, memory_bytes
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
 
 BUFFER_BYTES: Final = 1 << 20
 QUIET_SECONDS: Final = 1.0

@@ -34,7 +34,7 @@ EMPTY_POLLS: Final = 30
 
 async def store(address: str, changes: int) -> None:
     """Write documents, each once."""
-    from clients.kv import KvClient
+    from clients.kv.client import KvClient
 
     value = bytes(range(VALUE_BYTES))
     async with KvClient.connect(address) as kv:

@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Final
 
 from benchmarks import etcd, nats
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 HEADER: Final = Struct(">BBHBBHIIQ")
 SET_EXTRAS: Final = bytes(8)  # flags, expiry

@@ -8,12 +8,13 @@ used, so that a program pays for what it needs.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from clients.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from clients.address import ServerAddress, parse_address
-    from clients.checkpoint import (
+    from clients.checkpoint.checkpoint import (
         AsyncCheckpointStore,
         Checkpoint,
         CheckpointFile,
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
         decode_position,
         encode_position,
     )
-    from clients.checkpoint_lmdb import LmdbCheckpoint
-    from clients.checkpoint_server import ServerCheckpoint
-    from clients.consumer import Consumer
-    from clients.consumer_group import Group
-    from clients.consumer_metrics import ConsumerMetrics, export_prometheus
-    from clients.consumer_reader import Delivery
-    from clients.consumer_sync import SyncConsumer, SyncMirror
+    from clients.checkpoint.lmdb_checkpoint import LmdbCheckpoint
+    from clients.checkpoint.server_checkpoint import ServerCheckpoint
+    from clients.consumer.batch_reader import Delivery
+    from clients.consumer.consumer import Consumer
+    from clients.consumer.counters import ConsumerMetrics, export_prometheus
+    from clients.consumer.group import Group
     from clients.errors import (
         CheckpointError,
         ConnectError,
@@ -49,31 +49,35 @@ if TYPE_CHECKING:
         StreamOpened,
         SystemEvent,
     )
-    from clients.kv import KvClient
-    from clients.kv_sync import SyncKv
-    from clients.mirror import Mirror
+    from clients.kv.client import KvClient
+    from clients.kv.sync_client import SyncKv
+    from clients.mirror.mirror import Mirror
     from clients.position import Position
+    from clients.sync import SyncConsumer, SyncMirror
 
-_NAMES = {
-    "address": "ServerAddress parse_address",
-    "checkpoint": "AsyncCheckpointStore Checkpoint CheckpointFile CheckpointStore MemoryCheckpoint"
-    " decode_position encode_position",
-    "checkpoint_lmdb": "LmdbCheckpoint",
-    "checkpoint_server": "ServerCheckpoint",
-    "consumer": "Consumer",
-    "consumer_group": "Group",
-    "consumer_metrics": "ConsumerMetrics export_prometheus",
-    "consumer_reader": "Delivery",
-    "consumer_sync": "SyncConsumer SyncMirror",
-    "errors": "CheckpointError ConnectError DcpdError HistoryBranchedError StreamViolationError",
-    "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd SnapshotStart StreamEnded"
-    " StreamFailed StreamOpened SystemEvent",
-    "kv": "KvClient",
-    "kv_sync": "SyncKv",
-    "mirror": "Mirror",
-    "position": "Position",
-}
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "address": "ServerAddress parse_address",
+        "checkpoint.checkpoint": "AsyncCheckpointStore Checkpoint CheckpointFile CheckpointStore"
+        " MemoryCheckpoint decode_position encode_position",
+        "checkpoint.lmdb_checkpoint": "LmdbCheckpoint",
+        "checkpoint.server_checkpoint": "ServerCheckpoint",
+        "consumer.consumer": "Consumer",
+        "consumer.group": "Group",
+        "consumer.counters": "ConsumerMetrics export_prometheus",
+        "consumer.batch_reader": "Delivery",
+        "sync": "SyncConsumer SyncMirror",
+        "errors": "CheckpointError ConnectError DcpdError HistoryBranchedError"
+        " StreamViolationError",
+        "event": "Deletion Event Mutation Rollback SeqnoAdvanced SnapshotEnd SnapshotStart"
+        " StreamEnded StreamFailed StreamOpened SystemEvent",
+        "kv.client": "KvClient",
+        "kv.sync_client": "SyncKv",
+        "mirror.mirror": "Mirror",
+        "position": "Position",
+    },
+)
 
 __all__ = [
     "AsyncCheckpointStore", "Checkpoint", "CheckpointError", "CheckpointFile", "CheckpointStore",
@@ -84,13 +88,3 @@ __all__ = [
     "StreamViolationError", "SyncConsumer", "SyncKv", "SyncMirror", "SystemEvent",
     "decode_position", "encode_position", "export_prometheus", "parse_address",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value

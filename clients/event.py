@@ -49,7 +49,7 @@ class Deletion(msgspec.Struct, gc=False):
 class SystemEvent(msgspec.Struct, gc=False):
     """A scope or collection came or went (consumers of collections only).
 
-    `kind`: vbucket.manifest.SystemEventKind; `name` is "" where something was dropped;
+    `kind`: vbucket.model.manifest.SystemEventKind; `name` is "" where something was dropped;
     `collection_id` is 0 where a scope is meant.
     """
 

@@ -4,7 +4,7 @@ r"""LMDB for clients: the one module of theirs that imports it. A file that one 
 
 A file of another format or a newer version is refused. A file of an older version gets the new
 mark, so that older programs refuse it. The server's own LMDB is another thing altogether
-(vbucket.kvenv_lmdb); clients never touch it.
+(vbucket.store.environment_lmdb); clients never touch it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
 """By process and file: its environment, and how many use it."""
 
 
-class LmdbFile:
+class LocalLmdb:
     """See the module. Close it when done. Raises CheckpointError."""
 
     def __init__(

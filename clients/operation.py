@@ -19,7 +19,7 @@ from clients.errors import ConnectError, DcpdError, error_from_status
 from dcp.wire.frame import HEADER, MAX_KEY_BYTES, Frame, RemoteProtocolError
 from dcp.wire.message import MUTATION_TOKEN, U32
 from dcp.wire.opcode import Magic, Opcode
-from vbucket.ids import DEFAULT_COLLECTION_PREFIX
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 
 Operation = tuple[int, bytes, bytes, bytes, int]
 
@@ -91,7 +91,7 @@ def delete_operation(key: bytes | str, cas: int = 0) -> Operation:
 
 
 def partitions_of(operations: Iterable[Operation], num_vbuckets: int) -> list[int]:
-    """Return the partition of each operation's key (the hash of `vbucket.ids.vbucket_of`)."""
+    """Return the partition of each operation's key (the hash of `vbucket.model.ids.vbucket_of`)."""
     # Inlined: a call per operation would be a third of the batch's cost.
     return [((crc32(operation[1]) >> 16) & 0x7FFF) % num_vbuckets for operation in operations]
 

@@ -23,11 +23,11 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from clients.checkpoint import Checkpoint
-from clients.consumer import Consumer
-from clients.consumer_reader import Delivery
+from clients.checkpoint.checkpoint import Checkpoint
+from clients.consumer.batch_reader import Delivery
+from clients.consumer.consumer import Consumer
 from clients.event import Event
-from clients.mirror import Mirror
+from clients.mirror.mirror import Mirror
 
 _T = TypeVar("_T")
 _Held = TypeVar("_Held", Consumer, Mirror)

@@ -39,7 +39,7 @@ from clients.event import (
 )
 from clients.position import Position
 from dcp.wire.message import EndReason, MarkerFlag
-from vbucket.manifest import SystemEventKind
+from vbucket.model.manifest import SystemEventKind
 
 
 class Held(NamedTuple):

@@ -13,7 +13,7 @@ import asyncio
 import sys
 
 from clients import Consumer, Deletion, KvClient, Mutation, Rollback, StreamFailed
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 class Cache:

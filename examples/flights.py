@@ -45,7 +45,7 @@ from clients.consumer import Consumer
 from clients.errors import DcpdError
 from clients.event import Mutation
 from clients.kv import KvClient
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 BRANCHES = 12
 """Partitions that get a history branch."""

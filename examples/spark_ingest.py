@@ -39,7 +39,7 @@ from clients.kv import KvClient
 from clients.spark import DcpDataSource, apply_changes, check_java, read_table
 from clients.spark.java import JavaMissingError
 from clients.spark.progress import seqnos_read
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

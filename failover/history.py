@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from vbucket.ids import SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 FAILOVER_ENTRIES_MAX: Final = 25
 """Entries a log keeps; the oldest go first (kv_engine's `max_failover_entries`)."""

@@ -54,7 +54,7 @@ def main() -> int:
     killing = commands.add_parser("kill", help="SIGKILL at a server under load")
     killing.add_argument("--kills", type=int, default=10_000)
     killing.add_argument("--folder", type=Path, default=Path(".soak-kill"))
-    flipping = commands.add_parser("flip", help="flipped bits in the store's file")
+    flipping = commands.add_parser("flip", help="flipped bits and bad pages in the store's file")
     flipping.add_argument("--flips", type=int, default=10_000)
     flipping.add_argument("--seed", type=int, default=1)
     churning = commands.add_parser("churn", help="the same keys written again and again")

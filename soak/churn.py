@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from dcp.server.config import OPTIONS
+from dcp.server.config.sources import OPTIONS
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 BATCH = 2_000
 """Writes in flight."""

@@ -1,11 +1,11 @@
-"""Single flipped bits in a real LMDB file: what a reader makes of them, and what the check names.
+"""Flipped bits and damaged pages in a real LMDB file: what a reader and the check make of them.
 
-Every flip happens to a copy of one small store, and is read in a process of its own, because LMDB
-may crash on what it finds. A reader asks for every key, every version and a few keys that were
-never there; the truth is what it was told before the flip.
+Each damage happens to a copy of one small store, and is read in a process of its own. A reader asks
+for every key, every version and a few keys that were never there; the truth is what it was told
+before the damage.
 
-What must hold: never WRONG and never UNNAMED; and whatever is not RIGHT, the check names. LOST is
-what checksums of records cannot prevent: a damaged tree leads past a record that is there.
+What must hold: a reader is told what is RIGHT, or is REFUSED in words, and never ends with a crash;
+and whatever is not RIGHT, the check names.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import shutil
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dcp.server.verify import page_findings
-from vbucket.device import UnknownFormatError
-from vbucket.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
-from vbucket.entry import pack_mutation
-from vbucket.kvenv import StoreDamagedError, StoreFailedError
-from vbucket.kvenv_lmdb import LmdbEnv, LmdbFile
-from vbucket.log import LogDamagedError
-from vbucket.log_end import NO_RECORD, LogEnd
-from vbucket.log_recovery import recover
-from vbucket.log_writer import LogWriter
-from vbucket.merge import merge
-from vbucket.store import Store
-from vbucket.store_records import TABLES, NodeRecord, PartitionRecord
-from vbucket.verify import StoreCheck
+from dcp.server.operate.verify import page_findings
+from vbucket.check.store_check import StoreCheck
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_files import FileLogDevice, read_mark_slots, read_segment, segments_in
+from vbucket.log.end_mark import NO_RECORD, LogEnd
+from vbucket.log.record import LogDamagedError
+from vbucket.log.recovery import recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import pack_mutation
+from vbucket.store.environment import StoreDamagedError, StoreFailedError
+from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
+from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VBS: Final = (3, 700)
 KEYS: Final = 250
@@ -48,7 +49,7 @@ NAMED: Final = (LogDamagedError, StoreDamagedError, StoreFailedError, UnknownFor
 
 
 class Outcome(IntEnum):
-    """What a reader made of a flip; the exit code of its process."""
+    """What a reader made of a damage; the exit code of its process."""
 
     RIGHT = 0
     REFUSED = 10
@@ -61,18 +62,19 @@ class Outcome(IntEnum):
     CRASHED = 14
 
 
-class Flip(NamedTuple):
-    """One bit of the file."""
+class Damage(NamedTuple):
+    """Other bytes in the file than were written."""
 
     page_class: str
+    kind: str
     offset: int
-    bit: int
+    data: bytes
 
 
 class Result(NamedTuple):
-    """What came of a flip."""
+    """What came of a damage."""
 
-    flip: Flip
+    damage: Damage
     outcome: Outcome
     is_found: bool
     detail: str
@@ -131,11 +133,8 @@ def answers(store: Store) -> Iterator[tuple[tuple[int, bytes | int], object]]:
         yield (vb_id, b"frames"), batch.frames
 
 
-def flips(folder: Path, draw: random.Random) -> Iterator[Flip]:
-    """Yield bits, page classes in turn: most of a file is bodies of blocks, which are the least of
-    the trouble.
-    """
-    data = (folder / "store" / "data.mdb").read_bytes()
+def pages_of(data: bytes) -> dict[str, list[int]]:
+    """Return the numbers of the pages of each class."""
     pages: dict[str, list[int]] = {name: [] for name in CLASSES}
     for page in range(len(data) // PAGE_BYTES):
         start = page * PAGE_BYTES
@@ -145,6 +144,14 @@ def flips(folder: Path, draw: random.Random) -> Iterator[Flip]:
         for name, bit in CLASSES.items():
             if flags & 0x0F == bit:
                 pages[name].append(page)
+    return pages
+
+
+def flips(data: bytes, draw: random.Random) -> Iterator[Damage]:
+    """Yield bits, page classes in turn: most of a file is bodies of blocks, which are the least of
+    the trouble.
+    """
+    pages = pages_of(data)
     while True:
         name = draw.choice(("branch", "leaf", "leaf", "overflow", "meta"))
         start = draw.choice(pages[name]) * PAGE_BYTES
@@ -152,8 +159,47 @@ def flips(folder: Path, draw: random.Random) -> Iterator[Flip]:
             int.from_bytes(data[start + at : start + at + 2], "little") for at in (12, 14)
         )
         used = [*range(lower), *range(upper, PAGE_BYTES)] if name in {"branch", "leaf"} else []
-        offset = draw.choice(used) if used else draw.randrange(200 if name == "meta" else 4096)
-        yield Flip(name, start + offset, draw.randrange(8))
+        at = start + (
+            draw.choice(used) if used else draw.randrange(200 if name == "meta" else 4096)
+        )
+        yield Damage(name, "bit", at, bytes([data[at] ^ 1 << draw.randrange(8)]))
+
+
+def bad_pages(data: bytes, draw: random.Random) -> Iterator[Damage]:
+    """Yield whole pages, sectors and pointers that are not what was written."""
+    pages = pages_of(data)
+    kinds = {
+        "zeros": lambda _: (0, bytes(PAGE_BYTES)),
+        "ones": lambda _: (0, b"\xff" * PAGE_BYTES),
+        "noise": lambda _: (0, draw.randbytes(PAGE_BYTES)),
+        "noise below the header": lambda page: (16, draw.randbytes(PAGE_BYTES - 16)),
+        "a page of its class": lambda page: (0, _page(data, draw.choice(pages[page]))),
+        "another page": lambda _: (0, _page(data, draw.randrange(len(data) // PAGE_BYTES))),
+        "a sector of zeros": lambda _: (512 * draw.randrange(8), bytes(512)),
+        "a sector of noise": lambda _: (512 * draw.randrange(8), draw.randbytes(512)),
+        "another type": lambda _: (10, bytes([draw.choice((0, 1, 2, 3, 4, 6, 8, 0x12, 0x22))])),
+        "another free space": lambda _: (12, draw.randbytes(4)),
+        "other nodes": lambda _: (16 + 2 * draw.randrange(40), draw.randbytes(2)),
+    }
+    while True:
+        name = draw.choice(("branch", "branch", "leaf", "leaf", "overflow", "meta"))
+        kind = draw.choice((*kinds, "another child"))
+        start = draw.choice(pages[name]) * PAGE_BYTES
+        if kind == "another child":
+            if name != "branch":
+                continue
+            count = (int.from_bytes(data[start + 12 : start + 14], "little") - 16) // 2
+            slot = start + 16 + 2 * draw.randrange(count)
+            child = draw.choice((start // PAGE_BYTES, draw.randrange(len(data) // PAGE_BYTES)))
+            offset = int.from_bytes(data[slot : slot + 2], "little")
+            yield Damage(name, kind, start + offset, child.to_bytes(6, "little"))
+            continue
+        offset, changed = kinds[kind](name)
+        yield Damage(name, kind, start + offset, changed)
+
+
+def _page(data: bytes, number: int) -> bytes:
+    return data[number * PAGE_BYTES : (number + 1) * PAGE_BYTES]
 
 
 def in_a_child(folder: Path, truth: Truth) -> tuple[bool, Outcome, str]:
@@ -228,7 +274,7 @@ def check(folder: Path) -> str:
     found = next(page_findings(folder), None)
     if found is None:
         try:
-            file = LmdbFile(folder / "store", TABLES)
+            file = LmdbPageReader(folder / "store", TABLES)
         except NAMED as error:
             return str(error)
         log = folder / "log"
@@ -243,27 +289,30 @@ def check(folder: Path) -> str:
     return found.line() if found else ""
 
 
-def run(folder: Path, seed: int, count: int) -> Iterator[Result]:
-    """Flip bits one by one, each in a fresh copy."""
+def run(
+    folder: Path,
+    seed: int,
+    count: int,
+    damages: Callable[[bytes, random.Random], Iterator[Damage]] = flips,
+) -> Iterator[Result]:
+    """Do one damage after another, each to a fresh copy."""
     truth = make_store(folder / "good")
     data = (folder / "good" / "store" / "data.mdb").read_bytes()
     bad = folder / "bad"
-    chosen = flips(folder / "good", random.Random(seed))
-    for _ in range(count):
-        flip = next(chosen)
+    for damage in islice(damages(data, random.Random(seed)), count):
         shutil.rmtree(bad, ignore_errors=True)
         shutil.copytree(folder / "good" / "log", bad / "log")
         damaged = bytearray(data)
-        damaged[flip.offset] ^= 1 << flip.bit
+        damaged[damage.offset : damage.offset + len(damage.data)] = damage.data
         (bad / "store").mkdir()
         (bad / "store" / "data.mdb").write_bytes(damaged)
         is_found, outcome, text = in_a_child(bad, truth)
-        yield Result(flip, outcome, is_found, text)
+        yield Result(damage, outcome, is_found, text)
 
 
 def problem_of(result: Result) -> str:
     """Say which rule a result breaks; "" if none."""
-    if result.outcome in {Outcome.WRONG, Outcome.UNNAMED}:
+    if result.outcome not in {Outcome.RIGHT, Outcome.REFUSED}:
         return f"a reader must not see this: {result}"
     if result.outcome != Outcome.RIGHT and not result.is_found:
         return f"the check does not name this: {result}"
@@ -271,16 +320,22 @@ def problem_of(result: Result) -> str:
 
 
 def soak(folder: Path, seed: int, count: int) -> int:
-    """Flip many bits, and tell what came of them; return the exit code."""
+    """Do many damages, half of them flipped bits, and tell what came of them; return the exit
+    code.
+    """
     counts: Counter[str] = Counter()
     problems = 0
-    for result in run(folder, seed, count):
+    (folder / "bits").mkdir()
+    (folder / "pages").mkdir()
+    bits = run(folder / "bits", seed, count // 2)
+    for result in chain(bits, run(folder / "pages", seed, count - count // 2, bad_pages)):
         found = "named by the check" if result.is_found else "not named"
-        counts[f"{result.flip.page_class:9} {result.outcome.name:9} {found}"] += 1
+        page_class, kind, *_ = result.damage
+        counts[f"{page_class:9} {kind:22} {result.outcome.name:9} {found}"] += 1
         if problem := problem_of(result):
             problems += 1
             print(problem, flush=True)
         if counts.total() % 200 == 0:
-            print(f"{counts.total():,} of {count:,} flips, {problems} problems", flush=True)
+            print(f"{counts.total():,} of {count:,} damages, {problems} problems", flush=True)
     print("\n".join(f"{number:7,} {what}" for what, number in sorted(counts.items())))
     return 1 if problems else 0

@@ -36,12 +36,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Mutation, Rollback
 from clients.testing import ServerStartError
 from soak.kill_writer import WAIT_S, KillLoopError, PartitionTruth, Writer
 from support.server import DcpdProcess
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
@@ -210,7 +210,7 @@ class Life:
     def verify(self) -> None:
         """Run the offline check of the folder."""
         done = subprocess.run(
-            [sys.executable, "-m", "dcp.server.verify", str(self.server.data)],
+            [sys.executable, "-m", "dcp.server.operate.verify", str(self.server.data)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -17,7 +17,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 DOCUMENTS: Final = 60
 COUNTERS: Final = 10

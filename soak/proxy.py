@@ -21,9 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.testing import DcpServer
 from soak.proxy_writer import KEYS
 

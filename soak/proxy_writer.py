@@ -7,7 +7,7 @@ import random
 import sys
 
 from clients.errors import DcpdError, NotFoundError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.testing import DcpServer, ServerRefusedError
 
 KEYS = [f"key-{n}" for n in range(10_000)]

@@ -23,15 +23,15 @@ VAGUE_NAMES = frozenset(
 SUPERVISION_POINTS: frozenset[tuple[str, str]] = frozenset(
     {
         # The commit path: the process ends with the reason, instead of leaving writers hanging.
-        ("dcp/server/committer.py", "_guarded"),
-        ("dcp/server/committer.py", "_work"),
+        ("dcp/server/storage/committer.py", "_guarded"),
+        ("dcp/server/storage/committer.py", "_work"),
         # A session: its connection ends, the others go on.
-        ("dcp/server/connection.py", "data_received"),
-        ("dcp/server/connection.py", "_supervised"),
-        ("dcp/server/connection.py", "run"),
+        ("dcp/server/net/connection.py", "data_received"),
+        ("dcp/server/net/connection.py", "_supervised"),
+        ("dcp/server/net/connection.py", "run"),
         # Housekeeping: it is logged and counted, and the task goes on.
-        ("dcp/server/housekeeping.py", "repeat"),
-        ("dcp/server/housekeeping.py", "step"),
+        ("dcp/server/observe/housekeeping.py", "repeat"),
+        ("dcp/server/observe/housekeeping.py", "step"),
     }
 )
 """(file, function) where any exception may be caught, because the failure of one task must not take

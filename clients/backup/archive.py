@@ -25,14 +25,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from clients.backup.errors import (
+from clients.backup.archive_errors import (
     ArchiveDamagedError,
     ArchiveError,
     ArchiveFormatError,
     ArchiveMissingError,
 )
-from clients.backup.lock import ArchiveLock
-from clients.backup.manifest import (
+from clients.backup.archive_manifest import (
     ArchiveRecord,
     MarkRecord,
     RunRecord,
@@ -43,6 +42,7 @@ from clients.backup.manifest import (
     parse_mark,
     parse_run,
 )
+from clients.backup.lock import ArchiveLock
 from clients.backup.place import PARTIAL, Place
 from clients.backup.point import Point, time_text
 from clients.backup.segment import (

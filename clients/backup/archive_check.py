@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from clients.backup.archive import ARCHIVE_FILE, Archive
+from clients.backup.archive_errors import ArchiveFormatError
+from clients.backup.archive_manifest import RunRecord, SegmentRecord
 from clients.backup.chunk import frames_of
-from clients.backup.errors import ArchiveFormatError
 from clients.backup.legs import end_of
-from clients.backup.manifest import RunRecord, SegmentRecord
 from clients.backup.point import chain_of
 from clients.backup.reading import Damage
 from clients.backup.segment import DamagedError, parse_chunk

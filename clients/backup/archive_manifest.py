@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 import cbor2
 from google_crc32c import value as crc32c
 
-from clients.backup.errors import ArchiveError, ArchiveFormatError
+from clients.backup.archive_errors import ArchiveError, ArchiveFormatError
 from clients.backup.legs import Leg, Placed
 from clients.backup.segment import FORMAT_VERSION, RAW_BYTES_MAX, DamagedError
 from clients.backup.zstd import compress, decompress
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 ARCHIVE_MAGIC: Final = b"DCPDARC" + bytes([FORMAT_VERSION])
 RUN_MAGIC: Final = b"DCPDRUN" + bytes([FORMAT_VERSION])

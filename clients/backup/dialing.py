@@ -26,8 +26,8 @@ from clients.errors import (
     TemporaryError,
     TopologyError,
 )
-from clients.link import Link
-from clients.topology import Topology
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology
 
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import IO, Any, Final, NamedTuple
 
 from clients.backup.archive import Archive
-from clients.backup.errors import MissingExtraError
+from clients.backup.archive_errors import MissingExtraError
 from clients.backup.place import Place, io_error
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Findings, Reader
+from clients.backup.reading import Damage, Findings, PointReader
 from clients.backup.selection import Routes, Selection, split_key
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import MUTATION_EXTRAS
@@ -32,7 +32,7 @@ ROW_BYTES_MAX: Final = 16 * 1024 * 1024
 """A row group is written when it has so many rows or bytes."""
 
 
-class Row(NamedTuple):
+class ExportRow(NamedTuple):
     """A document."""
 
     collection: str
@@ -73,13 +73,13 @@ class Export:
         self._point = point
         self._routes = Routes(selection, self._runs)
         self._prefix = selection.prefix
-        self._reader = Reader(archive, self._runs, salvage=salvage)
+        self._reader = PointReader(archive, self._runs, salvage=salvage)
         self._on_progress = on_progress or (lambda _done, _total: None)
         self._url = archive.url
         self.findings = Findings()
         self._documents = self._value_bytes = 0
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ExportRow]:
         """Yield the documents, partition by partition, in seqno order."""
         vb_ids = sorted({vb_id for record in self._runs for vb_id in record.legs})
         for index, vb_id in enumerate(vb_ids):
@@ -119,7 +119,7 @@ class Export:
             "datatype": pa.uint8(),
         }  # fmt: skip
         schema = pa.schema(list(types.items()))
-        rows: list[Row] = []
+        rows: list[ExportRow] = []
         size = 0
         with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
 
@@ -142,7 +142,7 @@ class Export:
                 write()
         return self._report()
 
-    def _row(self, data: bytes, start: int, stop: int) -> Row | None:
+    def _row(self, data: bytes, start: int, stop: int) -> ExportRow | None:
         _, opcode, key_len, extras_len, datatype, vb_id, _, _, cas = HEADER.unpack_from(data, start)
         if opcode != Opcode.DCP_MUTATION:
             return None
@@ -153,14 +153,14 @@ class Export:
         if path is None or not key.startswith(self._prefix):
             return None
         value = data[key_at + key_len : stop]
-        return Row(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)
+        return ExportRow(path, key, value, vb_id, seqno, rev, cas, flags, expiry, datatype)
 
     def _report(self) -> ExportReport:
         found = self.findings
         return ExportReport(self._documents, self._value_bytes, found.earlier, found.damages)
 
 
-def json_line(row: Row) -> bytes:
+def json_line(row: ExportRow) -> bytes:
     """Return a row as a line of JSON; see the module."""
     document: dict[str, Any] = {"v": SCHEMA_VERSION, "collection": row.collection}
     for name, raw in (("key", row.key), ("value", row.value)):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from clients.backup.errors import BackupError
+from clients.backup.archive_errors import BackupError
 from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
 from clients.position import Position, rolled_back

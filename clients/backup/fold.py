@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from clients.backup.archive import Archive, needed_files
+from clients.backup.archive_errors import ArchiveDamagedError, BackupError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import CHUNK_BYTES, Chunker
-from clients.backup.errors import ArchiveDamagedError, BackupError
 from clients.backup.feed import Piece
 from clients.backup.legs import BASE_LEG, Leg, Placed, cuts_of, end_of, position_of
-from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
-from clients.backup.reading import Reader
+from clients.backup.reading import PointReader
 from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import U64
@@ -82,7 +82,7 @@ def fold(
         bytes_before = sum(record.stored_bytes for record in runs)
         if not old:
             return FoldReport(into_run, (), 0, 0, bytes_before, bytes_before)
-        reader = Reader(archive, old)
+        reader = PointReader(archive, old)
         writer = SegmentWriter.of_base(archive, lock, into_run, time.time_ns())
         chunker = Chunker()
         bases: dict[int, Leg] = {}
@@ -134,7 +134,7 @@ def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:
     return Leg(BASE_LEG, 0, seqno, end.snap_start, end.snap_end, chain[-1].leg.versions, ranges)
 
 
-def _pieces(reader: Reader, vb_id: int, seqnos: Sequence[int], base: Leg) -> Iterator[Piece]:
+def _pieces(reader: PointReader, vb_id: int, seqnos: Sequence[int], base: Leg) -> Iterator[Piece]:
     """Yield the frames that the states at these seqnos (rising) are made of, in order."""
     points = [Point(seqnos={vb_id: seqno}) for seqno in seqnos]
     views = [reader.view(vb_id, point, names_winners=True) for point in points]

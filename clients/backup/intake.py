@@ -30,10 +30,10 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from clients.backup.errors import BackupError
+from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
 from clients.errors import DcpdError, StreamViolationError, error_from_status
-from clients.frame_buffer import FrameBuffer, frame_at
+from clients.link.frame_buffer import FrameBuffer, frame_at
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,

@@ -39,7 +39,7 @@ from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from clients.backup.errors import ArchiveError, ArchiveLockedError
+from clients.backup.archive_errors import ArchiveError, ArchiveLockedError
 from clients.backup.place import Place, io_error
 
 LOCK_FILE: Final = "lock"

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from clients.backup.errors import EXTRA_HINT, ArchiveError, BackupError, MissingExtraError
+from clients.backup.archive_errors import EXTRA_HINT, ArchiveError, BackupError, MissingExtraError
 
 PARTIAL: Final = ".part"
 """What the names of files end in that are being written."""

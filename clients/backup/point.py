@@ -19,10 +19,10 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from clients.backup.errors import PointError
+from clients.backup.archive_errors import PointError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.legs import Placed
-from clients.backup.manifest import RunRecord
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _SECONDS: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,9})?")
 

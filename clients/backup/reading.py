@@ -17,10 +17,10 @@ from itertools import repeat
 from typing import Final, NamedTuple
 
 from clients.backup.archive import Archive
+from clients.backup.archive_errors import ArchiveFormatError, PointError
+from clients.backup.archive_manifest import RunRecord, SegmentRecord
 from clients.backup.chunk import Section
-from clients.backup.errors import ArchiveFormatError, PointError
 from clients.backup.legs import Interval, end_of, intervals, newest_whole, whole_states
-from clients.backup.manifest import RunRecord, SegmentRecord
 from clients.backup.point import Point, chain_of
 from clients.backup.segment import DamagedError, Footer, parse_chunk
 from clients.backup.strip import Stretch, Strip
@@ -116,7 +116,7 @@ class _Newest(NamedTuple):
     damages: list[Damage]
 
 
-class Reader:
+class PointReader:
     """See the module. Reads runs of one archive."""
 
     def __init__(

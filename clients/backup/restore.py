@@ -2,7 +2,8 @@
 
     Reader -> newest versions, in seqno order -> Loader -> X_PUT_FRAMES -> Link
 
-Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes.
+Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes. A
+CAS that is too far ahead of the server's clock is replaced by one of its own, and counted.
 The server decides conflicts: a document or deletion that it has wins by a higher revision, or the
 same and a CAS that is not lower (`force`: the archive's wins always). What the archive does not
 know stays. So a restore can simply be run again.
@@ -23,17 +24,17 @@ from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
 from clients.backup.archive import Archive
-from clients.backup.errors import BackupError
-from clients.backup.load import SKIP_CONFLICT_RESOLUTION, Load, Loader
-from clients.backup.manifest import RunRecord
+from clients.backup.archive_errors import BackupError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import Point
-from clients.backup.reading import Damage, Findings, Reader, View
-from clients.backup.restore_link import RESTORE_FEATURES, Writer
+from clients.backup.reading import Damage, Findings, PointReader, View
+from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
+from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
 from clients.backup.strip import Stretch
-from clients.link import Link
-from clients.topology import parse_topology, single_node
+from clients.link.pipelined_link import Link
+from clients.link.topology import parse_topology, single_node
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 
@@ -65,6 +66,9 @@ class RestoreReport(NamedTuple):
     written: int
     kept_newer: int
     """Documents where the server's own version won."""
+    replaced_cas: int
+    """Documents and deletions that have a CAS of the server's own: theirs was too far ahead of its
+    clock."""
     refused: dict[int, tuple[int, str]]
     """Status -> how many were refused for good, and the first of them in words."""
     created: tuple[str, ...]
@@ -120,7 +124,7 @@ class Restore:
         self._point = point
         self._selection = selection
         self._routes = Routes(selection, self.runs)
-        self._reader = Reader(archive, self.runs, salvage=salvage)
+        self._reader = PointReader(archive, self.runs, salvage=salvage)
         self._options = SKIP_CONFLICT_RESOLUTION if force else 0
         self._prefix = selection.prefix
         self._create = create
@@ -153,7 +157,7 @@ class Restore:
         topology = single_node(address.host, address.port)
         if config:
             topology = parse_topology(config, address.host, is_tls=address.is_tls)
-        writer = Writer(address, topology, self._options)
+        writer = RestoreWriter(address, topology, self._options)
         try:
             for view in self._views():
                 for load in self._loads(view):
@@ -167,8 +171,8 @@ class Restore:
         plan = self._counts.plan(self.runs, self._names)
         lost = writer.kept_newer + sum(writer.refused.values())
         return RestoreReport(
-            plan, plan.documents + plan.deletions - lost, writer.kept_newer, refused, created,
-            time.monotonic() - began_s,
+            plan, plan.documents + plan.deletions - lost, writer.kept_newer, writer.replaced_cas,
+            refused, created, time.monotonic() - began_s,
         )  # fmt: skip
 
     # -- inside --------------------------------------------------------------------------------

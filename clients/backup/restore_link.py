@@ -1,10 +1,11 @@
 """The connections of a restore: loads go out, refusals come back.
 
 Invariants
-- answers come in the order of loads; of a load that went as single, quiet requests only refusals
-  come back, and the answer to its NOOP, which says that all before it is done, durably where the
-  server's durability says so;
+- answers come in the order of loads; a load that went as single requests is done with the answer to
+  its NOOP, which says that all before it is done, durably where the server's durability says so;
 - at most UNDER_WAY_BYTES_MAX and LOADS_MAX are under way per node, or one load;
+- a server that can (X_FIT_META) gives a document a CAS of its own where the archive's is too far
+  ahead of its clock; those are counted;
 - what was refused for now is sent again; a packet that was refused as a whole goes as single
   requests; what was refused for good is counted by its status, and the first of each kind is named.
 """
@@ -17,9 +18,10 @@ from collections.abc import Awaitable
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.backup.load import (
+from clients.backup.restore_load import (
     FRAMES_BYTES_MAX,
     Load,
+    cas_of,
     frames_of_load,
     load_of,
     packet,
@@ -33,15 +35,22 @@ from clients.errors import (
     TemporaryError,
     error_from_status,
 )
-from clients.link import Link
-from clients.topology import Topology, parse_topology
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology, parse_topology
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
-from dcp.wire.message import PUT_FRAMES_ANSWER, PUT_FRAMES_REFUSED
+from dcp.wire.message import (
+    FIT_META,
+    PUT_FRAMES_ANSWER,
+    PUT_FRAMES_FITTED_ANSWER,
+    PUT_FRAMES_REFUSED,
+)
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
-RESTORE_FEATURES: tuple[int, ...] = (*STREAM_FEATURES, Feature.X_PUT_FRAMES)
+RESTORE_FEATURES: tuple[int, ...] = (
+    *STREAM_FEATURES, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
+)  # fmt: skip
 """What a link of a restore asks for. Not constant: tests leave the extension out."""
 UNDER_WAY_BYTES_MAX: Final = 16 * 1024 * 1024
 """Loads under way to a node: the server syncs its log in groups, and with less in flight it would
@@ -63,22 +72,25 @@ _NEVER_WHOLE: Final = _FATAL
 _NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
 
 
-class _Batch:
+class _LoadBatch:
     """A load that is under way. `is_whole`: in one packet; else an item's opaque is its place."""
 
-    __slots__ = ("is_whole", "load", "retried")
+    __slots__ = ("cas", "is_whole", "load", "retried")
 
     def __init__(self, load: Load, *, is_whole: bool) -> None:
         self.load = load
+        self.cas: list[int] = [] if is_whole else list(map(cas_of, frames_of_load(load)))
         self.is_whole = is_whole
         self.retried: list[int] = []
 
 
-class Writer:
+class RestoreWriter:
     """Sends loads to the nodes of their partitions, and counts what comes back."""
 
     def __init__(self, address: ServerAddress, topology: Topology, options: int) -> None:
         self.kept_newer = 0
+        self.replaced_cas = 0
+        """Documents and deletions that the server gave a CAS of its own."""
         self.refused: Counter[int] = Counter()
         self.examples: dict[int, str] = {}
         self.options = options
@@ -131,7 +143,7 @@ class Writer:
 
     # -- what channels tell ----------------------------------------------------------------------
 
-    def refuse(self, batch: _Batch, status: int, index: int, body: bytes, node: str) -> None:
+    def refuse(self, batch: _LoadBatch, status: int, index: int, body: bytes, node: str) -> None:
         """Take the refusal of a single request, or of a frame in a packet."""
         if status == Status.KEY_EEXISTS:
             self.kept_newer += 1
@@ -146,11 +158,11 @@ class Writer:
             if status in _FATAL and self._failure is None:
                 self._failure = error
 
-    def refuse_whole(self, batch: _Batch, status: int) -> None:
+    def refuse_whole(self, batch: _LoadBatch, status: int) -> None:
         """A packet was refused, and nothing of it applied."""
         (self._again if status in _RETRIED else self._singly).append(batch.load)
 
-    def done(self, batch: _Batch) -> None:
+    def done(self, batch: _LoadBatch) -> None:
         """All of a load is answered."""
         if batch.retried:
             frames = frames_of_load(batch.load)
@@ -204,11 +216,12 @@ class Writer:
 class _Channel:
     """One node's connection: loads under way, oldest first."""
 
-    def __init__(self, writer: Writer, link: Link) -> None:
+    def __init__(self, writer: RestoreWriter, link: Link) -> None:
         self.link = link
-        self.batches: deque[_Batch] = deque()
+        self.batches: deque[_LoadBatch] = deque()
         assert link.handshake is not None
         self._takes_whole = Feature.X_PUT_FRAMES in link.handshake.features
+        self._fits = FIT_META if Feature.X_FIT_META in link.handshake.features else 0
         self._under_way_bytes = 0
         self._writer = writer
         self._rest = b""
@@ -222,14 +235,14 @@ class _Channel:
 
     def send(self, load: Load, *, may_be_whole: bool) -> None:
         """Send a load."""
-        options = self._writer.options
+        options = self._writer.options | self._fits
         is_small = len(load.frames) <= FRAMES_BYTES_MAX
         is_whole = may_be_whole and self._takes_whole and is_small
         if is_whole:
             self.link.write(packet(load, options))
         else:
             self.link.write(b"".join((*single_packets(load, options), _NOOP)))
-        self.batches.append(_Batch(load, is_whole=is_whole))
+        self.batches.append(_LoadBatch(load, is_whole=is_whole))
         self._under_way_bytes += len(load.frames)
 
     async def wait(self) -> None:
@@ -259,7 +272,7 @@ class _Channel:
         data = self._rest + data if self._rest else data
         at, end = 0, len(data)
         while end - at >= HEADER_BYTES:
-            _, opcode, key_len, extras_len, _, status, body, opaque, _ = HEADER.unpack_from(
+            _, opcode, key_len, extras_len, _, status, body, opaque, cas = HEADER.unpack_from(
                 data, at
             )
             stop = at + HEADER_BYTES + body
@@ -275,6 +288,8 @@ class _Channel:
                 elif status:
                     batch, node = self.batches[0], self.link.node
                     self._writer.refuse(batch, status, opaque, value, node)
+                else:
+                    self._writer.replaced_cas += cas != self.batches[0].cas[opaque]
             at = stop
         self._rest = data[at:]
 
@@ -285,7 +300,10 @@ class _Channel:
             writer.refuse_whole(batch, status)
             self._takes_whole = self._takes_whole and status not in _NEVER_WHOLE
         else:
-            writer.kept_newer += PUT_FRAMES_ANSWER.unpack(extras)[1]
+            answer = PUT_FRAMES_FITTED_ANSWER if self._fits else PUT_FRAMES_ANSWER
+            _, kept, *replaced = answer.unpack(extras)
+            writer.kept_newer += kept
+            writer.replaced_cas += sum(replaced)
             for index, why in PUT_FRAMES_REFUSED.iter_unpack(value):
                 writer.refuse(batch, why, index, b"", self.link.node)
         self._done()

@@ -1,7 +1,8 @@
 """What a restore sends: stored frames of one partition, as a load, and as requests. Pure.
 
 A load goes in one packet (X_PUT_FRAMES, an extension), or, to servers without it and where the
-packet was refused, as one SETQ_WITH_META or DELQ_WITH_META for each frame.
+packet was refused, as one SETQ_WITH_META or DELQ_WITH_META for each frame. With the option FIT_META
+a request of its own is not quiet: its answer tells the CAS that the document has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from struct import Struct, pack
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES, pack_request
-from dcp.wire.message import PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX, PUT_FRAMES_REQUEST, U32
+from dcp.wire.message import (
+    FIT_META,
+    PUT_FRAMES_BYTES_MAX,
+    PUT_FRAMES_MAX,
+    PUT_FRAMES_REQUEST,
+    U32,
+    U64,
+)
 from dcp.wire.opcode import Opcode
 
 SKIP_CONFLICT_RESOLUTION: Final = 0x01
@@ -24,6 +32,7 @@ FRAMES_BYTES_MAX: Final = PUT_FRAMES_BYTES_MAX - PUT_FRAMES_MAX * U32.size
 _HEAD: Final = Struct(">xBHBBHIIQQQII")
 """Opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS, seqno, revision;
 of a mutation flags and expiry, of an expiry its time."""
+_CAS_AT: Final = 16
 _TIME: Final = Struct(">I")
 _REQUEST: Final = Struct(">BBHBBHIIQIIQQI")
 """A header; flags, expiry, revision, CAS, options."""
@@ -117,6 +126,12 @@ def frames_of_load(load: Load) -> list[bytes]:
     return found
 
 
+def cas_of(frame: bytes) -> int:
+    """Return the CAS of a frame."""
+    cas: int = U64.unpack_from(frame, _CAS_AT)[0]
+    return cas
+
+
 def packet(load: Load, options: int) -> bytes:
     """Return a load as one request."""
     count = load.changes
@@ -127,7 +142,7 @@ def packet(load: Load, options: int) -> bytes:
 
 
 def single_packets(load: Load, options: int) -> list[bytes]:
-    """Return a load as a quiet request for each frame; opaques count from 0."""
+    """Return a load as a request for each frame; opaques count from 0."""
     return [_single(frame, opaque, options) for opaque, frame in enumerate(frames_of_load(load))]
 
 
@@ -136,9 +151,11 @@ def _single(frame: bytes, opaque: int, options: int) -> bytes:
         _HEAD.unpack_from(frame + _PAD)
     )
     key_at = HEADER_BYTES + extras_len
-    request, rest = Opcode.SETQ_WITH_META, frame[key_at:]
+    is_quiet = not options & FIT_META
+    request, rest = Opcode.SETQ_WITH_META if is_quiet else Opcode.SET_WITH_META, frame[key_at:]
     if opcode != _MUTATION:
-        request, rest = Opcode.DELQ_WITH_META, frame[key_at : key_at + key_len]
+        request = Opcode.DELQ_WITH_META if is_quiet else Opcode.DEL_WITH_META
+        rest = frame[key_at : key_at + key_len]
         flags = datatype = 0
         if opcode == _EXPIRATION:
             options |= IS_EXPIRATION

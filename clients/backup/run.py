@@ -26,14 +26,14 @@ from typing import Final, NamedTuple
 
 from clients.address import ServerAddress
 from clients.backup.archive import Archive
+from clients.backup.archive_errors import ArchiveError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.dialing import TRANSIENT, Dialing, Home, NodePlace
-from clients.backup.errors import ArchiveError
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
 from clients.backup.lock import ArchiveLock
-from clients.backup.manifest import RunRecord
 from clients.backup.segment import Footer
 from clients.backup.segment_writer import SegmentWriter
 from clients.backup.zstd import LEVEL
@@ -43,9 +43,9 @@ from clients.errors import (
     StreamViolationError,
     error_from_status,
 )
-from clients.handshake import FEATURES
-from clients.link import Link
-from clients.topology import Topology, parse_topology, single_node
+from clients.link.handshake import FEATURES
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology, parse_topology, single_node
 from dcp.wire.feature import Feature
 from dcp.wire.frame import ProtocolError
 from dcp.wire.opcode import Opcode
@@ -65,7 +65,7 @@ STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
 """What a link to stream from asks for: the datatype is kept too."""
 
 
-class Progress(NamedTuple):
+class BackupProgress(NamedTuple):
     """How far a run is."""
 
     seqnos_done: int
@@ -154,7 +154,7 @@ class Backup:
         level: int = LEVEL,
         versions_max: int | None = None,
         give_up: int | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: Callable[[BackupProgress], None] | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
         self.wake = asyncio.Event()
@@ -387,7 +387,7 @@ class Backup:
                 wanted += max(0, feed.target - feed.start_seqno)
                 done += max(0, feed.seqno - feed.start_seqno)
         self._on_progress(
-            Progress(done, wanted, self._done, len(self._feeds), self._changes, self._wire())
+            BackupProgress(done, wanted, self._done, len(self._feeds), self._changes, self._wire())
         )
 
     def _wire(self) -> int:

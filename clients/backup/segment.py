@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 import cbor2
 from google_crc32c import value as crc32c
 
+from clients.backup.archive_errors import ArchiveFormatError
 from clients.backup.chunk import RawChunk, Section
-from clients.backup.errors import ArchiveFormatError
 from clients.backup.legs import Leg
 from clients.backup.zstd import LEVEL, compress, decompress
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from clients.backup.archive import Archive, segment_file
+from clients.backup.archive_errors import ArchiveDamagedError
+from clients.backup.archive_manifest import SegmentRecord
 from clients.backup.chunk import RawChunk
-from clients.backup.errors import ArchiveDamagedError
 from clients.backup.lock import ArchiveLock
-from clients.backup.manifest import SegmentRecord
 from clients.backup.segment import Footer, SegmentBuilder
 from clients.backup.zstd import LEVEL
 

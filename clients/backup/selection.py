@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from clients.backup.errors import BackupError
-from clients.backup.manifest import RunRecord
-from vbucket.manifest import decode_leb128, encode_leb128
+from clients.backup.archive_errors import BackupError
+from clients.backup.archive_manifest import RunRecord
+from vbucket.model.manifest import decode_leb128, encode_leb128
 
 
 class Selection(NamedTuple):

@@ -18,8 +18,8 @@ from clients.backup.chunk import Section
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
-from vbucket.ids import time_ns_from_cas
-from vbucket.manifest import SystemEventKind, collection_of, parse_system_event
+from vbucket.model.ids import time_ns_from_cas
+from vbucket.model.manifest import SystemEventKind, collection_of, parse_system_event
 
 _BODY: Final = Struct(">8xI")
 _KIND: Final = Struct(">xBHB")

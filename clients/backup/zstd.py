@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any, Final
 
-from clients.backup.errors import MissingExtraError
+from clients.backup.archive_errors import MissingExtraError
 
 LEVEL: Final = 1
 """On change streams level 3 is half as fast and saves 1 to 4 % more; see docs/backup.md."""

@@ -26,7 +26,7 @@ import cbor2
 
 from clients.errors import CheckpointError
 from clients.position import Filter, Position
-from vbucket.ids import SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 FORMAT: Final = "dcpd-checkpoint"
 VERSION: Final = 3

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from clients.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
+from clients.checkpoint.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
 from clients.errors import CheckpointError
-from clients.lmdb_file import LmdbFile, rows_from
+from clients.local_lmdb import LocalLmdb, rows_from
 from clients.position import Position
 
 FORMAT: Final = "dcpd-checkpoints"
@@ -29,7 +29,7 @@ class LmdbCheckpoint:
             raise ValueError(f"a checkpoint's name has 1 to {NAME_BYTES_MAX} bytes, none of them 0")
         self._path = Path(path)
         self._prefix = name.encode() + b"\0"
-        self._file: LmdbFile | None = None
+        self._file: LocalLmdb | None = None
 
     def load(self) -> Checkpoint:
         """Return what was saved last, {} where there is nothing. Raises CheckpointError."""
@@ -60,9 +60,9 @@ class LmdbCheckpoint:
             self._file.close()
             self._file = None
 
-    def _open(self) -> LmdbFile:
+    def _open(self) -> LocalLmdb:
         if self._file is None:
-            self._file = LmdbFile(self._path, FORMAT)
+            self._file = LocalLmdb(self._path, FORMAT)
         return self._file
 
     def _put(self, transaction: object, positions: Mapping[int, Position]) -> None:

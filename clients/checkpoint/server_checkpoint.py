@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
+from clients.checkpoint.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint
 from clients.errors import CheckpointError, DcpdError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.position import Position
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 KEY_PREFIX: Final = "_dcpd:checkpoint:"
 NAME_BYTES_MAX: Final = 200

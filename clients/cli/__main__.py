@@ -1,5 +1,5 @@
 """`python -m clients.cli` is dcpctl."""
 
-from clients.cli.main import main
+from clients.cli.dcpctl import main
 
 main()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from clients.cli.main import (
+from clients.cli.dcpctl import (
     EXIT_AUTH,
     EXIT_CONFLICT,
     EXIT_FAILED,
@@ -22,8 +22,8 @@ from clients.cli.main import (
     Target,
 )
 from clients.errors import ConnectError, DcpdError, OperationTimeoutError
-from clients.kv_sync import SyncKv
-from clients.topology import Node
+from clients.kv.sync_client import SyncKv
+from clients.link.topology import ClusterNode
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -37,7 +37,7 @@ _EXIT_CODES: Final = {
 }
 
 
-class AdminError(DcpdError):
+class AdminRequestError(DcpdError):
     """The admin API refused; the text and the hint are the server's."""
 
     exit_code = EXIT_FAILED
@@ -46,7 +46,7 @@ class AdminError(DcpdError):
 class AdminClient:
     """Requests to the admin API of one node."""
 
-    def __init__(self, target: Target, node: Node) -> None:
+    def __init__(self, target: Target, node: ClusterNode) -> None:
         if not node.mgmt_port:
             raise ConnectError(
                 "the server's configuration names no admin port",
@@ -97,7 +97,7 @@ class AdminClient:
         where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
         connection: HTTPConnection
         if self._address.is_tls:
-            from clients.tls import client_context
+            from clients.link.client_tls import client_context
 
             tls = client_context(self._address)
             connection = HTTPSConnection(where, port, timeout=timeout_s, context=tls)
@@ -140,9 +140,9 @@ def _answer(status: int, raw: bytes, place: str) -> Any:
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, dict):
-        raise AdminError(f"the admin port answered {status}", node=place, status=status)
+        raise AdminRequestError(f"the admin port answered {status}", node=place, status=status)
     what, why = error.get("what", f"status {status}"), error.get("why")
-    refusal = AdminError(
+    refusal = AdminRequestError(
         f"{what}: {why}" if why else str(what), node=place, status=status, hint=error.get("try")
     )
     refusal.exit_code = _EXIT_CODES.get(status, EXIT_FAILED)

@@ -25,12 +25,12 @@ from typing import Any, Final
 import click
 
 from clients.backup.archive import Archive, create_archive, open_archive
-from clients.backup.errors import PointError
-from clients.backup.manifest import RunRecord
+from clients.backup.archive_errors import PointError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import time_text
-from clients.cli.backup_restore import ARCHIVE, bar, export, restore
-from clients.cli.main import EXIT_FAILED, EXIT_OK, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_FAILED, EXIT_OK, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
+from clients.cli.restore_commands import ARCHIVE, bar, export, restore
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -74,12 +74,12 @@ backup.add_command(export)
 @with_target
 def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
     """Back up."""
-    from clients.backup.run import Backup, Progress
+    from clients.backup.run import Backup, BackupProgress
 
     archive = create_archive(url, time.time_ns())
     with run_bar() as update:
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: BackupProgress) -> None:
             update(progress.seqnos_done, progress.seqnos_wanted, progress.wire_bytes)
 
         async def go() -> Any:
@@ -196,7 +196,7 @@ def info(*, target: Target, url: str, run: int | None) -> int:
 @with_target
 def verify_(*, target: Target, url: str) -> int:
     """Check an archive."""
-    from clients.backup.verify import verify
+    from clients.backup.archive_check import verify
 
     with count_bar("verify") as update:
         report = verify(open_archive(url), update)

@@ -7,8 +7,8 @@ from urllib.parse import urlencode
 
 import click
 
-from clients.cli.admin import admin_of, quoted
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.admin_api import admin_of, quoted
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 
 SCOPES_PATH: Final = "/pools/default/buckets/default/scopes"

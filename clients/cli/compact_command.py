@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.admin import admin_of
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_rows
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 TIMEOUT_S: Final = 3600.0
 """A store of many gigabytes takes its time; an answer comes when all is done."""

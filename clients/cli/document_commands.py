@@ -6,10 +6,10 @@ import sys
 
 import click
 
-from clients.cli.main import EXIT_NOT_FOUND, Target, complain, help_text, with_target
+from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, complain, help_text, with_target
 from clients.cli.output import is_terminal, shown, text_fields, write_json, write_raw
 from clients.errors import NotFoundError
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from clients.operation import MutationResult, key_bytes
 from dcp.wire.opcode import Opcode
 

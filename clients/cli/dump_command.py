@@ -6,10 +6,10 @@ import json
 
 import click
 
-from clients.cli.admin import AdminError, admin_of
-from clients.cli.main import EXIT_PARTIAL, Target, help_text, with_target
+from clients.cli.admin_api import AdminRequestError, admin_of
+from clients.cli.dcpctl import EXIT_PARTIAL, Target, help_text, with_target
 from clients.cli.output import write_raw
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 
 @click.command(
@@ -42,8 +42,8 @@ def dump(*, target: Target, vb_id: int, at_seqno: int | None) -> None:
             write_raw(line)
 
 
-def _incomplete(line: bytes) -> AdminError:
+def _incomplete(line: bytes) -> AdminRequestError:
     error = json.loads(line)["error"]
-    refusal = AdminError(f"{error['what']}: {error['why']}", hint=error["try"])
+    refusal = AdminRequestError(f"{error['what']}: {error['why']}", hint=error["try"])
     refusal.exit_code = EXIT_PARTIAL
     return refusal

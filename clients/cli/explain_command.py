@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import click
 
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from failover.explain import Explanation, explain
 from failover.history import VB_UUID_MAX, FailoverLog, Version
 from failover.rollback import Question
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _SEQNO = click.IntRange(0, SEQNO_MAX)
 _UUID = click.IntRange(0, VB_UUID_MAX)

@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.admin import admin_of
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _COLUMNS: Final = (
     ("id", "id"),

@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from clients.cli.main import EXIT_PARTIAL, Target, complain, help_text, with_target
+from clients.cli.dcpctl import EXIT_PARTIAL, Target, complain, help_text, with_target
 from clients.cli.output import write_json, write_raw
 from clients.errors import DcpdError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.operation import Operation, store_operation
 from dcp.wire.opcode import Opcode
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_rows
-from clients.kv_sync import SyncKv
-from vbucket.ids import NUM_VBUCKETS
+from clients.kv.sync_client import SyncKv
+from vbucket.model.ids import NUM_VBUCKETS
 
 _VBUCKET = click.IntRange(0, NUM_VBUCKETS - 1)
 
@@ -101,6 +101,7 @@ def status(*, target: Target) -> None:
         "connections": _number(stats, "curr_connections"),
         "producers": _number(stats, "ep_dcp_producers"),
         "streams": _number(stats, "ep_dcp_streams"),
+        "cas_ahead": _number(stats, "ep_cas_ahead_vbuckets"),
     }
     mode = _table_or_plain(target)
     if mode == "json":

@@ -14,11 +14,11 @@ from urllib.parse import urlencode
 import click
 
 from clients.backup.archive import open_archive
-from clients.backup.errors import PointError
+from clients.backup.archive_errors import PointError
 from clients.backup.point import Point, parse_seqnos, parse_time
 from clients.backup.reading import Damage
 from clients.backup.selection import Selection, parse_mapping
-from clients.cli.main import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_OK, EXIT_PARTIAL, Target, help_text, with_target
 from clients.cli.output import write_json, write_raw
 
 if TYPE_CHECKING:
@@ -62,8 +62,9 @@ def with_point(command: _F) -> _F:
     "restore",
     help=help_text(
         "Bring an archive back into a server, as of a run, a time or seqnos. Documents keep flags,"
-        " expiry, revision and CAS. What the server has newer, by revision and CAS, stays, unless"
-        " --force; what the archive does not know stays too.",
+        " expiry, revision and CAS; a CAS that is too far ahead of the server's clock is replaced."
+        " What the server has newer, by revision and CAS, stays, unless --force; what the archive"
+        " does not know stays too.",
         "dcpctl backup restore --archive backups --dry-run",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
         "dcpctl --server other:11210 backup restore --archive backups --run 3",
@@ -205,8 +206,8 @@ def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
 
 def _creator(target: Target) -> Callable[[str, int], None]:
     """Return what creates a collection over the admin interface."""
-    from clients.cli.admin import admin_of, quoted
-    from clients.cli.collections import SCOPES_PATH
+    from clients.cli.admin_api import admin_of, quoted
+    from clients.cli.collection_commands import SCOPES_PATH
 
     def create(path: str, max_ttl_s: int) -> None:
         scope, _, name = path.partition(".")
@@ -232,7 +233,8 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
         is_whole = not plan.damages and not report.refused
         document |= {
             "result": "restored" if is_whole else "partial", "written": report.written,
-            "kept_newer": report.kept_newer, "created": list(report.created),
+            "kept_newer": report.kept_newer, "replaced_cas": report.replaced_cas,
+            "created": list(report.created),
             "refused": {
                 f"0x{status:02x}": {"count": count, "first": text}
                 for status, (count, text) in report.refused.items()
@@ -256,6 +258,11 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
         )
         if report.kept_newer:
             lines.append(f"  {report.kept_newer} are the same or newer on the server: kept")
+        if report.replaced_cas:
+            lines.append(
+                f"  {report.replaced_cas} have a CAS of the server's own: theirs was too far ahead"
+                " of its clock"
+            )
         lines += [f"  created collection {path}" for path in report.created]
         for count, text in report.refused.values():
             lines.append(f"  {count} refused: {text}")

@@ -8,11 +8,11 @@ from urllib.parse import urlencode
 
 import click
 
-from clients.cli.admin import admin_of
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 from dcp.wire.message import EndReason
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 _COLUMNS: Final = (
     ("name", "connection"),

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import click
 
-from clients.cli.admin import admin_of, quoted
-from clients.cli.main import EXIT_NOT_FOUND, Target, help_text, with_target
+from clients.cli.admin_api import admin_of, quoted
+from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 
 ROLES: Final = ("read", "write", "stream", "admin")

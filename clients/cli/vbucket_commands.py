@@ -1,4 +1,4 @@
-"""dcpctl vb branch, failover, purge, state: what is done to a partition on purpose."""
+"""dcpctl vb branch, failover, purge, state, mend-cas: what is done to a partition on purpose."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from clients.cli.admin import admin_of
-from clients.cli.dump import dump
-from clients.cli.main import Target, help_text, with_target
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target, help_text, with_target
+from clients.cli.dump_command import dump
 from clients.cli.output import write_json, write_raw
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 _VBUCKET = click.argument("vb_id", metavar="VB", type=click.IntRange(0, NUM_VBUCKETS - 1))
 _SEQNO = click.IntRange(0, SEQNO_MAX)
@@ -24,6 +24,7 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
         "dcpctl vb purge 17",
         "dcpctl vb state 17 dead",
         "dcpctl vb dump 17 --at 1000",
+        "dcpctl vb mend-cas",
     ),
 )
 def vb() -> None:
@@ -116,6 +117,31 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
     """Put a partition into a state."""
     answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
     _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
+
+
+@vb.command(
+    "mend-cas",
+    help=help_text(
+        "Bring the CAS of partitions back to the clock, where it is further ahead than the setting"
+        " cas_drift_max: older servers took any CAS with SET_WITH_META, and their own went on from"
+        " there. Such documents get a new version with the same content; consumers see it as any"
+        " change, and what held the old CAS has to read again. Without VB: all partitions that"
+        " `dcpctl status` counts.",
+        "dcpctl vb mend-cas",
+        "dcpctl vb mend-cas 17 528",
+    ),
+)
+@click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
+@with_target
+def mend_cas(*, target: Target, vb_ids: tuple[int, ...]) -> None:
+    """Bring the CAS of partitions back to the clock."""
+    chosen = vb_ids or admin_of(target).request("GET", "/api/v1/status")["cas_ahead"]
+    for vb_id in chosen:
+        answer = _done(target, vb_id, "mend-cas", {})
+        changed = f"{answer['documents']} documents and {answer['deletions']} deletions"
+        _show(target, answer, f"vbucket {vb_id}: {changed} have a new CAS")
+    if not chosen and target.output_or("plain") != "json":
+        write_raw(b"no partition's CAS is too far ahead\n")
 
 
 vb.add_command(dump)

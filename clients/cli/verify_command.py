@@ -1,7 +1,7 @@
 """dcpctl verify: check a data folder that no server uses.
 
-The check is the server's (`python -m dcp.server.verify`), in a process of its own: this side knows
-nothing of how data is stored.
+The check is the server's (`python -m dcp.server.operate.verify`), in a process of its own: this
+side knows nothing of how data is stored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from clients.cli.main import EXIT_USAGE, Target, help_text, with_target
+from clients.cli.dcpctl import EXIT_USAGE, Target, help_text, with_target
 
 
 @click.command(
@@ -32,6 +32,6 @@ def verify(*, target: Target, folder: Path) -> int:
     mode = target.output_or("plain")
     if mode not in {"plain", "json"}:
         raise click.UsageError(f"verify writes plain lines or json, not {mode}")
-    arguments = [sys.executable, "-P", "-m", "dcp.server.verify", str(folder), "-o", mode]
+    arguments = [sys.executable, "-P", "-m", "dcp.server.operate.verify", str(folder), "-o", mode]
     done = subprocess.run(arguments, check=False)  # noqa: S603 - our own program
     return done.returncode if done.returncode >= 0 else EXIT_USAGE

@@ -26,8 +26,8 @@ from typing import Any, Final, Literal
 import click
 import msgspec
 
-from clients.checkpoint import CheckpointFile
-from clients.cli.main import (
+from clients.checkpoint.checkpoint import CheckpointFile
+from clients.cli.dcpctl import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -37,7 +37,7 @@ from clients.cli.main import (
     with_target,
 )
 from clients.cli.output import SCHEMA_VERSION, shown, text_fields
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.event import (
     Deletion,
     Event,
@@ -51,8 +51,8 @@ from clients.event import (
     StreamOpened,
     SystemEvent,
 )
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.manifest import SystemEventKind
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import SystemEventKind
 
 SAVE_INTERVAL_S: Final = 1.0
 

@@ -2,7 +2,7 @@
 
     sessions -> queue -> batch in hand -> pieces -> the user
 
-Who calls it: `clients.consumer` for its user, `clients.consumer_supervisor` for the sessions.
+Who calls it: `clients.consumer` for its user, `clients.consumer.supervisor` for the sessions.
 
 Invariants
 - events are handed out in the order in which they came, each once, whoever iterates: who leaves an
@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple, Protocol
 
-from clients.checkpoint import Checkpoint
-from clients.consumer_core import Batch
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_pace import Pace
-from clients.consumer_save import Saver
-from clients.consumer_session import ConsumerSession
-from clients.consumer_stream import advance
+from clients.checkpoint.checkpoint import Checkpoint
+from clients.consumer.core import Batch
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import ConsumerSession
+from clients.consumer.pace import Pace
+from clients.consumer.partition_stream import advance
+from clients.consumer.saving import Saver
 from clients.event import Deletion, Event, Mutation, Rollback
 from clients.validator import StreamValidator
 
@@ -57,7 +57,7 @@ class Source(Protocol):
         """Settle the rollback that a batch has at an index; all before it is processed."""
 
 
-class Reader:
+class BatchReader:
     """See the module."""
 
     def __init__(

@@ -34,17 +34,17 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from clients.address import ServerAddress, parse_address
-from clients.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
-from clients.consumer_core import BUFFER_BYTES, NOOP_INTERVAL_S, ConsumerCore
-from clients.consumer_extensions import DEFAULT_ONLY
-from clients.consumer_group import Group
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_placement import Placement
-from clients.consumer_reader import Delivery, Reader
-from clients.consumer_rollback import OnRollback, check_strategy
-from clients.consumer_save import Saver, check_store
-from clients.consumer_session import ConsumerSession
-from clients.consumer_start import (
+from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.consumer.batch_reader import BatchReader, Delivery
+from clients.consumer.core import BUFFER_BYTES, NOOP_INTERVAL_S, ConsumerCore
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.extensions import DEFAULT_ONLY
+from clients.consumer.group import Group
+from clients.consumer.node_session import ConsumerSession
+from clients.consumer.placement import Placement
+from clients.consumer.rollback_strategy import OnRollback, check_strategy
+from clients.consumer.saving import Saver, check_store
+from clients.consumer.starting_point import (
     Start,
     check_start,
     chosen_collections,
@@ -52,12 +52,12 @@ from clients.consumer_start import (
     find_starts,
     prefixes_of,
 )
-from clients.consumer_supervisor import Supervisor
+from clients.consumer.supervisor import Supervisor
 from clients.errors import CheckpointError
 from clients.event import Event
-from clients.link import Link
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology
 from clients.position import Filter, Position
-from clients.topology import Topology
 from clients.validator import StreamValidator
 
 STALL_S: Final = 60.0
@@ -130,7 +130,7 @@ class Consumer:
         self.address = parse_address(server) if isinstance(server, str) else server
         self.name = _name_of(name, group)
         self.metrics = ConsumerMetrics()
-        """Counters, see `clients.consumer_metrics`."""
+        """Counters, see `clients.consumer.counters`."""
         self.validator = StreamValidator() if validate else None
         self._vbuckets = None if vbuckets is None else sorted(set(vbuckets))
         self._group = group
@@ -154,7 +154,7 @@ class Consumer:
             self.address, self.metrics, self._make_session,
             connect_timeout_s=connect_timeout_s, give_up_after_s=give_up_after_s,
         )  # fmt: skip
-        self._reader = Reader(self._saver, self.metrics, self.validator, events_per_s)
+        self._reader = BatchReader(self._saver, self.metrics, self.validator, events_per_s)
         self._supervisor = Supervisor(
             self.name, self.metrics, self._placement, self._reader,
             on_rollback=self._on_rollback, buffer_bytes=buffer_bytes,
@@ -365,7 +365,7 @@ class Consumer:
         return await self._supervisor.high_seqnos(timeout_s)
 
     def gauges(self) -> dict[str, int]:
-        """Return what `clients.consumer_metrics.GAUGES` names, as known without asking anybody."""
+        """Return what `clients.consumer.counters.GAUGES` names, as known without asking anybody."""
         return {
             "partitions": len(self.followed),
             "partitions_paused": len(self.paused),

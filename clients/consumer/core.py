@@ -32,17 +32,17 @@ from struct import Struct
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from clients.consumer_extensions import DEFAULT_ONLY, Extensions
-from clients.consumer_filter import left_in
-from clients.consumer_requests import Note, StreamRequests
-from clients.consumer_stream import (
+from clients.consumer.change_filter import left_in
+from clients.consumer.extensions import DEFAULT_ONLY, Extensions
+from clients.consumer.partition_stream import (
     FINAL_STATES,
-    Stream,
-    StreamState,
+    PartitionStream,
+    PartitionStreamState,
     Wanted,
     misplaced,
     wanted_of,
 )
+from clients.consumer.stream_requests import Note, StreamRequests
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -54,9 +54,9 @@ from clients.event import (
     StreamEnded,
     SystemEvent,
 )
-from clients.frame_buffer import FrameBuffer, frame_at
-from clients.pending_requests import ignored
+from clients.link.frame_buffer import FrameBuffer, frame_at
 from clients.position import Filter, Position
+from clients.streaming.pending_requests import ignored
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -76,7 +76,7 @@ from dcp.wire.message import (
     parse_stream_end,
 )
 from dcp.wire.opcode import Magic, Opcode
-from vbucket.manifest import decode_leb128, parse_system_event
+from vbucket.model.manifest import decode_leb128, parse_system_event
 
 BUFFER_BYTES: Final = 20 * 1024 * 1024
 """Default flow control window (gocbcore's)."""
@@ -94,7 +94,7 @@ _FINAL: Final = EndReason.FILTER_EMPTY
 any other a stream is asked for again; where that is refused for good, StreamFailed says so."""
 
 
-_NOT_STREAMED: Final = FINAL_STATES | {StreamState.GONE, StreamState.HELD}
+_NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStreamState.HELD}
 
 
 class Batch(NamedTuple):
@@ -187,8 +187,8 @@ class ConsumerCore(StreamRequests):
 
     def add(self, vb_id: int, wanted: Wanted) -> None:
         """Stream a partition."""
-        assert vb_id not in self._streams or self._streams[vb_id].state is StreamState.GONE
-        stream = Stream(vb_id, wanted.position)
+        assert vb_id not in self._streams or self._streams[vb_id].state is PartitionStreamState.GONE
+        stream = PartitionStream(vb_id, wanted.position)
         stream.ceiling, stream.now_seqno = wanted.ceiling, wanted.now_seqno
         self._streams[vb_id] = stream
         if self._is_begun:
@@ -255,7 +255,7 @@ class ConsumerCore(StreamRequests):
         return {
             vb_id: stream.position()
             for vb_id, stream in self._streams.items()
-            if stream.has_position and stream.state is not StreamState.GONE
+            if stream.has_position and stream.state is not PartitionStreamState.GONE
         }
 
     def unfinished(self) -> dict[int, Wanted]:
@@ -270,7 +270,7 @@ class ConsumerCore(StreamRequests):
     def is_finished(self) -> bool:
         """Whether every partition came to its end (with `until_now`) or was refused for good."""
         return all(
-            stream.state in FINAL_STATES or stream.state is StreamState.GONE
+            stream.state in FINAL_STATES or stream.state is PartitionStreamState.GONE
             for stream in self._streams.values()
         )
 
@@ -351,7 +351,7 @@ class ConsumerCore(StreamRequests):
 
     # -- messages of a stream ------------------------------------------------------------------
 
-    def on_marker(self, stream: Stream, frame: Frame) -> None:
+    def on_marker(self, stream: PartitionStream, frame: Frame) -> None:
         """A snapshot begins."""
         marker = parse_marker(frame)
         if stream.marker_end:
@@ -368,7 +368,7 @@ class ConsumerCore(StreamRequests):
         stream.begin_snapshot(marker.start_seqno, marker.end_seqno)
         self._events.append(SnapshotStart(stream.vb_id, *marker))
 
-    def on_deletion(self, stream: Stream, frame: Frame) -> None:
+    def on_deletion(self, stream: PartitionStream, frame: Frame) -> None:
         """A document was deleted or expired."""
         seqno, rev_seqno, delete_time_s = parse_deletion(frame)
         key = frame.key[self._prefix_bytes :]
@@ -382,16 +382,16 @@ class ConsumerCore(StreamRequests):
         )  # fmt: skip
         self._complete_at(stream, seqno)
 
-    def on_advanced(self, stream: Stream, frame: Frame) -> None:
+    def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
         """A seqno passed that has nothing for us."""
         self._pass(stream, parse_advanced(frame))
 
-    def _pass(self, stream: Stream, seqno: int) -> None:
+    def _pass(self, stream: PartitionStream, seqno: int) -> None:
         self._move(stream, seqno)
         self._events.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
 
-    def on_system_event(self, stream: Stream, frame: Frame) -> None:
+    def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
         """A scope or collection came or went; one of a kind that we do not know only passes."""
         if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
             raise RemoteProtocolError(f"a system event with extras of {len(frame.extras)} bytes")
@@ -410,7 +410,7 @@ class ConsumerCore(StreamRequests):
         )  # fmt: skip
         self._complete_at(stream, seqno)
 
-    def on_snapshot_end(self, stream: Stream, frame: Frame) -> None:
+    def on_snapshot_end(self, stream: PartitionStream, frame: Frame) -> None:
         """A snapshot is complete (x_snapshot_end); mostly its last change has said so already."""
         end_seqno = parse_snapshot_end(frame)
         if not stream.marker_end and end_seqno == stream.seqno:
@@ -423,11 +423,11 @@ class ConsumerCore(StreamRequests):
             )  # fmt: skip
         self._pass(stream, end_seqno)
 
-    def on_previous_value(self, _stream: Stream, frame: Frame) -> None:
+    def on_previous_value(self, _stream: PartitionStream, frame: Frame) -> None:
         """What the change that comes next replaces (x_previous_value)."""
         self._previous = (frame.opaque, parse_previous_value(frame)[0], frame.value)
 
-    def _take_previous(self, stream: Stream, opaque: int, seqno: int) -> bytes | None:
+    def _take_previous(self, stream: PartitionStream, opaque: int, seqno: int) -> bytes | None:
         """Return what a change replaced, None where that was not told."""
         if self._previous is None:
             return None
@@ -439,7 +439,7 @@ class ConsumerCore(StreamRequests):
             )  # fmt: skip
         return previous[2]
 
-    def on_end(self, stream: Stream, frame: Frame) -> None:
+    def on_end(self, stream: PartitionStream, frame: Frame) -> None:
         """The server ended the stream."""
         reason = parse_stream_end(frame)
         del self._open[frame.opaque]
@@ -454,7 +454,7 @@ class ConsumerCore(StreamRequests):
             text = f"{ended.reason_text} at seqno {stream.seqno}: {then}"
             self.notes.append(Note(f"stream_end_{reason}", stream.vb_id, text))
         if not will_resume:
-            stream.state = StreamState.DONE
+            stream.state = PartitionStreamState.DONE
         elif reason == EndReason.STATE_CHANGED:
             self._give_up(stream, b"")
         elif reason == EndReason.ROLLBACK:
@@ -462,12 +462,12 @@ class ConsumerCore(StreamRequests):
         else:
             self._retry_later(stream)
 
-    def _move(self, stream: Stream, seqno: int) -> None:
+    def _move(self, stream: PartitionStream, seqno: int) -> None:
         if not stream.seqno < seqno <= stream.marker_end:
             raise misplaced(stream, seqno)
         stream.move(seqno)
 
-    def _complete_at(self, stream: Stream, seqno: int) -> None:
+    def _complete_at(self, stream: PartitionStream, seqno: int) -> None:
         if seqno == stream.marker_end:
             stream.complete_snapshot()
             self._events.append(SnapshotEnd(stream.vb_id, seqno))
@@ -484,7 +484,7 @@ def _split_keys(events: list[Event]) -> None:
             event.key = event.key[id_bytes:]
 
 
-_MESSAGES: Final[dict[int, Callable[[ConsumerCore, Stream, Frame], None]]] = {
+_MESSAGES: Final[dict[int, Callable[[ConsumerCore, PartitionStream, Frame], None]]] = {
     Opcode.DCP_SNAPSHOT_MARKER: ConsumerCore.on_marker,
     Opcode.DCP_DELETION: ConsumerCore.on_deletion,
     Opcode.DCP_EXPIRATION: ConsumerCore.on_deletion,

@@ -16,11 +16,11 @@ import time
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from clients.consumer_core import Batch, ConsumerCore
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_stream import Wanted
+from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.partition_stream import Wanted
 from clients.errors import DcpdError, StreamViolationError
-from clients.link import Link
+from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
 
 SILENT_NOOPS: Final = 2

@@ -32,7 +32,7 @@ from clients.event import (
 from clients.position import RANGES_MAX, Filter, Position, Versions, clipped, thinned
 
 
-class StreamState(Enum):
+class PartitionStreamState(Enum):
     """See the module."""
 
     NEW = auto()
@@ -45,7 +45,7 @@ class StreamState(Enum):
     FAILED = auto()
 
 
-FINAL_STATES = frozenset({StreamState.DONE, StreamState.FAILED})
+FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED})
 """States after which nothing more comes for a partition."""
 
 
@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
     now_seqno: int | None = None
 
 
-class Stream:
+class PartitionStream:
     """See the module. `position` is None for a stream that starts from now."""
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Stream:
 
     def __init__(self, vb_id: int, position: Position | None) -> None:
         self.vb_id = vb_id
-        self.state = StreamState.NEW
+        self.state = PartitionStreamState.NEW
         self.target: int | None = None
         """Where the stream shall end (until now); None: nowhere, or not known yet."""
         self.ceiling: int | None = None
@@ -141,7 +141,7 @@ class Stream:
 
     def open(self, versions: Versions) -> None:
         """The server accepted: its failover log is ours from now on."""
-        self.state = StreamState.OPEN
+        self.state = PartitionStreamState.OPEN
         self.versions = versions
         self.retry_ns = 0
         self.leave_snapshot()
@@ -182,7 +182,7 @@ class Stream:
         self.is_marker_new = False
 
 
-def wanted_of(stream: Stream) -> Wanted:
+def wanted_of(stream: PartitionStream) -> Wanted:
     """Return what another connection has to ask for to go on with a stream."""
     ceiling = stream.ceiling if stream.target is None else stream.target
     if stream.has_position:
@@ -190,7 +190,7 @@ def wanted_of(stream: Stream) -> Wanted:
     return Wanted(None, ceiling, stream.now_seqno)
 
 
-def misplaced(stream: Stream, seqno: int) -> StreamViolationError:
+def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
     """Return the error for a change that does not belong where it came."""
     if not stream.marker_end:
         what = f"a change with seqno {seqno} outside of any snapshot"
@@ -215,11 +215,11 @@ def advance(
     `markers`, `collections` and `filter` come from the batch: the snapshots announced before it,
     and what the streams that it opens follow.
     """
-    streams: dict[int, Stream] = {}
+    streams: dict[int, PartitionStream] = {}
     for event in events:
         stream = streams.get(event.vb_id)
         if stream is None:
-            stream = Stream(event.vb_id, positions.get(event.vb_id, Position()))
+            stream = PartitionStream(event.vb_id, positions.get(event.vb_id, Position()))
             streams[event.vb_id] = stream
             if event.vb_id in markers:
                 stream.begin_snapshot(*markers[event.vb_id])

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_session import LOG, ConsumerSession
-from clients.consumer_stream import Wanted
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import LOG, ConsumerSession
+from clients.consumer.partition_stream import Wanted
 from clients.errors import (
     ConnectError,
     ConnectionLostError,
@@ -25,8 +25,8 @@ from clients.errors import (
     TemporaryError,
     TopologyError,
 )
-from clients.link import Link
-from clients.topology import Topology, parse_topology, single_node
+from clients.link.pipelined_link import Link
+from clients.link.topology import Topology, parse_topology, single_node
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 5.0

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from clients.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_session import LOG
+from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import LOG
 from clients.errors import CheckpointError, DcpdError
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened, SystemEvent
 from clients.position import Filter, Position, Versions

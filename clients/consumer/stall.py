@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from clients.consumer_stream import Stream
+from clients.consumer.partition_stream import PartitionStream
 
 PATIENCE: Final = 5
 """Checks without a message that a stream has for its first one while others are served."""
@@ -27,12 +27,12 @@ class StallWatch:
         """By partition: opaque, seqno, checks that found it behind there, whether it ever moved."""
 
     def check(
-        self, streams: Iterable[tuple[int, Stream]], high_seqnos: Mapping[int, int]
-    ) -> list[Stream]:
+        self, streams: Iterable[tuple[int, PartitionStream]], high_seqnos: Mapping[int, int]
+    ) -> list[PartitionStream]:
         """Return the streams that stall; (opaque, stream) of all that are open."""
         before, self._seen = self._seen, {}
         is_quiet = True
-        late: list[tuple[int, Stream]] = []
+        late: list[tuple[int, PartitionStream]] = []
         for opaque, stream in streams:
             end = high_seqnos.get(stream.vb_id, 0)
             if stream.target is not None:

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
-from clients.consumer_extensions import DEFAULT_ONLY
-from clients.consumer_placement import Placement
-from clients.consumer_session import LOG
+from clients.consumer.extensions import DEFAULT_ONLY
+from clients.consumer.node_session import LOG
+from clients.consumer.placement import Placement
 from clients.errors import TopologyError, UnsupportedError, error_from_status
-from clients.link import Link
+from clients.link.pipelined_link import Link
 from clients.operation import collection_id_of, parsed
 from clients.position import Position
 from dcp.wire.frame import pack_request

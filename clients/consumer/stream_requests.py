@@ -1,6 +1,6 @@
 """The half of a consumer's connection that asks: for streams, and again for those that stopped.
 
-`clients.consumer_core` is the other half: it takes what comes in. Both are one object, because a
+`clients.consumer.core` is the other half: it takes what comes in. Both are one object, because a
 stream goes back and forth between them; this half knows requests and replies, that one bytes and
 the messages of streams.
 
@@ -18,13 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from clients.consumer_extensions import Extensions
-from clients.consumer_stall import StallWatch
-from clients.consumer_stream import FINAL_STATES, Stream, StreamState, Wanted, wanted_of
+from clients.consumer.extensions import Extensions
+from clients.consumer.partition_stream import (
+    FINAL_STATES,
+    PartitionStream,
+    PartitionStreamState,
+    Wanted,
+    wanted_of,
+)
+from clients.consumer.stall import StallWatch
 from clients.errors import error_context, error_from_status
 from clients.event import Event, Rollback, StreamFailed, StreamOpened
-from clients.pending_requests import PendingRequests
 from clients.position import Position, rollback_reason, rolled_back
+from clients.streaming.pending_requests import PendingRequests
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.message import (
     U64,
@@ -35,7 +41,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 RETRY_FIRST_NS: Final = 50_000_000
 RETRY_MAX_NS: Final = 5_000_000_000
@@ -85,19 +91,19 @@ class StreamRequests:
         self._extensions = extensions
         self._until_now = until_now
         self._to_beginning = rollback_to_beginning
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, PartitionStream] = {}
         """By partition."""
-        self._open: dict[int, Stream] = {}
+        self._open: dict[int, PartitionStream] = {}
         """By opaque: streams that were accepted and have not ended."""
-        self._awaiting_seqnos: list[Stream] = []
-        self._awaiting_lists: list[Stream] = []
+        self._awaiting_seqnos: list[PartitionStream] = []
+        self._awaiting_lists: list[PartitionStream] = []
         """Streams that know several versions, until we know whether the server takes them all."""
-        self._waiting: set[Stream] = set()
+        self._waiting: set[PartitionStream] = set()
         self._events: list[Event] = []
-        self._touched: set[Stream] = set()
+        self._touched: set[PartitionStream] = set()
         self._markers: dict[int, tuple[int, int]] = {}
 
-    def _touch(self, stream: Stream) -> None:
+    def _touch(self, stream: PartitionStream) -> None:
         """Note that a batch concerns a partition, and the snapshot that it finds under way."""
         if stream not in self._touched:
             self._touched.add(stream)
@@ -111,13 +117,13 @@ class StreamRequests:
         return {
             vb_id: wanted_of(stream)
             for vb_id, stream in self._streams.items()
-            if stream.state is StreamState.HELD
+            if stream.state is PartitionStreamState.HELD
         }
 
     def go_on(self, vb_id: int, position: Position | None) -> None:
         """Ask again for a partition that is held, from `position` (None: where it was put)."""
         stream = self._streams[vb_id]
-        assert stream.state is StreamState.HELD
+        assert stream.state is PartitionStreamState.HELD
         if position is not None:
             assert position.seqno <= stream.seqno
             stream.place(position)
@@ -129,14 +135,18 @@ class StreamRequests:
         None where it is not streamed here, or came to its end.
         """
         stream = self._streams.pop(vb_id, None)
-        if stream is None or stream.state in FINAL_STATES or stream.state is StreamState.GONE:
+        if (
+            stream is None
+            or stream.state in FINAL_STATES
+            or stream.state is PartitionStreamState.GONE
+        ):
             return None
         wanted = wanted_of(stream)
         self._take_off(stream)
-        stream.state = StreamState.GONE
+        stream.state = PartitionStreamState.GONE
         return wanted
 
-    def _take_off(self, stream: Stream) -> None:
+    def _take_off(self, stream: PartitionStream) -> None:
         """Forget what was asked for a stream, and close what the server has or will have of it."""
         if stream.opaque:
             self._requests.forget(stream.opaque)
@@ -180,12 +190,12 @@ class StreamRequests:
 
     # -- asking for streams --------------------------------------------------------------------
 
-    def _ask_for(self, streams: list[Stream]) -> None:
+    def _ask_for(self, streams: list[PartitionStream]) -> None:
         """Ask for streams, after their high seqnos where those are needed first."""
         unsure = []
         for stream in streams:
             if not stream.has_position or (self._until_now and stream.target is None):
-                stream.state = StreamState.ASKED
+                stream.state = PartitionStreamState.ASKED
                 unsure.append(stream)
             else:
                 self._request(stream)
@@ -194,9 +204,9 @@ class StreamRequests:
                 self.ask_high_seqnos(self._on_seqnos)
             self._awaiting_seqnos += unsure
 
-    def _request(self, stream: Stream) -> None:
+    def _request(self, stream: PartitionStream) -> None:
         position = stream.position()
-        stream.state = StreamState.ASKED
+        stream.state = PartitionStreamState.ASKED
         if not self._extensions.is_for(position):
             self._begin_anew(stream)
             return
@@ -213,7 +223,7 @@ class StreamRequests:
             lambda frame: self._on_stream_reply(stream, frame),
         )
 
-    def _begin_anew(self, stream: Stream) -> None:
+    def _begin_anew(self, stream: PartitionStream) -> None:
         """What is held is of other collections: a rollback to 0, told with the answer to a NOOP."""
         held, wanted = (
             ", ".join(map(str, ids or ())) or "all"
@@ -225,33 +235,33 @@ class StreamRequests:
         )
 
         def on_reply(_frame: Frame) -> None:
-            if stream.state is StreamState.ASKED:
+            if stream.state is PartitionStreamState.ASKED:
                 self._touch(stream)
                 self._roll_back(stream, 0, b"", why=why)
 
         self._requests.send(lambda opaque: pack_request(Opcode.NOOP, opaque=opaque), on_reply)
 
-    def _again(self, stream: Stream) -> None:
+    def _again(self, stream: PartitionStream) -> None:
         """Ask at once; with `until_now` for the end that holds after a branch."""
         if stream.target is not None:
             stream.ceiling, stream.target = stream.target, None
         self._ask_for([stream])
 
-    def _retry_later(self, stream: Stream) -> None:
-        stream.state = StreamState.WAITING
+    def _retry_later(self, stream: PartitionStream) -> None:
+        stream.state = PartitionStreamState.WAITING
         stream.retry_ns = min(max(RETRY_FIRST_NS, stream.retry_ns * 2), RETRY_MAX_NS)
         stream.retry_at_ns = self._requests.now_ns + stream.retry_ns
         self._waiting.add(stream)
 
-    def _give_up(self, stream: Stream, config: bytes) -> None:
-        stream.state = StreamState.GONE
+    def _give_up(self, stream: PartitionStream, config: bytes) -> None:
+        stream.state = PartitionStreamState.GONE
         self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
         text = f"not on {self.node or 'this node'} any more, at seqno {stream.seqno}"
         self.notes.append(Note("moved", stream.vb_id, text))
 
     # -- replies -------------------------------------------------------------------------------
 
-    def _on_stream_reply(self, stream: Stream, frame: Frame) -> None:
+    def _on_stream_reply(self, stream: PartitionStream, frame: Frame) -> None:
         self._touch(stream)
         status = frame.status
         stream.opaque = 0 if status else frame.opaque
@@ -276,11 +286,11 @@ class StreamRequests:
         else:
             self._refuse(stream, frame)
 
-    def _on_out_of_range(self, stream: Stream, context: str) -> None:
+    def _on_out_of_range(self, stream: PartitionStream, context: str) -> None:
         """Our place is one that the server does not have: go back to what both have."""
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
-            if stream.state is not StreamState.ASKED:
+            if stream.state is not PartitionStreamState.ASKED:
                 return
             high = high_seqnos.get(stream.vb_id)
             if high is None:
@@ -295,7 +305,9 @@ class StreamRequests:
 
         self.ask_high_seqnos(on_seqnos)
 
-    def _roll_back(self, stream: Stream, server_seqno: int, log: bytes, *, why: str = "") -> None:
+    def _roll_back(
+        self, stream: PartitionStream, server_seqno: int, log: bytes, *, why: str = ""
+    ) -> None:
         if stream.seqno == 0:
             self._fail(stream, Status.ROLLBACK, "rollback from seqno 0", "The server is at fault.")
             return
@@ -316,11 +328,11 @@ class StreamRequests:
                 Rollback(stream.vb_id, position.seqno, server_seqno, before.seqno, reason, versions)
             )
             if self._asks_on_rollback:
-                stream.state = StreamState.HELD
+                stream.state = PartitionStreamState.HELD
                 return
         self._again(stream)
 
-    def _refuse(self, stream: Stream, frame: Frame) -> None:
+    def _refuse(self, stream: PartitionStream, frame: Frame) -> None:
         error = error_from_status(
             frame.status,
             f"stream request from seqno {stream.seqno} (snapshot {stream.snap_start} to"
@@ -329,8 +341,8 @@ class StreamRequests:
         )  # fmt: skip
         self._fail(stream, frame.status, str(error), error.hint)
 
-    def _fail(self, stream: Stream, status: int, what: str, hint: str) -> None:
-        stream.state = StreamState.FAILED
+    def _fail(self, stream: PartitionStream, status: int, what: str, hint: str) -> None:
+        stream.state = PartitionStreamState.FAILED
         self._touch(stream)
         self._events.append(StreamFailed(stream.vb_id, status, what, hint))
         self.notes.append(
@@ -354,9 +366,9 @@ class StreamRequests:
                 stream.now_seqno = seqno if known is None else min(known, seqno)
                 self._ask_failover_log(stream, stream.now_seqno)
 
-    def _ask_failover_log(self, stream: Stream, seqno: int) -> None:
+    def _ask_failover_log(self, stream: PartitionStream, seqno: int) -> None:
         def on_log(frame: Frame) -> None:
-            if stream.state is not StreamState.ASKED:
+            if stream.state is not PartitionStreamState.ASKED:
                 return
             if frame.status == Status.NOT_MY_VBUCKET:
                 self._give_up(stream, frame.value)

@@ -1,11 +1,11 @@
 """Who looks after a consumer's partitions: their sessions, pausing, and rollbacks to be settled.
 
 Who calls it: `clients.consumer` for its user, sessions with what they received or lost, the reader
-(`clients.consumer_reader`) when a rollback is next.
+(`clients.consumer.batch_reader`) when a rollback is next.
 
 Invariants
 - a partition that is followed is in exactly one place: with a session's core, homeless
-  (`clients.consumer_placement`), held, or paused;
+  (`clients.consumer.placement`), held, or paused;
 - what was received of a partition that is taken off is taken out of the queue: it comes again from
   where the batch in hand ends;
 - a partition goes on from what was decided about its rollback, wherever it is by then;
@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from clients.consumer_core import Batch
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_placement import TRANSIENT, Placement
-from clients.consumer_reader import Reader
-from clients.consumer_rollback import OnRollback, decide_rollback
-from clients.consumer_session import LOG, ConsumerSession
-from clients.consumer_stream import Wanted
+from clients.consumer.batch_reader import BatchReader
+from clients.consumer.core import Batch
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.node_session import LOG, ConsumerSession
+from clients.consumer.partition_stream import Wanted
+from clients.consumer.placement import TRANSIENT, Placement
+from clients.consumer.rollback_strategy import OnRollback, decide_rollback
 from clients.errors import AuthenticationError, DcpdError
 from clients.event import Rollback
 from clients.position import Position, gone_back
@@ -37,7 +37,7 @@ class Supervisor:
         name: str,
         metrics: ConsumerMetrics,
         placement: Placement,
-        reader: Reader,
+        reader: BatchReader,
         *,
         on_rollback: OnRollback,
         buffer_bytes: int,

@@ -41,7 +41,8 @@ from clients.errors import (
     UnsupportedError,
     error_from_status,
 )
-from clients.link import Link
+from clients.link.pipelined_link import Link
+from clients.link.topology import ClusterNode, Topology, parse_topology, single_node
 from clients.operation import (
     Document,
     MutationResult,
@@ -57,13 +58,12 @@ from clients.operation import (
     partitions_of,
     store_operation,
 )
-from clients.topology import Node, Topology, parse_topology, single_node
 from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import DEFAULT_COLLECTION_PREFIX
-from vbucket.manifest import encode_leb128
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
+from vbucket.model.manifest import encode_leb128
 
 ATTEMPTS_MAX: Final = 6
 """Times that one operation is sent at most."""
@@ -279,7 +279,7 @@ class KvClient:
         self._check(frame, "get failover log", node, vb_id)
         return parsed(parse_failover_log, frame.value, node.name)
 
-    async def stats(self, group: str = "", *, node: Node | None = None) -> dict[str, str]:
+    async def stats(self, group: str = "", *, node: ClusterNode | None = None) -> dict[str, str]:
         """Return a node's statistics, by name; the first node's where none is named."""
         at = node or (await self._nodes())[0]
         link = await self._link((at.host, at.kv_port))
@@ -355,7 +355,7 @@ class KvClient:
 
     async def _send_group(
         self,
-        node: Node,
+        node: ClusterNode,
         operations: list[Operation],
         indexes: list[int],
         vb_ids: list[int],
@@ -443,7 +443,7 @@ class KvClient:
                     await self._learn(b"", node)
                     return
 
-    async def _learn(self, body: bytes, node: Node) -> None:
+    async def _learn(self, body: bytes, node: ClusterNode) -> None:
         """Adopt the configuration in a NOT_MY_VBUCKET body, or fetch the node's own."""
         raw = body
         if not raw:
@@ -460,7 +460,7 @@ class KvClient:
         assert self.topology is not None
         return self.topology
 
-    async def _nodes(self) -> tuple[Node, ...]:
+    async def _nodes(self) -> tuple[ClusterNode, ...]:
         return (await self._topology()).nodes
 
     async def _link(self, place: tuple[str, int]) -> Link:
@@ -491,7 +491,7 @@ class KvClient:
             self.topology = topology
 
     async def _ask(
-        self, node: Node, opcode: Opcode, *, vb_id: int = 0, extras: bytes = b""
+        self, node: ClusterNode, opcode: Opcode, *, vb_id: int = 0, extras: bytes = b""
     ) -> Frame:
         """Send an idempotent command; after a lost connection once more."""
         for attempt in range(ATTEMPTS_MAX):
@@ -518,7 +518,7 @@ class KvClient:
             ) from None
 
     @staticmethod
-    def _check(frame: Frame, operation: str, node: Node, vb_id: int | None = None) -> None:
+    def _check(frame: Frame, operation: str, node: ClusterNode, vb_id: int | None = None) -> None:
         if frame.status:
             raise error_from_status(
                 frame.status, operation, body=frame.value, vb_id=vb_id, node=node.name

@@ -24,7 +24,7 @@ from clients.errors import (
     TemporaryError,
     error_from_status,
 )
-from clients.link_sync import SyncLink
+from clients.link.blocking_link import SyncLink
 from clients.operation import (
     Document,
     MutationResult,
@@ -40,10 +40,10 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 if TYPE_CHECKING:
-    from clients.topology import Node, Topology
+    from clients.link.topology import ClusterNode, Topology
 
 ATTEMPTS_MAX: Final = 6
 BACKOFF_S: Final = 0.02
@@ -137,7 +137,7 @@ class SyncKv:
     def topology(self) -> Topology:
         """Return the cluster configuration, asked for once."""
         if self._topology is None:
-            from clients.topology import parse_topology, single_node
+            from clients.link.topology import parse_topology, single_node
 
             host, port = self.address.host, self.address.port
             frame = self._seed().request(Opcode.GET_CLUSTER_CONFIG)
@@ -180,7 +180,7 @@ class SyncKv:
 
     def _learn(self, refusal: NotMyVbucketError, host: str) -> None:
         """Adopt the configuration that came with a refusal, or ask for it."""
-        from clients.topology import parse_topology
+        from clients.link.topology import parse_topology
 
         if not refusal.config:
             self._topology = None
@@ -192,7 +192,7 @@ class SyncKv:
 
     def _place_of(self, operation: Operation) -> tuple[str, int]:
         topology = self.topology()
-        node: Node = topology.node_of(vbucket_of(operation[1], topology.num_vbuckets))
+        node: ClusterNode = topology.node_of(vbucket_of(operation[1], topology.num_vbuckets))
         return node.host, node.kv_port
 
     def _seed(self) -> SyncLink:

@@ -1,8 +1,8 @@
 """One connection over a blocking socket, for commands that must start fast.
 
-Who uses it: `clients.kv_sync`, for dcpctl. It imports no asyncio (that alone is 60 ms), and SCRAM
-only where a server is not on loopback. The session start is the same `clients.handshake` that the
-asyncio link has.
+Who uses it: `clients.kv.sync_client`, for dcpctl. It imports no asyncio (that alone is 60 ms), and
+SCRAM only where a server is not on loopback. The session start is the same `clients.link.handshake`
+that the asyncio link has.
 
 Invariant: replies come in the order of the requests, each with its request's opaque.
 """
@@ -16,7 +16,7 @@ from typing import Final
 
 from clients.address import ServerAddress, is_loopback
 from clients.errors import ConnectError, ConnectionLostError, OperationTimeoutError
-from clients.handshake import Handshake
+from clients.link.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -112,7 +112,7 @@ class SyncLink:
         return frames[-1:] if frames[-1].status else frames[:-1]
 
     def _with_tls(self) -> socket.socket:
-        from clients.tls import client_context, connect_error
+        from clients.link.client_tls import client_context, connect_error
 
         context = client_context(self.address)
         try:

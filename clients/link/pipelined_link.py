@@ -27,7 +27,7 @@ from clients.errors import (
     DcpdError,
     OperationTimeoutError,
 )
-from clients.handshake import FEATURES, Handshake
+from clients.link.handshake import FEATURES, Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -96,7 +96,7 @@ class Link(asyncio.Protocol):
         tls: SSLContext | None = None
         explain = ConnectError.of
         if address.is_tls:
-            from clients.tls import client_context, connect_error
+            from clients.link.client_tls import client_context, connect_error
 
             tls, explain = client_context(address), connect_error
         try:

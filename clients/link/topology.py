@@ -15,10 +15,10 @@ import json
 from typing import Any, NamedTuple
 
 from clients.errors import TopologyError
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 
-class Node(NamedTuple):
+class ClusterNode(NamedTuple):
     """A node that serves the bucket. `mgmt_port` is the admin HTTP API's, 0 = none.
 
     Both are the ports of TLS where the configuration was read for a client with TLS.
@@ -40,7 +40,7 @@ class Topology(NamedTuple):
 
     revision: tuple[int, int]
     """(revEpoch, rev)"""
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     vbucket_map: tuple[int, ...]
 
     @property
@@ -48,7 +48,7 @@ class Topology(NamedTuple):
         """Number of partitions."""
         return len(self.vbucket_map)
 
-    def node_of(self, vb_id: int) -> Node:
+    def node_of(self, vb_id: int) -> ClusterNode:
         """Return the node where the partition is active.
 
         Raises TopologyError where there is none or no such partition.
@@ -74,7 +74,7 @@ class Topology(NamedTuple):
 
 def single_node(host: str, kv_port: int, num_vbuckets: int = NUM_VBUCKETS) -> Topology:
     """Return the topology of a server that gave no configuration: one node, all partitions."""
-    return Topology((0, 0), (Node(host, kv_port),), (0,) * num_vbuckets)
+    return Topology((0, 0), (ClusterNode(host, kv_port),), (0,) * num_vbuckets)
 
 
 def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Topology:
@@ -106,7 +106,7 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
     return Topology(revision, nodes, vbucket_map)
 
 
-def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple[Node, ...]:
+def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple[ClusterNode, ...]:
     """Return the nodes that serve the bucket, in the order that vBucketMap refers to."""
     serving = document["nodes"]
     extended = document.get("nodesExt") or [{} for _ in serving]
@@ -122,7 +122,7 @@ def _nodes(document: dict[str, Any], origin_host: str, *, is_tls: bool) -> tuple
         else:
             port = services.get("kv") or plain.get("ports", {}).get("direct")
             mgmt_port = services.get("mgmt")
-        nodes.append(Node(name, int(port), int(mgmt_port or 0)))
+        nodes.append(ClusterNode(name, int(port), int(mgmt_port or 0)))
     if len(nodes) != len(serving):
         raise ValueError(f"{len(serving)} nodes, but {len(nodes)} of them in nodesExt")
     return tuple(nodes)

@@ -19,10 +19,10 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, Final
 
-from clients.checkpoint import decode_position, encode_position
+from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.errors import CheckpointError
-from clients.lmdb_file import LmdbFile, rows_from
-from clients.mirror_state import Changing
+from clients.local_lmdb import LocalLmdb, rows_from
+from clients.mirror.mirror_state import Changing
 from clients.position import Position
 
 FORMAT: Final = "dcpd-mirror"
@@ -37,10 +37,10 @@ _U32: Final = Struct(">I")
 
 
 class LmdbStore:
-    """See the module and `clients.mirror_state.MirrorStore`."""
+    """See the module and `clients.mirror.mirror_state.MirrorStore`."""
 
     def __init__(self, path: str | Path, *, is_durable: bool = True) -> None:
-        self._file = LmdbFile(path, FORMAT, version=VERSION, is_durable=is_durable)
+        self._file = LocalLmdb(path, FORMAT, version=VERSION, is_durable=is_durable)
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:

@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from clients.address import ServerAddress
-from clients.consumer import Consumer
-from clients.consumer_session import LOG
-from clients.consumer_start import prefixes_of
+from clients.consumer.consumer import Consumer
+from clients.consumer.node_session import LOG
+from clients.consumer.starting_point import prefixes_of
 from clients.errors import DcpdError, OperationTimeoutError
 from clients.event import Rollback, StreamFailed
-from clients.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
+from clients.mirror.mirror_state import JOURNAL_MAX, MemoryStore, MirrorStore, take
 from clients.position import Position
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 LOOK_AGAIN_S: Final = 0.1
 """How often `caught_up` looks where nothing comes that would tell it."""
@@ -90,7 +90,7 @@ class Mirror:
     async def open(self, *, caught_up_within_s: float | None = None) -> None:
         """Connect and catch up. Raises what Consumer.open does, and OperationTimeoutError."""
         if self._path is not None:
-            from clients.mirror_lmdb import LmdbStore
+            from clients.mirror.lmdb_mirror import LmdbStore
 
             self._store = LmdbStore(self._path)
         try:

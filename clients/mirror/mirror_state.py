@@ -11,7 +11,7 @@ Invariants
   the newest entry that was dropped, 0 where none was;
 - documents, journal and positions change together, in one `changing()` of the store.
 
-Where the documents are is the store's affair: `MemoryStore` here, or `clients.mirror_lmdb`.
+Where the documents are is the store's affair: `MemoryStore` here, or `clients.mirror.lmdb_mirror`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 from clients.event import Deletion, Event, Mutation, Rollback, SystemEvent
 from clients.position import Position
-from vbucket.manifest import SystemEventKind
+from vbucket.model.manifest import SystemEventKind
 
 JOURNAL_MAX: Final = 10_000
 """Entries of a partition's journal: how many changes a rollback may go back without a restart."""

@@ -20,11 +20,11 @@ from clients.errors import (
     TemporaryError,
     TopologyError,
 )
-from clients.kv_sync import SyncKv
-from clients.link_sync import SyncLink
+from clients.kv.sync_client import SyncKv
+from clients.link.blocking_link import SyncLink
+from clients.link.topology import Topology
 from clients.spark.fetch_core import Arrived, FetchCore, Stream
-from clients.spark.plan import Step
-from clients.topology import Topology
+from clients.spark.plan import PlanStep
 
 READ_BYTES: Final = 1024 * 1024
 PATIENCE_S: Final = 60.0
@@ -66,7 +66,7 @@ def topology_of(servers: Sequence[ServerAddress]) -> Topology:
 
 def fetch(
     servers: tuple[ServerAddress, ...],
-    steps: Sequence[Step],
+    steps: Sequence[PlanStep],
     *,
     history: bool = True,
     collection_ids: tuple[int, ...] = (0,),

@@ -37,10 +37,10 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from clients.errors import ConnectError, DcpdError, StreamViolationError, error_from_status
-from clients.pending_requests import PendingRequests
 from clients.position import Versions
 from clients.spark.columns import Changes, Chunk, changes_of, heads_of, last_seqnos, without
-from clients.spark.plan import Step, common_seqno
+from clients.spark.plan import PlanStep, common_seqno
+from clients.streaming.pending_requests import PendingRequests
 from dcp.wire.frame import (
     HEADER_BYTES,
     MAX_BODY_BYTES,
@@ -104,7 +104,7 @@ class Stream:
     __slots__ = ("end_seqno", "opaque", "problem", "rollback_to", "seqno", "snapshot",
                  "start_seqno", "state", "step", "versions")  # fmt: skip
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: PlanStep) -> None:
         self.step = step
         self.state = StreamState.WAITING
         self.start_seqno = self.seqno = step.start_seqno

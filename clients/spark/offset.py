@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from clients.position import Position, Ranges, Versions
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 RANGES_MAX: Final = 8
 """Complete states remembered per partition: an offset has 1,024 of them and is kept per batch."""

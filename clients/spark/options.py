@@ -16,7 +16,7 @@ from typing import Any, Final
 from clients.address import ServerAddress, parse_address
 from clients.spark.offset import COLLECTIONS, Offset, decode, partition_number
 from clients.spark.value_schema import check_columns
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 NUM_PARTITIONS: Final = 4
 """Tasks of a batch, if there is enough to read: one server feeds about so many readers."""
@@ -28,7 +28,7 @@ class OptionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class SourceSettings:
     """The options, taken apart. Goes to the executors, so it can be pickled."""
 
     servers: tuple[ServerAddress, ...] = field(repr=False)
@@ -65,7 +65,7 @@ class Settings:
         return ", ".join(columns)
 
 
-def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> Settings:
+def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> SourceSettings:
     """Return the settings that options describe. Raises OptionError."""
     given = {name.lower(): str(value).strip() for name, value in options.items()}
     known = {name.lower(): name for name in _OPTIONS}
@@ -98,7 +98,7 @@ def _shown(name: str, text: str, error: ValueError) -> str:
     return f"{text!r} ({error})" if str(error) else repr(text)
 
 
-def _settings(found: dict[str, Any], *, is_batch: bool) -> Settings:
+def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
     """Put options together that belong together."""
     if "servers" not in found:
         raise OptionError(f"option servers is missing: it takes {_OPTIONS['servers'][0]}")
@@ -113,8 +113,8 @@ def _settings(found: dict[str, Any], *, is_batch: bool) -> Settings:
             "options maxRowsPerTrigger and maxBytesPerTrigger are for streams: spark.read reads"
             " everything up to now"
         )
-    defaults = Settings(())
-    return Settings(
+    defaults = SourceSettings(())
+    return SourceSettings(
         servers=_servers(found),
         collections=found.get("collections"),
         partitions=found.get("partitions", defaults.partitions),

@@ -54,7 +54,7 @@ class GoneBack(NamedTuple):
     reason: str
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """One partition's part of a batch: [a rollback,] then the changes above `start_seqno`."""
 
     vb_id: int
@@ -193,7 +193,7 @@ def _level(wants: Sequence[int], left: int) -> int:
     return wants[-1] if wants else 0
 
 
-def steps_between(start: Offset, end: Offset) -> list[Step]:
+def steps_between(start: Offset, end: Offset) -> list[PlanStep]:
     """Return what a batch between two offsets reads, by partition.
 
     Partitions without a difference are left out, and those where only a version began. The first
@@ -216,19 +216,19 @@ def steps_between(start: Offset, end: Offset) -> list[Step]:
         if seqno == after.seqno and after.rollback_to is None:
             continue
         steps.append(
-            Step(
+            PlanStep(
                 int(name), seqno, versions, after.seqno, after.position.versions, after.rollback_to
             )
         )
     return steps
 
 
-def tasks_of(steps: Sequence[Step], tasks_max: int) -> list[tuple[Step, ...]]:
+def tasks_of(steps: Sequence[PlanStep], tasks_max: int) -> list[tuple[PlanStep, ...]]:
     """Cut the steps of one node into ranges of partitions with about as many changes each."""
     rows = [step.end_seqno - step.start_seqno for step in steps]
     total = sum(rows)
     count = max(1, min(tasks_max, total // TASK_ROWS_MIN))
-    tasks: list[list[Step]] = [[]]
+    tasks: list[list[PlanStep]] = [[]]
     done = 0
     for step, step_rows in zip(steps, rows, strict=True):
         if tasks[-1] and len(tasks) < count and done >= total * len(tasks) / count:

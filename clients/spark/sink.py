@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from clients.errors import DcpdError
-from clients.spark.sink_rules import Writer
+from clients.spark.sink_rules import TableWriter
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -62,7 +62,7 @@ def apply_changes(
             f"a batch without the columns {', '.join(missing)}: give apply_changes the rows of the"
             " source dcp as they are"
         )
-    writer = Writer(_query_of(batch_df) if query is None else query, take_over_from)
+    writer = TableWriter(_query_of(batch_df) if query is None else query, take_over_from)
     if format == "parquet":
         from clients.spark import sink_parquet
 

@@ -30,7 +30,7 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 from deltalake.exceptions import CommitFailedError
 
 from clients.spark.sink_rules import (
-    Writer,
+    TableWriter,
     above,
     as_current,
     bucket_of,
@@ -56,7 +56,7 @@ _PREDICATE_PARTITIONS: Final = 128
 
 
 def apply_batch(
-    batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: Writer
+    batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: TableWriter
 ) -> None:
     """Apply a batch of rows. Raises DcpdError where the tables belong to another query."""
     tables = _Tables(path, dict(options), buckets, writer)
@@ -91,7 +91,9 @@ def _apply(batch: pa.Table, tables: _Tables) -> None:
 class _Tables:
     """The two tables at a path."""
 
-    def __init__(self, path: str, options: dict[str, str], buckets: int, writer: Writer) -> None:
+    def __init__(
+        self, path: str, options: dict[str, str], buckets: int, writer: TableWriter
+    ) -> None:
         self._path = path
         self._writer = writer
         self._changes_path = f"{path.rstrip('/')}/changes"

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from clients.errors import DcpdError
 from clients.spark.sink_rules import (
     Cuts,
-    Writer,
+    TableWriter,
     above,
     as_current,
     bucket_of,
@@ -75,7 +75,7 @@ class Bucket(msgspec.Struct, frozen=True):
     current: str = ""
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class TableManifest(msgspec.Struct, frozen=True):
     """The state of a table."""
 
     buckets: int
@@ -105,14 +105,14 @@ class Outcome(msgspec.Struct, frozen=True):
     """Files that it wrote and merged into others at once."""
 
 
-def load_manifest(files: TableFiles) -> Manifest | None:
+def load_manifest(files: TableFiles) -> TableManifest | None:
     """Return a table's manifest, None where there is no table. Raises DcpdError."""
     try:
         text = files.read(MANIFEST)
     except FileNotFoundError:
         return None
     try:
-        manifest = msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=TableManifest)
     except msgspec.DecodeError as error:
         raise DcpdError(f"{files.path / MANIFEST} is no manifest of a table: {error}") from None
     if not 1 <= manifest.format <= FORMAT:
@@ -123,7 +123,7 @@ def load_manifest(files: TableFiles) -> Manifest | None:
     return manifest
 
 
-def apply_batch(batch_df: Any, path: Path, buckets: int, writer: Writer) -> None:
+def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) -> None:
     """Apply a batch (a DataFrame): one Spark job writes the files, then the manifest counts them.
 
     Raises DcpdError where the table is of another format, belongs to another query, or somebody
@@ -149,12 +149,12 @@ def apply_batch(batch_df: Any, path: Path, buckets: int, writer: Writer) -> None
         commit(files, manifest, outcomes)
 
 
-def open_table(files: TableFiles, buckets: int, writer: Writer) -> Manifest:
+def open_table(files: TableFiles, buckets: int, writer: TableWriter) -> TableManifest:
     """Return the manifest of a table to be written, with its owner; make the folders.
 
     Raises DcpdErrors.
     """
-    manifest = load_manifest(files) or Manifest(buckets)
+    manifest = load_manifest(files) or TableManifest(buckets)
     query = owner_after(manifest.query, writer, str(files.path))
     for folder in FOLDERS:
         files.make_folder(folder)
@@ -168,7 +168,7 @@ def _arrow_schema(batch_df: Any) -> pa.Schema:
 
 
 def write_buckets(
-    rows: pa.Table, files: TableFiles, manifest: Manifest
+    rows: pa.Table, files: TableFiles, manifest: TableManifest
 ) -> Iterator[pa.RecordBatch]:
     """Apply a task's rows, whole buckets of a batch; yield one row per bucket (`WRITTEN`)."""
     present = sorted({bucket_of(vb, manifest.buckets) for vb in pc.unique(rows["vb"]).to_pylist()})
@@ -185,7 +185,9 @@ def write_buckets(
         )
 
 
-def apply_to_bucket(batch: pa.Table, files: TableFiles, number: int, manifest: Manifest) -> Outcome:
+def apply_to_bucket(
+    batch: pa.Table, files: TableFiles, number: int, manifest: TableManifest
+) -> Outcome:
     """Write a bucket's files after a batch, durably; return which they are."""
     before = manifest.files.get(number, Bucket())
     cuts = cuts_of(batch)
@@ -287,7 +289,7 @@ class _Folder:
             self._files.sync_folder(folder)
 
 
-def commit(files: TableFiles, before: Manifest, outcomes: Mapping[int, Outcome]) -> None:
+def commit(files: TableFiles, before: TableManifest, outcomes: Mapping[int, Outcome]) -> None:
     """Make the files of a batch count, and remove what the batch before replaced."""
     now = load_manifest(files)
     if (now.generation if now else 0) != before.generation:
@@ -316,7 +318,7 @@ def commit(files: TableFiles, before: Manifest, outcomes: Mapping[int, Outcome])
         _sweep(files, after)
 
 
-def _sweep(files: TableFiles, manifest: Manifest) -> None:
+def _sweep(files: TableFiles, manifest: TableManifest) -> None:
     """Remove files that no manifest names: attempts that failed left them."""
     known = manifest.named() | set(manifest.replaced)
     oldest_s = time.time() - SWEEP_AGE_S

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from clients.errors import DcpdError
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 _PLACE: Final = "__place"
 
@@ -31,7 +31,7 @@ class Cuts(NamedTuple):
     high: dict[int, int]
 
 
-class Writer(NamedTuple):
+class TableWriter(NamedTuple):
     """Who applies a batch."""
 
     query: str = ""
@@ -40,7 +40,7 @@ class Writer(NamedTuple):
     """A query whose table this one may take over."""
 
 
-def owner_after(owner: str, writer: Writer, path: str) -> str:
+def owner_after(owner: str, writer: TableWriter, path: str) -> str:
     """Return the query that owns a table from now on. `owner` is the present one, "" for none.
 
     Raises DcpdError if another query owns it: each would resume from its own checkpoint and undo

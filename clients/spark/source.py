@@ -35,11 +35,11 @@ from clients.errors import DcpdError, HistoryBranchedError
 from clients.spark.columns import record_batch, rollback_batch
 from clients.spark.fetch import fetch
 from clients.spark.offset import COLLECTIONS, Entry, Offset, entries_of, entry_at, offset_of
-from clients.spark.options import OptionError, Settings, parse_options
+from clients.spark.options import OptionError, SourceSettings, parse_options
 from clients.spark.plan import (
     Facts,
     GoneBack,
-    Step,
+    PlanStep,
     next_entries,
     steps_between,
     tasks_of,
@@ -59,7 +59,7 @@ class ReadTask(InputPartition):
     """What one task reads: partitions of one node."""
 
     def __init__(
-        self, settings: Settings, steps: tuple[Step, ...], collection_ids: tuple[int, ...]
+        self, settings: SourceSettings, steps: tuple[PlanStep, ...], collection_ids: tuple[int, ...]
     ) -> None:
         super().__init__(None)
         self.settings = settings
@@ -95,7 +95,7 @@ class DcpDataSource(DataSource):
 class _Planner:
     """What both readers do on the driver."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SourceSettings) -> None:
         self.settings = settings
         self.survey = Survey(settings.servers, settings.partitions)
         self._collection_ids: tuple[int, ...] | None = None
@@ -129,12 +129,12 @@ class _Planner:
                 )
         return {**entries_of(told), **_based(numbers, facts)}
 
-    def tasks(self, steps: Sequence[Step]) -> list[InputPartition]:
+    def tasks(self, steps: Sequence[PlanStep]) -> list[InputPartition]:
         """Return the tasks that read some steps: each of one node, at most as many as wanted."""
         if not steps:
             return []
         topology = self.survey.topology()
-        groups: dict[int, list[Step]] = {}
+        groups: dict[int, list[PlanStep]] = {}
         for step in steps:
             index = max(topology.vbucket_map[step.vb_id], 0)
             groups.setdefault(index, []).append(step)
@@ -158,7 +158,7 @@ def _based(seqnos: dict[int, int], facts: dict[int, Facts]) -> dict[int, Entry]:
 class DcpReader(DataSourceReader):
     """`spark.read`: everything from the starting offsets up to now."""
 
-    def __init__(self, settings: Settings, schema: StructType) -> None:
+    def __init__(self, settings: SourceSettings, schema: StructType) -> None:
         self._settings = settings
         self._schema = schema
 
@@ -188,7 +188,7 @@ class DcpReader(DataSourceReader):
 class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """`spark.readStream`. On executors it is a fresh copy: `read` keeps nothing."""
 
-    def __init__(self, settings: Settings, schema: StructType) -> None:
+    def __init__(self, settings: SourceSettings, schema: StructType) -> None:
         self._settings = settings
         self._schema = schema
         self._planner = _Planner(settings)

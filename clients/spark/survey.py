@@ -19,11 +19,11 @@ from clients.errors import (
     UnsupportedError,
     error_from_status,
 )
-from clients.link_sync import SyncLink
+from clients.link.blocking_link import SyncLink
+from clients.link.topology import ClusterNode, Topology
 from clients.position import Versions
 from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
-from clients.spark.plan import Facts, Step
-from clients.topology import Node, Topology
+from clients.spark.plan import Facts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
@@ -96,7 +96,7 @@ class Survey:
         return self._patiently(lambda: tuple(self._collection_id(name) for name in names))
 
     def row_bytes(
-        self, steps: Sequence[Step], *, history: bool, collection_ids: tuple[int, ...]
+        self, steps: Sequence[PlanStep], *, history: bool, collection_ids: tuple[int, ...]
     ) -> float:
         """Return about how many bytes a row of these steps has, by reading some."""
         largest = sorted(steps, key=lambda step: step.start_seqno - step.end_seqno)
@@ -127,12 +127,12 @@ class Survey:
                     raise
                 time.sleep(RETRY_S)
 
-    def _nodes(self) -> tuple[Node, ...]:
+    def _nodes(self) -> tuple[ClusterNode, ...]:
         if self._topology is None:
             self._topology = topology_of(self._servers)
         return self._topology.nodes
 
-    def _link(self, node: Node) -> SyncLink:
+    def _link(self, node: ClusterNode) -> SyncLink:
         place = (node.host, node.kv_port)
         link = self._links.get(place)
         if link is None:
@@ -145,7 +145,7 @@ class Survey:
             high.update(self._active(node))
         return high
 
-    def _active(self, node: Node) -> dict[int, int]:
+    def _active(self, node: ClusterNode) -> dict[int, int]:
         """Return the high seqnos of the wanted partitions that are active on a node."""
         frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
         if frame.status:
@@ -186,7 +186,7 @@ class Survey:
             )
         return found
 
-    def _told(self, node: Node) -> dict[int, list[int]]:
+    def _told(self, node: ClusterNode) -> dict[int, list[int]]:
         """Return high seqno, purge seqno, history floor and newest version, by partition."""
         rows: dict[int, list[int]] = {}
         for frame in self._link(node).request_stat(b"vbucket-seqno"):
@@ -214,7 +214,7 @@ class Survey:
             if vb_id not in self._logs or self._logs[vb_id][0][0] != row[3]
         ]
 
-    def _learn_logs(self, node: Node, vb_ids: list[int]) -> None:
+    def _learn_logs(self, node: ClusterNode, vb_ids: list[int]) -> None:
         link = self._link(node)
         if len(vb_ids) > LOGS_ONE_BY_ONE_MAX:
             rows: dict[int, dict[str, int]] = {}
@@ -267,7 +267,7 @@ class Survey:
         return number
 
 
-def _parsed(parse: Callable[[bytes], _T], value: bytes, node: Node) -> _T:
+def _parsed(parse: Callable[[bytes], _T], value: bytes, node: ClusterNode) -> _T:
     """Return what an answer says. Raises ConnectError for one that is cut short."""
     try:
         return parse(value)

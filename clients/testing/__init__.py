@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from clients.testing.server import DcpServer, ServerRefusedError, ServerStartError
+from clients.testing.process import DcpServer, ServerRefusedError, ServerStartError
 
 if TYPE_CHECKING:
     from clients.testing.fixture import dcp_server

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.testing.server import DcpServer
+from clients.testing.process import DcpServer
 
 
 @pytest.fixture

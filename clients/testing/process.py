@@ -23,7 +23,7 @@ from urllib.parse import urlencode
 
 from clients.address import parse_address
 from clients.errors import DcpdError
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 20.0

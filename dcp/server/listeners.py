@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin import AdminServer
 from dcp.server.admin.crowd import Crowd, PortLimits
-from dcp.server.config import plain_host_of
-from dcp.server.connection import ClientConnection
-from dcp.server.settings import Settings
-from dcp.server.tls_listener import TlsListener
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import plain_host_of
+from dcp.server.net.connection import ClientConnection
+from dcp.server.net.tls_listener import TlsListener
 
 if TYPE_CHECKING:
     from dcp.server.node import Node

@@ -28,7 +28,8 @@ import click
 
 from dcp import __version__
 from dcp.compiled import problem, version_text
-from dcp.server.config import (
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import (
     ENV_CONFIG,
     OPTIONS,
     ConfigError,
@@ -40,12 +41,11 @@ from dcp.server.config import (
     read_config_file,
     resolve,
 )
-from dcp.server.settings import Settings
 
 if TYPE_CHECKING:
-    from dcp.server.logging_setup import EventLog
+    from dcp.server.access.users import Users
     from dcp.server.node import Node
-    from dcp.server.users import Users
+    from dcp.server.observe.event_log import EventLog
 
     OnReady = Callable[[Node], None]
 
@@ -223,10 +223,10 @@ def run(
     accepts_log_loss: bool = False,
 ) -> ExitCode:
     """Run a server until it is told to stop; return what the process should end with."""
-    from dcp.server.logging_setup import set_up_logging
-    from dcp.server.open_files import allow_open_files, within_open_files
-    from dcp.server.users import USERS_FILE, Users
-    from dcp.server.users_file import UsersFileError
+    from dcp.server.access.users import USERS_FILE, Users
+    from dcp.server.access.users_file import UsersFileError
+    from dcp.server.net.open_files import allow_open_files, within_open_files
+    from dcp.server.observe.event_log import set_up_logging
 
     settings = resolved.settings
     try:
@@ -264,8 +264,8 @@ async def _serve(
     *,
     accepts_log_loss: bool,
 ) -> ExitCode:
+    from dcp.server.access.certificates import TlsError
     from dcp.server.node import Node
-    from dcp.server.tls import TlsError
 
     try:
         node = Node(settings, users, log, accepts_log_loss=accepts_log_loss)
@@ -354,10 +354,10 @@ def _retrieved(task: asyncio.Task[None]) -> None:
 
 
 def _start_failures() -> tuple[type[Exception], ...]:
-    from dcp.server.folder import FolderError
-    from vbucket.device import UnknownFormatError
-    from vbucket.kvenv import StoreDamagedError
-    from vbucket.log import LogDamagedError
+    from dcp.server.storage.folder import FolderError
+    from vbucket.log.device import UnknownFormatError
+    from vbucket.log.record import LogDamagedError
+    from vbucket.store.environment import StoreDamagedError
 
     return (
         FolderError,
@@ -369,9 +369,9 @@ def _start_failures() -> tuple[type[Exception], ...]:
 
 
 def _run_failures() -> tuple[type[Exception], ...]:
-    from dcp.server.store_process import StoreProcessDiedError
-    from vbucket.device import LogWriteError, SyncFailedError
-    from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
+    from dcp.server.storage.store_process import StoreProcessDiedError
+    from vbucket.log.device import LogWriteError, SyncFailedError
+    from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 
     return (
         LogWriteError,
@@ -386,10 +386,10 @@ def _run_failures() -> tuple[type[Exception], ...]:
 
 
 def _start_error(error: Exception, settings: Settings) -> StartError:
-    from dcp.server.folder import FolderError
-    from vbucket.device import UnknownFormatError
-    from vbucket.kvenv import StoreDamagedError
-    from vbucket.log import LogDamagedError
+    from dcp.server.storage.folder import FolderError
+    from vbucket.log.device import UnknownFormatError
+    from vbucket.log.record import LogDamagedError
+    from vbucket.store.environment import StoreDamagedError
 
     folder = settings.data.absolute()
     if isinstance(error, FolderError | UnknownFormatError):
@@ -408,7 +408,7 @@ def _start_error(error: Exception, settings: Settings) -> StartError:
 
 
 def _other_way(error: Exception) -> str:
-    from vbucket.log import LogDamagedError
+    from vbucket.log.record import LogDamagedError
 
     if not isinstance(error, LogDamagedError):
         return ""

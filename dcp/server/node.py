@@ -7,7 +7,7 @@ Stop: no new work, what is pending is committed and answered, the clean mark is 
 
 What becomes of an exception that nobody expected: in the commit path it ends the process, with its
 reason, and the next start recovers; in a session it ends that connection; in housekeeping
-(dcp.server.housekeeping) it is logged and counted, and the task goes on.
+(dcp.server.observe.housekeeping) it is logged and counted, and the task goes on.
 
 Invariants
 - LMDB is written by this process only before the store process starts and after it has ended;
@@ -27,48 +27,48 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp import __version__
-from dcp.server.access import Access
-from dcp.server.admin.view import CollectionsView
-from dcp.server.backpressure import Backpressure, Pressure
-from dcp.server.collections import Collections
-from dcp.server.committer import Committer
-from dcp.server.compaction import Compaction
-from dcp.server.config import is_loopback, shown
-from dcp.server.connection import ClientConnection
-from dcp.server.dump import Dumps
-from dcp.server.expiry import expire_when_due
-from dcp.server.held_bytes import HeldBytes, receive_buffers, send_buffers
-from dcp.server.housekeeping import Housekeeping
+from dcp.server.access.access import Access
+from dcp.server.access.logins import PeerLogins
+from dcp.server.access.users import Users
+from dcp.server.admin.node_view import CollectionsView
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import is_loopback, shown
 from dcp.server.listeners import Listeners
-from dcp.server.log_limiter import LogLimiter
-from dcp.server.logging_setup import EventLog
-from dcp.server.logins import PeerLogins
-from dcp.server.merging import Merging
-from dcp.server.meter import Meter
-from dcp.server.newcomers import Newcomers
-from dcp.server.operations import Operations
-from dcp.server.settings import Settings
-from dcp.server.stats import stats, status_document
-from dcp.server.storage import READ_ONLY_TEXT, Storage
-from dcp.server.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.store_supervisor import StoreSupervisor
-from dcp.server.tls_listener import TlsHandshake
-from dcp.server.users import Users
-from dcp.server.waiters import CommitWaiters
+from dcp.server.net.connection import ClientConnection
+from dcp.server.net.held_bytes import HeldBytes, receive_buffers, send_buffers
+from dcp.server.net.newcomers import Newcomers
+from dcp.server.net.tls_listener import TlsHandshake
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.log_limiter import LogLimiter
+from dcp.server.observe.meter import Meter
+from dcp.server.operate.collection_changes import Collections
+from dcp.server.operate.operations import Operations
+from dcp.server.operate.partition_dump import Dumps
+from dcp.server.report.stats import stats, status_document
+from dcp.server.storage.backpressure import Backpressure, Pressure
+from dcp.server.storage.committer import Committer
+from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.storage.expiry_schedule import expire_when_due
+from dcp.server.storage.merging import Merging
+from dcp.server.storage.opening import READ_ONLY_TEXT, Storage
+from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
 from dcp.session.state import SessionState
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import EndReason
-from vbucket.device import LogWriteError, SyncFailedError
-from vbucket.engine import Engine
-from vbucket.expiry import Pager
-from vbucket.group import Group
-from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.partition_map import PartitionMap, bucket_config, global_config
-from vbucket.quarantine import kept_segments
-from vbucket.store_records import STORE_FORMAT_VERSION
-from vbucket.view import Views
+from vbucket.engine.engine import Engine
+from vbucket.engine.expiry import Pager
+from vbucket.engine.read_view import Views
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.model.partition_map import PartitionMap, bucket_config, global_config
+from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.store.quarantine import kept_segments
+from vbucket.store.records import STORE_FORMAT_VERSION
 
 TICK_S: Final = 0.25
 """How often connections are looked at for NOOP, idleness and slow handshakes."""
@@ -367,7 +367,7 @@ class Node:
 
     # -- commits and merges ------------------------------------------------------------------------
 
-    def _committed(self, group: Group) -> None:
+    def _committed(self, group: CommitGroup) -> None:
         self.meter.groups += 1
         self.meter.changes += group.entries
         for vb_id in group.branched:
@@ -593,7 +593,7 @@ class Node:
     def metrics(self, *, by_vbucket: bool) -> bytes:
         """Return the metrics as Prometheus reads them."""
         if self._metrics_page is None:
-            from dcp.server.metrics import page  # takes 60 ms to import, and not all are asked
+            from dcp.server.report.metrics import page
 
             self._metrics_page = page
         return self._metrics_page(self, by_vbucket=by_vbucket)

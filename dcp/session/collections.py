@@ -19,7 +19,7 @@ from dcp.session.state import SessionState
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.manifest import InvalidManifestError, ManifestError, manifest_from_json
+from vbucket.model.manifest import InvalidManifestError, ManifestError, manifest_from_json
 
 Handler = Callable[[Frame], None]
 

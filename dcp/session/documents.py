@@ -18,13 +18,13 @@ from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
-from vbucket.engine import ADD, FLAGS_AT, REPLACE, SET
-from vbucket.entry import META, MUTATION_KEY_AT, OPCODE_AT
-from vbucket.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
-from vbucket.keyspace import MUTATION
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import Collection, collection_of, decode_leb128
-from vbucket.updates import expiry_of
+from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.read_modify_write import expiry_of
+from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.model.manifest import Collection, collection_of, decode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""

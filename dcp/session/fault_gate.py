@@ -10,7 +10,7 @@ from dcp.wire.frame import HEADER, HEADER_BYTES, Frame
 from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 _unpack_header: Final = HEADER.unpack_from
 _REQUESTS: Final = frozenset({Magic.REQUEST, Magic.FLEX_REQUEST})

@@ -3,9 +3,10 @@
 Who sends it: restores of a backup, which keep changes as the frames that streams showed. What
 happens to each frame is what SET_WITH_META and DEL_WITH_META do (dcp.session.with_meta).
 
-    request   extras u32 options (0x01: no conflict resolution), u32 number of frames;
-              value u32 body length of each, then the frames (vbucket.bulk)
-    answer    extras u32 applied, u32 lost; value u32 index, u16 status of each frame refused
+    request   extras u32 options (0x01: no conflict resolution; FIT_META), u32 number of frames;
+              value u32 body length of each, then the frames (vbucket.engine.bulk)
+    answer    extras u32 applied, u32 lost, with FIT_META u32 of how many the CAS was replaced;
+              value u32 index, u16 status of each frame refused
 
 `lost`: what is there has a higher revision, or the same and no lower CAS. A frame is refused for
 itself where its collection is not known; whatever else is wrong refuses the packet, and nothing of
@@ -23,19 +24,21 @@ from typing import Final
 
 from dcp.session.documents import DocumentCommands
 from dcp.session.state import SessionState
-from dcp.session.with_meta import SKIP_CONFLICT_RESOLUTION
+from dcp.session.with_meta import SKIP_CONFLICT_RESOLUTION, cas_refusal
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
+    FIT_META,
     PUT_FRAMES_ANSWER,
     PUT_FRAMES_BYTES_MAX,
+    PUT_FRAMES_FITTED_ANSWER,
     PUT_FRAMES_REFUSED,
     PUT_FRAMES_REQUEST,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.bulk import Frames, MalformedFramesError
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.manifest import collection_of
+from vbucket.engine.bulk import Frames, MalformedFramesError
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import collection_of
 
 Handler = Callable[[Frame], None]
 
@@ -65,14 +68,15 @@ class PutFramesCommand:
             state.refuse(request, Status.EINVAL, f"this command has {problem} bytes")
             return
         options, count = PUT_FRAMES_REQUEST.unpack(request.extras)
-        if options & ~SKIP_CONFLICT_RESOLUTION:
+        fits_meta = bool(options & FIT_META and state.has_fit_meta)
+        if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * fits_meta):
             state.refuse(request, Status.EINVAL, f"unknown options 0x{options:x}")
             return
         if vb_id >= NUM_VBUCKETS:
             self._refuse_outcome(request, Status.NOT_MY_VBUCKET)
             return
         try:
-            frames = Frames(value, count, vb_id)
+            frames = Frames(value, count, vb_id, fits_meta=fits_meta)
         except MalformedFramesError as error:
             state.refuse(request, Status.EINVAL, str(error))
             return
@@ -85,18 +89,28 @@ class PutFramesCommand:
             state.observes_manifest()
             lost = set(refused)
             frames = frames.only([at for at in range(len(frames)) if at not in lost])
-        applied = kept = 0
+        applied = kept = replaced = 0
         if len(frames):
-            status, applied, kept = state.engine.put_frames(
-                frames, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION
+            status, applied, kept, replaced = state.engine.put_frames(
+                frames,
+                resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
+                fits_meta=fits_meta,
             )
+            if status == Status.CAS_VALUE_INVALID:
+                status, why = cas_refusal(state, max(frames.cas))
+                state.refuse(request, status, why)
+                return
             if status:
                 self._refuse_outcome(request, status)
                 return
             state.observes(vb_id)
         state.answer(
             request,
-            extras=PUT_FRAMES_ANSWER.pack(applied, kept),
+            extras=(
+                PUT_FRAMES_FITTED_ANSWER.pack(applied, kept, replaced)
+                if fits_meta
+                else PUT_FRAMES_ANSWER.pack(applied, kept)
+            ),
             value=b"".join(
                 PUT_FRAMES_REFUSED.pack(index, Status.UNKNOWN_COLLECTION) for index in refused
             ),

@@ -5,7 +5,7 @@ Who calls it: the sessions (`dcp.session.scans`); one table for a node. Pure: id
 Invariants
 - a scan shows the state as of the seqno at which it was made, and ends with an error otherwise;
 - a scan belongs to the connection that used it last, and goes with it; another user cannot use it;
-- every scan is one open view: their number and age are limited there (`vbucket.view`).
+- every scan is one open view: their number and age are limited there (`vbucket.engine.read_view`).
 
 Rules: kv_engine's. A scan of nothing is not made; keys travel without their collection's id; what
 is due to expire is left out.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from vbucket.view import STEP_BYTES, STEP_WORK, Scan, Shown, Views
+from vbucket.engine.read_view import STEP_BYTES, STEP_WORK, Scan, Shown, Views
 
 BATCH_WORK: Final = 2 * STEP_WORK
 """Keys and versions looked at for one request: some milliseconds. A client that wants more asks

@@ -21,11 +21,11 @@ from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
-from vbucket.partition import Partition, VbState
-from vbucket.view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
+from vbucket.engine.partition import Partition, VbState
+from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 Handler = Callable[[Frame], None]
 

@@ -23,13 +23,13 @@ from typing import Final
 
 from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
-from dcp.session.connection import ConnectionCommands
 from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
+from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.streams import DcpCommands
 from dcp.session.updates import UpdateCommands
@@ -45,7 +45,7 @@ from dcp.wire.frame import (
 from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from vbucket.kvenv import StoreDamagedError
+from vbucket.store.environment import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
 

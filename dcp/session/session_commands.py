@@ -22,9 +22,9 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status, error_map_document
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.manifest import DEFAULT_COLLECTION
-from vbucket.partition import Partition, VbState
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
 
@@ -86,6 +86,7 @@ class ConnectionCommands:
         state.has_json = int(Feature.JSON in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted
+        state.has_fit_meta = Feature.X_FIT_META in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
         state.has_xerror = Feature.XERROR in granted
         state.answer(request, value=b"".join(code.to_bytes(2, "big") for code in granted))

@@ -15,10 +15,10 @@ from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.engine import Engine
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import decode_leb128
-from vbucket.updates import Flush
+from vbucket.engine.engine import Engine
+from vbucket.engine.read_modify_write import Flush
+from vbucket.model.manifest import decode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """What may be waiting to be sent before a session stops to take commands: a client that asks and
@@ -97,6 +97,7 @@ class SessionState:
         "flush",
         "flush_answers",
         "has_collections",
+        "has_fit_meta",
         "has_json",
         "has_mutation_tokens",
         "has_preserve_ttl",
@@ -187,7 +188,8 @@ class SessionState:
         self.hashes_keys = True
         """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
         self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_put_frames = self.has_xerror = False
+        self.has_preserve_ttl = self.has_xerror = False
+        self.has_put_frames = self.has_fit_meta = False
         self.has_json = 0
         """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
         self.producer: Producer | None = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dcp.session.connection import ConnectionCommands
 from dcp.session.controls import CONTROLS
 from dcp.session.rights import Role
+from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, ValueRefusedError, parse_stream_value
 from dcp.stream.codec import frame_codec, plain_frames
@@ -29,8 +29,8 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question, decide
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
-from vbucket.partition import Partition, VbState
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 Handler = Callable[[Frame], None]
 

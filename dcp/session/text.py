@@ -24,15 +24,15 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from dcp.session.connection import REPORTED_VERSION
 from dcp.session.documents import absolute_expiry
+from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, FlushAnswers, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import Status
-from vbucket.engine import ADD, REPLACE, SET, Document, Outcome
-from vbucket.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
-from vbucket.kvenv import StoreDamagedError
-from vbucket.updates import Flush, count, extend, touch
+from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
+from vbucket.engine.read_modify_write import Flush, count, extend, touch
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
+from vbucket.store.environment import StoreDamagedError
 
 LINE_BYTES_MAX: Final = 64 * 1024
 """Longest command line: a get of 250 keys of the longest kind."""
@@ -336,9 +336,9 @@ class TextSession:
             self._read = None
             state.send(b"END\r\n")
 
-    def _look_up(self, wire_key: bytes, expiry: int | None) -> Document | int:
+    def _look_up(self, wire_key: bytes, expiry: int | None) -> StoredDocument | int:
         vb_id, key = _locate(wire_key)
-        found: Document | int | None
+        found: StoredDocument | int | None
         if expiry is None:
             found = self._engine.get(vb_id, key)
         else:

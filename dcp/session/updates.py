@@ -19,10 +19,10 @@ from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import MUTATION_TOKEN, U32, U64
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from vbucket.engine import Outcome
-from vbucket.ids import time_ns_from_cas
-from vbucket.keyspace import MUTATION
-from vbucket.updates import Flush, count, extend, touch
+from vbucket.engine.engine import Outcome
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.read_modify_write import Flush, count, extend, touch
+from vbucket.model.ids import time_ns_from_cas
 
 Handler = Callable[[Frame], None]
 

@@ -11,8 +11,9 @@ Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x
 of the other mode: refused, as there. IS_EXPIRATION makes a removal an expiry; its time is the
 expiry field. Its time of deletion a deletion has from its CAS.
 
-Limits: a revision has 48 bits and a CAS 63, so that neither the next revision nor the next CAS of
-the partition overflows.
+Limits: a revision has 48 bits, as in kv_engine, and a CAS is at most `cas_drift_max` ahead of the
+clock, because the partition's own follows it. With FIT_META, an extension of ours that HELLO
+negotiates, what is beyond them is made to fit: for restores of what an older server took.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Final
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, pack_response
-from dcp.wire.message import MUTATION_TOKEN, U32
+from dcp.wire.message import CAS_SPECIAL, FIT_META, MUTATION_TOKEN, U32
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from vbucket.bulk import CAS_MAX, REV_SEQNO_MAX
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.engine.bulk import REV_SEQNO_MAX
+from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
+from vbucket.model.ids import NUM_VBUCKETS, time_ns_from_cas
 
 META_EXTRAS: Final = Struct(">IIQQ")
 """Flags, expiry, rev_seqno, CAS."""
@@ -88,11 +89,11 @@ class WithMetaCommands:
         value_bytes = end - key_at - key_len
         if (
             options or datatype or is_removal or value_bytes < 0
-            or not 0 < rev_seqno <= REV_SEQNO_MAX or not 0 < meta_cas <= CAS_MAX
+            or not 0 < rev_seqno <= REV_SEQNO_MAX or not 0 < meta_cas < CAS_SPECIAL
         ):  # fmt: skip
-            problem = _problem_of(
-                options, rev_seqno, meta_cas, value_bytes, datatype, is_removal=is_removal
-            )
+            known = _OPTIONS | FIT_META * state.has_fit_meta
+            numbers = rev_seqno, meta_cas, value_bytes, datatype
+            problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
                 documents.refuse(opcode, opaque, Status.EINVAL, problem)
                 return
@@ -118,10 +119,10 @@ class WithMetaCommands:
         status, new_cas, seqno = state.engine.put_with_meta(
             stored, vb_id, key, body, flags, expiry, datatype & state.has_json, rev_seqno,
             meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
-            keeps_cas=not options & REGENERATE_CAS,
+            keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
         if status:
-            documents.refuse_outcome(opcode, opaque, status, vb_id)
+            self._refuse(opcode, opaque, status, vb_id, meta_cas)
             return
         state.wait_group = state.engine.group
         if opcode not in QUIET_FORMS:
@@ -129,6 +130,14 @@ class WithMetaCommands:
             if state.has_mutation_tokens:
                 token = MUTATION_TOKEN.pack(state.engine.partitions[vb_id].vb_uuid, seqno)
             state.answers.append(pack_response(opcode, opaque=opaque, cas=new_cas, extras=token))
+
+    def _refuse(self, opcode: int, opaque: int, status: int, vb_id: int, cas: int) -> None:
+        """Answer what the engine said."""
+        if status == Status.CAS_VALUE_INVALID:
+            status, why = cas_refusal(self._state, cas)
+            self._documents.refuse(opcode, opaque, status, why)
+        else:
+            self._documents.refuse_outcome(opcode, opaque, status, vb_id)
 
     def _has_refused(self, opcode: int, opaque: int, key: bytes, value_bytes: int) -> bool:
         """Refuse what is too large, and who may not do this."""
@@ -144,22 +153,44 @@ class WithMetaCommands:
         return bool(why)
 
 
+def cas_refusal(state: SessionState, cas: int) -> tuple[Status, str]:
+    """Return status and words for a CAS that is too far ahead.
+
+    kv_engine tells clients without XERROR that the key exists, which a restore would take for a
+    newer document.
+    """
+    drift_s = state.engine.cas_drift_ns / 1e9
+    ahead_s = (time_ns_from_cas(cas) - state.engine.now_ns) / 1e9
+    status = Status.CAS_VALUE_INVALID if state.has_xerror else Status.EINVAL
+    return status, (
+        f"the CAS {cas} is {ahead_s:.0f} s ahead of this server's clock, and may be {drift_s:g} s "
+        "ahead (setting cas_drift_max); set the clocks right, or leave the CAS to this server"
+    )
+
+
 def _problem_of(
-    options: int, rev_seqno: int, cas: int, value_bytes: int, datatype: int, *, is_removal: bool
+    options: int,
+    known: int,
+    rev_seqno: int,
+    cas: int,
+    value_bytes: int,
+    datatype: int,
+    *,
+    is_removal: bool,
 ) -> str:
     """Return what is wrong with a request in words, "" if nothing is."""
-    if options & ~_OPTIONS:
-        return f"unknown options 0x{options & ~_OPTIONS:x}"
+    if options & ~known:
+        return f"unknown options 0x{options & ~known:x}"
     if options & REGENERATE_CAS and not options & SKIP_CONFLICT_RESOLUTION:
         return "option 0x04 (another CAS) goes with 0x01 (no conflict resolution) only"
     if options & IS_EXPIRATION and not is_removal:
         return "option 0x10 (expiry) is for removals"
     if value_bytes < 0 or (is_removal and value_bytes):
         return "a removal has no value, and extended metadata fits into the body"
-    if not 0 < rev_seqno <= REV_SEQNO_MAX:
+    if not rev_seqno or (rev_seqno > REV_SEQNO_MAX and not options & FIT_META):
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
-    if not 0 < cas <= CAS_MAX:
-        return f"a CAS to keep is 1 to {CAS_MAX}, not {cas}"
+    if not 0 < cas < CAS_SPECIAL:
+        return f"a document has no CAS {cas}"
     if datatype > DATATYPE_JSON:
         return f"datatype 0x{datatype:02x} was not negotiated"
     return ""

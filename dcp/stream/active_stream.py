@@ -14,15 +14,15 @@ from dcp.stream.filter import StreamFilter
 from dcp.stream.rate import RateLimit
 from dcp.stream.takeover import Takeover
 from dcp.wire.message import StreamFlag, StreamRequest, stream_id_framing
-from vbucket.partition import Partition
-from vbucket.store import Accepts
+from vbucket.engine.partition import Partition
+from vbucket.store.store import Accepts
 
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _ACTIVE_ONLY: Final = int(StreamFlag.ACTIVE_ONLY)
 _IGNORE_PURGED: Final = int(StreamFlag.IGNORE_PURGED_TOMBSTONES)
 
 
-class Stream:
+class ActiveStream:
     """See the module."""
 
     __slots__ = (

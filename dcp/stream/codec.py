@@ -16,9 +16,9 @@ from typing import Final
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
-from vbucket.block import ONLY_MUTATIONS, ONLY_RAW
-from vbucket.ids import time_ns_from_cas
-from vbucket.manifest import SYSTEM_KEY
+from vbucket.model.ids import time_ns_from_cas
+from vbucket.model.manifest import SYSTEM_KEY
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW
 
 _DATATYPE_AT: Final = 5
 _DELETION: Final = int(Opcode.DCP_DELETION)
@@ -61,8 +61,8 @@ def frame_codec(
 
 
 def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> int | None:
-    """Return which stored frames `frame_codec` leaves as they are, as flags of vbucket.block that
-    hold for them; None: none for sure.
+    """Return which stored frames `frame_codec` leaves as they are, as flags of vbucket.store.block
+    that hold for them; None: none for sure.
     """
     if not has_collections or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
         return None

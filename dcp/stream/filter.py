@@ -20,7 +20,7 @@ from typing import Final
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.manifest import (
+from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     SYSTEM_COLLECTION,
     SYSTEM_KEY,
@@ -29,7 +29,7 @@ from vbucket.manifest import (
     collection_of,
     decode_leb128,
 )
-from vbucket.store import Accepts
+from vbucket.store.store import Accepts
 
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")

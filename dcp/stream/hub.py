@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from dcp.stream.stream import Stream
+from dcp.stream.active_stream import ActiveStream
 from dcp.wire.message import EndReason
 
 
@@ -28,10 +28,10 @@ class Follower(Protocol):
     def supersede(self) -> None:
         """Another connection took this one's name: close."""
 
-    def reading(self, vb_id: int) -> Iterable[Stream]:
+    def reading(self, vb_id: int) -> Iterable[ActiveStream]:
         """Return the streams of this partition that are in the middle of a snapshot."""
 
-    def end(self, stream: Stream, reason: EndReason) -> None:
+    def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream and tell the client why."""
 
 
@@ -76,12 +76,12 @@ class StreamHub:
         """Stop waking `follower` for this partition."""
         self._followers.get(vb_id, {}).pop(follower, None)
 
-    def reading(self, vb_id: int) -> Iterator[Stream]:
+    def reading(self, vb_id: int) -> Iterator[ActiveStream]:
         """Return the streams of a partition that are in the middle of a snapshot."""
         for follower in self._followers.get(vb_id, ()):
             yield from follower.reading(vb_id)
 
-    def end(self, stream: Stream, reason: EndReason) -> None:
+    def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream, whichever connection it is of."""
         for follower in tuple(self._followers.get(stream.vb_id, ())):
             if stream in follower.reading(stream.vb_id):

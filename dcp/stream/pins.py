@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from dcp.stream.stream import Stream
-from vbucket.partition import Partition
+from dcp.stream.active_stream import ActiveStream
+from vbucket.engine.partition import Partition
 
 
 class Allowed(NamedTuple):
@@ -25,7 +25,7 @@ class Allowed(NamedTuple):
 
     floor: int
     purge: int
-    blockers: tuple[Stream, ...]
+    blockers: tuple[ActiveStream, ...]
 
 
 def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
@@ -39,7 +39,7 @@ def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
     return part.vb_uuid == vb_uuid and max(floor, part.history_floor) <= part.merged_seqno
 
 
-def allowed(part: Partition, floor: int, purge: int, streams: Iterable[Stream]) -> Allowed:
+def allowed(part: Partition, floor: int, purge: int, streams: Iterable[ActiveStream]) -> Allowed:
     """Return what of `floor` and `purge` a partition may take on; never less than it has.
 
     The floor may rise to a merged change, because what the store has was planned for; and not above

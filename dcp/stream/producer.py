@@ -34,11 +34,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from dcp.stream.active_stream import ActiveStream
 from dcp.stream.filter import StreamFilter
 from dcp.stream.hub import StreamHub
 from dcp.stream.rate import RateLimit
 from dcp.stream.snapshots import Message, SnapshotWriter
-from dcp.stream.stream import Stream
 from dcp.stream.takeover import Takeover
 from dcp.stream.terms import Terms
 from dcp.wire.frame import pack_request
@@ -50,9 +50,9 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.engine import Engine
-from vbucket.kvenv import StoreDamagedError
-from vbucket.partition import Partition, VbState
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition, VbState
+from vbucket.store.environment import StoreDamagedError
 
 TURN_BYTES: Final = 128 * 1024
 """What one stream may send before it is another one's turn."""
@@ -93,17 +93,17 @@ class Producer:
         self._engine = engine
         self._hub = hub
         self._schedule = schedule
-        self._streams: dict[int, Stream] = {}
-        """By `Stream.key`; that of a stream without a name is its partition."""
-        self._by_vb: dict[int, tuple[Stream, ...]] = {}
-        self._takeovers: dict[int, Stream] = {}
+        self._streams: dict[int, ActiveStream] = {}
+        """By `ActiveStream.key`; that of a stream without a name is its partition."""
+        self._by_vb: dict[int, tuple[ActiveStream, ...]] = {}
+        self._takeovers: dict[int, ActiveStream] = {}
         """Streams that hand a partition over, by opaque: the client's answers carry it."""
-        self._ready: deque[Stream] = deque()
-        self._waiting: deque[Stream] = deque()
+        self._ready: deque[ActiveStream] = deque()
+        self._waiting: deque[ActiveStream] = deque()
         """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
         self._backlogs = 0
         self._urgent: list[Message] = []
-        self._limited: dict[int, Stream] = {}
+        self._limited: dict[int, ActiveStream] = {}
         """Streams that have a `rate`, by key."""
         self._noop_opaque = NOOP_OPAQUE_FIRST
         self._last_noop_ns = 0
@@ -131,7 +131,7 @@ class Producer:
     ) -> None:
         """Begin to stream; the caller has answered the request with OK."""
         part = self._engine.partitions[vb_id]
-        stream = Stream(part, opaque, request, stream_id, stream_filter)
+        stream = ActiveStream(part, opaque, request, stream_id, stream_filter)
         assert stream.key not in self._streams
         stream.skips_deletions = self.terms.skips_deletions and not request.start_seqno
         if request.start_seqno >= request.end_seqno:
@@ -254,7 +254,7 @@ class Producer:
         self._waiting.clear()
         self._limited.clear()
 
-    def reading(self, vb_id: int) -> Iterator[Stream]:
+    def reading(self, vb_id: int) -> Iterator[ActiveStream]:
         """Return the streams of a partition that are in the middle of a snapshot."""
         for stream in self._by_vb.get(vb_id, ()):
             if stream.snap_end_seqno is not None:
@@ -262,11 +262,11 @@ class Producer:
 
     # -- what operators do ---------------------------------------------------------------------
 
-    def streams(self) -> Iterator[Stream]:
+    def streams(self) -> Iterator[ActiveStream]:
         """Return the open streams."""
         return iter(tuple(self._streams.values()))
 
-    def phase_of(self, stream: Stream) -> str:
+    def phase_of(self, stream: ActiveStream) -> str:
         """Say in a word what a stream is doing."""
         if stream.rate is not None and not stream.rate.bytes_per_s:
             return "stalled"
@@ -274,12 +274,12 @@ class Producer:
             return "waiting"
         return "backlog" if stream.is_backlog else "live"
 
-    def end(self, stream: Stream, reason: EndReason) -> None:
+    def end(self, stream: ActiveStream, reason: EndReason) -> None:
         """End a stream and tell the client why."""
         self._forget(stream)
         self._send_end(stream, reason)
 
-    def limit(self, stream: Stream, rate: RateLimit | None) -> None:
+    def limit(self, stream: ActiveStream, rate: RateLimit | None) -> None:
         """Slow a stream down, stop it (a rate of 0), or let it go again (None).
 
         A stream that stops in the middle of its backlog keeps its place among BACKLOGS_MAX.
@@ -339,7 +339,7 @@ class Producer:
         if self.window_bytes:
             self.unacked_bytes += sent_bytes
 
-    def _take_turn(self, stream: Stream, out: list[Message], bytes_max: int) -> int:
+    def _take_turn(self, stream: ActiveStream, out: list[Message], bytes_max: int) -> int:
         """Send the stream's next messages; queue it again if there are more."""
         stream.is_queued = False
         part = self._engine.partitions[stream.vb_id]
@@ -376,7 +376,7 @@ class Producer:
             self._queue(stream)
         return sent
 
-    def _begin_turn(self, stream: Stream, part: Partition, out: list[Message]) -> int:
+    def _begin_turn(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         """Begin a snapshot if there is one to begin and place for it; return the bytes sent."""
         self.snapshots.pass_over(stream, part)
         if stream.next_seqno > stream.end_seqno:
@@ -397,7 +397,7 @@ class Producer:
         self._backlogs += stream.is_backlog
         return sent
 
-    def _finish_snapshot(self, stream: Stream, part: Partition, out: list[Message]) -> int:
+    def _finish_snapshot(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         end_seqno, was_backlog = stream.next_seqno - 1, stream.is_backlog
         sent = self.snapshots.finish(stream, out)
         self._leave_backlog(stream)
@@ -407,7 +407,7 @@ class Producer:
         )
         return sent
 
-    def _take_over(self, stream: Stream, takeover: Takeover, out: list[Message]) -> int:
+    def _take_over(self, stream: ActiveStream, takeover: Takeover, out: list[Message]) -> int:
         """Everything is sent: go on to the takeover's next step, if it is time."""
         state = takeover.next_state(self._engine, stream.vb_id)
         if state is None:
@@ -416,7 +416,7 @@ class Producer:
             stream, out, pack_set_vbucket_state(stream.vb_id, stream.opaque, state)
         )
 
-    def _leave_backlog(self, stream: Stream) -> None:
+    def _leave_backlog(self, stream: ActiveStream) -> None:
         """The stream's backlog is through, or the stream ends in it: the next one may begin."""
         if stream.is_backlog:
             stream.is_backlog = False
@@ -429,11 +429,13 @@ class Producer:
             self._ready.append(self._waiting.popleft())
             self._schedule()
 
-    def _end(self, stream: Stream, out: list[Message], reason: EndReason = EndReason.OK) -> int:
+    def _end(
+        self, stream: ActiveStream, out: list[Message], reason: EndReason = EndReason.OK
+    ) -> int:
         self._forget(stream)
         return self.snapshots.put(stream, out, pack_stream_end(stream.vb_id, stream.opaque, reason))
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: ActiveStream) -> None:
         vb_id = stream.vb_id
         del self._streams[stream.key]
         others = tuple(other for other in self._by_vb[vb_id] if other is not stream)
@@ -456,12 +458,12 @@ class Producer:
         else:
             self._admit()
 
-    def _queue(self, stream: Stream) -> None:
+    def _queue(self, stream: ActiveStream) -> None:
         stream.is_queued = True
         self._ready.append(stream)
         self._schedule()
 
-    def _send_end(self, stream: Stream, reason: EndReason) -> None:
+    def _send_end(self, stream: ActiveStream, reason: EndReason) -> None:
         """Send STREAM_END, window or not; it counts all the same."""
         message = pack_stream_end(stream.vb_id, stream.opaque, reason)
         self._count(self.snapshots.put(stream, self._urgent, message))

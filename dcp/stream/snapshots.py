@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from dcp.stream.stream import Stream
+from dcp.stream.active_stream import ActiveStream
 from dcp.stream.terms import MarkerVersion, Terms
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import (
@@ -29,10 +29,10 @@ from dcp.wire.message import (
     with_framing,
 )
 from dcp.wire.opcode import Opcode
-from vbucket.engine import Engine
-from vbucket.partition import Partition
-from vbucket.runs import ALL_PLAIN
-from vbucket.store import FrameBatch
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
+from vbucket.store.runs import ALL_PLAIN
+from vbucket.store.store import FrameBatch
 
 # Plain numbers: an IntFlag's operators take 1 us each, as much as the rest of a marker.
 _MEMORY: Final = int(MarkerFlag.MEMORY)
@@ -62,13 +62,13 @@ class SnapshotWriter:
         self.codec: FrameCodec | None = None
         """None: stored frames leave as they are."""
         self.plain: int | None = ALL_PLAIN
-        """Flags of vbucket.block: what the codec leaves as it is; None: nothing."""
+        """Flags of vbucket.store.block: what the codec leaves as it is; None: nothing."""
         self.refused_bytes = 0
         """What filters refused in the turn under way: it is work, too. The caller empties it."""
         self._engine = engine
         self._terms = terms
 
-    def begin(self, stream: Stream, part: Partition, out: list[Message]) -> int:
+    def begin(self, stream: ActiveStream, part: Partition, out: list[Message]) -> int:
         """Announce the next snapshot; return the bytes sent."""
         start_seqno = stream.next_seqno
         end_seqno = self._shown_end(stream, part)
@@ -91,7 +91,7 @@ class SnapshotWriter:
         pack = MARKER_FORMS[self._terms.marker_version]
         return self.put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
 
-    def send(self, stream: Stream, out: list[Message], bytes_max: int) -> int:
+    def send(self, stream: ActiveStream, out: list[Message], bytes_max: int) -> int:
         """Send changes of the snapshot under way; return the bytes sent."""
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
@@ -128,7 +128,9 @@ class SnapshotWriter:
             self._note_events(stream, batch)
         return sent
 
-    def _go_on(self, stream: Stream, out: list[Message], next_seqno: int, last_seqno: int) -> int:
+    def _go_on(
+        self, stream: ActiveStream, out: list[Message], next_seqno: int, last_seqno: int
+    ) -> int:
         """Move the cursor to `next_seqno`; return the bytes of what has to be said about it.
 
         `last_seqno` is that of the last change that was sent.
@@ -142,14 +144,14 @@ class SnapshotWriter:
         assert stream.filter.may_advance, "who does not know it gets snapshots that end on items"
         return self.put(stream, out, pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno))
 
-    def _note_events(self, stream: Stream, batch: FrameBatch) -> None:
+    def _note_events(self, stream: ActiveStream, batch: FrameBatch) -> None:
         """Tell the filter which drops the client has heard of: it may be empty now."""
         for frame in batch.frames:
             is_sent = U64.unpack_from(frame, HEADER_BYTES)[0] < stream.next_seqno
             if frame[1] == Opcode.DCP_SYSTEM_EVENT and is_sent:
                 stream.filter.sent(frame)
 
-    def _limit_of(self, stream: Stream, part: Partition) -> int:
+    def _limit_of(self, stream: ActiveStream, part: Partition) -> int:
         """Return where the next snapshot has to end at the latest.
 
         Not below the history floor: the state as of such a seqno need not be there any more, and no
@@ -160,14 +162,14 @@ class SnapshotWriter:
             return floor
         return limit
 
-    def _shown_end(self, stream: Stream, part: Partition) -> int:
+    def _shown_end(self, stream: ActiveStream, part: Partition) -> int:
         """Return the end of the next snapshot: an item, where nothing else may stand at it."""
         limit = self._limit_of(stream, part)
         if stream.filter.may_advance or part.tally.other_high_seqno < stream.next_seqno:
             return limit
         return self._engine.default_seqno_at(stream.vb_id, limit)
 
-    def pass_over(self, stream: Stream, part: Partition) -> None:
+    def pass_over(self, stream: ActiveStream, part: Partition) -> None:
         """Go on to where the next snapshot has something, so that none is announced empty. Only
         with collections can a client be told that seqnos passed it by.
         """
@@ -178,7 +180,7 @@ class SnapshotWriter:
         ):
             stream.next_seqno = limit + 1
 
-    def finish(self, stream: Stream, out: list[Message]) -> int:
+    def finish(self, stream: ActiveStream, out: list[Message]) -> int:
         """Everything of the snapshot is sent; return the bytes of the message that says so."""
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
@@ -189,14 +191,14 @@ class SnapshotWriter:
             return 0
         return self.put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
 
-    def put(self, stream: Stream, out: list[Message], message: bytes) -> int:
+    def put(self, stream: ActiveStream, out: list[Message], message: bytes) -> int:
         """Send a message of a stream; return its length."""
         if stream.framing:
             message = with_framing(message, stream.framing)
         out.append(message)
         return len(message)
 
-    def _codec_of(self, stream: Stream) -> FrameCodec | None:
+    def _codec_of(self, stream: ActiveStream) -> FrameCodec | None:
         codec, framing = self.codec, stream.framing
         if not framing:
             return codec
@@ -204,7 +206,7 @@ class SnapshotWriter:
             return lambda frame: with_framing(frame, framing)
         return lambda frame: with_framing(codec(frame), framing)
 
-    def _previous_value(self, stream: Stream, frame: bytes) -> bytes | None:
+    def _previous_value(self, stream: ActiveStream, frame: bytes) -> bytes | None:
         """Return the message that tells what a stored frame's change replaced, None if nothing."""
         by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
         found = self._engine.previous_value(stream.vb_id, by_seqno)
@@ -226,7 +228,7 @@ def _last_seqno(batch: FrameBatch) -> int:
     return last_seqno
 
 
-def _without_deletions(stream: Stream, batch: FrameBatch) -> FrameBatch:
+def _without_deletions(stream: ActiveStream, batch: FrameBatch) -> FrameBatch:
     """Take the deletions out, but for one that ends the snapshot of a client which does not know
     SEQNO_ADVANCED.
     """
@@ -244,9 +246,9 @@ def _without_deletions(stream: Stream, batch: FrameBatch) -> FrameBatch:
 
 
 def _encode(
-    stream: Stream,
+    stream: ActiveStream,
     codec: FrameCodec | None,
-    previous: Callable[[Stream, bytes], bytes | None] | None,
+    previous: Callable[[ActiveStream, bytes], bytes | None] | None,
     batch: FrameBatch,
     out: list[Message],
     bytes_max: int,

@@ -26,9 +26,9 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final
 
-from vbucket.engine import Engine
-from vbucket.lifecycle import put_state
-from vbucket.partition import VbState
+from vbucket.engine.engine import Engine
+from vbucket.engine.lifecycle import put_state
+from vbucket.engine.partition import VbState
 
 SENDING_NS_MAX: Final = 60 * 1_000_000_000
 """After so long in SENDING writes are told to come back later, so that the stream can catch up

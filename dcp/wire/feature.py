@@ -27,6 +27,8 @@ class Feature(IntEnum):
     DEDUPE_NOT_MY_VBUCKET = 0x1E
     X_PUT_FRAMES = 0xDC01
     """An extension of ours: the command of that name."""
+    X_FIT_META = 0xDC02
+    """An extension of ours: option FIT_META of changes that bring their metadata."""
 
 
 GRANTED: Final = frozenset(
@@ -42,6 +44,7 @@ GRANTED: Final = frozenset(
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,
         Feature.DEDUPE_NOT_MY_VBUCKET,
         Feature.X_PUT_FRAMES,
+        Feature.X_FIT_META,
     }
 )
 """What HELLO grants when asked. A feature that was not asked for is never echoed."""

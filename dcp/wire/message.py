@@ -2,7 +2,7 @@
 
 Both directions use the same functions; the layouts are those of kv_engine's DCP documents. The
 stored form of a change is its DCP_MUTATION or DCP_DELETION frame, so these structs are also the
-disk's (vbucket.entry).
+disk's (vbucket.model.entry).
 """
 
 from __future__ import annotations
@@ -60,6 +60,15 @@ PUT_FRAMES_REQUEST: Final = Struct(">II")
 """Options, number of frames."""
 PUT_FRAMES_ANSWER: Final = Struct(">II")
 """Frames that were applied, frames that lost against what was there."""
+PUT_FRAMES_FITTED_ANSWER: Final = Struct(">III")
+"""The same with option FIT_META: and frames that were given another CAS."""
+FIT_META: Final = 0x0100_0000
+"""Option of SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES, an extension (HELLO 0xdc02): what is
+beyond the server's bounds is made to fit them. A CAS that is too far ahead is replaced by one of
+the server's own, and then the revision alone decides conflicts; a revision is lowered to the
+highest."""
+CAS_SPECIAL: Final = 2**64 - 1
+"""Not a CAS of a document, like 0: kv_engine tells a locked document by it."""
 PUT_FRAMES_REFUSED: Final = Struct(">IH")
 """Index of a frame, its status."""
 
@@ -132,7 +141,7 @@ class SnapshotMarker(NamedTuple):
     flags: int
 
 
-class Mutation(NamedTuple):
+class MutationMessage(NamedTuple):
     """A set, as a stream shows it. `expiration` is absolute Unix seconds, 0 = never."""
 
     by_seqno: int
@@ -141,7 +150,7 @@ class Mutation(NamedTuple):
     expiration: int
 
 
-class Deletion(NamedTuple):
+class DeletionMessage(NamedTuple):
     """A delete or an expiry, as a stream shows it. `delete_time` in Unix seconds, 0 = not told."""
 
     by_seqno: int
@@ -295,26 +304,26 @@ def with_framing(message: bytes, framing: bytes) -> bytes:
 _FLEX_REQUEST: Final = bytes([Magic.FLEX_REQUEST])
 
 
-def parse_mutation(frame: Frame) -> Mutation:
+def parse_mutation(frame: Frame) -> MutationMessage:
     """Return the numbers of a DCP_MUTATION."""
     _need(frame, MUTATION_EXTRAS)
     by_seqno, rev_seqno, flags, expiration, _lock, _nmeta, _nru = MUTATION_EXTRAS.unpack(
         frame.extras
     )
-    return Mutation(by_seqno, rev_seqno, flags, expiration)
+    return MutationMessage(by_seqno, rev_seqno, flags, expiration)
 
 
-def parse_deletion(frame: Frame) -> Deletion:
+def parse_deletion(frame: Frame) -> DeletionMessage:
     """Return the numbers of a DCP_DELETION of either version, or of a DCP_EXPIRATION."""
     if frame.opcode == Opcode.DCP_EXPIRATION:
         _need(frame, EXPIRATION_EXTRAS)
-        return Deletion(*EXPIRATION_EXTRAS.unpack(frame.extras))
+        return DeletionMessage(*EXPIRATION_EXTRAS.unpack(frame.extras))
     if len(frame.extras) == DELETION_V2_EXTRAS.size:
         by_seqno, rev_seqno, delete_time, _ = DELETION_V2_EXTRAS.unpack(frame.extras)
-        return Deletion(by_seqno, rev_seqno, delete_time)
+        return DeletionMessage(by_seqno, rev_seqno, delete_time)
     _need(frame, DELETION_EXTRAS)
     by_seqno, rev_seqno, _nmeta = DELETION_EXTRAS.unpack(frame.extras)
-    return Deletion(by_seqno, rev_seqno, 0)
+    return DeletionMessage(by_seqno, rev_seqno, 0)
 
 
 def pack_seqno_advanced(vb_id: int, opaque: int, seqno: int) -> bytes:

@@ -202,7 +202,10 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.SET_WITH_META: OpSpec(
         _D, _WITH_META, "key, value",
-        "store with the given flags, expiry, revision and CAS, if it beats what is there",
+        "store with the given flags, expiry, revision and CAS, if it beats what is there; a CAS"
+        " that is further ahead of the clock than the setting cas_drift_max is CAS_VALUE_INVALID"
+        " (EINVAL without XERROR). Option 0x01000000 is an extension, negotiated by HELLO 0xdc02:"
+        " such a CAS is replaced by one of the server's, and the revision alone decides",
     ),
     Opcode.SETQ_WITH_META: OpSpec(
         _D, _WITH_META, "key, value", "SET_WITH_META, silent on success"
@@ -212,8 +215,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.X_PUT_FRAMES: OpSpec(
         _D, "u32 options, u32 frames", "value u32 body length of each, stored frames",
         "an extension, negotiated by HELLO 0xdc01: the same for many changes of a partition, as the"
-        " frames that streams send; answers u32 applied, u32 lost, and u32 index, u16 status of"
-        " each that is refused",
+        " frames that streams send; answers u32 applied, u32 lost, with option 0x01000000 u32 of"
+        " how many the CAS was replaced, and u32 index, u16 status of each that is refused",
     ),
     Opcode.FLUSH: OpSpec(_D, "- or u32 0", "-", "delete every document, each with its own seqno"),
     Opcode.FLUSHQ: OpSpec(_D, "- or u32 0", "-", "FLUSH, silent on success"),

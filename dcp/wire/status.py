@@ -19,6 +19,7 @@ class Status(IntEnum):
     NOT_MY_VBUCKET = 0x07
     NO_BUCKET = 0x08
     DCP_STREAM_NOT_FOUND = 0x0A
+    CAS_VALUE_INVALID = 0x0F
     AUTH_STALE = 0x1F
     AUTH_ERROR = 0x20
     AUTH_CONTINUE = 0x21
@@ -59,6 +60,11 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         "DCP_STREAM_NOT_FOUND",
         "no such stream on this connection",
         ("dcp", "item-only"),
+    ),
+    Status.CAS_VALUE_INVALID: (
+        "CAS_VALUE_INVALID",
+        "a CAS from elsewhere is too far ahead of the server's clock",
+        ("item-only", "invalid-input"),
     ),
     Status.AUTH_STALE: ("AUTH_STALE", "authenticate again", ("conn-state-invalidated", "auth")),
     Status.AUTH_ERROR: ("AUTH_ERROR", "authentication failed", ("conn-state-invalidated", "auth")),

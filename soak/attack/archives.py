@@ -38,7 +38,7 @@ from soak.attack.truth import (
     with_tokens,
 )
 from support.raw_client import RawClient
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 CASES_PER_ARCHIVE: Final = 40
 PARTITIONS: Final = 10

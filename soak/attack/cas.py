@@ -34,8 +34,8 @@ from soak.attack.probe import Watched
 from soak.attack.streams import PRODUCER
 from soak.attack.truth import get_all, keys_in, receive, some_of, words_of
 from support.raw_client import RawClient
-from vbucket.entry import PREFIX_BYTES, pack_deletion, pack_mutation
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.entry import PREFIX_BYTES, pack_deletion, pack_mutation
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 CASES_PER_SERVER: Final = 6
 PARTITIONS: Final = 6

@@ -39,7 +39,7 @@ from soak.attack.targets import (
 )
 from support.raw_client import RawClient
 from support.raw_http import login, request
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 CASES_PER_TARGET: Final = 60
 MEMORY_SLACK_BYTES: Final = 128 * MIB

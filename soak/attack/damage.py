@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from clients.testing.server import ServerRefusedError, ServerStartError
+from clients.testing.process import ServerRefusedError, ServerStartError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from soak.attack.case import AttackedServer, Case, Fault, traceback_in
@@ -43,7 +43,7 @@ from soak.attack.truth import (
     words_of,
 )
 from support.raw_client import RawClient
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 CASES_PER_FOLDER: Final = 40
 ACCEPT: Final = "--accept-log-loss"

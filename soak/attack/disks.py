@@ -48,7 +48,7 @@ from soak.attack.processes import (
 from soak.attack.truth import Ledger, check_holds, keys_in
 from support.raw_client import RawClient
 from support.small_disk import fill, small_disk
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 FULL_S: Final = 60.0
 """For the disk to become full, or for writes to be refused because of it."""

@@ -19,7 +19,7 @@ from soak.attack.case import AttackedServer
 from soak.attack.commands import dcpctl
 from soak.attack.truth import History, Place, keys_in, places, value_of, with_tokens
 from support.raw_client import RawClient
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 PARTITIONS: Final = 12
 KEYS: Final = 220

@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from support.raw_client import RawClient
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE_S: Final = 0.01

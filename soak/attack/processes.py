@@ -34,7 +34,7 @@ from soak.attack.truth import Ledger, check_holds, keys_in, receive, set_packet,
 from soak.kill import Life
 from support.raw_client import RawClient
 from support.raw_http import Answer
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 PROBE_KEY: Final = b"probe"
 PROBE_VALUE: Final = b"what the probe reads"

@@ -1,7 +1,8 @@
 """A server that several cases attack one after the other, with documents that nobody may change.
 
-It has TLS ports, small bounds, and three users: root may do everything, noisy what it likes with keys
-that the documents do not begin with, and prober, which the probe logs in as, may read and stream.
+It has TLS ports, small bounds, and three users: root may do everything, noisy what it likes with
+keys that the documents do not begin with, and prober, which the probe logs in as, may read and
+stream.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from soak.attack.probe import Watched
 from soak.attack.truth import History, get_all, judge, keys_in, value_of, with_tokens
 from support.raw_client import RawClient
 from support.tls_server import TlsDcpd
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 MIB: Final = 1 << 20
 VALUE_BYTES_MAX: Final = MIB

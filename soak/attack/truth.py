@@ -26,7 +26,7 @@ from dcp.wire.status import Status
 from soak.attack.case import AttackError, Case, Fault
 from soak.kill_writer import Stored, value_of
 from support.raw_client import RawClient, context_of
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 GETS_AT_ONCE: Final = 500
 NAMED_MAX: Final = 3

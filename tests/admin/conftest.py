@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from dcp.server import users as users_module
-from dcp.server.users import USERS_FILE, Users
+from dcp.server.access import users as users_module
+from dcp.server.access.users import USERS_FILE, Users
 from support.admin_node import SmallNode
 
 

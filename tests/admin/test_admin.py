@@ -8,17 +8,17 @@ from base64 import b64encode
 
 import pytest
 
+from dcp.server.access.users import USERS_FILE
 from dcp.server.admin import AdminServer
 from dcp.server.admin.answers import BODY_BYTES_MAX
-from dcp.server.admin.field import BLOCK_END
-from dcp.server.operations import StreamChoice
-from dcp.server.users import USERS_FILE
+from dcp.server.admin.couchbase_routes import BLOCK_END
+from dcp.server.operate.operations import StreamChoice
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question
 from support.admin_node import CONFIG, GUEST
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dcp.server.admin import AdminServer
+from dcp.server.admin.application import routes_of
 from dcp.server.admin.origin import HostRule, host_of, page_refusal
-from dcp.server.admin.server import routes_of
 from support.admin_node import SmallNode
 from support.certificates import TestCa
 from support.raw_http import RawHttp, ask, login

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.cli.main import run
+from clients.cli.dcpctl import run
 from support.server import DcpdProcess
 
 

@@ -9,10 +9,10 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from clients.backup.archive_check import verify
 from clients.backup.fold import fold
 from clients.backup.point import Point
-from clients.backup.reading import Reader
-from clients.backup.verify import verify
+from clients.backup.reading import PointReader
 from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from support.backup_pair import KilledError, back_up, documents_of, memory_archive, state_as_of
@@ -157,7 +157,7 @@ class Story:
             assert state_as_of(self.archive, VB_IDS, Point(run=run)) == wanted
             records = Point(run=run).runs_of(self.archive.runs())
             is_exact = all(record.is_history and not record.base_through for record in records)
-            reader = Reader(self.archive, records)
+            reader = PointReader(self.archive, records)
             for vb_id in VB_IDS:
                 for seqno in states[vb_id]:
                     view = reader.view(vb_id, Point(run=run, seqnos={vb_id: seqno}))

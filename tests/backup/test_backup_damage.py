@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
-from clients.backup.errors import ArchiveDamagedError
+from clients.backup.archive_check import verify
+from clients.backup.archive_errors import ArchiveDamagedError
+from clients.backup.archive_manifest import RUN_MAGIC
 from clients.backup.export import Export
 from clients.backup.fold import fold
-from clients.backup.manifest import RUN_MAGIC
 from clients.backup.point import Point
 from clients.backup.segment import TRAILER
 from clients.backup.selection import Selection
-from clients.backup.verify import verify
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, memory_archive
 from support.memory_node import MemoryNode
@@ -194,7 +194,7 @@ def test_what_a_killed_run_left_half_written_counts_as_not_there(made, archive):
 
 
 def test_a_newer_format_is_refused_in_words(archive):
-    from clients.backup.errors import ArchiveFormatError
+    from clients.backup.archive_errors import ArchiveFormatError
 
     data = archive.read(run_file(1))
     assert data[:8] == RUN_MAGIC

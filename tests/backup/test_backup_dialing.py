@@ -9,10 +9,10 @@ import pytest
 from clients.backup.dialing import PAUSE_MAX_S, Dialing, Home
 from clients.backup.feed import Feed
 from clients.errors import AuthenticationError, ConnectError, TopologyError
-from clients.topology import Node, Topology
+from clients.link.topology import ClusterNode, Topology
 
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
-NODES = tuple(Node(host, port) for host, port in (A, B, C))
+NODES = tuple(ClusterNode(host, port) for host, port in (A, B, C))
 
 
 class FakeLink:

@@ -9,18 +9,24 @@ import pytest
 from fsspec.registry import known_implementations
 
 from clients.backup.archive import create_archive, open_archive, run_file
-from clients.backup.errors import (
+from clients.backup.archive_check import verify
+from clients.backup.archive_errors import (
     ArchiveDamagedError,
     ArchiveError,
     ArchiveMissingError,
     MissingExtraError,
 )
+from clients.backup.archive_manifest import (
+    ArchiveRecord,
+    pack_archive,
+    pack_run,
+    parse_archive,
+    parse_run,
+)
 from clients.backup.fold import fold
 from clients.backup.legs import Leg
-from clients.backup.manifest import ArchiveRecord, pack_archive, pack_run, parse_archive, parse_run
 from clients.backup.point import Point
-from clients.backup.reading import Reader
-from clients.backup.verify import verify
+from clients.backup.reading import PointReader
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, documents_of, state_as_of
 from support.memory_node import MemoryNode
@@ -79,7 +85,7 @@ def test_the_golden_archive_is_read(golden):
     records = golden.runs()
     assert [record.is_history for record in records] == [False, True, True]
     assert records[2].rollbacks == {5: [(9, 7)]}
-    reader = Reader(golden, records[:1])
+    reader = PointReader(golden, records[:1])
     view = reader.view(5, Point(seqnos={5: 3}))
     assert (view.wanted_seqno, view.seqno) == (3, 0), "inside a de-duplicated snapshot"
     assert documents_of(reader, view) == {}
@@ -153,7 +159,7 @@ def test_another_number_of_partitions_is_refused():
     import cbor2
     from google_crc32c import value as crc32c
 
-    from clients.backup import manifest
+    from clients.backup import archive_manifest as manifest
     from clients.backup.zstd import compress
 
     raw = cbor2.dumps({"id": "x", "created_ns": 1, "partitions": 64})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.backup.errors import BackupError
+from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed

@@ -16,8 +16,8 @@ from clients.address import parse_address
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive
 from clients.backup.run import Backup
-from clients.cli.backup_restore import bar
-from clients.topology import Node, Topology
+from clients.cli.restore_commands import bar
+from clients.link.topology import ClusterNode, Topology
 from dcp.wire.opcode import Opcode
 from support.backup_live import (
     Keys,
@@ -32,7 +32,7 @@ from support.backup_live import (
     seconds,
 )
 from support.server import DcpdProcess
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 
 def test_documents_come_back_with_all_that_is_beside_them(ctl, server, other, archive):
@@ -217,7 +217,7 @@ def test_any_number_of_nodes(server, other, archive, monkeypatch):
     fill(server, b"half", 2000)
     fill(other, b"half", 2000)
     half = NUM_VBUCKETS // 2
-    nodes = tuple(Node("127.0.0.1", process.port) for process in (server, other))
+    nodes = tuple(ClusterNode("127.0.0.1", process.port) for process in (server, other))
     topology = Topology((1, 1), nodes, (0,) * half + (1,) * half)
     monkeypatch.setattr(run_module, "parse_topology", lambda *_, **__: topology)
     for vb_id in (half + 1, half + 2):

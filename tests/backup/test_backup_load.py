@@ -14,16 +14,22 @@ from hypothesis import strategies as st
 from clients.address import parse_address
 from clients.backup import restore_link
 from clients.backup.archive import create_archive, open_archive
-from clients.backup.load import FRAMES_BYTES_MAX, Loader, frames_of_load, load_of, single_packets
 from clients.backup.point import Point
-from clients.backup.reading import Reader
+from clients.backup.reading import PointReader
 from clients.backup.restore import Restore
-from clients.backup.restore_link import Writer
+from clients.backup.restore_link import RestoreWriter
+from clients.backup.restore_load import (
+    FRAMES_BYTES_MAX,
+    Loader,
+    frames_of_load,
+    load_of,
+    single_packets,
+)
 from clients.backup.run import STREAM_FEATURES, Backup
 from clients.backup.selection import Selection
-from clients.cli.main import run
-from clients.link_sync import SyncLink
-from clients.topology import single_node
+from clients.cli.dcpctl import run
+from clients.link.blocking_link import SyncLink
+from clients.link.topology import single_node
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import MUTATION_EXTRAS, PUT_FRAMES_BYTES_MAX, PUT_FRAMES_MAX
 from dcp.wire.opcode import Opcode
@@ -131,7 +137,7 @@ def restore(server, archive, *, force=False, user="", selection=None):
 def held(server, path):
     """All that a server streams: partition -> frames, without what means nothing."""
     archive = back_up(server, path)
-    reader = Reader(archive, archive.runs())
+    reader = PointReader(archive, archive.runs())
     return {
         vb_id: [
             data[start : start + 12] + data[start + 16 : stop]
@@ -204,7 +210,7 @@ def test_a_packet_that_cannot_be_taken_for_now_is_sent_again(source, tmp_path, s
         ctl(server, "collection", "create", "shop.orders")
         server.set_state(VBS[0], "replica")
         looked = []
-        look = Writer._look_where_partitions_are
+        look = RestoreWriter._look_where_partitions_are
 
         async def look_and_repair(writer):
             looked.append(writer)
@@ -212,7 +218,7 @@ def test_a_packet_that_cannot_be_taken_for_now_is_sent_again(source, tmp_path, s
                 await asyncio.to_thread(server.set_state, VBS[0], "active")
             await look(writer)
 
-        monkeypatch.setattr(Writer, "_look_where_partitions_are", look_and_repair)
+        monkeypatch.setattr(RestoreWriter, "_look_where_partitions_are", look_and_repair)
         done = restore(server, source)
         assert len(looked) == 2
         assert done.written == 3 * 150 + 2
@@ -224,7 +230,7 @@ def test_a_packet_that_is_refused_goes_frame_by_frame(tmp_path, sent):
     unknown = frame(2, 5).replace(b"\x002", b"\x092")  # a collection that is not there
 
     async def send(address):
-        writer = Writer(address, single_node(address.host, address.port), 0)
+        writer = RestoreWriter(address, single_node(address.host, address.port), 0)
         await writer.send(load_of(3, [sound, locked]))
         await writer.send(load_of(3, [sound, unknown]))
         await writer.finish()

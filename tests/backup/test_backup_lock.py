@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from clients.backup import lock as lock_module
 from clients.backup.archive import create_archive, open_archive
-from clients.backup.errors import ArchiveLockedError
+from clients.backup.archive_errors import ArchiveLockedError
 from clients.backup.lock import LEASE_S, ArchiveLock
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from clients.backup import lock as lock_module
 from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
-from clients.backup.errors import ArchiveDamagedError, ArchiveError
+from clients.backup.archive_check import verify
+from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError
+from clients.backup.archive_manifest import MARK_MAGIC, parse_mark
 from clients.backup.export import Export
 from clients.backup.fold import fold
-from clients.backup.manifest import MARK_MAGIC, parse_mark
 from clients.backup.place import Place
 from clients.backup.point import Point
 from clients.backup.selection import Selection
-from clients.backup.verify import verify
 from dcp.wire.feature import Feature
 from support.backup_live import backup, export, fill
 from support.backup_pair import back_up, memory_archive, state_as_of

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import cbor2
 
-from clients.backup import chunk, legs, lock, manifest, segment, segment_writer
-from clients.cli.backup import backup
-from clients.cli.main import run as dcpctl
+from clients.backup import archive_manifest as manifest
+from clients.backup import chunk, legs, lock, segment, segment_writer
+from clients.cli.backup_commands import backup
+from clients.cli.dcpctl import run as dcpctl
 from support.server import DcpdProcess
 
 PAGE = (Path(__file__).parents[2] / "docs" / "backup.md").read_text()

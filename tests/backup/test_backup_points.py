@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clients.backup.archive_errors import BackupError, PointError
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, frames_of
-from clients.backup.errors import BackupError, PointError
-from clients.backup.export import Export, Row, json_line
+from clients.backup.export import Export, ExportRow, json_line
 from clients.backup.feed import Piece
 from clients.backup.fold import run_to_keep
 from clients.backup.legs import (
@@ -23,11 +24,10 @@ from clients.backup.legs import (
     position_of,
     whole_states,
 )
-from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, parse_seqnos, parse_time, time_text
 from clients.backup.selection import Selection, parse_mapping
-from clients.cli.backup import size_text
-from clients.cli.main import run as dcpctl
+from clients.cli.backup_commands import size_text
+from clients.cli.dcpctl import run as dcpctl
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, memory_archive
 from support.memory_node import MemoryNode
@@ -204,7 +204,7 @@ def test_parquet_and_json_lines_say_the_same(exported):
     report = Export(exported, Point(), Selection()).to_json_lines(lines)
     assert report.documents == 29
     assert Export(exported, Point(), Selection()).to_parquet(table) == report
-    rows = [Row(**row) for row in parquet.read_table(table).to_pylist()]
+    rows = [ExportRow(**row) for row in parquet.read_table(table).to_pylist()]
     assert b"".join(json_line(row) for row in rows) == lines.getvalue()
     documents = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert {document["v"] for document in documents} == {1}

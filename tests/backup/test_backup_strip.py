@@ -12,7 +12,7 @@ from clients.backup.strip import Strip
 from dcp.wire.frame import pack_request
 from dcp.wire.message import DELETION_EXTRAS, MUTATION_EXTRAS, SYSTEM_EVENT_EXTRAS
 from dcp.wire.opcode import Opcode
-from vbucket.ids import time_ns_from_cas
+from vbucket.model.ids import time_ns_from_cas
 
 VB = 9
 BEGIN_NS = 1_800_000_000 << 30

@@ -21,21 +21,21 @@ from clients.backup import archive as archive_module
 from clients.backup import lock, place, restore_link, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
+from clients.backup.archive_check import verify
+from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
 from clients.backup.chunk import Chunker
-from clients.backup.errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
 from clients.backup.intake import Intake
-from clients.backup.load import FRAMES_BYTES_MAX, load_of
-from clients.backup.restore_link import Writer
+from clients.backup.restore_link import RestoreWriter
+from clients.backup.restore_load import FRAMES_BYTES_MAX, load_of
 from clients.backup.run import Backup, collections_of
-from clients.backup.verify import verify
 from clients.errors import (
     OperationTimeoutError,
     StreamViolationError,
     TemporaryError,
     TopologyError,
 )
-from clients.link import Link
-from clients.topology import Node, Topology, single_node
+from clients.link.pipelined_link import Link
+from clients.link.topology import ClusterNode, Topology, single_node
 from dcp.wire.frame import RemoteProtocolError, pack_request
 from dcp.wire.message import MUTATION_EXTRAS
 from dcp.wire.opcode import Opcode
@@ -47,7 +47,7 @@ from support.backup_live import (
     high_seqnos,
 )
 from support.server import DcpdProcess
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 
 def test_two_runs_at_once_are_refused(ctl, server, archive):
@@ -150,7 +150,7 @@ def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
 KILLED = """
 import os, signal, sys
 from clients.backup import chunk, place, segment_writer
-from clients.cli.main import run as dcpctl
+from clients.cli.dcpctl import run as dcpctl
 
 segment_writer.SEGMENT_BYTES = 20_000
 chunk.Chunker.__init__.__defaults__ = (4_000, 48 << 20)
@@ -265,7 +265,7 @@ def test_a_node_that_is_down_does_not_keep_the_others(server, archive, monkeypat
     """They are streamed to their end; its partitions are when it is back."""
     fill(server, b"down", 2000)
     half = NUM_VBUCKETS // 2
-    here, down = Node("127.0.0.1", server.port), Node("127.0.0.1", 1)
+    here, down = ClusterNode("127.0.0.1", server.port), ClusterNode("127.0.0.1", 1)
     seen = []
 
     def topology_now(*_, **__):
@@ -320,14 +320,14 @@ def test_a_silent_node_does_not_keep_the_others(server, archive, monkeypatch, is
     fill(server, b"silent", 2000)
     monkeypatch.setattr(Link.connect.__func__, "__kwdefaults__",
                         Link.connect.__kwdefaults__ | {"timeout_s": 10_000})  # fmt: skip
-    half, here = NUM_VBUCKETS // 2, Node("127.0.0.1", server.port)
+    half, here = NUM_VBUCKETS // 2, ClusterNode("127.0.0.1", server.port)
 
     async def go():
         async with asyncio.timeout(60), SilentHost(server) as silent:
             monkeypatch.setattr(
                 run_module, "parse_topology",
                 lambda *_, **__: Topology(
-                    (1, 1), (Node("127.0.0.1", silent.port), here), (0,) * half + (1,) * half
+                    (1, 1), (ClusterNode("127.0.0.1", silent.port), here), (0,) * half + (1,) * half
                 ),
             )  # fmt: skip
             cuts, done = [], []
@@ -392,7 +392,7 @@ def test_a_restore_does_not_wait_without_end(server, monkeypatch, loads):
     )  # fmt: skip
 
     async def restore():
-        writer = Writer(address, single_node(address.host, address.port), 0)
+        writer = RestoreWriter(address, single_node(address.host, address.port), 0)
         try:
             await writer.send(load_of(3, [frame]))
             await writer.finish()
@@ -439,7 +439,7 @@ def test_a_full_disk_refuses_no_lock(archive, monkeypatch):
 def test_a_partition_without_a_node_does_not_keep_the_others(server, archive, monkeypatch):
     """They are streamed and kept; the error names it, and the next run goes on."""
     fill(server, b"nowhere", 2000)
-    node = Node("127.0.0.1", server.port)
+    node = ClusterNode("127.0.0.1", server.port)
     lost = Topology((1,), (node,), (0,) * 7 + (-1,) + (0,) * (NUM_VBUCKETS - 8))
     made, address = create_archive(str(archive), 1), parse_address(server.address)
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from benchmarks import responder, workload
 from benchmarks.answers import AnswerError, BinaryCounter, RespCounter
 from benchmarks.generator import Load, batches_of, run
 from benchmarks.histogram import Histogram
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 PROTOCOLS = pytest.mark.parametrize("protocol", ["binary", "resp"])
 

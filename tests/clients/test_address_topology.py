@@ -5,8 +5,8 @@ from scripted_peer import config_of
 
 from clients.address import ServerAddress, is_loopback, parse_address
 from clients.errors import TopologyError
-from clients.topology import Node, parse_topology, single_node
-from vbucket.partition_map import PartitionMap, bucket_config
+from clients.link.topology import ClusterNode, parse_topology, single_node
+from vbucket.model.partition_map import PartitionMap, bucket_config
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_bad_address_says_why(text, why):
 
 def test_ipv6_address_is_written_with_brackets():
     assert ServerAddress("::1", 5).node == "[::1]:5"
-    assert Node("::1", 5).name == "[::1]:5"
+    assert ClusterNode("::1", 5).name == "[::1]:5"
     assert is_loopback("::1")
     assert is_loopback("127.9.9.9")
     assert not is_loopback("10.0.0.1")
@@ -55,8 +55,8 @@ def test_topology_finds_the_node_of_a_partition():
     topology = parse_topology(config_of([11, 22], owners, rev=7), "10.1.2.3")
     assert topology.revision == (1, 7)
     assert topology.num_vbuckets == 1024
-    assert topology.node_of(0) == Node("10.1.2.3", 11, 8091)
-    assert topology.node_of(1) == Node("10.1.2.3", 22, 8092)
+    assert topology.node_of(0) == ClusterNode("10.1.2.3", 11, 8091)
+    assert topology.node_of(1) == ClusterNode("10.1.2.3", 22, 8092)
     with pytest.raises(TopologyError, match="no node is active"):
         topology.node_of(5)
     with pytest.raises(TopologyError, match="no partition 1024"):
@@ -79,11 +79,11 @@ def test_this_node_and_ports_of_old_servers():
         "vBucketServerMap": {"vBucketMap": [[0], []]},
     }
     topology = parse_topology(json.dumps(document).encode(), "10.0.0.1")
-    assert topology.nodes == (Node("10.0.0.1", 99, 0),)
+    assert topology.nodes == (ClusterNode("10.0.0.1", 99, 0),)
     assert topology.vbucket_map == (0, -1)
     del document["nodesExt"]
     nodes = parse_topology(json.dumps(document).encode(), "10.0.0.1").nodes
-    assert nodes == (Node("10.0.0.9", 99, 0),)
+    assert nodes == (ClusterNode("10.0.0.9", 99, 0),)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_addresses_that_would_not_mean_what_they_say(text, reason):
 def test_clients_with_tls_are_told_the_ports_of_tls():
     ports = {"kv_port": 1, "admin_port": 2, "kv_tls_port": 3, "admin_tls_port": 4}
     raw = bucket_config(PartitionMap.single_node(host="db", **ports))
-    assert parse_topology(raw, "h").nodes == (Node("db", 1, 2),)
-    assert parse_topology(raw, "h", is_tls=True).nodes == (Node("db", 3, 4),)
+    assert parse_topology(raw, "h").nodes == (ClusterNode("db", 1, 2),)
+    assert parse_topology(raw, "h", is_tls=True).nodes == (ClusterNode("db", 3, 4),)
     raw = bucket_config(PartitionMap.single_node(host="db", kv_port=1, admin_port=2))
     assert b"SSL" not in raw
     with pytest.raises(TopologyError, match="no key-value port with TLS"):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.checkpoint import (
+from clients.checkpoint.checkpoint import (
     CheckpointFile,
     MemoryCheckpoint,
     decode_checkpoint,

@@ -27,7 +27,7 @@ from clients import (
     decode_position,
     encode_position,
 )
-from clients.checkpoint_server import KEY_PREFIX
+from clients.checkpoint.server_checkpoint import KEY_PREFIX
 from clients.testing import DcpServer
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def test_lmdb_keeps_what_is_not_named_and_consumers_apart(tmp_path):
 
 
 def test_lmdb_refuses_a_file_of_something_else(tmp_path):
-    from clients.mirror_lmdb import LmdbStore
+    from clients.mirror.lmdb_mirror import LmdbStore
 
     LmdbStore(tmp_path / "c").close()
     with pytest.raises(CheckpointError, match="is dcpd-mirror 2, not dcpd-checkpoints 1"):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from test_consumer_steering import until
 
-from clients.checkpoint import CheckpointFile, decode_position, encode_position
-from clients.checkpoint_lmdb import LmdbCheckpoint
-from clients.checkpoint_server import ServerCheckpoint
-from clients.consumer import Consumer
+from clients.checkpoint.checkpoint import CheckpointFile, decode_position, encode_position
+from clients.checkpoint.lmdb_checkpoint import LmdbCheckpoint
+from clients.checkpoint.server_checkpoint import ServerCheckpoint
+from clients.consumer.consumer import Consumer
 from clients.errors import (
     CheckpointError,
     DcpdError,
@@ -24,13 +24,13 @@ from clients.errors import (
     UnknownCollectionError,
 )
 from clients.event import Mutation, Rollback, StreamEnded, SystemEvent
-from clients.kv import KvClient
-from clients.mirror import Mirror
+from clients.kv.client import KvClient
+from clients.mirror.mirror import Mirror
 from clients.position import Filter
 from dcp.wire.message import EndReason
 from support.server import DcpdProcess
-from vbucket.ids import vbucket_of
-from vbucket.manifest import SystemEventKind
+from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import SystemEventKind
 
 SCOPES = "/pools/default/buckets/default/scopes"
 GUEST = "Basic " + base64.b64encode(b"guest:guest").decode()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.consumer_core import ConsumerCore
-from clients.consumer_requests import RETRY_FIRST_NS
-from clients.consumer_stream import Wanted, advance
+from clients.consumer.core import ConsumerCore
+from clients.consumer.partition_stream import Wanted, advance
+from clients.consumer.stream_requests import RETRY_FIRST_NS
 from clients.errors import DcpdError, InvalidRequestError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -42,7 +42,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 LOG = [(77, 0)]
 

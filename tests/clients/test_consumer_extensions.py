@@ -8,8 +8,8 @@ import pytest
 from test_consumer_core import Session
 from test_consumer_pair import forget_extensions
 
-from clients.consumer_core import ConsumerCore
-from clients.consumer_stream import Wanted
+from clients.consumer.core import ConsumerCore
+from clients.consumer.partition_stream import Wanted
 from clients.errors import StreamViolationError
 from clients.event import Deletion, Mutation, Rollback, SeqnoAdvanced, SnapshotEnd, StreamEnded
 from clients.position import Position

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_consumer_pair import forget_extensions
 
-from clients.consumer_core import ConsumerCore
-from clients.consumer_filter import left_in
-from clients.consumer_stream import Wanted
+from clients.consumer.change_filter import left_in
+from clients.consumer.core import ConsumerCore
+from clients.consumer.partition_stream import Wanted
 from clients.event import Deletion, Mutation, SeqnoAdvanced, SnapshotEnd, SnapshotStart
 from clients.position import Position
 from clients.validator import StreamValidator

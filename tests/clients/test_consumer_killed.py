@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from test_consumer_pair import KEYS, ROUNDS_MAX, VB_IDS, ConsumerPair
 
-from clients.consumer_core import Batch
-from clients.consumer_stream import Wanted
+from clients.consumer.core import Batch
+from clients.consumer.partition_stream import Wanted
 from clients.event import Deletion, Event, Mutation, Rollback, StreamOpened
-from clients.mirror_lmdb import LmdbStore
-from clients.mirror_state import MemoryStore, take
+from clients.mirror.lmdb_mirror import LmdbStore
+from clients.mirror.mirror_state import MemoryStore, take
 from clients.position import Position
 from dcp.wire.opcode import Opcode
 
@@ -125,7 +125,8 @@ class PositionsLater:
 
 
 class InAMirror:
-    """`clients.mirror_state.take` on one of its stores; LMDB is opened anew after a death."""
+    """`clients.mirror.mirror_state.take` on one of its stores; LMDB is opened anew after a
+    death."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

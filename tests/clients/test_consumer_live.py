@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from clients.checkpoint import CheckpointFile, MemoryCheckpoint
-from clients.cli.admin import admin_of
-from clients.cli.main import Target
-from clients.consumer import Consumer
+from clients.checkpoint.checkpoint import CheckpointFile, MemoryCheckpoint
+from clients.cli.admin_api import admin_of
+from clients.cli.dcpctl import Target
+from clients.consumer.consumer import Consumer
 from clients.errors import AuthenticationError, ConnectError
 from clients.event import Deletion, Mutation, Rollback
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from support.server import DcpdProcess
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.fixture

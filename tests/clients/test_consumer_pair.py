@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from clients.consumer_core import ConsumerCore
-from clients.consumer_stream import Wanted, advance
+from clients.consumer.core import ConsumerCore
+from clients.consumer.partition_stream import Wanted, advance
 from clients.position import Position
 from clients.validator import StreamValidator
 from dcp.wire.feature import Feature
@@ -17,7 +17,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.keyspace import BranchRefusedError
+from vbucket.engine.keyspace import BranchRefusedError
 
 VB_IDS = (3, 17)
 ROUNDS_MAX = 1000

@@ -6,8 +6,8 @@ import pytest
 from scripted_peer import config_of
 
 from clients.address import parse_address
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_placement import Placement
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.placement import Placement
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from test_consumer_steering import until
 
-from clients.consumer_core import Batch
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_reader import Reader
-from clients.consumer_save import Saver
+from clients.consumer.batch_reader import BatchReader
+from clients.consumer.core import Batch
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.saving import Saver
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import Mutation, Rollback
 from clients.position import Position
@@ -47,7 +47,7 @@ def batch_of(*events):
 
 def reader_of(streams, *batches, events_per_s=None, validator=None):
     metrics = ConsumerMetrics()
-    reader = Reader(Saver(None, None, metrics, "reader"), metrics, validator, events_per_s)
+    reader = BatchReader(Saver(None, None, metrics, "reader"), metrics, validator, events_per_s)
     reader.is_open = True
     for batch in batches:
         reader.put(streams, batch)

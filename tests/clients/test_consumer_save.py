@@ -17,8 +17,8 @@ from clients import (
     SeqnoAdvanced,
     StreamOpened,
 )
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_save import Saver
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.saving import Saver
 
 
 class SlowStore:

@@ -18,11 +18,11 @@ from clients import (
     Position,
     ServerCheckpoint,
 )
-from clients.consumer_start import time_ns_of
+from clients.consumer.starting_point import time_ns_of
 from clients.errors import UnknownCollectionError
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
-from vbucket.ids import time_ns_from_cas, vbucket_of
+from vbucket.model.ids import time_ns_from_cas, vbucket_of
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ async def test_a_server_that_cannot_tell_a_moment_gives_the_same(server, monkeyp
     async def cannot_tell(_link, vb_ids, _time_ns):
         asked.extend(vb_ids)
 
-    monkeypatch.setattr("clients.consumer_start.seqnos_at", cannot_tell)
+    monkeypatch.setattr("clients.consumer.starting_point.seqnos_at", cannot_tell)
     assert sorted(await changes(server, start=moment)) == sorted(told)
     assert len(asked) == 1024
     assert b"later" in dict(told)
@@ -200,7 +200,7 @@ async def test_a_seqno_vector_survives_branches(server):
 async def test_key_prefixes_on_either_side_give_the_same(server, monkeypatch, is_known):
     if not is_known:
         # A control that the server does not know, as an older one would see it.
-        monkeypatch.setattr("clients.consumer_extensions.KEY_PREFIX", b"x_unheard_of")
+        monkeypatch.setattr("clients.consumer.extensions.KEY_PREFIX", b"x_unheard_of")
     with server.connect() as kv:
         for n in range(30):
             kv.set(b"user:%d" % (n % 7), b"%d" % n)

@@ -22,14 +22,14 @@ from clients import (
     StreamOpened,
     export_prometheus,
 )
-from clients.consumer_metrics import COUNTERS, GAUGES
-from clients.consumer_stall import PATIENCE, StallWatch
-from clients.consumer_stream import Stream
+from clients.consumer.counters import COUNTERS, GAUGES
+from clients.consumer.partition_stream import PartitionStream
+from clients.consumer.stall import PATIENCE, StallWatch
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.message import EndReason
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 KEY = b"stops"
 VB = vbucket_of(KEY)
@@ -322,7 +322,7 @@ async def test_a_server_that_is_gone_is_told_until_it_is_back(tmp_path, caplog):
 
 
 def stream_at(vb_id, seqno):
-    return Stream(vb_id, Position(((7, 0),), seqno, seqno, seqno) if seqno else Position())
+    return PartitionStream(vb_id, Position(((7, 0),), seqno, seqno, seqno) if seqno else Position())
 
 
 def test_only_what_is_behind_and_does_not_move_stalls():

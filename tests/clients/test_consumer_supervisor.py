@@ -13,9 +13,9 @@ from test_consumer_stops import KEY, VB, Following, branched
 
 from clients import Consumer, KvClient, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
-from clients.consumer_metrics import ConsumerMetrics
-from clients.consumer_placement import Placement
-from clients.consumer_stream import Wanted
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.partition_stream import Wanted
+from clients.consumer.placement import Placement
 from clients.errors import ConnectError, TopologyError
 from clients.position import Position
 from clients.testing import DcpServer

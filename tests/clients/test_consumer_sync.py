@@ -9,9 +9,9 @@ from concurrent.futures import CancelledError
 import pytest
 
 from clients import MemoryCheckpoint, Mutation, SyncConsumer
-from clients.consumer_sync import LoopThread
+from clients.sync import LoopThread
 from clients.testing import DcpServer
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from clients.cli.main import COMMANDS, run
+from clients.cli.dcpctl import COMMANDS, run
 from support.server import DcpdProcess
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +290,7 @@ def test_collections(ctl):
 
 def test_hot_commands_import_nothing_slow():
     script = (
-        "import sys; import clients.cli.main, clients.cli.documents;"
+        "import sys; import clients.cli.dcpctl, clients.cli.document_commands;"
         "print([m for m in ('asyncio','rich','scramp','msgspec','json','cbor2')"
         " if m in sys.modules])"
     )

@@ -3,7 +3,7 @@ from scramp import ScramMechanism
 
 from clients.address import ServerAddress
 from clients.errors import AuthenticationError, ConnectError, NoAccessError, error_from_status
-from clients.handshake import Handshake
+from clients.link.handshake import Handshake
 from dcp.wire.feature import Feature
 from dcp.wire.frame import FrameDecoder, pack_response
 from dcp.wire.opcode import Opcode

@@ -16,12 +16,12 @@ from clients.errors import (
     OperationTimeoutError,
     TemporaryError,
 )
-from clients.kv import ATTEMPTS_MAX, BATCH_OPERATIONS_MAX, KvClient
-from clients.kv_sync import SyncKv
+from clients.kv.client import ATTEMPTS_MAX, BATCH_OPERATIONS_MAX, KvClient
+from clients.kv.sync_client import SyncKv
 from clients.operation import Document, MutationResult
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.fixture

@@ -24,17 +24,17 @@ from clients import (
     SyncConsumer,
     SyncMirror,
 )
-from clients.checkpoint import decode_position, encode_position
+from clients.checkpoint.checkpoint import decode_position, encode_position
 from clients.errors import OperationTimeoutError
 from clients.event import Deletion, Rollback, SystemEvent
-from clients.lmdb_file import LmdbFile, rows_from
-from clients.mirror_lmdb import FORMAT, LmdbStore
-from clients.mirror_state import MemoryStore, take
+from clients.local_lmdb import LocalLmdb, rows_from
+from clients.mirror.lmdb_mirror import FORMAT, LmdbStore
+from clients.mirror.mirror_state import MemoryStore, take
 from clients.position import Position
 from clients.testing import DcpServer
 from dcp.wire.opcode import Opcode
-from vbucket.ids import vbucket_of
-from vbucket.manifest import SystemEventKind
+from vbucket.model.ids import vbucket_of
+from vbucket.model.manifest import SystemEventKind
 
 VB = 5
 
@@ -250,7 +250,7 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
     path = tmp_path / "view"
     async with Mirror(server.address, path, key_prefixes="k1"):
         pass
-    file = LmdbFile(path, FORMAT, version=2)
+    file = LocalLmdb(path, FORMAT, version=2)
     with file.writing() as transaction:
         transaction.put(b"\0format", b"dcpd-mirror 1")
         for key, raw in list(rows_from(transaction, b"p")):
@@ -263,7 +263,7 @@ async def test_a_mirror_of_an_older_version_begins_anew_for_other_keys(server, t
         async with Mirror(server.address, path):
             pass
     with pytest.raises(CheckpointError, match="is dcpd-mirror 2, not dcpd-mirror 1"):
-        LmdbFile(path, FORMAT)
+        LocalLmdb(path, FORMAT)
 
 
 async def test_a_mirror_that_is_not_answered_is_not_caught_up(monkeypatch):

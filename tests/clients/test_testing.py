@@ -9,14 +9,14 @@ from time import monotonic
 
 import pytest
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.errors import ConnectionLostError, NotMyVbucketError, TemporaryError
 from clients.event import Mutation, Rollback, StreamEnded
 from clients.testing import DcpServer, ServerRefusedError, ServerStartError, dcp_server
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 KEY = b"key"
 VB = vbucket_of(KEY)

@@ -16,7 +16,7 @@ from clients.event import (
 from clients.position import Position
 from clients.validator import Held, StreamValidator
 from dcp.wire.message import MarkerFlag
-from vbucket.manifest import SystemEventKind
+from vbucket.model.manifest import SystemEventKind
 
 LOG = ((5, 0),)
 

@@ -11,7 +11,7 @@ from couchbase.cluster import Cluster
 from couchbase.exceptions import AuthenticationException, CouchbaseException
 from couchbase.options import ClusterOptions, ClusterTimeoutOptions
 
-from clients.cli.main import run
+from clients.cli.dcpctl import run
 from support.certificates import TestCa
 from support.server import DcpdProcess
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from clients.cli.main import run
-from dcp.server.users import USERS_FILE, Users
+from clients.cli.dcpctl import run
+from dcp.server.access.users import USERS_FILE, Users
 from dcp.session.rights import Role
 from dcp.wire.frame import HEADER
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from dcp.server import audit as audit_module
-from dcp.server.audit import (
+from dcp.server.access import audit as audit_module
+from dcp.server.access.audit import (
     FILES_KEPT,
     PENDING_MAX,
     TEXT_CHARS_MAX,
@@ -20,7 +20,7 @@ from dcp.server.audit import (
     append_rotating,
     audit_line,
 )
-from dcp.server.logging_setup import EventLog
+from dcp.server.observe.event_log import EventLog
 
 NOON = datetime(2026, 11, 5, 12, 0, 0, 250_000, UTC)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.event import StreamOpened
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from dcp.wire.frame import FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from support.server import DcpdProcess
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 VALUE = b"x" * (1 << 20)
 GETS = 300

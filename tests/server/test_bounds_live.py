@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from clients.address import parse_address
-from clients.cli.main import run
-from clients.kv_sync import SyncKv
-from dcp.server.connection import TLS_READ_BUFFER_BYTES
-from dcp.server.tls_listener import HANDSHAKE_BYTES
+from clients.cli.dcpctl import run
+from clients.kv.sync_client import SyncKv
+from dcp.server.net.connection import TLS_READ_BUFFER_BYTES
+from dcp.server.net.tls_listener import HANDSHAKE_BYTES
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status

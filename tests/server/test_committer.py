@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from dcp.server import committer as module
-from dcp.server.committer import INLINE_BYTES_MAX, Committer
-from dcp.server.meter import Histogram
+from dcp.server.observe.meter import Histogram
+from dcp.server.storage import committer as module
+from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
 from support.memory_node import MemoryNode
-from vbucket.device import LogWriteError, SyncFailedError
-from vbucket.device_memory import MEMORY_AHEAD_BYTES
-from vbucket.engine import SET
-from vbucket.group import Group
-from vbucket.log_end import read_marks
-from vbucket.log_recovery import recover
+from vbucket.engine.engine import SET
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.log.device_memory import MEMORY_AHEAD_BYTES
+from vbucket.log.end_mark import read_marks
+from vbucket.log.recovery import recover
 
 VB = 7
 
@@ -47,7 +47,7 @@ class Server:
         self.committer.start()
         self.is_stopped = False
 
-    def _commit(self, group: Group) -> None:
+    def _commit(self, group: CommitGroup) -> None:
         assert group.number == self.engine.committed_group
         self.committed.append(group.number)
 
@@ -246,7 +246,7 @@ async def test_a_due_sync_comes_before_the_next_group() -> None:
         synced_after.append(server.engine.committed_group)
         sync()
 
-    def commit(group: Group) -> None:
+    def commit(group: CommitGroup) -> None:
         server.committed.append(group.number)
         server.set(b"more", LARGE)
         if group.number == 1:
@@ -265,7 +265,7 @@ async def test_a_due_sync_comes_before_the_next_group() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, size: int) -> None:
-    def fail(_: Group) -> None:
+    def fail(_: CommitGroup) -> None:
         raise MemoryError("no memory to wake anybody")
 
     server.committer._on_commit = fail

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from dcp.server.compaction import Compaction
-from dcp.server.settings import Settings
+from dcp.server.config.settings import Settings
+from dcp.server.storage.compaction_schedule import Compaction
 from support.memory_node import MemoryNode
-from vbucket.compaction import Floors
-from vbucket.engine import SET, Document
-from vbucket.lifecycle import purge
-from vbucket.retention import Planner, Windows
-from vbucket.store_records import put_failover
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.lifecycle import purge
+from vbucket.store.records import put_failover
+from vbucket.upkeep.compaction import Floors
+from vbucket.upkeep.retention import Planner, Windows
 
 VB = 7
 SECOND_NS = 1_000_000_000
@@ -73,7 +73,7 @@ class Compacting:
     def documents(self) -> set[str]:
         names = ("a", "b", "c", "d", "x")
         found = {name: self.node.engine.get(VB, b"\0" + name.encode()) for name in names}
-        return {name for name, document in found.items() if isinstance(document, Document)}
+        return {name for name, document in found.items() if isinstance(document, StoredDocument)}
 
 
 NO_HISTORY = Windows(0, 0, 0)

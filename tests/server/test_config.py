@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.config import (
+from dcp.server.config.setting_values import duration_text, size_text
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import (
     OPTIONS,
     ConfigError,
     ConfigFile,
@@ -16,8 +18,6 @@ from dcp.server.config import (
     resolve,
     shown,
 )
-from dcp.server.setting_values import duration_text, size_text
-from dcp.server.settings import Settings
 
 
 def refusal(flags=None, environ=None, document=None) -> str:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.logging_setup import EventLog
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.config.settings import Settings
 from dcp.server.node import Node
-from dcp.server.settings import Settings
-from dcp.server.users import USERS_FILE, Users
+from dcp.server.observe.event_log import EventLog
 from dcp.session.session import Session
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 TIMEOUT_S = 20.0
 

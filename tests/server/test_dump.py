@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clients.cli.main import run
+from clients.cli.dcpctl import run
 from clients.testing import DcpServer
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode

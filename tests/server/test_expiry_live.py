@@ -14,10 +14,10 @@ from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_r
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
-from vbucket.ids import SEQNO_MAX
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.store import Store, StoreView
-from vbucket.store_records import EXPIRY_TABLE, STORE_FORMAT_VERSION, TABLES, put_node
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.records import EXPIRY_TABLE, STORE_FORMAT_VERSION, TABLES, put_node
+from vbucket.store.store import Store, StoreView
 
 VB = 5
 COUNT = 500

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.folder import (
+from dcp.server.storage.folder import (
     FolderError,
     FolderFormatError,
     FolderInUseError,
@@ -114,7 +114,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     folder = open_folder(tmp_path)
     script = (
         "import sys, pathlib\n"
-        "from dcp.server.folder import open_folder, FolderInUseError\n"
+        "from dcp.server.storage.folder import open_folder, FolderInUseError\n"
         "try: open_folder(pathlib.Path(sys.argv[1]))\n"
         "except FolderInUseError as error: print(error)\n"
     )

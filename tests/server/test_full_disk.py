@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from clients.consumer import Consumer
-from clients.kv import KvClient
+from clients.consumer.consumer import Consumer
+from clients.kv.client import KvClient
 from clients.operation import MutationResult
-from clients.testing.server import ServerRefusedError
+from clients.testing.process import ServerRefusedError
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 LIMIT_BYTES = 64 << 10
 """More than the server's log lines, less than where the log's end is."""

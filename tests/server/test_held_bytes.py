@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.held_bytes import PROGRESS_BYTES, STRANGERS_PART, HeldBytes
+from dcp.server.net.held_bytes import PROGRESS_BYTES, STRANGERS_PART, HeldBytes
 
 MIB = 1 << 20
 

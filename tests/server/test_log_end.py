@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.checkpoint import CheckpointFile
-from clients.consumer import Consumer
+from clients.checkpoint.checkpoint import CheckpointFile
+from clients.consumer.consumer import Consumer
 from clients.event import Rollback
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from support.server import DcpdProcess
-from vbucket.device_files import MARK_NAME, read_segment, segment_path, segments_in
-from vbucket.ids import vbucket_of
-from vbucket.log import ScannedGroup, scan_segment, written_bytes
+from vbucket.log.device_files import MARK_NAME, read_segment, segment_path, segments_in
+from vbucket.log.record import ScannedGroup, scan_segment, written_bytes
+from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash
 

@@ -15,9 +15,9 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
-from vbucket.device import SEGMENT_FORMAT_VERSION
-from vbucket.device_files import MARK_NAME, read_segment, segment_path, segments_in
-from vbucket.log import (
+from vbucket.log.device import SEGMENT_FORMAT_VERSION
+from vbucket.log.device_files import MARK_NAME, read_segment, segment_path, segments_in
+from vbucket.log.record import (
     KIND_GROUP,
     OLD_RECORD_HEAD,
     RECORD_BYTES,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from dcp.server.logging_setup import format_json, format_text, set_up_logging
+from dcp.server.observe.event_log import format_json, format_text, set_up_logging
 
 WHEN = datetime(2026, 11, 21, 12, 0, 0, 123456, UTC)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from dcp.server import users as users_module
+from dcp.server.access import users as users_module
+from dcp.server.access.password_checks import THREADS
 from dcp.server.node import Node
-from dcp.server.password_checks import THREADS
 from dcp.session.scram import ScramKeys
 from dcp.session.session import Session
 from dcp.wire.feature import Feature

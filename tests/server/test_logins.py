@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server import logins as logins_module
-from dcp.server import password_checks
-from dcp.server import users as users_module
-from dcp.server.audit import AuditLog
-from dcp.server.logging_setup import EventLog
-from dcp.server.logins import (
+from dcp.server.access import logins as logins_module
+from dcp.server.access import password_checks
+from dcp.server.access import users as users_module
+from dcp.server.access.audit import AuditLog
+from dcp.server.access.logins import (
     ALL_NAMES_FACTOR,
     PAIRS_MAX,
     WINDOW_S,
@@ -25,7 +24,8 @@ from dcp.server.logins import (
     Logins,
     Peer,
 )
-from dcp.server.users import USERS_FILE, Users
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.observe.event_log import EventLog
 from dcp.session.rights import Rights, Role
 from dcp.wire.status import Status
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config import resolve
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import resolve
 from dcp.server.main import (
     ExitCode,
     StartError,
@@ -20,8 +22,6 @@ from dcp.server.main import (
     plan_ports,
     ready_text,
 )
-from dcp.server.settings import Settings
-from dcp.server.users import USERS_FILE, Users
 
 DCPD = (sys.executable, "-m", "dcp.server.main")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("DCPD_")}

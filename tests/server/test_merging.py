@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from dcp.server.compaction import Compaction, CompactionError
-from dcp.server.merging import MergeTroubleError, Merging
-from dcp.server.meter import Meter
-from dcp.server.settings import Settings
-from dcp.server.store_process import StoreProcessDiedError
-from dcp.server.store_supervisor import StoreSupervisor
+from dcp.server.config.settings import Settings
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.compaction_schedule import Compaction, CompactionError
+from dcp.server.storage.merging import MergeTroubleError, Merging
+from dcp.server.storage.store_process import StoreProcessDiedError
+from dcp.server.storage.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode
-from vbucket.engine import SET
-from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.log import LogDamagedError
-from vbucket.merge import MergeReport, merge
+from vbucket.engine.engine import SET
+from vbucket.log.record import LogDamagedError
+from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.upkeep.merge import MergeReport, merge
 
 NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files")
 DIED = StoreProcessDiedError("it ended")

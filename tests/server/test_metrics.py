@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer, ServerRefusedError
-from dcp.server.meter import Histogram, Meter
-from dcp.server.metrics import METRICS, VBUCKET_METRICS, markdown
+from dcp.server.observe.meter import Histogram, Meter
+from dcp.server.report.metrics import METRICS, VBUCKET_METRICS, markdown
 from dcp.wire.opcode import Opcode
 from failover.rollback import RollbackKind
-from vbucket.ids import NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_current():
     text = (ROOT / "docs" / "metrics.md").read_text()
-    assert text == markdown(), "run: python -m dcp.server.metrics > docs/metrics.md"
+    assert text == markdown(), "run: python -m dcp.server.report.metrics > docs/metrics.md"
 
 
 @pytest.mark.parametrize("spec", [*METRICS, *VBUCKET_METRICS], ids=lambda spec: spec.name)

@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.errors import DcpdError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.operation import MutationResult
-from dcp.server.logging_setup import EventLog
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.config.settings import Settings
 from dcp.server.node import Node
-from dcp.server.settings import Settings
-from dcp.server.users import USERS_FILE, Users
+from dcp.server.observe.event_log import EventLog
 from support.server import DcpdProcess
-from vbucket import recovery
-from vbucket.device_files import MARK_NAME, FileLogDevice
-from vbucket.log import written_bytes
-from vbucket.log_writer import LogWriter
+from vbucket.engine import startup as recovery
+from vbucket.log.device_files import MARK_NAME, FileLogDevice
+from vbucket.log.record import written_bytes
+from vbucket.log.writer import LogWriter
 
 pytestmark = pytest.mark.crash
 

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from clients.kv import KvClient
-from dcp.server.open_files import (
+from clients.kv.client import KvClient
+from dcp.server.config.settings import Settings
+from dcp.server.net.open_files import (
     KEPT_FILES,
     admin_connections_within,
     connections_within,
     within_open_files,
 )
-from dcp.server.settings import Settings
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_fewer_connections_are_said_once_and_are_the_limit_then() -> None:
 def test_the_process_allows_itself_what_it_may(soft: int, hard: int) -> None:
     script = (
         "import resource, sys\n"
-        "from dcp.server.open_files import allow_open_files\n"
+        "from dcp.server.net.open_files import allow_open_files\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))\n"
         "print(allow_open_files(), *resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )

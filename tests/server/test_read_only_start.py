@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from clients.consumer import Consumer
-from clients.kv import KvClient
+from clients.consumer.consumer import Consumer
+from clients.kv.client import KvClient
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.small_disk import fill, small_disk, strip_zeros
 from support.waiting import until
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash
 KEYS = [b"key-%d" % number for number in range(300)]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.errors import DcpdError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from dcp.wire.frame import pack_request
 from dcp.wire.message import StreamRequest, pack_open, pack_stream_request
@@ -26,7 +26,7 @@ from dcp.wire.status import Status
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.waiting import until
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 pytestmark = pytest.mark.crash
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dcp.server.stats import Stats, stats
+from dcp.server.report.stats import Stats, stats
 from support.memory_node import START_NS, MemoryNode
 
 

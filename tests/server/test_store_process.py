@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from dcp.server.folder import DataFolder, FolderInUseError, open_folder
-from dcp.server.store_process import StoreProcess, StoreProcessDiedError, StoreWork
-from vbucket.compaction import Floors, SliceReport
-from vbucket.device_files import FileLogDevice, segment_path
-from vbucket.entry import pack_mutation
-from vbucket.kvenv import StoreFailedError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import LogDamagedError, pack_group
-from vbucket.log_writer import LogWriter
-from vbucket.merge import MergeRefusedError, MergeReport
-from vbucket.store import Store
-from vbucket.store_records import TABLES, NodeRecord, PartitionRecord
+from dcp.server.storage.folder import DataFolder, FolderInUseError, open_folder
+from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError, StoreWork
+from vbucket.log.device_files import FileLogDevice, segment_path
+from vbucket.log.record import LogDamagedError, pack_group
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import pack_mutation
+from vbucket.store.environment import StoreFailedError
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import TABLES, NodeRecord, PartitionRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.compaction import Floors, SliceReport
+from vbucket.upkeep.merge import MergeRefusedError, MergeReport
 
 VB = 5
 
@@ -233,7 +233,7 @@ async def test_it_holds_the_folder_while_it_lives(server: Server, process: Store
 async def test_it_runs_under_uvloop_too(server: Server) -> None:
     script = (
         "import asyncio, sys, pathlib, uvloop\n"
-        "from dcp.server.store_process import StoreProcess\n"
+        "from dcp.server.storage.store_process import StoreProcess\n"
         "async def main():\n"
         "    path, lock_fd, segment = sys.argv[1:]\n"
         "    process = await StoreProcess.start(pathlib.Path(path), int(lock_fd))\n"
@@ -255,8 +255,8 @@ async def test_it_dies_with_its_server(tmp_path: Path) -> None:
     """The server is killed; the folder is free as soon as the store process is gone too."""
     script = (
         "import asyncio, sys, pathlib\n"
-        "from dcp.server.folder import open_folder\n"
-        "from dcp.server.store_process import StoreProcess\n"
+        "from dcp.server.storage.folder import open_folder\n"
+        "from dcp.server.storage.store_process import StoreProcess\n"
         "async def main():\n"
         "    folder = open_folder(pathlib.Path(sys.argv[1]))\n"
         "    folder.store_path.mkdir()\n"

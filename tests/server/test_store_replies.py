@@ -10,10 +10,10 @@ from typing import Any
 import cbor2
 import pytest
 
-from dcp.server import store_process as module
-from dcp.server.store_process import StoreProcess, _pack
-from vbucket.compaction import Floors, SliceReport
-from vbucket.merge import MergeReport
+from dcp.server.storage import store_process as module
+from dcp.server.storage.store_process import StoreProcess, _pack
+from vbucket.upkeep.compaction import Floors, SliceReport
+from vbucket.upkeep.merge import MergeReport
 
 
 class Pipes:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from clients.errors import DcpdError
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_response
 from dcp.wire.message import (
@@ -24,8 +24,8 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
 from support.server import DcpdProcess
-from vbucket.ids import SEQNO_MAX, vbucket_of
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import SEQNO_MAX, vbucket_of
 
 KEY = b"moving"
 VB = vbucket_of(KEY)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from clients.address import parse_address
-from clients.cli.main import run
-from clients.consumer import Consumer
+from clients.cli.dcpctl import run
+from clients.consumer.consumer import Consumer
 from clients.errors import ConnectError
-from clients.kv import KvClient
-from clients.kv_sync import SyncKv
-from dcp.server.tls import ServerTls, TlsError, TlsFiles
+from clients.kv.client import KvClient
+from clients.kv.sync_client import SyncKv
+from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
 from support.certificates import TestCa
 from support.server import DcpdProcess
 from support.waiting import until

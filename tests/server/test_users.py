@@ -7,9 +7,9 @@ from base64 import b64encode
 import pytest
 from scramp import ScramClient
 
-from dcp.server import users as users_module
-from dcp.server import users_file
-from dcp.server.users import (
+from dcp.server.access import users as users_module
+from dcp.server.access import users_file
+from dcp.server.access.users import (
     USERS_FILE,
     PasswordCheck,
     UnknownUserError,
@@ -17,7 +17,7 @@ from dcp.server.users import (
     Users,
     read_plain,
 )
-from dcp.server.users_file import UsersFileError
+from dcp.server.access.users_file import UsersFileError
 from dcp.session import scram as scram_module
 from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from clients.errors import ServerError, TemporaryError
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from clients.testing import ServerStartError
-from dcp.server import verify as shell
-from dcp.server.folder import FolderInUseError, open_folder
+from dcp.server.operate import verify as shell
+from dcp.server.storage.folder import FolderInUseError, open_folder
 from support.server import DcpdProcess
-from vbucket.device_files import segment_path, segments_in
-from vbucket.finding import Finding, Kind
-from vbucket.ids import vbucket_of
+from vbucket.check.finding import Finding, Kind
+from vbucket.log.device_files import segment_path, segments_in
+from vbucket.model.ids import vbucket_of
 
 KEYS = 400
 VALUE = b"x" * 4000

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.waiters import CommitWaiters
+from dcp.server.storage.waiters import CommitWaiters
 
 
 async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:

@@ -14,7 +14,7 @@ from dcp.wire.message import OpenFlag
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.partition import Hold
+from vbucket.engine.partition import Hold
 
 VB = 7
 WHY = "writes are refused until the store has caught up: it stands still"

@@ -13,8 +13,8 @@ from dcp.wire.message import U32, VB_SEQNO
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.key_record import StoredMeta
-from vbucket.manifest import INITIAL_MANIFEST
+from vbucket.model.manifest import INITIAL_MANIFEST
+from vbucket.store.key_record import StoredMeta
 
 VB = 7
 NOW_S = START_NS // 1_000_000_000

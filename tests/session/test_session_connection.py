@@ -20,7 +20,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
 
 VB = 7
 

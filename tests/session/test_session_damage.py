@@ -11,11 +11,11 @@ from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import SET
-from vbucket.ids import vbucket_of
-from vbucket.keyspace import BranchRefusedError
-from vbucket.kvenv import StoreDamagedError
-from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE
+from vbucket.engine.engine import SET
+from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.model.ids import vbucket_of
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
 VB = vbucket_of(b"a")
 

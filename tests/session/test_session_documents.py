@@ -13,9 +13,9 @@ from dcp.wire.message import MUTATION_TOKEN, parse_deletion, parse_mutation
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.ids import vbucket_of
-from vbucket.lifecycle import set_state
-from vbucket.partition import VbState
+from vbucket.engine.lifecycle import set_state
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import vbucket_of
 
 VB = 7
 START_S = START_NS // 1_000_000_000

@@ -12,7 +12,7 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 MS = 1_000_000
 

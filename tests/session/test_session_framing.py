@@ -17,8 +17,8 @@ from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_str
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.partition import Hold, VbState
+from vbucket.engine.partition import Hold, VbState
+from vbucket.model.ids import NUM_VBUCKETS
 
 VALUE_MAX = 300
 LIMITS = Limits(value_bytes_max=VALUE_MAX)

@@ -13,8 +13,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket import updates
-from vbucket.partition import Hold
+from vbucket.engine import read_modify_write as updates
+from vbucket.engine.partition import Hold
 
 VB = 7
 WHY = "the disk is full"

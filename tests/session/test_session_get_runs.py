@@ -11,8 +11,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.partition import VbState
-from vbucket.store_records import BY_KEY_TABLE
+from vbucket.engine.partition import VbState
+from vbucket.store.records import BY_KEY_TABLE
 
 VB = 3
 REPLICA_VB = 4

@@ -17,11 +17,14 @@ from dcp.session.state import Limits
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER_BYTES, pack_request
 from dcp.wire.message import (
+    CAS_SPECIAL,
     DELETION_EXTRAS,
     DELETION_V2_EXTRAS,
+    FIT_META,
     MUTATION_EXTRAS,
     PUT_FRAMES_ANSWER,
     PUT_FRAMES_BYTES_MAX,
+    PUT_FRAMES_FITTED_ANSWER,
     PUT_FRAMES_MAX,
     PUT_FRAMES_REFUSED,
     PUT_FRAMES_REQUEST,
@@ -29,16 +32,20 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode
-from vbucket.bulk import CAS_MAX, REV_SEQNO_MAX
-from vbucket.entry import head_of, key_of, seqno_of
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import INITIAL_MANIFEST
-from vbucket.partition import VbState
-from vbucket.store_records import put_manifest
+from vbucket.engine.bulk import REV_SEQNO_MAX
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import head_of, key_of, seqno_of
+from vbucket.model.manifest import INITIAL_MANIFEST
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import put_manifest
 
 VB = 5
 FORCE = 1
-FEATURES = (Feature.COLLECTIONS, Feature.JSON, Feature.XERROR, Feature.X_PUT_FRAMES)
+FEATURES = (
+    Feature.COLLECTIONS, Feature.JSON, Feature.XERROR, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
+)  # fmt: skip
+FAR = 2**63 - 1
+"""A CAS that is too far ahead."""
 KINDS = (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
 
 
@@ -84,7 +91,11 @@ def put_value(peer, value, count, *, options=0, vb_id=VB):
 
 def counts(answer):
     assert answer.status == Status.OK, answer
-    return PUT_FRAMES_ANSWER.unpack(answer.extras)
+    return PUT_FRAMES_ANSWER.unpack(answer.extras[:8])
+
+
+def replaced(answer):
+    return PUT_FRAMES_FITTED_ANSWER.unpack(answer.extras)[2]
 
 
 def single(peer, vb_id, key, rev, cas, value, kind, flags, expiry, datatype, options):
@@ -110,7 +121,9 @@ def state_of(node, vb_id=VB):
 
 keys = st.sampled_from([b"\0a", b"\0b", b"\0c", b"\x08a", b"\x08b", b"\x09a"])
 puts = st.tuples(
-    keys, st.integers(1, 3), st.integers(START_NS, START_NS + 3), st.binary(max_size=3),
+    keys, st.integers(1, 3) | st.sampled_from([REV_SEQNO_MAX, REV_SEQNO_MAX + 1, 2**64 - 1]),
+    st.integers(START_NS, START_NS + 3) | st.sampled_from([FAR, CAS_SPECIAL - 1]),
+    st.binary(max_size=3),
     st.sampled_from([*KINDS, *KINDS[:1] * 6]), st.integers(0, 3),
     st.sampled_from([0, 0, START_NS // 10**9 + 50]),
     st.integers(0, 1),
@@ -132,11 +145,13 @@ def test_it_leaves_what_single_commands_leave(story, has_json):
     for step, *arguments in story:
         if step == "put":
             items, options = arguments
-            won = lost = 0
+            won = lost = refitted = 0
             unknown = []
             for index, item in enumerate(items):
-                status = single(one, vb_id, *item, options).status
+                answer = single(one, vb_id, *item, options | FIT_META)
+                status = answer.status
                 won += status == Status.OK
+                refitted += status == Status.OK and answer.cas != item[2]
                 lost += status == Status.KEY_EEXISTS
                 if status == Status.UNKNOWN_COLLECTION:
                     unknown.append((index, Status.UNKNOWN_COLLECTION))
@@ -147,8 +162,8 @@ def test_it_leaves_what_single_commands_leave(story, has_json):
                 )
                 for index, item in enumerate(items)
             ]  # fmt: skip
-            answer = put(many, *frames, options=options, vb_id=vb_id)
-            assert counts(answer) == (won, lost)
+            answer = put(many, *frames, options=options | FIT_META, vb_id=vb_id)
+            assert (*counts(answer), replaced(answer)) == (won, lost, refitted)
             assert list(PUT_FRAMES_REFUSED.iter_unpack(answer.value)) == unknown
             assert many.must_wait == one.must_wait
         elif step == "set":
@@ -233,7 +248,7 @@ WRONG = {
     "a revision of 0": frame(rev=0),
     "a high revision": frame(rev=REV_SEQNO_MAX + 1),
     "a CAS of 0": frame(cas=0),
-    "a high CAS": frame(cas=CAS_MAX + 1),
+    "a special CAS": frame(cas=CAS_SPECIAL),
     "Snappy": frame(datatype=2),
     "short extras": pack_request(
         Opcode.DCP_MUTATION, vb_id=VB, cas=1, extras=bytes(30), key=b"\0k"
@@ -258,6 +273,28 @@ def test_a_frame_that_is_not_sound_refuses_the_packet(wrong, beside):
     assert answer.status == Status.EINVAL
     assert b"frame 1" in answer.value, answer
     assert state_of(node) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cas_that_is_too_far_ahead_refuses_the_packet(kind):
+    node = MemoryNode()
+    peer = connect(node)
+    before = state_of(node)
+    frames = [frame(b"\0sound"), frame(b"\0far", cas=FAR, kind=kind)]
+    answer = put(peer, *frames)
+    assert answer.status == Status.CAS_VALUE_INVALID
+    assert b"cas_drift_max" in answer.value
+    assert state_of(node) == before
+    fitted = put(peer, *frames, options=FIT_META)
+    assert (*counts(fitted), replaced(fitted)) == (2, 0, 1)
+    again = put(peer, *frames, options=FIT_META)
+    assert (*counts(again), replaced(again)) == (0, 2, 0), "it can be repeated"
+
+
+def test_fitting_is_negotiated():
+    peer = connect(MemoryNode(), *FEATURES[:-1])
+    assert put(peer, frame(), options=FIT_META).status == Status.EINVAL
+    assert put(peer, frame(cas=FAR)).status == Status.CAS_VALUE_INVALID
 
 
 TABLES = {
@@ -301,7 +338,7 @@ def test_garbage_changes_nothing_or_is_stored_soundly(data):
     first, before = part.high_seqno + 1, state_of(node, vb_id)
     answer = put_value(connect(node), bytes(packet), len(frames), vb_id=vb_id)
     if answer.status:
-        assert answer.status == Status.EINVAL
+        assert answer.status in {Status.EINVAL, Status.CAS_VALUE_INVALID}
         assert state_of(node, vb_id) == before
     else:
         applied, _ = counts(answer)

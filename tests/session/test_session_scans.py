@@ -15,10 +15,10 @@ from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.lifecycle import put_state
-from vbucket.manifest import decode_leb128
-from vbucket.partition import VbState
-from vbucket.store_records import BY_SEQNO_TABLE
+from vbucket.engine.lifecycle import put_state
+from vbucket.engine.partition import VbState
+from vbucket.model.manifest import decode_leb128
+from vbucket.store.records import BY_SEQNO_TABLE
 
 VB = 5
 ALL = (b"", b"\xff")

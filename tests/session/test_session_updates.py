@@ -16,8 +16,8 @@ from dcp.wire.message import MUTATION_TOKEN, OpenFlag
 from dcp.wire.opcode import OPCODES, QUIET_FORMS, Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.ids import vbucket_of
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import vbucket_of
 
 VB = 5
 KEY = b"k"

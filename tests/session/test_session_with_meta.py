@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, Rights, Role
-from dcp.session.with_meta import CAS_MAX, REV_SEQNO_MAX
+from dcp.session.with_meta import REV_SEQNO_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
+from dcp.wire.message import CAS_SPECIAL, FIT_META
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
+from vbucket.model.ids import CAS_DRIFT_NS
 
 VB = 5
 KEY = b"k"
@@ -157,8 +159,8 @@ def test_extended_metadata_is_read_over(peer):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"rev": 0}, {"rev": REV_SEQNO_MAX + 1}, {"cas": 0}, {"cas": CAS_MAX + 1},
-        {"cas": 2**64 - 1}, {"options": FORCE}, {"options": REGENERATE}, {"options": 0x8000},
+        {"rev": 0}, {"rev": REV_SEQNO_MAX + 1}, {"cas": 0}, {"cas": CAS_SPECIAL},
+        {"options": FIT_META}, {"options": FORCE}, {"options": REGENERATE}, {"options": 0x8000},
         {"options": EXPIRATION}, {"datatype": 2}, {"key": b""},
     ],
 )  # fmt: skip
@@ -178,10 +180,94 @@ def test_shapes_that_are_refused(peer):
     assert answer.status == Status.EINVAL
 
 
-def test_the_highest_numbers_leave_room_for_the_next_change(peer):
-    assert put(peer, REV_SEQNO_MAX, CAS_MAX).status == Status.OK
-    assert peer.set(VB, KEY, b"w").status == Status.OK
-    assert peer.delete(VB, KEY).status == Status.OK
+def highest_cas(node):
+    """The highest CAS that is taken now."""
+    return (node.now_ns & ~0xFFFF) + CAS_DRIFT_NS
+
+
+@pytest.mark.parametrize(
+    "ahead", [1, 10**9, 2**62, 2**63 - 1 - START_NS, CAS_SPECIAL - 1 - START_NS]
+)
+@pytest.mark.parametrize("write", [put, remove])
+def test_a_cas_that_is_too_far_ahead_is_refused_and_changes_nothing(node, peer, ahead, write):
+    peer.hello(Feature.XERROR)
+    put(peer, 1, CAS)
+    cas = min(highest_cas(node) + ahead, CAS_SPECIAL - 1)
+    answer = write(peer, 2, cas)
+    assert answer.status == Status.CAS_VALUE_INVALID
+    assert b"cas_drift_max" in answer.value
+    assert b"3900 s ahead" in answer.value
+    assert (meta(peer)[3], node.engine.partitions[VB].max_cas) == (1, CAS)
+    assert put(peer, 2, cas, options=SKIP | REGENERATE).cas < highest_cas(node), "it is replaced"
+    peer.hello()
+    assert write(peer, 3, cas).status == Status.EINVAL, "an older client knows no such status"
+
+
+def test_the_highest_cas_is_taken_and_the_clock_goes_on_from_there(node, peer):
+    highest = highest_cas(node)
+    assert put(peer, 1, highest).status == Status.OK
+    assert peer.set(VB, KEY, b"w").cas == highest + 1
+    node.now_ns += 2 * CAS_DRIFT_NS
+    assert peer.set(VB, KEY, b"w").cas == node.now_ns & ~0xFFFF, "until the time has come"
+
+
+@pytest.mark.parametrize("burst", [1, 1000])
+def test_a_partition_stays_within_the_bound_whatever_comes(node, peer, burst):
+    """Own changes add a nanosecond each while the clock stands still; each takes longer than that,
+    so they never get further from the clock than a CAS from elsewhere may be.
+    """
+    part = node.engine.partitions[VB]
+    for rev in range(1, 21):
+        put(peer, rev, highest_cas(node) + 1, options=SKIP)
+        assert put(peer, rev, highest_cas(node), options=SKIP).status == Status.OK
+        for _ in range(burst // 20 + 1):
+            peer.set(VB, KEY, b"w")
+            node.now_ns += 1000
+        assert part.max_cas - (node.now_ns & ~0xFFFF) <= CAS_DRIFT_NS + 0xFFFF
+    before = part.max_cas
+    for _ in range(burst):
+        peer.set(VB, KEY, b"w")
+    assert part.max_cas == before + burst
+
+
+def test_the_highest_revision_stays(node, peer):
+    """Whatever changes the document; its CAS decides then, and nothing overflows."""
+    assert put(peer, REV_SEQNO_MAX, CAS).status == Status.OK
+    for change in (
+        lambda: peer.set(VB, KEY, b"w"),
+        lambda: peer.ask(Opcode.APPEND, vb_id=VB, key=KEY, value=b"x"),
+        lambda: peer.delete(VB, KEY),
+        lambda: peer.set(VB, KEY, b"w"),
+    ):
+        assert change().status == Status.OK
+        assert meta(peer)[3] == REV_SEQNO_MAX
+    cas = meta(peer)[4]
+    node.merge()
+    assert put(peer, REV_SEQNO_MAX, cas).status == Status.KEY_EEXISTS
+    assert put(peer, REV_SEQNO_MAX, cas + 1).status == Status.OK
+    assert meta(peer)[3] == REV_SEQNO_MAX
+
+
+@pytest.mark.parametrize("write", [put, remove])
+def test_what_does_not_fit_is_made_to_fit_on_request(node, peer, write):
+    peer.hello(Feature.JSON, Feature.X_FIT_META)
+    far = 2**63 - 1
+    answer = write(peer, REV_SEQNO_MAX + 7, far, options=FIT_META)
+    assert answer.status == Status.OK
+    assert answer.cas == node.now_ns & ~0xFFFF
+    assert meta(peer)[3:5] == (REV_SEQNO_MAX, answer.cas)
+    again = write(peer, REV_SEQNO_MAX + 7, far, options=FIT_META)
+    assert again.status == Status.KEY_EEXISTS, "such a CAS says nothing; the revision is the same"
+    forced = write(peer, REV_SEQNO_MAX, far, options=FIT_META | SKIP)
+    assert forced.cas == answer.cas + 1
+    assert put(peer, 1, CAS, key=b"other", options=FIT_META).cas == CAS, "what fits is kept"
+
+
+def test_a_cas_that_does_not_fit_loses_against_the_same_revision(peer):
+    peer.hello(Feature.X_FIT_META)
+    put(peer, 4, CAS)
+    assert put(peer, 4, 2**63, options=FIT_META).status == Status.KEY_EEXISTS
+    assert put(peer, 5, 2**63, options=FIT_META).status == Status.OK
 
 
 def test_it_takes_write_and_admin(node):

@@ -14,8 +14,8 @@ from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, OpenDoor
-from vbucket.ids import vbucket_of
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import vbucket_of
 
 START_S = START_NS // 1_000_000_000
 

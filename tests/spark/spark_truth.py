@@ -6,7 +6,7 @@ import asyncio
 from typing import NamedTuple
 
 from clients.address import parse_address
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.event import Deletion, Mutation
 from clients.spark import read_table
 from clients.spark.survey import Survey

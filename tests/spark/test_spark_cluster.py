@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.kv import KvClient
+from clients.kv.client import KvClient
 from conftest import has_java, worker_environment
 
 

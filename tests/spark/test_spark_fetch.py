@@ -8,10 +8,10 @@ import time
 import pytest
 
 from clients.address import parse_address
-from clients.consumer import Consumer
+from clients.consumer.consumer import Consumer
 from clients.errors import DcpdError
 from clients.event import Deletion, Mutation
-from clients.link_sync import SyncLink
+from clients.link.blocking_link import SyncLink
 from clients.spark import fetch as fetch_module
 from clients.spark.columns import OPS
 from clients.spark.fetch import fetch, topology_of
@@ -78,7 +78,7 @@ def write(server, *values: bytes) -> None:
 
 async def test_columns_are_what_the_consumer_tells(dcpd):
     """Keys, values, numbers and times of all kinds of changes, against the plain consumer."""
-    from clients.kv import KvClient
+    from clients.kv.client import KvClient
 
     async with KvClient.connect(dcpd.address) as kv:
         await kv.set_many([(f"k{number}", b"v" * (number % 97)) for number in range(3000)])

@@ -6,7 +6,7 @@ import pytest
 
 from clients.errors import ConnectError, TemporaryError
 from clients.spark.fetch_core import Arrived, FetchCore, Stream, StreamGoneError, StreamState
-from clients.spark.plan import Step
+from clients.spark.plan import PlanStep
 from dcp.wire.frame import FrameDecoder, pack_request, pack_response
 from dcp.wire.message import U32, U64, EndReason
 from dcp.wire.opcode import Opcode
@@ -20,7 +20,7 @@ class Peer:
     """A core with one stream, and the packets that a server may send to it."""
 
     def __init__(self, *, rollback_to: int | None = None) -> None:
-        step = Step(VB, 2, ((V1, 0),), 5, ((V2, 2), (V1, 0)), rollback_to)
+        step = PlanStep(VB, 2, ((V1, 0),), 5, ((V2, 2), (V1, 0)), rollback_to)
         self.stream = Stream(step)
         self.core = FetchCore([self.stream], b"name", has_collections=False)
         self.core.begin()
@@ -116,7 +116,7 @@ def test_messages_that_are_cut_short(opcode):
 
 def test_streams_of_two_connections_go_on_together_in_another_order():
     """Opaques of before mean nothing: 2 and 3 had those that 4 and 2 get now."""
-    steps = {vb_id: Step(vb_id, 0, (), 5, ((V1, 0),), None) for vb_id in (2, 3, 4)}
+    steps = {vb_id: PlanStep(vb_id, 0, (), 5, ((V1, 0),), None) for vb_id in (2, 3, 4)}
     streams = {vb_id: Stream(step) for vb_id, step in steps.items()}
     for group in ((2, 3), (4,)):
         before = FetchCore([streams[vb_id] for vb_id in group], b"name", has_collections=False)

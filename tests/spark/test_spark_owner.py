@@ -12,7 +12,7 @@ from test_spark_sinks import DeltaTables, ParquetTable, sets, table
 
 from clients.errors import DcpdError
 from clients.spark import apply_changes, sink_delta, sink_parquet
-from clients.spark.sink_rules import Writer, owner_after
+from clients.spark.sink_rules import TableWriter, owner_after
 
 SINKS = {"parquet": ParquetTable, "delta": DeltaTables}
 
@@ -27,38 +27,38 @@ def seqnos(sink):
 
 
 def test_another_query_is_refused_and_changes_nothing(sink):
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 1, 10)))
     sink.apply(table(sets(1, 11, 1)))
-    sink.writer = Writer("second")
+    sink.writer = TableWriter("second")
     for batch in (table(sets(1, 1, 1)), table([])):  # also where there is nothing new
         with pytest.raises(DcpdError) as info:
             sink.apply(batch)
         assert "belongs to query first, and this batch is of query second" in str(info.value)
         assert "take_over_from='first'" in str(info.value)
     assert seqnos(sink) == list(range(1, 12))
-    sink.writer = Writer()
+    sink.writer = TableWriter()
     with pytest.raises(DcpdError, match=r"outside of a streaming query\. .*query='first'"):
         sink.apply(table(sets(1, 1, 1)))
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 12, 1)))
     assert seqnos(sink) == list(range(1, 13))
 
 
 def test_a_query_takes_a_table_over_once_from_the_one_that_it_names(sink):
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 1, 3)))
-    sink.writer = Writer("third", take_over_from="second")
+    sink.writer = TableWriter("third", take_over_from="second")
     with pytest.raises(DcpdError, match="belongs to query first"):
         sink.apply(table(sets(1, 1, 3)))
-    sink.writer = Writer("second", take_over_from="first")
+    sink.writer = TableWriter("second", take_over_from="first")
     for _ in range(2):  # the option may stay: it takes from that query only
         sink.apply(table(sets(1, 1, 2)))
         assert seqnos(sink) == [1, 2]
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     with pytest.raises(DcpdError, match="belongs to query second, and this batch is of query fir"):
         sink.apply(table(sets(1, 3, 1)))
-    sink.writer = Writer("second")
+    sink.writer = TableWriter("second")
     sink.apply(table(sets(1, 3, 1)))
     assert seqnos(sink) == [1, 2, 3]
 
@@ -67,16 +67,16 @@ def test_a_table_of_nobody_belongs_to_the_next_query(sink):
     """Older programs made it, or Spark did not tell the query."""
     sink.apply(table(sets(1, 1, 3)))
     sink.apply(table(sets(1, 4, 1)))
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 5, 1)))
-    sink.writer = Writer("second")
+    sink.writer = TableWriter("second")
     with pytest.raises(DcpdError, match="belongs to query first"):
         sink.apply(table(sets(1, 6, 1)))
 
 
 def test_nobody_takes_over_without_a_name():
     with pytest.raises(DcpdError, match="outside of a streaming query"):
-        owner_after("first", Writer("", take_over_from="first"), "/table")
+        owner_after("first", TableWriter("", take_over_from="first"), "/table")
 
 
 def test_a_manifest_of_format_1_is_read(tmp_path):
@@ -87,7 +87,7 @@ def test_a_manifest_of_format_1_is_read(tmp_path):
     assert document.pop("format") == sink_parquet.FORMAT == 2
     del document["query"]
     path.write_text(json.dumps({**document, "format": 1}))
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 4, 1)))
     assert (sink.manifest().format, sink.manifest().query) == (2, "first")
     assert seqnos(sink) == [1, 2, 3, 4]
@@ -95,10 +95,10 @@ def test_a_manifest_of_format_1_is_read(tmp_path):
 
 def test_a_table_that_is_taken_over_while_a_batch_is_applied(sink, monkeypatch):
     """The batch of the query that it belonged to fails, and says why."""
-    sink.writer = Writer("first")
+    sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 1, 3)))
     other = type(sink)(sink.path)
-    other.writer = Writer("second", take_over_from="first")
+    other.writer = TableWriter("second", take_over_from="first")
 
     def take_over(*_) -> None:
         monkeypatch.undo()

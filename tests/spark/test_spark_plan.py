@@ -10,7 +10,7 @@ from clients.spark.offset import Entry, encode, entries_of, entry_at, offset_of
 from clients.spark.plan import (
     TASK_ROWS_MIN,
     Facts,
-    Step,
+    PlanStep,
     common_seqno,
     next_entries,
     start_of,
@@ -50,7 +50,9 @@ def test_a_branch_below_begins_the_next_batch_with_a_rollback():
     end, gone_back = plan(entries_of(before), survey)
     assert end == {"0": "8 b2@6,a1@0 rollback=6", "1": "4 a1@0"}
     assert [(back.vb_id, back.from_seqno, back.to_seqno) for back in gone_back] == [(0, 10, 6)]
-    assert steps_between(before, end) == [Step(0, 6, ((V2, 6), (V1, 0)), 8, ((V2, 6), (V1, 0)), 6)]
+    assert steps_between(before, end) == [
+        PlanStep(0, 6, ((V2, 6), (V1, 0)), 8, ((V2, 6), (V1, 0)), 6)
+    ]
     # The mark is of that batch alone: another batch without news for the partition keeps its text.
     assert plan(entries_of(end), survey)[0] == end
     assert plan(entries_of(end), [facts(0, 9, versions=((V2, 6), (V1, 0)))])[0]["0"] == (
@@ -62,7 +64,7 @@ def test_a_branch_with_nothing_after_it_is_a_batch_with_a_rollback_row_alone():
     before = {"0": "10 a1@0"}
     end, _ = plan(entries_of(before), [facts(0, 0, versions=((V2, 0), (V1, 0)))])
     assert end == {"0": "0 rollback=0"}
-    assert steps_between(before, end) == [Step(0, 0, (), 0, (), 0)]
+    assert steps_between(before, end) == [PlanStep(0, 0, (), 0, (), 0)]
     assert plan(entries_of(end), [facts(0, 0, versions=((V2, 0), (V1, 0)))])[0] == end
 
 
@@ -141,7 +143,7 @@ def test_nobody_starves():
 
 
 def test_tasks_are_ranges_with_about_as_many_changes():
-    steps = [Step(vb, 0, (), 1000 if vb % 2 else 3000, ((V1, 0),)) for vb in range(1024)]
+    steps = [PlanStep(vb, 0, (), 1000 if vb % 2 else 3000, ((V1, 0),)) for vb in range(1024)]
     tasks = tasks_of(steps, 4)
     assert [step for task in tasks for step in task] == steps
     sizes = [sum(step.end_seqno for step in task) for task in tasks]
@@ -228,7 +230,7 @@ def test_a_start_at_a_seqno_never_asks_for_what_lies_below():
     ],
 )
 def test_how_much_of_a_planned_step_is_left(server, common):
-    step = Step(0, 2, ((V1, 0),), 10, ((V2, 6), (V1, 0)))
+    step = PlanStep(0, 2, ((V1, 0),), 10, ((V2, 6), (V1, 0)))
     assert common_seqno(step.end_versions, step.end_seqno, server) == common
 
 
@@ -240,8 +242,8 @@ def test_a_repeated_first_batch_begins_where_it_began_although_latest_moved_on(
     moved_on, start_seqno
 ):
     end = {"0": "10 a1@0 base=8"}
-    assert steps_between(moved_on, end) == [Step(0, start_seqno, ((V1, 0),), 10, ((V1, 0),))]
+    assert steps_between(moved_on, end) == [PlanStep(0, start_seqno, ((V1, 0),), 10, ((V1, 0),))]
     assert steps_between({"0": "5 a1@0 base=5"}, {"0": "3 b2@2,a1@0"}) == [
-        Step(0, 0, (), 3, ((V2, 2), (V1, 0)))
+        PlanStep(0, 0, (), 3, ((V2, 2), (V1, 0)))
     ], "it was empty when the query began"
     assert steps_between({"0": "9 a1@0 base=9"}, {"0": "8 a1@0 base=8"}) == [], "nothing came"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from clients.errors import DcpdError
 from clients.spark import sink_delta, sink_parquet
-from clients.spark.sink_parquet import Manifest, Outcome, commit, open_table, write_buckets
-from clients.spark.sink_rules import Writer
+from clients.spark.sink_parquet import Outcome, TableManifest, commit, open_table, write_buckets
+from clients.spark.sink_rules import TableWriter
 from clients.spark.table_files import TableFiles
 
 SCHEMA = pa.schema(
@@ -77,9 +77,9 @@ class ParquetTable:
     def __init__(self, folder: Path, files: TableFiles | None = None) -> None:
         self.path = folder
         self.files = files or TableFiles(folder)
-        self.writer = Writer()
+        self.writer = TableWriter()
 
-    def manifest(self) -> Manifest:
+    def manifest(self) -> TableManifest:
         found = sink_parquet.load_manifest(self.files)
         assert found is not None
         return found
@@ -109,7 +109,7 @@ class DeltaTables:
     def __init__(self, folder: Path, buckets: int = 4) -> None:
         self.path = str(folder)
         self.buckets = buckets
-        self.writer = Writer()
+        self.writer = TableWriter()
 
     def apply(self, batch: pa.Table, *, interrupted: int = 0) -> None:
         steps = ("append", "merge", "remove")
@@ -255,7 +255,7 @@ def test_the_log_stays_in_few_files_and_replaced_files_go(tmp_path):
 
 def test_two_writers_are_noticed(tmp_path):
     sink = ParquetTable(tmp_path / "table")
-    manifest = Manifest(4)
+    manifest = TableManifest(4)
     sink.apply(table(sets(1, 1, 1)))
     with pytest.raises(DcpdError, match="somebody else"):
         commit(sink.files, manifest, {})

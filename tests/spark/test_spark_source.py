@@ -19,8 +19,8 @@ from pyspark.sql.types import StructType
 
 from clients.address import parse_address
 from clients.errors import DcpdError
-from clients.kv import KvClient
-from clients.link_sync import SyncLink
+from clients.kv.client import KvClient
+from clients.link.blocking_link import SyncLink
 from clients.spark import check_java, rows_behind
 from clients.spark.java import JavaMissingError
 from clients.spark.offset import entries_of

@@ -8,8 +8,8 @@ import pytest
 
 from dcp.stream.codec import frame_codec, plain_frames
 from dcp.wire.message import OpenFlag
-from vbucket.block import ONLY_MUTATIONS, ONLY_RAW, kinds_of
-from vbucket.entry import PREFIX_BYTES, pack_deletion, pack_mutation
+from vbucket.model.entry import PREFIX_BYTES, pack_deletion, pack_mutation
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, kinds_of
 
 FLAGS = [
     OpenFlag.PRODUCER,

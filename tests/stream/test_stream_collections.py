@@ -15,10 +15,10 @@ from dcp.wire.message import EndReason, parse_marker, parse_stream_end
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
-from vbucket.engine import Engine
-from vbucket.lifecycle import failover, set_state
-from vbucket.manifest import SystemEvent, SystemEventKind, parse_system_event
-from vbucket.partition import VbState
+from vbucket.engine.engine import Engine
+from vbucket.engine.lifecycle import failover, set_state
+from vbucket.engine.partition import VbState
+from vbucket.model.manifest import ManifestEvent, SystemEventKind, parse_system_event
 
 VB = 5
 HOTEL, FLIGHT = 8, 9
@@ -102,7 +102,7 @@ def seen(frames: list[Frame]) -> list[Seen]:
     return found
 
 
-def event_of(frame: Frame) -> SystemEvent:
+def event_of(frame: Frame) -> ManifestEvent:
     kind, version = int.from_bytes(frame.extras[8:12], "big"), frame.extras[12]
     return parse_system_event(kind, version, frame.key, frame.value)
 
@@ -137,9 +137,9 @@ def test_collections_without_a_filter_bring_everything_and_events_in_seqno_order
         Seen("mutation", 9, b"\x09a"),
     ]
     assert [event_of(frame) for frame in frames[1:4]] == [
-        SystemEvent(KIND.CREATE_SCOPE, 1, 8, name="inventory"),
-        SystemEvent(KIND.CREATE_COLLECTION, 2, 8, HOTEL, "hotel"),
-        SystemEvent(KIND.CREATE_COLLECTION, 3, 8, FLIGHT, "flight"),
+        ManifestEvent(KIND.CREATE_SCOPE, 1, 8, name="inventory"),
+        ManifestEvent(KIND.CREATE_COLLECTION, 2, 8, HOTEL, "hotel"),
+        ManifestEvent(KIND.CREATE_COLLECTION, 3, 8, FLIGHT, "flight"),
     ]
     assert all(frame.cas == 0 and frame.opaque == 7 for frame in frames[1:4])
 
@@ -298,7 +298,7 @@ def test_the_last_collection_of_a_filter_is_dropped(node: MemoryNode) -> None:
     with_collections(node).set(VB, b"\0z", b"v")
     node.commit()
     frames = peer.drain()
-    assert event_of(frames[1]) == SystemEvent(KIND.DROP_COLLECTION, 5, 8, FLIGHT)
+    assert event_of(frames[1]) == ManifestEvent(KIND.DROP_COLLECTION, 5, 8, FLIGHT)
     assert [(item.what, item.seqno) for item in seen(frames)] == [
         ("marker", 12),
         ("system_event", 11),

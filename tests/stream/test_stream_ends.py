@@ -11,10 +11,10 @@ from dcp.wire.status import Status
 from stream.follower import Follower
 from stream.shape import set_all
 from support.memory_node import MemoryNode, Peer
-from vbucket.key_record import RecordDamagedError
-from vbucket.kvenv import StoreDamagedError
-from vbucket.lifecycle import put_state
-from vbucket.partition import VbState
+from vbucket.engine.lifecycle import put_state
+from vbucket.engine.partition import VbState
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.key_record import RecordDamagedError
 
 VB = 7
 

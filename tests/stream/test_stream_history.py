@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dcp.server import compaction
-from dcp.server.compaction import Compaction
-from dcp.server.meter import Meter
-from dcp.server.settings import Settings
+from dcp.server.config.settings import Settings
+from dcp.server.observe.meter import Meter
+from dcp.server.storage import compaction_schedule as compaction
+from dcp.server.storage.compaction_schedule import Compaction
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -22,8 +22,8 @@ from dcp.wire.message import (
 from dcp.wire.status import Status
 from stream.shape import connect, set_all, shape
 from support.memory_node import MemoryNode, Peer
-from vbucket.lifecycle import PurgeRefusedError, purge
-from vbucket.retention import Step
+from vbucket.engine.lifecycle import PurgeRefusedError, purge
+from vbucket.upkeep.retention import FloorStep
 
 VB = 7
 
@@ -202,7 +202,7 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
         hub=node.hub,
         meter=Meter(),
         committer=SimpleNamespace(kick=node.commit),
-        log_warning=lambda event, **fields: warnings.append(f"{event} {fields}"),
+        log=SimpleNamespace(warning=lambda event, **facts: warnings.append(f"{event} {facts}")),
     )
     work = Compaction(shell, Settings())
     set_all(node, writer, "abcd" * 4)
@@ -211,7 +211,7 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
     begin(node, moving)
     set_all(node, writer, "abcd" * 4)
     node.merge()
-    step = Step(VB, node.engine.partitions[VB].vb_uuid, 32, 0)
+    step = FloorStep(VB, node.engine.partitions[VB].vb_uuid, 32, 0)
     for waited_s in (0, 100, 100, 99):
         clock.now_s += waited_s
         moving.pump(1)

@@ -25,10 +25,11 @@ from dcp.wire.message import EndReason, pack_buffer_ack
 from dcp.wire.status import Status
 from stream.follower import Follower
 from support.memory_node import LmdbNode, MemoryNode, Peer
-from vbucket import block, compaction
-from vbucket.engine import SET
-from vbucket.group import Group
-from vbucket.lifecycle import purge
+from vbucket.engine.engine import SET
+from vbucket.engine.lifecycle import purge
+from vbucket.log.commit_group import CommitGroup
+from vbucket.store import block
+from vbucket.upkeep import compaction
 
 BACKLOGS_MAX = 2
 """Instead of 16, so that few partitions are enough to make some wait."""
@@ -59,7 +60,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.node = self.new_node()
         self.live: list[Versions] = [()] * VBUCKETS
         self.durable: list[Versions] = [()] * VBUCKETS
-        self.taken: tuple[Group, list[Versions]] | None = None
+        self.taken: tuple[CommitGroup, list[Versions]] | None = None
         self.is_merging = False
         self.has_branched = False
         self.has_purged = False

@@ -19,7 +19,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode, Peer
-from vbucket.partition import VbState
+from vbucket.engine.partition import VbState
 
 VB = 7
 OPAQUE = 0xBEEF

@@ -7,15 +7,15 @@ import http
 import json
 import logging
 
-from dcp.server.access import Access
-from dcp.server.admin.view import CollectionsRefusedError
-from dcp.server.logging_setup import EventLog
-from dcp.server.meter import Meter
-from dcp.server.settings import Settings
+from dcp.server.access.access import Access
+from dcp.server.admin.node_view import CollectionsRefusedError
+from dcp.server.config.settings import Settings
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
 from dcp.session.faults import FaultError
-from vbucket.keyspace import BranchRefusedError
-from vbucket.kvenv import StoreDamagedError
-from vbucket.lifecycle import PurgeRefusedError
+from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.engine.lifecycle import PurgeRefusedError
+from vbucket.store.environment import StoreDamagedError
 
 GUEST = "guest:guest"
 CONFIG = {

@@ -6,10 +6,10 @@ import json
 import struct
 
 from clients.address import parse_address
-from clients.link_sync import SyncLink
+from clients.link.blocking_link import SyncLink
 from dcp.wire.frame import HEADER
 from dcp.wire.opcode import Opcode
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 META = struct.Struct(">IIIQB")
 

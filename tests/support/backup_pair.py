@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Iterable, Mapping
 
 from clients.backup.archive import Archive, create_archive
+from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.lock import ArchiveLock
-from clients.backup.manifest import RunRecord
 from clients.backup.point import Point, chain_of
-from clients.backup.reading import Reader, View
+from clients.backup.reading import PointReader, View
 from clients.backup.segment_writer import SegmentWriter
 from dcp.wire.feature import Feature
 from dcp.wire.frame import HEADER
@@ -148,7 +148,7 @@ class _Pair:
         return record
 
 
-def documents_of(reader: Reader, view: View) -> Documents:
+def documents_of(reader: PointReader, view: View) -> Documents:
     """Return the documents of a partition as of a point."""
     found = {}
     seqno_before = 0
@@ -171,7 +171,7 @@ def state_as_of(
 ) -> Mapping[int, Documents]:
     """Return the documents of partitions as of a point; none of them may be damaged."""
     runs = point.runs_of(archive.runs())
-    reader = Reader(archive, runs)
+    reader = PointReader(archive, runs)
     states = {}
     for vb_id in vb_ids:
         view = reader.view(vb_id, point)

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from vbucket.kvenv_memory import MemoryEnv, MemoryWrite
+from vbucket.store.environment_memory import MemoryEnv, MemoryWrite
 
 SECTOR_BYTES = 512
 
@@ -85,7 +85,7 @@ class _File:
 
 
 class ForgetfulDisk:
-    """`vbucket.device_disk.Disk` in memory."""
+    """`vbucket.log.disk_folder.Disk` in memory."""
 
     def __init__(self, power: Power) -> None:
         self._power = power

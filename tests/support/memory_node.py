@@ -24,22 +24,22 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.compaction import Compactor, Floors
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import Engine
-from vbucket.ids import SEQNO_MAX, vb_uuid_from_random
-from vbucket.keyspace import Group
-from vbucket.kvenv import KvEnv
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log_end import LogEnd
-from vbucket.log_recovery import recover
-from vbucket.log_writer import LogWriter
-from vbucket.merge import merge
-from vbucket.recovery import new_partitions, replay_log
-from vbucket.store import Store
-from vbucket.store_records import STORE_FORMAT_VERSION, TABLES, NodeRecord
-from vbucket.view import Views
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import Group
+from vbucket.engine.read_view import Views
+from vbucket.engine.startup import new_partitions, replay_log
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.recovery import recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.ids import SEQNO_MAX, vb_uuid_from_random
+from vbucket.store.environment import KvEnv
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.store.store import Store
+from vbucket.upkeep.compaction import Compactor, Floors
+from vbucket.upkeep.merge import merge
 
 START_NS = 1_800_000_000_000_000_000
 
@@ -163,7 +163,7 @@ class MemoryNode:
 
     def raise_floor(self, vb_id: int, floor: int, purge: int) -> Allowed:
         """Give up history as far as streams and views under way allow, if the store is up to it:
-        what `dcp.server.compaction` does with a step.
+        what `dcp.server.storage.compaction_schedule` does with a step.
         """
         part = self.engine.partitions[vb_id]
         if not is_merged(part, part.vb_uuid, floor):

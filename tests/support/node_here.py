@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from dcp.server.logging_setup import EventLog
+from dcp.server.access.users import USERS_FILE, Users
+from dcp.server.config.settings import Settings
 from dcp.server.node import Node
-from dcp.server.settings import Settings
-from dcp.server.users import USERS_FILE, Users
+from dcp.server.observe.event_log import EventLog
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
 

@@ -20,13 +20,14 @@ from unittest.mock import patch
 
 from dcp.wire.frame import FrameDecoder
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
-from vbucket import keyspace, recovery
-from vbucket.device_files import FileLogDevice
-from vbucket.engine import SET, Document
-from vbucket.ids import vb_uuid_from_random
-from vbucket.merge import merge
-from vbucket.recovery import recover_node
-from vbucket.store_records import TABLES, CleanEnd, put_failover
+from vbucket.engine import keyspace
+from vbucket.engine import startup as recovery
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.startup import recover_node
+from vbucket.log.device_files import FileLogDevice
+from vbucket.model.ids import vb_uuid_from_random
+from vbucket.store.records import TABLES, CleanEnd, put_failover
+from vbucket.upkeep.merge import merge
 
 VBUCKETS = (0, 2, 3)
 COUNT = 4
@@ -53,7 +54,7 @@ class Picture(NamedTuple):
     """All that can be seen of the partitions that are written to."""
 
     frames: bytes
-    documents: list[Document | int]
+    documents: list[StoredDocument | int]
     high_seqnos: list[int]
     item_counts: list[int]
     failovers: list[list[tuple[int, int]]]

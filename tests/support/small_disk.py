@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vbucket.device_files import segment_path, segments_in
-from vbucket.log import written_bytes
+from vbucket.log.device_files import segment_path, segments_in
+from vbucket.log.record import written_bytes
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 from clients.address import parse_address
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from support.certificates import TestCa
 from support.server import DcpdProcess
 

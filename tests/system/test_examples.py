@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clients.testing import DcpServer
-from vbucket.ids import vbucket_of
+from vbucket.model.ids import vbucket_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

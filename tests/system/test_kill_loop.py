@@ -9,10 +9,10 @@ import pytest
 
 from soak.kill import Life
 from soak.kill_writer import KillLoopError
-from vbucket.device import MARK_SLOT_BYTES, MARK_SLOTS
-from vbucket.device_files import MARK_NAME, segment_path, segments_in
-from vbucket.log import scan_segment
-from vbucket.log_end import LogEnd, pack_mark
+from vbucket.log.device import MARK_SLOT_BYTES, MARK_SLOTS
+from vbucket.log.device_files import MARK_NAME, segment_path, segments_in
+from vbucket.log.end_mark import LogEnd, pack_mark
+from vbucket.log.record import scan_segment
 
 KILLS = 30
 pytestmark = pytest.mark.crash

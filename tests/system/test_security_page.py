@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp.server.config import OPTIONS, default_text
+from dcp.server.config.sources import OPTIONS, default_text
 from dcp.session.rights import Role
 
 ROOT = Path(__file__).parents[2]

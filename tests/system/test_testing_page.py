@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.kv_sync import SyncKv
+from clients.kv.sync_client import SyncKv
 from clients.testing import DcpServer
 from dcp.session.faults import Fault
 from dcp.stream.producer import Producer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
-from vbucket.key_record import StoredMeta
-from vbucket.kvenv import KvEnv
-from vbucket.log_writer import LogWriter
-from vbucket.store import Store
-from vbucket.store_records import NodeRecord, PartitionRecord
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import PREFIX_BYTES, pack_control, pack_deletion, pack_mutation
+from vbucket.store.environment import KvEnv
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.records import NodeRecord, PartitionRecord
+from vbucket.store.store import Store
 
 MUTATION = 0x57
 DELETION = 0x58

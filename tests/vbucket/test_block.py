@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.block import (
+from vbucket.model.entry import pack_deletion, pack_mutation, seqno_of
+from vbucket.store.block import (
     BODY_BYTES_TARGET,
     Block,
     BlockDamagedError,
@@ -16,7 +17,6 @@ from vbucket.block import (
     build_blocks,
     repack_blocks,
 )
-from vbucket.entry import pack_deletion, pack_mutation, seqno_of
 
 
 def entries_of(

@@ -16,18 +16,18 @@ from keyspace_model import Version
 from test_merge import ALL_KEYS, VB_IDS, MergeMachine
 
 from support.memory_node import LmdbNode, MemoryNode
-from vbucket import block as block_module
-from vbucket import compaction
-from vbucket.block import BODY_BYTES_TARGET
-from vbucket.compaction import Compactor
-from vbucket.engine import SET, Document
-from vbucket.entry import pack_control
-from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.store import StoreView
-from vbucket.store_records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, _put_document
-from vbucket.verify_partition import PartitionCheck
+from vbucket.check.partition_check import PartitionCheck
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.model.entry import pack_control
+from vbucket.store import block as block_module
+from vbucket.store.block import BODY_BYTES_TARGET
+from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, _put_document
+from vbucket.store.store import StoreView
+from vbucket.upkeep import compaction
+from vbucket.upkeep.compaction import Compactor
 
 A, B, C, D = b"\0a", b"\0b", b"\0c", b"\0d"
 VB = 1
@@ -219,7 +219,7 @@ def seqnos(node: MemoryNode) -> list[int]:
 
 def value_of(node: MemoryNode, key: bytes) -> bytes | None:
     found = node.engine.get(VB, key)
-    return found.value if isinstance(found, Document) else None
+    return found.value if isinstance(found, StoredDocument) else None
 
 
 def test_superseded_versions_and_tombstones_go_and_the_last_version_stays(node: MemoryNode) -> None:

@@ -12,16 +12,16 @@ from random import Random
 
 import pytest
 
-from vbucket.device import (
+from vbucket.log.device import (
     SEGMENT_HEADER_BYTES,
     LogDevice,
     LogFullError,
     LogWriteError,
     SyncFailedError,
 )
-from vbucket.device_files import FileLogDevice, segment_path, sync_folder
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.log import SegmentHeader, read_segment_header
+from vbucket.log.device_files import FileLogDevice, segment_path, sync_folder
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.record import SegmentHeader, read_segment_header
 
 HEADER = SEGMENT_HEADER_BYTES
 draw_salt = partial(Random(1).getrandbits, 64)

@@ -11,9 +11,9 @@ import pytest
 
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine import SET, Document, Engine
-from vbucket.keyspace import BranchRefusedError
-from vbucket.log import scan_segment, split_entries
+from vbucket.engine.engine import SET, Engine, StoredDocument
+from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.log.record import scan_segment, split_entries
 
 VB, OTHER = 7, 8
 KEY = b"\0k"
@@ -37,7 +37,7 @@ def put(engine: Engine, value: bytes = b"v", key: bytes = KEY, vb_id: int = VB) 
 
 def value_of(engine: Engine, key: bytes = KEY, vb_id: int = VB) -> bytes | None:
     found = engine.get(vb_id, key)
-    return found.value if isinstance(found, Document) else None
+    return found.value if isinstance(found, StoredDocument) else None
 
 
 # -- groups ------------------------------------------------------------------------------------

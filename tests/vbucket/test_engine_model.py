@@ -24,13 +24,14 @@ from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
 from support.memory_node import LmdbNode, MemoryNode
-from vbucket import block, compaction
-from vbucket.engine import SET, Document
-from vbucket.entry import PREFIX_BYTES, is_deleted
-from vbucket.item_cache import ITEM_OVERHEAD_BYTES
-from vbucket.keyspace import BranchRefusedError, FloorError
-from vbucket.lifecycle import purge
-from vbucket.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.item_cache import ITEM_OVERHEAD_BYTES
+from vbucket.engine.keyspace import BranchRefusedError, FloorError
+from vbucket.engine.lifecycle import purge
+from vbucket.model.entry import PREFIX_BYTES, is_deleted
+from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
+from vbucket.store import block
+from vbucket.upkeep import compaction
 
 VBUCKETS = (3, 1000)
 KEYS = [b"\0a", b"\0b", b"\0c"]
@@ -438,7 +439,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert part.failover.pairs() == history.branches
             for key in KEYS + [key for key in OTHER_KEYS if key[0] in self.collections]:
                 found = engine.get(vb_id, key)
-                value = found.value if isinstance(found, Document) else None
+                value = found.value if isinstance(found, StoredDocument) else None
                 assert value == state.get(key)
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from support.memory_node import START_NS, MemoryNode
-from vbucket.due import DueDocuments, due_item, read_due
-from vbucket.engine import SET, Engine
-from vbucket.expiry import Pager
-from vbucket.keyspace import MUTATION
-from vbucket.kvenv import StoreDamagedError
-from vbucket.lifecycle import put_state
-from vbucket.merge import merge
-from vbucket.partition import VbState
-from vbucket.store import Store
-from vbucket.store_records import (
+from vbucket.engine.engine import SET, Engine
+from vbucket.engine.expiry import Pager
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.lifecycle import put_state
+from vbucket.engine.partition import VbState
+from vbucket.engine.read_modify_write import touch
+from vbucket.store.due import DueDocuments, due_item, read_due
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import (
     BY_KEY_TABLE,
     EXPIRY_TABLE,
     STORE_FORMAT_VERSION,
     NodeRecord,
     put_node,
 )
-from vbucket.updates import touch
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VB = 3
 START_S = START_NS // 1_000_000_000

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from support.memory_node import MemoryNode
-from vbucket.due import read_due
-from vbucket.engine import SET
-from vbucket.expiry import Pager
-from vbucket.key_record import checked_meta
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.lifecycle import put_state
-from vbucket.partition import VbState
-from vbucket.store import Store
-from vbucket.store_records import BY_KEY_TABLE, EXPIRY_TABLE, TABLES
-from vbucket.updates import touch
+from vbucket.engine.engine import SET
+from vbucket.engine.expiry import Pager
+from vbucket.engine.lifecycle import put_state
+from vbucket.engine.partition import VbState
+from vbucket.engine.read_modify_write import touch
+from vbucket.store.due import read_due
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.key_record import checked_meta
+from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE, TABLES
+from vbucket.store.store import Store
 
 VBUCKETS = (3, 1000)
 KEYS = [b"\0a", b"\0b", b"\0c"]

@@ -7,23 +7,23 @@ checksum of a record can tell) at random, in a real file: `scripts/soak flip` in
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
 from soak import flip
-from vbucket.device import UnknownFormatError
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.kvenv import StoreDamagedError
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import LogDamagedError
-from vbucket.log_end import read_marks
-from vbucket.log_recovery import RecoveredGroup, recover
-from vbucket.merge import merge
-from vbucket.store import Store
-from vbucket.store_records import (
+from vbucket.check.log_check import KnownEnds, LogCheck
+from vbucket.check.store_check import StoreCheck
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.end_mark import read_marks
+from vbucket.log.record import LogDamagedError
+from vbucket.log.recovery import RecoveredGroup, recover
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_TABLE,
@@ -32,11 +32,11 @@ from vbucket.store_records import (
     STATE_TABLE,
     TABLES,
 )
-from vbucket.verify import StoreCheck
-from vbucket.verify_log import KnownEnds, LogCheck
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VBS = (3, 4)
-LMDB_FLIPS = 300
+LMDB_DAMAGES = 300
 
 
 class SomeLog:
@@ -218,10 +218,13 @@ def test_every_byte_of_a_key(
                 assert found == right or isinstance(found, type) or is_lost, f"{key!r}, byte {at}"
 
 
-def test_bits_of_lmdb_pages(tmp_path: Path) -> None:
-    """Never a wrong answer, no crash without a name; and the check names all that is not right."""
+@pytest.mark.parametrize("damages", [flip.flips, flip.bad_pages])
+def test_damaged_lmdb_pages(
+    tmp_path: Path, damages: Callable[[bytes, random.Random], Iterator[flip.Damage]]
+) -> None:
+    """What is read is right or refused in words, without a crash; the check names what is wrong."""
     seed = random.Random().getrandbits(32)
-    results = list(flip.run(tmp_path, seed, LMDB_FLIPS))
+    results = list(flip.run(tmp_path, seed, LMDB_DAMAGES, damages))
     assert [flip.problem_of(result) for result in results if flip.problem_of(result)] == [], seed
-    assert len({result.flip.page_class for result in results}) == len(flip.CLASSES)
+    assert len({result.damage.page_class for result in results}) == len(flip.CLASSES)
     assert any(result.outcome == flip.Outcome.REFUSED for result in results)

@@ -12,8 +12,8 @@ import pytest
 
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
-from vbucket.engine import SET, Engine
-from vbucket.keyspace import DELETION, MUTATION
+from vbucket.engine.engine import SET, Engine
+from vbucket.engine.keyspace import DELETION, MUTATION
 
 VB = 7
 KEY = b"\0k"

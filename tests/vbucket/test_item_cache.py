@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from support.memory_node import MemoryNode
-from vbucket.engine import ADD, REPLACE, SET, Document
-from vbucket.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES
-from vbucket.keyspace import MUTATION
-from vbucket.store import StoredMeta
-from vbucket.store_records import BY_KEY_TABLE
+from vbucket.engine.engine import ADD, REPLACE, SET, StoredDocument
+from vbucket.engine.item_cache import GENERATION_BYTES_MAX, ITEM_OVERHEAD_BYTES
+from vbucket.engine.keyspace import MUTATION
+from vbucket.store.records import BY_KEY_TABLE
+from vbucket.store.store import StoredMeta
 
 VB = 7
 DAY_S = 86_400
@@ -23,7 +23,7 @@ def put(node: MemoryNode, key: bytes, value: bytes, *, vb_id: int = VB, expiry: 
 
 def value_of(node: MemoryNode, key: bytes, vb_id: int = VB) -> bytes | None:
     found = node.engine.get(vb_id, key)
-    return found.value if isinstance(found, Document) else None
+    return found.value if isinstance(found, StoredDocument) else None
 
 
 def merged(*keys: bytes, item_cache_bytes: int = 1 << 20) -> MemoryNode:
@@ -232,7 +232,7 @@ def test_partitions_take_turns() -> None:
 
 def test_no_dictionary_grows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GENERATION_BYTES_MAX < 16 << 20
-    monkeypatch.setattr("vbucket.item_cache.GENERATION_BYTES_MAX", 5000)
+    monkeypatch.setattr("vbucket.engine.item_cache.GENERATION_BYTES_MAX", 5000)
     keys = [b"\0%04d" % number for number in range(200)]
     node = merged(*keys)
     part = node.engine.partitions[VB]

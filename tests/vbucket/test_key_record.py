@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.entry import pack_deletion, pack_mutation, pack_system_event
-from vbucket.key_record import (
+from vbucket.model.entry import pack_deletion, pack_mutation, pack_system_event
+from vbucket.model.manifest import ManifestEvent, SystemEventKind
+from vbucket.store.key_record import (
     BY_KEY_RECORD,
     RecordDamagedError,
     StoredMeta,
@@ -19,7 +20,6 @@ from vbucket.key_record import (
     check_records,
     checked_meta,
 )
-from vbucket.manifest import SystemEvent, SystemEventKind
 
 PREFIX = b"\x01\x07"
 U32 = st.integers(0, 2**32 - 1)
@@ -57,7 +57,7 @@ def test_records_are_made_of_entries_and_read_again(
 
 
 def test_a_system_event_has_a_record_that_can_be_read() -> None:
-    event = SystemEvent(SystemEventKind.CREATE_SCOPE, 1, 8, 0, "shop")
+    event = ManifestEvent(SystemEventKind.CREATE_SCOPE, 1, 8, 0, "shop")
     entry = pack_system_event(263, 77, event)
     full_key, value = by_key_item(PREFIX, b"\x01events", entry)
     meta = checked_meta(full_key, value)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.device import UnknownFormatError
-from vbucket.kvenv import (
+from vbucket.log.device import UnknownFormatError
+from vbucket.store.environment import (
     KvEnv,
     KvReader,
     MapFullError,
@@ -23,8 +23,8 @@ from vbucket.kvenv import (
     StoreFullError,
     with_room,
 )
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
 
 TABLES = ("fruit", "other")
 
@@ -207,7 +207,7 @@ def test_a_reader_that_was_killed_holds_no_pages_once_another_process_opens(tmp_
     fill(env, b"a")
     script = (
         "import os, signal, sys, pathlib\n"
-        "from vbucket.kvenv_lmdb import LmdbEnv\n"
+        "from vbucket.store.environment_lmdb import LmdbEnv\n"
         "env = LmdbEnv(pathlib.Path(sys.argv[1]), sys.argv[2].split())\n"
         "if sys.argv[3] == 'read':\n"
         "    snapshot = env.snapshot()\n"
@@ -282,8 +282,8 @@ def test_a_reader_adopts_the_map_that_another_process_made_larger(tmp_path: Path
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from vbucket.kvenv import with_room\n"
-        "from vbucket.kvenv_lmdb import LmdbEnv\n"
+        "from vbucket.store.environment import with_room\n"
+        "from vbucket.store.environment_lmdb import LmdbEnv\n"
         "env = LmdbEnv(Path(sys.argv[1]), sys.argv[2].split(), map_size_bytes=1 << 20)\n"
         "def work():\n"
         "    with env.write() as write:\n"

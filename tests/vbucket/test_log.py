@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.device import (
+from vbucket.log.device import (
     OLD_SALT,
     OLD_SEGMENT_HEADER,
     SEGMENT_HEADER_BYTES,
     UnknownFormatError,
     pack_segment_header,
 )
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.entry import pack_control, pack_deletion, pack_mutation
-from vbucket.log import (
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
+from vbucket.log.record import (
     KIND_GROUP,
     OLD_RECORD_HEAD,
     RECORD_BYTES,
@@ -32,9 +32,9 @@ from vbucket.log import (
     split_entries,
     written_bytes,
 )
-from vbucket.log_end import NO_RECORD, LogEnd, pack_mark, read_marks
-from vbucket.log_recovery import TornTail, recover
-from vbucket.log_writer import LogWriter
+from vbucket.log.recovery import TornTail, recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import pack_control, pack_deletion, pack_mutation
 
 HEADER = SEGMENT_HEADER_BYTES
 PAYLOADS = [b"first", b"", b"the third group", b"4"]

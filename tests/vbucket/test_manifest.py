@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.manifest import (
+from vbucket.model.manifest import (
     ID_MAX,
     INITIAL_MANIFEST,
+    SET_UID_MAX,
     SYSTEM_COLLECTION,
+    UID_MAX,
     InvalidManifestError,
     Manifest,
     ManifestError,
+    ManifestEvent,
     NameTakenError,
-    SystemEvent,
     SystemEventKind,
-    UnknownCollectionError,
+    UnknownCollectionIdError,
     UnknownScopeError,
     collection_of,
     decode_leb128,
@@ -103,8 +105,8 @@ def test_a_name_may_be_used_in_two_scopes() -> None:
         (lambda now: now.create_collection("", "hotel"), UnknownScopeError),
         (lambda now: now.create_collection("inventory", "a", -1), ManifestError),
         (lambda now: now.create_collection("inventory", "a", 2**31), ManifestError),
-        (lambda now: now.drop_collection("inventory", "flight"), UnknownCollectionError),
-        (lambda now: now.drop_collection("inventory", ""), UnknownCollectionError),
+        (lambda now: now.drop_collection("inventory", "flight"), UnknownCollectionIdError),
+        (lambda now: now.drop_collection("inventory", ""), UnknownCollectionIdError),
         (lambda now: now.drop_collection("nowhere", "hotel"), UnknownScopeError),
         (lambda now: now.drop_collection("_default", "_default"), ManifestError),
         (lambda now: now.drop_scope("_default"), ManifestError),
@@ -127,6 +129,32 @@ def test_longest_names_and_limits_hold() -> None:
 
 
 # -- forms -----------------------------------------------------------------------------------------
+
+
+def test_the_highest_numbers_are_refused_in_words() -> None:
+    """None of them leads to a manifest whose events have no room for them."""
+    document = HOTELS.json()
+    with pytest.raises(InvalidManifestError, match="out of range"):
+        manifest_from_json(HOTELS, document | {"uid": f"{SET_UID_MAX + 1:x}"})
+    high = manifest_from_json(HOTELS, document | {"uid": f"{SET_UID_MAX:x}"})
+    after = high.drop_collection("inventory", "hotel").create_scope("next")
+    assert [len(event.value()) for event in events_between(high, after)]
+    last = HOTELS._replace(uid=UID_MAX)
+    for change in (
+        lambda: last.create_scope("s"),
+        lambda: last.create_collection("inventory", "c"),
+        lambda: last.drop_collection("inventory", "hotel"),
+        lambda: last.drop_scope("inventory"),
+    ):
+        with pytest.raises(ManifestError, match="the highest"):
+            change()
+    full = HOTELS._replace(next_scope_id=ID_MAX, next_collection_id=ID_MAX)
+    full = full.create_scope("last").create_collection("last", "one")
+    assert [len(event.value()) for event in events_between(HOTELS, full)]
+    with pytest.raises(ManifestError, match="no scope id left"):
+        full.create_scope("more")
+    with pytest.raises(ManifestError, match="no collection id left"):
+        full.create_collection("last", "more")
 
 
 def test_json_has_ids_in_hexadecimal() -> None:
@@ -226,32 +254,32 @@ def test_events_come_in_order_and_the_last_names_the_manifest() -> None:
         KIND.CREATE_COLLECTION,
     ]
     assert [event.manifest_uid for event in events] == [2, 2, 2, 5]
-    assert events[-1] == SystemEvent(KIND.CREATE_COLLECTION, 5, 9, 9, "c", 5)
+    assert events[-1] == ManifestEvent(KIND.CREATE_COLLECTION, 5, 9, 9, "c", 5)
     assert events_between(after, after) == []
 
 
 def test_values_are_those_of_the_wire() -> None:
     """kv_engine's own example: manifest 2, collection 8 with a maximum of 72,000 s."""
-    event = SystemEvent(KIND.CREATE_COLLECTION, 2, 0, 8, "mycollection", 72_000)
+    event = ManifestEvent(KIND.CREATE_COLLECTION, 2, 0, 8, "mycollection", 72_000)
     assert event.value().hex() == "0000000000000002000000000000000800011940"
     assert event.version == 1
     plain = event._replace(max_ttl_s=0)
     assert (plain.version, plain.value().hex()) == (0, "00000000000000020000000000000008")
-    scope = SystemEvent(KIND.DROP_SCOPE, 3, 9)
+    scope = ManifestEvent(KIND.DROP_SCOPE, 3, 9)
     assert (scope.version, scope.value().hex()) == (0, "000000000000000300000009")
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        SystemEvent(KIND.CREATE_COLLECTION, 2, 1, 8, "c", 7),
-        SystemEvent(KIND.CREATE_COLLECTION, 2, 1, 8, "c"),
-        SystemEvent(KIND.DROP_COLLECTION, 2, 1, 8),
-        SystemEvent(KIND.CREATE_SCOPE, 2, 9, name="s"),
-        SystemEvent(KIND.DROP_SCOPE, 2, 9),
+        ManifestEvent(KIND.CREATE_COLLECTION, 2, 1, 8, "c", 7),
+        ManifestEvent(KIND.CREATE_COLLECTION, 2, 1, 8, "c"),
+        ManifestEvent(KIND.DROP_COLLECTION, 2, 1, 8),
+        ManifestEvent(KIND.CREATE_SCOPE, 2, 9, name="s"),
+        ManifestEvent(KIND.DROP_SCOPE, 2, 9),
     ],
 )
-def test_events_come_back_from_the_wire(event: SystemEvent) -> None:
+def test_events_come_back_from_the_wire(event: ManifestEvent) -> None:
     parsed = parse_system_event(event.kind, event.version, event.name.encode(), event.value())
     assert parsed == event
     assert system_key(event)[0] == SYSTEM_COLLECTION

@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
-import vbucket.block
+import vbucket.store.block
 from support.memory_node import MemoryNode
-from vbucket.device import SEGMENT_HEADER_BYTES, pack_segment_header
-from vbucket.engine import SET, Document
-from vbucket.entry import pack_control
-from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFullError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log import LogDamagedError, pack_group
-from vbucket.merge import DAMAGED_MAX, NODE_VB_ID, MergeRefusedError, MergeReport, merge
-from vbucket.store import Store
-from vbucket.store_records import (
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.log.device import SEGMENT_HEADER_BYTES, pack_segment_header
+from vbucket.log.record import LogDamagedError, pack_group
+from vbucket.model.entry import pack_control
+from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     STATE_TABLE,
@@ -31,6 +29,8 @@ from vbucket.store_records import (
     PartitionRecord,
     put_partition,
 )
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import DAMAGED_MAX, NODE_VB_ID, MergeRefusedError, MergeReport, merge
 
 VB_IDS = [0, 1, 1023]
 ALL_KEYS = [b"\x00" + bytes([letter]) for letter in b"abcdef"]
@@ -41,8 +41,8 @@ class MergeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.target = vbucket.block.BODY_BYTES_TARGET
-        vbucket.block.BODY_BYTES_TARGET = 300  # a few versions to a block
+        self.target = vbucket.store.block.BODY_BYTES_TARGET
+        vbucket.store.block.BODY_BYTES_TARGET = 300  # a few versions to a block
         self.env: Any = self.make_env()
         self.store = create_store(self.env, VB_IDS)
         self.models = {vb_id: ModelPartition(vb_id) for vb_id in VB_IDS}
@@ -54,7 +54,7 @@ class MergeMachine(RuleBasedStateMachine):
         return MemoryEnv(TABLES)
 
     def teardown(self) -> None:
-        vbucket.block.BODY_BYTES_TARGET = self.target
+        vbucket.store.block.BODY_BYTES_TARGET = self.target
         self.env.close()
 
     @rule(
@@ -408,7 +408,7 @@ def test_a_merge_whose_answer_got_lost_hides_nothing() -> None:
     parts = node.engine.partitions
     assert [parts[vb_id].merged_seqno for vb_id in (0, 1, 2, 3)] == [0, 2, 1, 2]
     found = {vb_id: node.engine.get(vb_id, b"\0b") for vb_id in (1, 2, 3)}
-    values = {n: doc.value for n, doc in found.items() if isinstance(doc, Document)}
+    values = {n: doc.value for n, doc in found.items() if isinstance(doc, StoredDocument)}
     assert values == {1: b"v", 3: b"w"}
     node.merge()
     assert [parts[vb_id].merged_seqno for vb_id in (0, 1, 2, 3)] == [0, 2, 1, 3]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dcp.wire.status import Status
 from support.memory_node import START_NS, MemoryNode
-from vbucket.moment import seqno_before
+from vbucket.upkeep.seqno_at_time import seqno_before
 
 VB = 3
 

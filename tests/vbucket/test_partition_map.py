@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.partition_map import (
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.partition_map import (
     MapNode,
     PartitionMap,
     bucket_config,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.memory_node import MemoryNode
-from vbucket.engine import SET
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import manifest_from_json
-from vbucket.store_records import BY_KEY_TABLE
+from vbucket.engine.engine import SET
+from vbucket.model.manifest import manifest_from_json
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_KEY_TABLE
 
 VB, OTHER = 7, 8
 KEYS = [b"\0document", b"\0removed", b"\0twice", b"\0left", b"\0back"]

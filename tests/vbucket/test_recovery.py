@@ -7,16 +7,16 @@ import random
 import pytest
 
 from support.memory_node import START_NS
-from vbucket.device import LogFullError
-from vbucket.device_memory import MemoryLogDevice
-from vbucket.engine import SET, Document
-from vbucket.ids import vb_uuid_from_random
-from vbucket.kvenv import StoreFullError
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.manifest import SYSTEM_COLLECTION
-from vbucket.merge import merge
-from vbucket.recovery import Startup, recover_node
-from vbucket.store_records import BY_KEY_TABLE, TABLES
+from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.startup import Startup, recover_node
+from vbucket.log.device import LogFullError
+from vbucket.log.device_memory import MemoryLogDevice
+from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.manifest import SYSTEM_COLLECTION
+from vbucket.store.environment import StoreFullError
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import BY_KEY_TABLE, TABLES
+from vbucket.upkeep.merge import merge
 
 VB = 7
 KEY = b"\0k"
@@ -58,7 +58,7 @@ def put(startup: Startup, value: bytes, *, is_synced: bool = True) -> None:
 
 def value_of(startup: Startup) -> bytes:
     document = startup.engine.get(VB, KEY)
-    assert isinstance(document, Document)
+    assert isinstance(document, StoredDocument)
     return document.value
 
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import START_NS, MemoryNode
-from vbucket import block, retention
-from vbucket.engine import SET
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.retention import DiskUse, Planner, Step, Windows, seqno_at, seqno_below
-from vbucket.store_records import BY_KEY_TABLE
+from vbucket.engine.engine import SET
+from vbucket.store import block
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.records import BY_KEY_TABLE
+from vbucket.upkeep import retention
+from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, Windows, seqno_at, seqno_below
 
 VB = 7
 SECOND_NS = 1_000_000_000
@@ -66,7 +67,7 @@ def plan(
     if not steps:
         return None
     (step,) = steps
-    assert step == Step(VB, node.engine.partitions[VB].vb_uuid, step.floor, step.purge)
+    assert step == FloorStep(VB, node.engine.partitions[VB].vb_uuid, step.floor, step.purge)
     return Floors(step.floor, step.purge)
 
 

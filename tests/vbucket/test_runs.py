@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.memory_node import START_NS, MemoryNode
-from vbucket.block import ONLY_MUTATIONS, ONLY_RAW, Block, block_key, find_frame
-from vbucket.engine import SET, Engine
-from vbucket.kvenv import StoreDamagedError
-from vbucket.runs import ALL_PLAIN, entries_within
-from vbucket.store_records import BY_SEQNO_TABLE
+from vbucket.engine.engine import SET, Engine
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, Block, block_key, find_frame
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_SEQNO_TABLE
+from vbucket.store.runs import ALL_PLAIN, entries_within
 
 VB = 5
 OPAQUE = 0xA1B2C3D4

@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
-from vbucket.block import BlockDamagedError
-from vbucket.device import UnknownFormatError
-from vbucket.key_record import RecordDamagedError
-from vbucket.kvenv import KvEnv, StoreDamagedError, StoreFailedError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.kvenv_memory import MemoryEnv
-from vbucket.log_end import LogEnd
-from vbucket.merge import merge
-from vbucket.quarantine import Quarantined
-from vbucket.store import Store
-from vbucket.store_records import (
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.end_mark import LogEnd
+from vbucket.store.block import BlockDamagedError
+from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFailedError
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.key_record import RecordDamagedError
+from vbucket.store.quarantine import Quarantined
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     FAILOVER_TABLE,
@@ -29,6 +27,8 @@ from vbucket.store_records import (
     NodeRecord,
     PartitionRecord,
 )
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import merge
 
 VB = 7
 

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from vbucket import compaction
-from vbucket.compaction import Compactor, Floors
-from vbucket.device import pack_segment_header
-from vbucket.entry import pack_control, pack_mutation
-from vbucket.ids import vb_uuid_from_random
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.log import pack_group, record_crc
-from vbucket.merge import merge
-from vbucket.recovery import new_partitions
-from vbucket.retention import DiskUse, Planner, Windows
-from vbucket.store import Store, StoreView
-from vbucket.store_records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.engine.startup import new_partitions
+from vbucket.log.device import pack_segment_header
+from vbucket.log.record import pack_group, record_crc
+from vbucket.model.entry import pack_control, pack_mutation
+from vbucket.model.ids import vb_uuid_from_random
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
+from vbucket.store.store import Store, StoreView
+from vbucket.upkeep import compaction
+from vbucket.upkeep.compaction import Compactor, Floors
+from vbucket.upkeep.merge import merge
+from vbucket.upkeep.retention import DiskUse, Planner, Windows
 
 KEYS = 12_000
 VALUE = b"." * 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vbucket.tally import Tally
+from vbucket.model.collection_counts import CollectionCounts
 
 KNOWN = frozenset({0, 8, 200})
 KEYS = (b"\0k", b"\x01event", b"\x08k", b"\xc8\x01k", b"\x09dropped")
@@ -17,9 +17,9 @@ steps = st.lists(
 )
 
 
-def run(script: list[Step]) -> tuple[Tally, list[tuple[int, bytes]]]:
+def run(script: list[Step]) -> tuple[CollectionCounts, list[tuple[int, bytes]]]:
     """Write keys, gaps before them, and roll back (None); return tally and changes left."""
-    tally = Tally()
+    tally = CollectionCounts()
     changes: list[tuple[int, bytes]] = []
     for key, part, gap in script:
         before = changes[-1][0] if changes else 0
@@ -61,14 +61,14 @@ def test_a_document_brings_back_the_same(script: list[Step]) -> None:
     tally, _ = run(script)
     tally.count(8, 2)
     document = tally.to_document()
-    again = Tally(document)
+    again = CollectionCounts(document)
     assert again.to_document() == document
     if document is None:
         assert not tally.other_high_seqno
 
 
 def test_what_is_forgotten_is_counted_out() -> None:
-    tally = Tally()
+    tally = CollectionCounts()
     tally.note(b"\x08k", 1, 0, KNOWN)
     tally.count(8, 3)
     tally.count(200, 2)
@@ -78,8 +78,8 @@ def test_what_is_forgotten_is_counted_out() -> None:
 
 
 def test_a_copy_of_a_document_is_independent() -> None:
-    tally = Tally()
+    tally = CollectionCounts()
     tally.note(b"\x08k", 1, 0, KNOWN)
-    again = Tally(tally.to_document())
+    again = CollectionCounts(tally.to_document())
     again.count(8, 7)
     assert tally.documents == 0

@@ -7,7 +7,7 @@ from hypothesis.stateful import invariant
 from test_compaction import CompactionMachine
 from test_merge import VB_IDS
 
-from vbucket.verify import StoreCheck
+from vbucket.check.store_check import StoreCheck
 
 
 class CheckedMachine(CompactionMachine):

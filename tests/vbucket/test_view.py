@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dcp.stream.pins import allowed
 from support.memory_node import MemoryNode
-from vbucket.engine import SET
-from vbucket.kvenv import StoreDamagedError
-from vbucket.store_records import BY_SEQNO_TABLE
-from vbucket.view import (
+from vbucket.engine.engine import SET
+from vbucket.engine.read_view import (
     AGE_MAX_S,
     ReadView,
     Scan,
@@ -24,6 +22,8 @@ from vbucket.view import (
     ViewRefusedError,
     Views,
 )
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import BY_SEQNO_TABLE
 
 VB = 3
 KEYS = [b"\0" + bytes([letter]) for letter in b"abcdefgh"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.memory_node import START_NS, MemoryNode
-from vbucket.block import BODY_BYTES_TARGET
-from vbucket.engine import SET
-from vbucket.store import Store, StoreView
-from vbucket.walks import WALK_BLOCKS_MAX, WALKS_MAX
+from vbucket.engine.engine import SET
+from vbucket.store.block import BODY_BYTES_TARGET
+from vbucket.store.opened_blocks import WALK_BLOCKS_MAX, WALKS_MAX
+from vbucket.store.store import Store, StoreView
 
 VALUE = bytes(BODY_BYTES_TARGET // 2 + 1)
 """Large enough that each version has a block of its own."""

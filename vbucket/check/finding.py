@@ -28,10 +28,11 @@ class Kind(StrEnum):
     COUNT = "count"
     STRAY = "stray"
     QUARANTINE = "quarantine"
+    CAS = "cas"
 
 
-HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER})
-"""What a crash leaves behind and the next start clears away."""
+HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER, Kind.CAS})
+"""What a crash leaves behind and the next start clears away, and what is as it was written."""
 
 _RESTORE: Final = "check the disk, and restore the data folder from a backup"
 _BY_STREAM: Final = (
@@ -66,6 +67,7 @@ ADVICE: Final[dict[Kind, str]] = {
         "merges leave the partition out, because its stored data is damaged: start the server, "
         "branch it at 0 (dcpctl vb branch VB --at 0), and restore it from a backup"
     ),
+    Kind.CAS: "no data is damaged: dcpctl vb mend-cas, when the server runs",
 }
 
 

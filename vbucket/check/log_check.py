@@ -1,7 +1,7 @@
 """Check a log off line: every segment, and that it continues the store. Pure.
 
-Who calls it: `vbucket.verify`. The rules of what is torn and what is damaged are those of
-`vbucket.log`, by which a server starts.
+Who calls it: `vbucket.check.store_check`. The rules of what is torn and what is damaged are those
+of `vbucket.log.record`, by which a server starts.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import Final, NamedTuple
 
-from vbucket.device import UnknownFormatError
-from vbucket.entry import LOG_CONTROL, control_document, head_of, seqno_of
-from vbucket.finding import Finding, Kind
-from vbucket.log import (
+from vbucket.check.finding import Finding, Kind
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd
+from vbucket.log.record import (
     LogDamagedError,
     damaged_at,
     read_segment_header,
@@ -20,15 +20,15 @@ from vbucket.log import (
     split_entries,
     written_bytes,
 )
-from vbucket.log_end import NO_RECORD, EndMark, LogEnd
-from vbucket.log_recovery import end_problem
+from vbucket.log.recovery import end_problem
+from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
 
 FINDINGS_MAX: Final = 20
 """Entries that do not fit, told one by one; the rest is counted."""
 
 
 class KnownEnds(NamedTuple):
-    """What is known of the log from elsewhere: see `vbucket.log_recovery`."""
+    """What is known of the log from elsewhere: see `vbucket.log.recovery`."""
 
     merged_segment: int | None = None
     """What the store has; None where the store cannot tell."""

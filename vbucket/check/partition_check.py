@@ -1,6 +1,6 @@
 """Check one partition of a store off line: blocks, keys, and each against the other. Pure.
 
-Who calls it: `vbucket.verify`. A partition is right when
+Who calls it: `vbucket.check.store_check`. A partition is right when
 
 - its blocks hold what was written, chained without a gap, and end with the record's `last_seqno`;
 - every version names the one before it of the same key, as far back as history is kept;
@@ -23,15 +23,22 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import Block, BlockDamagedError, block_key
-from vbucket.due import due_item
-from vbucket.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
-from vbucket.finding import Finding, Kind
-from vbucket.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
-from vbucket.kvenv import KvReader, StoreDamagedError
-from vbucket.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
-from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE, PartitionRecord
-from vbucket.tally import Tally
+from vbucket.check.finding import Finding, Kind
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.model.manifest import DEFAULT_COLLECTION, SYSTEM_COLLECTION, Manifest, collection_of
+from vbucket.store.block import Block, BlockDamagedError, block_key
+from vbucket.store.due import due_item
+from vbucket.store.environment import KvReader, StoreDamagedError
+from vbucket.store.key_record import BY_KEY_RECORD, RecordDamagedError, by_key_item, checked_meta
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    EXPIRY_TABLE,
+    Mended,
+    PartitionRecord,
+)
 
 SLICE_KEYS: Final = 250_000
 """Keys of one slice; each takes some 250 bytes of memory."""
@@ -51,6 +58,8 @@ _SEQNO: Final = Struct(">24xQ").unpack_from
 _EXPIRY: Final = slice(30, 34)
 """Of a by_key record."""
 _NEVER: Final = bytes(4)
+_CAS: Final = slice(2, 10)
+"""Of a by_key record."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _crc32c = google_crc32c.value
 
@@ -68,6 +77,7 @@ class PartitionCheck:
         has_expiry_rows: bool = True,
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
+        cas_max: int = SEQNO_MAX,
     ) -> None:
         self._reader = reader
         self._vb_id = vb_id
@@ -87,6 +97,11 @@ class PartitionCheck:
         self._live: Counter[int] = Counter()
         """Collection id -> documents."""
         self._max_cas = 0
+        self._mended = Mended(*record.mended) if record.mended else Mended(0, 0, 0)
+        self._cas_max = cas_max
+        self._cas_limit = cas_max.to_bytes(8, "big")
+        self._keys_ahead = 0
+        """Keys whose newest version has a CAS that is too far ahead."""
         self._other_high_seqno = 0
         self._collection_seqnos: dict[int, int] = {}
         self._defaults_in_run = 0
@@ -116,6 +131,12 @@ class PartitionCheck:
         except StoreDamagedError as error:
             yield Finding(Kind.PAGES, self._where, str(error))
             return
+        if self._record.max_cas > self._cas_max or self._keys_ahead:
+            yield self._found(
+                Kind.CAS,
+                f"{self._keys_ahead} keys have a CAS that is too far ahead of the clock; the "
+                f"highest of the partition is {self._record.max_cas}",
+            )
         if not self._unknown and not self._told.keys() & {Kind.KEY_RECORD, Kind.KEY_LOST, Kind.GAP}:
             yield from self._counts()
 
@@ -236,7 +257,8 @@ class PartitionCheck:
         if (vb_id, found) != (self._vb_id, seqno):
             return f"says that it is vb {vb_id}, seqno {found}"
         if cas > self._max_cas and opcode != _SYSTEM_EVENT:
-            self._max_cas = cas
+            is_mended = seqno <= self._mended.seqno and cas > self._mended.cas
+            self._max_cas = self._max_cas if is_mended else cas
         return ""
 
     def _note(self, key: bytes, seqno: int) -> None:
@@ -267,6 +289,7 @@ class PartitionCheck:
             if reader.get(BY_KEY_TABLE, full_key) != value:
                 what = f"key {key!r} stands in by_key, but a look-up does not find it"
                 yield self._found(Kind.KEY_LOST, what)
+            self._keys_ahead += value[_CAS] > self._cas_limit
             if value[_EXPIRY] != _NEVER and (problem := self._lacks_row(full_key, value)):
                 yield self._found(Kind.EXPIRY, f"key {key!r}: {problem}")
             if head is not None and by_key_item(prefix, key, _NO_PREFIX + head)[1] == value:
@@ -312,7 +335,7 @@ class PartitionCheck:
     def _counts(self) -> Iterator[Finding]:
         """Compare the partition's record with the data."""
         record, known = self._record, self._manifest.collections
-        tally = Tally(record.tally)
+        tally = CollectionCounts(record.tally)
         item_count = record.item_count - tally.forget(known)
         live = {cid: count for cid, count in self._live.items() if cid in known}
         if item_count != sum(live.values()):

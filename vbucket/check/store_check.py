@@ -1,11 +1,11 @@
 """Check a store and its log off line. Pure: database and segments are handed in.
 
-Who calls it: dcp.server.verify. What it tells is listed in `vbucket.finding`; nothing that it meets
-stops it, but a node record that cannot be read leaves little to compare with.
+Who calls it: dcp.server.operate.verify. What it tells is listed in `vbucket.check.finding`; nothing
+that it meets stops it, but a node record that cannot be read leaves little to compare with.
 
     records     node, manifest, every partition's state and failover log
-    log         every segment, and that it continues the store (vbucket.verify_log)
-    partitions  blocks and keys, each against the other (vbucket.verify_partition)
+    log         every segment, and that it continues the store (vbucket.check.log_check)
+    partitions  blocks and keys, each against the other (vbucket.check.partition_check)
     strays      data of partitions that are none
 """
 
@@ -17,16 +17,17 @@ from typing import Final, NamedTuple
 import cbor2
 
 from failover.history import FailoverLog
-from vbucket.due import read_due
-from vbucket.finding import Finding, Kind
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import KvReader, StoreDamagedError
-from vbucket.log_end import LogEnd, read_marks
-from vbucket.manifest import INITIAL_MANIFEST, Manifest
-from vbucket.partition import VbState
-from vbucket.quarantine import kept_segments
-from vbucket.store import StoreView
-from vbucket.store_records import (
+from vbucket.check.finding import Finding, Kind
+from vbucket.check.log_check import KnownEnds, LogCheck
+from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
+from vbucket.engine.partition import VbState
+from vbucket.log.end_mark import LogEnd, read_marks
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.store.due import read_due
+from vbucket.store.environment import KvReader, StoreDamagedError
+from vbucket.store.quarantine import kept_segments
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_FORMAT_VERSION,
@@ -37,14 +38,13 @@ from vbucket.store_records import (
     NodeRecord,
     PartitionRecord,
 )
-from vbucket.verify_log import KnownEnds, LogCheck
-from vbucket.verify_partition import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
+from vbucket.store.store import StoreView
 
 _UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
 """What a record raises whose checksum is right and whose document is not one of ours."""
 
 
-class Progress(NamedTuple):
+class CheckProgress(NamedTuple):
     """How far a check is."""
 
     partitions: int
@@ -68,8 +68,10 @@ class StoreCheck:
         marks: Sequence[bytes] | None = None,
         vb_ids: Iterable[int] = range(NUM_VBUCKETS),
         slice_keys: int = SLICE_KEYS,
-        on_progress: Callable[[Progress], None] = lambda _: None,
+        on_progress: Callable[[CheckProgress], None] = lambda _: None,
+        cas_max: int = SEQNO_MAX,
     ) -> None:
+        """`cas_max`: a higher CAS is too far ahead."""
         self._reader = reader
         self._view = StoreView(reader)
         self._segments = segments
@@ -77,9 +79,10 @@ class StoreCheck:
         self._marks = marks
         self._vb_ids = list(vb_ids)
         self._slice_keys = slice_keys
+        self._cas_max = cas_max
         self._on_progress = on_progress
         self._records: dict[int, PartitionRecord] = {}
-        self.progress = Progress(0, 0, 0, 0)
+        self.progress = CheckProgress(0, 0, 0, 0)
         self.log: LogCheck | None = None
 
     def findings(self) -> Iterator[Finding]:
@@ -173,12 +176,13 @@ class StoreCheck:
                     manifest,
                     has_expiry_rows=has_expiry_rows,
                     slice_keys=self._slice_keys,
+                    cas_max=self._cas_max,
                     on_progress=self._within_partition,
                 )
                 yield from check.findings()
                 expiring += check.expiring
                 done = self.progress
-                self.progress = Progress(
+                self.progress = CheckProgress(
                     done.partitions,
                     done.keys + check.keys,
                     done.versions + check.versions,

@@ -16,16 +16,16 @@ of all is one comparison. Removals are looked at one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import sub
 from struct import Struct, pack, unpack, unpack_from
 from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER_BYTES, MAX_KEY_BYTES
-from dcp.wire.message import PUT_FRAMES_MAX, U32, U64
+from dcp.wire.message import CAS_SPECIAL, PUT_FRAMES_MAX, U32, U64
 from dcp.wire.opcode import Opcode
-from vbucket.entry import (
+from vbucket.model.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
     EXPIRATION_ENTRY,
@@ -34,12 +34,10 @@ from vbucket.entry import (
     PREFIX,
     PREFIX_BYTES,
 )
-from vbucket.manifest import decode_leb128
+from vbucket.model.manifest import decode_leb128
 
 REV_SEQNO_MAX: Final = 2**48 - 1
-CAS_MAX: Final = 2**63 - 1
-"""A revision has 48 bits and a CAS 63, so that neither the next revision nor the next CAS of the
-partition overflows."""
+"""The highest revision, as in kv_engine: a change of a document that has it does not raise it."""
 DATATYPE_MAX: Final = 0x01
 """JSON, the one datatype that is kept."""
 
@@ -75,13 +73,15 @@ _OPAQUE_AT: Final = 12
 _CAS_AT: Final = 16
 _SEQNO_AT: Final = 24
 _REV_SEQNO_AT: Final = 32
+_REV_SEQNO_HIGH_BYTES: Final = 2
+"""Of its eight bytes: not 0 in a revision above the highest."""
 _EXPIRY_AT: Final = 44
 _TAIL_AT: Final = 48
 _TIME_AT: Final = 40
 """Of an expiration."""
 _ALIKE: Final = (
     (0, _MAGIC), (1, _MUTATION), (2, 0), (4, MUTATION_EXTRAS_BYTES),
-    (_REV_SEQNO_AT, 0), (_REV_SEQNO_AT + 1, 0),
+    *((_REV_SEQNO_AT + at, 0) for at in range(_REV_SEQNO_HIGH_BYTES)),
     *((at, 0) for at in range(_TAIL_AT, _KEY_AT)),
 )  # fmt: skip
 """Bytes that are the same in all heads, and what they are: keys are short, revisions have 48 bits,
@@ -93,7 +93,7 @@ class MalformedFramesError(Exception):
     """What came are no frames that can be stored; the text says which one, and why."""
 
 
-class Row(NamedTuple):
+class BulkRow(NamedTuple):
     """The fields of `_ROW`."""
 
     magic: int
@@ -117,8 +117,10 @@ class Frames:
         "has_default_keys_only", "keys", "opcodes", "removals", "vb_id",
     )  # fmt: skip
 
-    def __init__(self, value: bytes, count: int, vb_id: int) -> None:
-        """Raises MalformedFramesError."""
+    def __init__(self, value: bytes, count: int, vb_id: int, *, fits_meta: bool = False) -> None:
+        """`fits_meta`: revisions that are too high become the highest. Raises
+        MalformedFramesError.
+        """
         self.vb_id = vb_id
         self._value = value
         body_sizes = _table(value, count)
@@ -135,8 +137,12 @@ class Frames:
         if len(heads[-1]) < _HEAD_BYTES:
             # Removals at the end may be shorter. Heads of removals reach into what follows.
             heads = [head.ljust(_HEAD_BYTES, b"\0") for head in heads]
-        self._heads: Sequence[bytes] = heads
         joined = b"".join(heads)
+        high = (joined[_REV_SEQNO_AT + at :: _HEAD_BYTES] for at in range(_REV_SEQNO_HIGH_BYTES))
+        if fits_meta and any(map(any, high)):
+            heads = [_fitting(head) for head in heads]
+            joined = b"".join(heads)
+        self._heads: Sequence[bytes] = heads
         self.opcodes: Sequence[int] = joined[_OPCODE_AT::_HEAD_BYTES]
         self.datatypes: Sequence[int] = joined[_DATATYPE_AT::_HEAD_BYTES]
         self.removals: Sequence[int] = _removals_of(self.opcodes)
@@ -198,8 +204,8 @@ class Frames:
         self._ends = [0 if at in removals else end for at, end in enumerate(self._ends)]
         self.keys, self.cas, self.expiries = keys, cas, expiries
 
-    def _row(self, index: int) -> Row:
-        return Row(*_ROW.unpack(self._heads[index][: _ROW.size]))
+    def _row(self, index: int) -> BulkRow:
+        return BulkRow(*_ROW.unpack(self._heads[index][: _ROW.size]))
 
     def _malformed(self, body_sizes: Sequence[int]) -> MalformedFramesError:
         """Return what is wrong with the first frame that is not sound."""
@@ -233,6 +239,15 @@ class Frames:
             self.expiries = [self.expiries[index] for index in indexes]
         self.removals = _removals_of(self.opcodes)
         return self
+
+    def replace_cas(self, replacements: Mapping[int, int]) -> None:
+        """Give some of them, by index, another CAS."""
+        heads, cas = list(self._heads), list(self.cas)
+        for index, new in replacements.items():
+            head = heads[index]
+            heads[index] = head[:_CAS_AT] + U64.pack(new) + head[_SEQNO_AT:]
+            cas[index] = new
+        self._heads, self.cas = heads, cas
 
     def forget_datatypes(self) -> None:
         """What came without the feature JSON is not known to be any."""
@@ -310,7 +325,7 @@ def _mutations(
         and max(key_sizes) <= _KEY_BYTES_MAX
         and min(map(sub, body_sizes, key_sizes)) >= MUTATION_EXTRAS_BYTES
         and min(cas) > 0
-        and max(cas) <= CAS_MAX
+        and max(cas) < CAS_SPECIAL
         # Low revisions mostly: none ends with a zero byte.
         and (
             0 not in heads[_REV_SEQNO_AT + 7 :: _HEAD_BYTES]
@@ -348,13 +363,21 @@ def _put_numbers(stored: bytearray, at: int, numbers: Sequence[int]) -> None:
         stored[at + byte :: _STRIDE] = packed[byte :: U64.size]
 
 
+def _fitting(head: bytes) -> bytes:
+    """Return a head with the highest revision where it has a higher one."""
+    rev_seqno: int = U64.unpack_from(head, _REV_SEQNO_AT)[0]
+    if rev_seqno <= REV_SEQNO_MAX:
+        return head
+    return head[:_REV_SEQNO_AT] + U64.pack(REV_SEQNO_MAX) + head[_REV_SEQNO_AT + 8 :]
+
+
 def _removals_of(opcodes: Sequence[int]) -> list[int]:
     if opcodes.count(_MUTATION) == len(opcodes):
         return []
     return [at for at, opcode in enumerate(opcodes) if opcode != _MUTATION]
 
 
-def _problem_of(row: Row, vb_id: int) -> str:
+def _problem_of(row: BulkRow, vb_id: int) -> str:
     """Return what is wrong with a frame in words, "" if nothing is."""
     if row.magic != _MAGIC or row.opcode not in _EXTRAS_BYTES:
         return f"magic 0x{row.magic:02x} and opcode 0x{row.opcode:02x} are no change of a document"
@@ -374,6 +397,6 @@ def _problem_of(row: Row, vb_id: int) -> str:
         return "lock time, nmeta and nru are 0 in what is stored"
     if not 0 < row.rev_seqno <= REV_SEQNO_MAX:
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {row.rev_seqno}"
-    if not 0 < row.cas <= CAS_MAX:
-        return f"a CAS to keep is 1 to {CAS_MAX}, not {row.cas}"
+    if not 0 < row.cas < CAS_SPECIAL:
+        return f"a document has no CAS {row.cas}"
     return ""

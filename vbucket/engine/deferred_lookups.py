@@ -5,7 +5,7 @@ version was a document. Looking each one up while the log is applied took more t
 a start; most are documents. So all are presumed to be, and `settle` looks them up, partition by
 partition in the order of their keys, and counts those in that were not.
 
-Who calls it: `vbucket.keyspace`, before anything is served.
+Who calls it: `vbucket.engine.keyspace`, before anything is served.
 
 Invariants
 - a key is added at most once between two `settle`s, and the store does not change in between;
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vbucket.entry import is_deleted
-from vbucket.partition import Partition
-from vbucket.store import Store
+from vbucket.engine.partition import Partition
+from vbucket.model.entry import is_deleted
+from vbucket.store.store import Store
 
 
-class PresumedDocuments:
+class DeferredLookups:
     """See the module. `count(partition, key, documents)` counts documents, more or less."""
 
     def __init__(

@@ -11,10 +11,14 @@ The shell that owns it works in this order, and the types keep it to that:
 and, when `wants_freeze`, at a group boundary: freeze(), rotate the log, merge the sealed segments
 into the store, then merged(report) and drop_frozen() in slices.
 
-The invariants of groups are `vbucket.keyspace`'s.
+The invariants of groups are `vbucket.engine.keyspace`'s.
+
+Invariant: a partition's highest CAS is at most `cas_drift_ns` ahead of the clock, but where the
+clock was set back, or an older version took a CAS from further ahead. Changes of its own add a
+nanosecond each while the clock stands still, and each takes longer than that.
 
 Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid clock), rev_seqno
-(counts a document's revisions, deletes included) and failover tables.
+(counts a document's revisions, deletes included; the highest stays) and failover tables.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
-from vbucket.bulk import Frames
-from vbucket.entry import (
+from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
+from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
+from vbucket.engine.partition import Hold, Partition, VbState
+from vbucket.model.entry import (
     DELETION_ENTRY,
     DELETION_EXTRAS_BYTES,
     EXPIRATION_ENTRY,
@@ -40,12 +46,9 @@ from vbucket.entry import (
     key_of,
     seqno_of,
 )
-from vbucket.key_record import StoredMeta
-from vbucket.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
-from vbucket.manifest import (
-    collection_of,
-)
-from vbucket.partition import Hold, Partition, VbState
+from vbucket.model.ids import CAS_DRIFT_NS
+from vbucket.model.manifest import collection_of
+from vbucket.store.key_record import StoredMeta
 
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack
@@ -66,11 +69,12 @@ _NOT_MY_VBUCKET: Final[Outcome] = (Status.NOT_MY_VBUCKET, 0, 0)
 _COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
 _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
+_CAS_INVALID: Final[Outcome] = (Status.CAS_VALUE_INVALID, 0, 0)
 _ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
 """What is known of a key that never was, and of a document that has just expired."""
 
 
-class Document(NamedTuple):
+class StoredDocument(NamedTuple):
     """What a GET answers with. `flags` are the four bytes as stored."""
 
     cas: int
@@ -86,6 +90,18 @@ class Engine(Keyspace):
     """Why no partition takes writes now; "" where that is not so."""
     writers_wait = False
     """Whether sessions should wait with commands that write: there may soon be room again."""
+    cas_drift_ns = CAS_DRIFT_NS
+    """How far ahead of the clock a CAS from elsewhere may be."""
+
+    @property
+    def now_ns(self) -> int:
+        """The time of the operations of this batch."""
+        return self._cas_floor
+
+    @property
+    def cas_max(self) -> int:
+        """The highest CAS that may come from elsewhere now."""
+        return self._cas_floor + self.cas_drift_ns
 
     def refuse_writes(self, why: str, hold: Hold = Hold.LOG_FULL) -> None:
         """Refuse all changes of documents as a temporary failure from now on; "": take them again.
@@ -175,7 +191,8 @@ class Engine(Keyspace):
         entry = (
             _PACK_MUTATION(
                 prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
-                part.vb_id, MUTATION_EXTRAS_BYTES + len(body), cas, seqno, rev_seqno + 1,
+                part.vb_id, MUTATION_EXTRAS_BYTES + len(body), cas, seqno,
+                rev_seqno + (rev_seqno < REV_SEQNO_MAX),
                 flags, expiry,
             )
             + body
@@ -226,17 +243,25 @@ class Engine(Keyspace):
         *,
         resolves_conflict: bool = True,
         keeps_cas: bool = True,
+        fits_meta: bool = False,
     ) -> Outcome:
         """Store or remove a document with a revision and a CAS (`new_cas`) from elsewhere. `body`
         is key and value; of a removal (`opcode` DELETION or EXPIRATION) the key alone, and `expiry`
         is its time. A `cas` other than 0 must be the document's own.
 
         KEY_EEXISTS: what is there, a deletion too, has a higher revision, or the same and a CAS
-        that is not lower (kv_engine's rule, conflict_resolution_mode seqno).
+        that is not lower (kv_engine's rule, conflict_resolution_mode seqno). CAS_VALUE_INVALID: the
+        CAS is above `cas_max`. With `fits_meta` it is replaced then, and says nothing in a
+        conflict; a revision that is too high becomes the highest.
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
+        if keeps_cas and new_cas > self.cas_max:
+            if not fits_meta:
+                return _CAS_INVALID
+            new_cas, keeps_cas = 0, False
+        rev_seqno = min(rev_seqno, REV_SEQNO_MAX)
         entry = part.newest.get(key)
         known = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
         old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
@@ -274,36 +299,40 @@ class Engine(Keyspace):
             self.due.active.add(expiry, head + body)
         return 0, new_cas, seqno
 
-    def put_frames(self, frames: Frames, *, resolves_conflict: bool = True) -> tuple[int, int, int]:
+    def put_frames(
+        self, frames: Frames, *, resolves_conflict: bool = True, fits_meta: bool = False
+    ) -> tuple[int, int, int, int]:
         """Do what `put_with_meta` does, for each of these frames in order, keeping their CAS.
 
-        Return status, how many were applied, and how many lost against what is there. Where data
-        that it has to compare with is damaged (StoreDamagedError), nothing was changed.
+        Return status, how many were applied, how many lost against what is there, and of how many
+        the CAS was replaced. Nothing was changed where one has a CAS that is too high and
+        `fits_meta` is not given, and where data that it has to compare with is damaged
+        (StoreDamagedError).
         """
         part = self.partitions[frames.vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unwritable(part)[0], 0, 0, 0
+        has_far = max(frames.cas) > self.cas_max
+        if has_far and not fits_meta:
+            return Status.CAS_VALUE_INVALID, 0, 0, 0
         count, prev_seqnos, live = len(frames), None, None
-        if not _are_new(part, frames.keys):
-            indexes, prev_seqnos, live = self._winners(
+        replaced: dict[int, int] = {}
+        if has_far or not _are_new(part, frames.keys):
+            indexes, prev_seqnos, live, replaced = self._winners(
                 part, frames, is_forced=not resolves_conflict
             )
+            if replaced:
+                frames.replace_cas(replaced)
             if len(indexes) < count:
                 frames = frames.only(indexes)
             if not indexes:
-                return 0, 0, count
+                return 0, 0, count, 0
         keys, opcodes = frames.keys, frames.opcodes
         first_seqno = part.high_seqno + 1
         entries = frames.entries(first_seqno, prev_seqnos, part.epoch)
         self._applied_many(part, keys, entries)
         part.max_cas = max(part.max_cas, *frames.cas)
-        if live is None and frames.has_default_keys_only:
-            part.item_count += len(keys) - len(frames.removals)
-        else:
-            was_live = live or [False] * len(keys)
-            for key, opcode, before in zip(keys, opcodes, was_live, strict=True):
-                if (opcode == MUTATION) != before:
-                    self.count(part, key, -1 if before else 1)
+        self._count_many(part, frames, live)
         if not frames.has_default_keys_only:
             known = self.manifest.collections
             for seqno, key in enumerate(keys, first_seqno):
@@ -314,7 +343,17 @@ class Engine(Keyspace):
             for opcode, expiry, entry in zip(opcodes, frames.expiries, entries, strict=True):
                 if expiry and opcode == MUTATION:
                     add_due(expiry, entry)
-        return 0, len(entries), count - len(entries)
+        return 0, len(entries), count - len(entries), len(replaced)
+
+    def _count_many(self, part: Partition, frames: Frames, live: list[bool] | None) -> None:
+        """Count the documents of frames; `live`: which of them replace one, None: none does."""
+        if live is None and frames.has_default_keys_only:
+            part.item_count += len(frames) - len(frames.removals)
+            return
+        was_live = live or [False] * len(frames)
+        for key, opcode, before in zip(frames.keys, frames.opcodes, was_live, strict=True):
+            if (opcode == MUTATION) != before:
+                self.count(part, key, -1 if before else 1)
 
     def _applied_many(self, part: Partition, keys: Sequence[bytes], entries: list[bytes]) -> None:
         self._pending += entries
@@ -327,35 +366,41 @@ class Engine(Keyspace):
 
     def _winners(
         self, part: Partition, frames: Frames, *, is_forced: bool
-    ) -> tuple[list[int], list[int], list[bool]]:
+    ) -> tuple[list[int], list[int], list[bool], dict[int, int]]:
         """Return the indexes of the frames that win against what is there, the seqno that each
-        replaces, and whether it replaces a document. Reads, changes nothing.
+        replaces, whether it replaces a document, and, by index, the CAS of those whose own is too
+        high: that says nothing in a conflict. Reads, changes nothing.
         """
-        below, newest = self._versions.meta_below, part.newest
+        below, newest, cas_max = self._versions.meta_below, part.newest, self.cas_max
         known: dict[bytes, tuple[int, int, int, int]] = {}
         indexes: list[int] = []
         prev_seqnos: list[int] = []
         live: list[bool] = []
-        seqno = part.high_seqno
+        replaced: dict[int, int] = {}
+        seqno, newest_cas = part.high_seqno, part.max_cas
         rows = zip(frames.keys, frames.opcodes, frames.rev_seqnos, frames.cas, strict=True)
-        for index, (key, opcode, rev_seqno, cas) in enumerate(rows):
+        for index, (key, opcode, rev_seqno, own_cas) in enumerate(rows):
             old = known.get(key)
             if old is None:
                 entry = newest.get(key)
                 meta = _UNPACK_META(entry) if entry else below(part, key, entry)
                 old = (meta[0], meta[4], meta[5], meta[6])
             old_opcode, old_cas, prev_seqno, old_rev_seqno = old
+            cas = own_cas if own_cas <= cas_max else 0
             if not is_forced and (rev_seqno, cas) <= (old_rev_seqno, old_cas):
                 known[key] = old
                 continue
+            if not cas:
+                replaced[index] = cas = max(self._cas_floor, newest_cas + 1)
+            newest_cas = max(newest_cas, cas)
             seqno += 1
             known[key] = (opcode, cas, seqno, rev_seqno)
             indexes.append(index)
             prev_seqnos.append(prev_seqno)
             live.append(old_opcode == MUTATION)
-        return indexes, prev_seqnos, live
+        return indexes, prev_seqnos, live, replaced
 
-    def get(self, vb_id: int, key: bytes) -> Document | int:
+    def get(self, vb_id: int, key: bytes) -> StoredDocument | int:
         """Return the newest applied document, or the status that says why there is none."""
         part = self.partitions[vb_id]
         if part.state != 1:
@@ -364,7 +409,7 @@ class Engine(Keyspace):
         if entry is None:
             return Status.KEY_ENOENT
         _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        return Document(
+        return StoredDocument(
             cas,
             entry[FLAGS_AT : FLAGS_AT + 4],
             entry[MUTATION_KEY_AT + key_bytes :],
@@ -394,6 +439,10 @@ class Engine(Keyspace):
         if self.expire_if_due(part, key) and part.is_backed_up:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
+
+    def newest_meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
+        """Return what is known of a key's newest version, due or not; None: nothing."""
+        return self._newest_meta(self.partitions[vb_id], key)
 
     def _newest_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
         """Return what is known of a key's newest version, without its value; None: nothing."""
@@ -445,7 +494,8 @@ class Engine(Keyspace):
         entry = (
             _PACK_DELETION(
                 prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
-                part.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno + 1, 0,
+                part.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno,
+                rev_seqno + (rev_seqno < REV_SEQNO_MAX), 0,
             )
             + key
         )  # fmt: skip
@@ -457,7 +507,8 @@ class Engine(Keyspace):
         entry = (
             _PACK_EXPIRATION(
                 prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
-                part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno + 1,
+                part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno,
+                rev_seqno + (rev_seqno < REV_SEQNO_MAX),
                 min(self._now_s, 0xFFFF_FFFF),
             )
             + key

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vbucket.due import DueLayer, read_due
-from vbucket.engine import Engine
-from vbucket.entry import head_of, key_of
-from vbucket.kvenv import StoreDamagedError
-from vbucket.partition import VbState
-from vbucket.store import Store
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import head_of, key_of
+from vbucket.store.due import DueLayer, read_due
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.store import Store
 
 SLICE_LOOKS: Final = 150
 """Entries of one slice: 1 to 2 ms, all of them expiring."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from vbucket.partition import Partition
+from vbucket.engine.partition import Partition
 
 ITEM_OVERHEAD_BYTES: Final = 140
 """What an entry takes beyond the bytes of entry and key: two objects of 33 bytes, rounded up to 16,

@@ -3,7 +3,7 @@
 What every change has in common, whatever command it comes from: it goes into the newest layer of
 its partition and into the open commit group; groups are taken, committed in order and merged; a
 partition's history can branch; the log's groups can be applied again after a crash.
-`vbucket.engine.Engine` adds the commands on documents.
+`vbucket.engine.engine.Engine` adds the commands on documents.
 
 Invariants
 - an operation changes memory and `pending` together; nothing else ever reaches the log;
@@ -24,8 +24,12 @@ from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from failover.history import FailoverLog
-from vbucket.due import DueDocuments
-from vbucket.entry import (
+from vbucket.engine.item_cache import ItemCache
+from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
+from vbucket.engine.versions import Versions
+from vbucket.log.commit_group import CommitGroup
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import (
     DATATYPE_AT,
     LOG_CONTROL,
     META,
@@ -37,25 +41,22 @@ from vbucket.entry import (
     seqno_of,
     value_of,
 )
-from vbucket.group import Group
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.item_cache import ItemCache
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import (
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     Manifest,
-    SystemEvent,
+    ManifestEvent,
     collection_of,
     events_between,
     missing_events,
     system_key,
 )
-from vbucket.merge import NODE_VB_ID, MergeReport
-from vbucket.partition import ABSENT, Hold, Partition, VbState
-from vbucket.runs import RunBatch
-from vbucket.store import Accepts, FrameBatch, Store
-from vbucket.tally import Tally
-from vbucket.versions import Versions
+from vbucket.store.due import DueDocuments
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import Mended
+from vbucket.store.runs import RunBatch
+from vbucket.store.store import Accepts, FrameBatch, Store
+from vbucket.upkeep.merge import NODE_VB_ID, MergeReport
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
 DELETION: Final = int(Opcode.DCP_DELETION)
@@ -93,7 +94,7 @@ class Branch(NamedTuple):
 
 
 class Keyspace:
-    """See the module. `vbucket.engine.Engine` is the one that is used."""
+    """See the module. `vbucket.engine.engine.Engine` is the one that is used."""
 
     def __init__(
         self,
@@ -125,8 +126,9 @@ class Keyspace:
             part.purge_seqno = record.purge_seqno
             part.history_floor = record.history_floor
             part.max_cas = record.max_cas
+            part.mended = Mended(*record.mended) if record.mended else None
             part.item_count = record.item_count
-            part.tally = Tally(record.tally)
+            part.tally = CollectionCounts(record.tally)
             self.partitions.append(part)
         self.manifest = self.committed_manifest = store.manifest()
         """Which collections there are; as commands see it, and as streams do."""
@@ -140,7 +142,7 @@ class Keyspace:
         self._touched: list[Partition] = []
         self._branched: list[int] = []
         self._restated: list[int] = []
-        self._in_flight: list[Group] = []
+        self._in_flight: list[CommitGroup] = []
         self._refusals: dict[Hold, str] = {}
         self.due = DueDocuments()
         self.expired_on_access = 0
@@ -206,12 +208,12 @@ class Keyspace:
         """Whether the open group holds anything."""
         return bool(self._pending)
 
-    def take_group(self) -> Group | None:
+    def take_group(self) -> CommitGroup | None:
         """Close the open group and return it; None when there is nothing in it."""
         if not self._pending:
             return None
         payload = b"".join(self._pending)
-        group = Group(
+        group = CommitGroup(
             self.group,
             payload,
             {part.vb_id: part.high_seqno for part in self._touched},
@@ -229,7 +231,7 @@ class Keyspace:
         self.group += 1
         return group
 
-    def group_committed(self, group: Group, *, is_synced: bool = True) -> None:
+    def group_committed(self, group: CommitGroup, *, is_synced: bool = True) -> None:
         """The group is in the log (and on disk, if `is_synced`): it may be seen now."""
         assert self._in_flight, "a group commits after it was taken"
         assert self._in_flight[0] is group, "groups commit in the order they were taken"
@@ -329,7 +331,7 @@ class Keyspace:
                 entry = ABSENT  # a tombstone that was purged, or of a collection that was dropped
             restored[key] = entry
             documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
-        tally = Tally(part.tally.to_document())
+        tally = CollectionCounts(part.tally.to_document())
         tally.roll_back(seqno, self._versions.backward(part, seqno))
         part.tally = tally
         for key, change in documents.items():
@@ -418,7 +420,7 @@ class Keyspace:
         if self.manifest.uid:
             self._versions.system_keys(part)
 
-    def _tell(self, part: Partition, event: SystemEvent) -> None:
+    def _tell(self, part: Partition, event: ManifestEvent) -> None:
         seqno = part.high_seqno + 1
         entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
         self._applied(part, system_key(event), entry, seqno)

@@ -13,9 +13,9 @@ above it; the deletions go with the next compaction after that was merged.
 
 from __future__ import annotations
 
-from vbucket.engine import Engine
-from vbucket.keyspace import Branch, BranchRefusedError
-from vbucket.partition import VbState
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import Branch, BranchRefusedError
+from vbucket.engine.partition import VbState
 
 
 class PurgeRefusedError(Exception):

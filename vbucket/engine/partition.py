@@ -29,8 +29,9 @@ from typing import Final
 from sortedcontainers import SortedList
 
 from failover.history import FailoverLog
-from vbucket.entry import seqno_of
-from vbucket.tally import Tally
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import seqno_of
+from vbucket.store.records import Mended
 
 ABSENT: Final = b""
 
@@ -116,6 +117,7 @@ class Partition:
         "item_count",
         "last_group",
         "max_cas",
+        "mended",
         "merged_seqno",
         "newest",
         "older",
@@ -150,8 +152,9 @@ class Partition:
         self.holds: dict[object, str] = {}
         """Who holds writers back (a `Hold`, or a takeover) -> what writers are told."""
         self.max_cas = 0
+        self.mended: Mended | None = None
         self.item_count = 0
-        self.tally = Tally()
+        self.tally = CollectionCounts()
         self.last_group = 0
         """The last commit group that changed the partition; answers wait for it."""
         self.branch_group = 0
@@ -165,8 +168,8 @@ class Partition:
         """The same for its entries."""
         self.frozen: Layer | None = None
         self.recent: dict[bytes, bytes] = {}
-        """Entries of the store that were read since; `vbucket.item_cache` has the rules, and alone
-        changes this and the next three."""
+        """Entries of the store that were read since; `vbucket.engine.item_cache` has the rules, and
+        alone changes this and the next three."""
         self.older: dict[bytes, bytes] = {}
         self.recent_bytes = 0
         self.older_bytes = 0
@@ -180,6 +183,10 @@ class Partition:
         """End what this holder began; nothing happens where it holds nobody back."""
         self.holds.pop(holder, None)
         self.is_backed_up = bool(self.holds)
+
+    def lower_cas(self, mended: Mended) -> None:
+        """Go on with a lower CAS than there was."""
+        self.max_cas, self.mended = mended.cas, mended
 
     def set_failover(self, failover: FailoverLog) -> None:
         """Take a failover log; its newest entry is the version from now on."""
@@ -234,6 +241,7 @@ class Partition:
             layer.cut_above(seqno)
         self.newest.update(restored)
         self.high_seqno = seqno
+        self.mended = self.mended and self.mended.cut(seqno)
         self.committed_seqno = min(self.committed_seqno, seqno)
         self.persisted_seqno = min(self.persisted_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
@@ -251,6 +259,7 @@ class Partition:
         self.append_entry = self.active.entries.append
         self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
         self.history_floor = self.purge_seqno = 0
+        self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0
-        self.tally = Tally()
+        self.tally = CollectionCounts()
         self.cut_seqno = 0

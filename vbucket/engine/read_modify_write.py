@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
-from vbucket.engine import SET, Document, Engine, Outcome
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.key_record import StoredMeta
-from vbucket.keyspace import MUTATION
+from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
+from vbucket.engine.key_walk import KeyWalk
+from vbucket.engine.keyspace import MUTATION
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.key_record import StoredMeta
 
 COUNTER_MODULUS: Final = 2**64
 _COUNTER_DIGITS_MAX: Final = 20
@@ -38,7 +39,7 @@ class Touched(NamedTuple):
     """A document with its new expiry; None where `outcome` is a refusal."""
 
     outcome: Outcome
-    document: Document | None
+    document: StoredDocument | None
 
 
 def count(
@@ -151,10 +152,8 @@ class Flush:
         self._engine = engine
         self._end_seqnos = [part.high_seqno for part in engine.partitions]
         self._vb_id = 0
-        self._next_seqno = 1
-        """Versions in memory below it have been looked at."""
-        self._after_key: bytes | None = None
-        """The last key that was looked at in the store; None: memory is not through yet."""
+        self._walk: KeyWalk | None = None
+        """Of the partition, where it was begun."""
 
     def step(self, keys_max: int = FLUSH_SLICE_KEYS) -> bool:
         """Look at about `keys_max` keys; True when no document is left."""
@@ -165,32 +164,16 @@ class Flush:
         return True
 
     def _look_at(self, keys_max: int) -> int:
-        """Go on with the partition, memory first: what a merge moves on meanwhile is met again in
-        the store, never missed.
-        """
+        """Go on with the partition."""
         part = self._engine.partitions[self._vb_id]
         end_seqno = self._end_seqnos[self._vb_id]
-        if not part.item_count or not end_seqno:
-            self._next_partition()
-            return 0
-        if self._after_key is None:
-            found = self._engine.keys_in_memory(self._vb_id, self._next_seqno, end_seqno, keys_max)
-            if found:
-                self._next_seqno = found[-1][0] + 1
-            else:
-                self._after_key = b""
-            keys = [key for _, key in found]
-        else:
-            keys = self._engine.keys_in_store(self._vb_id, self._after_key, keys_max)
-            if not keys:
-                self._next_partition()
-                return 0
-            self._after_key = keys[-1]
+        keys: list[bytes] = []
+        if part.item_count and end_seqno:
+            self._walk = self._walk or KeyWalk(self._engine, self._vb_id, end_seqno)
+            keys = self._walk.take(keys_max)
+        if not keys:
+            self._vb_id += 1
+            self._walk = None
         for key in keys:
             self._engine.delete_up_to(self._vb_id, key, end_seqno)
         return len(keys)
-
-    def _next_partition(self) -> None:
-        self._vb_id += 1
-        self._next_seqno = 1
-        self._after_key = None

@@ -26,21 +26,14 @@ from typing import Final, NamedTuple
 from sortedcontainers import SortedSet
 
 from failover.history import FAILOVER_ENTRIES_MAX
-from vbucket.engine import Engine
-from vbucket.entry import (
-    META,
-    MUTATION_KEY_AT,
-    is_deleted,
-    key_of,
-    prev_seqno_of,
-    seqno_of,
-)
-from vbucket.key_record import StoredMeta
-from vbucket.keyspace import MUTATION
-from vbucket.kvenv import StoreDamagedError
-from vbucket.partition import ABSENT, Partition
-from vbucket.store import Store
-from vbucket.versions import Versions
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import ABSENT, Partition
+from vbucket.engine.versions import Versions
+from vbucket.model.entry import META, MUTATION_KEY_AT, is_deleted, key_of, prev_seqno_of, seqno_of
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.key_record import StoredMeta
+from vbucket.store.store import Store
 
 VIEWS_MAX: Final = 256
 """Views of a node: each pins a partition, and may hold the keys of its part of the memtable."""

@@ -1,7 +1,7 @@
 """Applying the log's groups to an engine again, at a start. Sans-IO.
 
-Who calls it: `vbucket.recovery`, before anything is served. What a group changed is applied as it
-was then: entries already have their seqno, CAS and revision.
+Who calls it: `vbucket.engine.startup`, before anything is served. What a group changed is applied
+as it was then: entries already have their seqno, CAS and revision.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterable
 
 from dcp.wire.frame import HEADER_BYTES
 from failover.history import FailoverLog
-from vbucket.engine import Engine
-from vbucket.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
-from vbucket.keyspace import MUTATION
-from vbucket.manifest import Manifest
-from vbucket.merge import floor_and_purge
-from vbucket.partition import VbState
-from vbucket.presumed import PresumedDocuments
-from vbucket.store import Store
+from vbucket.engine.deferred_lookups import DeferredLookups
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
+from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
+from vbucket.model.manifest import Manifest
+from vbucket.store.records import Mended
+from vbucket.store.store import Store
+from vbucket.upkeep.merge import floor_and_purge
 
 _UNPACK_META = META.unpack_from
 
@@ -27,7 +28,7 @@ class Replay:
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
-        self._presumed = PresumedDocuments(store, engine.partitions, engine.count)
+        self._presumed = DeferredLookups(store, engine.partitions, engine.count)
 
     def apply(self, group: int, entries: Iterable[bytes]) -> None:
         """Apply a group that the log holds and the store may not."""
@@ -85,6 +86,10 @@ class Replay:
             floor, purge = floor_and_purge(dict(document))
             part.history_floor = max(part.history_floor, floor)
             part.purge_seqno = max(part.purge_seqno, purge)
+        elif kind == "cas":
+            mended = document["mended"]
+            assert isinstance(mended, list)
+            engine.partitions[vb_id].lower_cas(Mended(*mended))
         elif kind == "manifest":
             engine.replay_manifest(Manifest.from_document(document["manifest"]))
         else:

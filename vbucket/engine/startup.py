@@ -20,26 +20,21 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from failover.history import FailoverLog
-from vbucket.device import LogDevice
-from vbucket.engine import Engine
-from vbucket.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
-from vbucket.group import Group
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import KvEnv
-from vbucket.log import LogDamagedError, groups_after, scan_segment, split_entries
-from vbucket.log_end import LogEnd
-from vbucket.log_recovery import Recovery, TornTail, recover
-from vbucket.log_writer import LogWriter
-from vbucket.partition import VbState
-from vbucket.quarantine import Quarantine, is_kept_for, kept_segments
-from vbucket.replay import Replay
-from vbucket.store import Store
-from vbucket.store_records import (
-    STORE_FORMAT_VERSION,
-    CleanEnd,
-    NodeRecord,
-    PartitionRecord,
-)
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import VbState
+from vbucket.engine.replay import Replay
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import LogDevice
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.record import LogDamagedError, groups_after, scan_segment, split_entries
+from vbucket.log.recovery import Recovery, TornTail, recover
+from vbucket.log.writer import LogWriter
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.environment import KvEnv
+from vbucket.store.quarantine import Quarantine, is_kept_for, kept_segments
+from vbucket.store.records import STORE_FORMAT_VERSION, CleanEnd, NodeRecord, PartitionRecord
+from vbucket.store.store import Store
 
 KeepCopies = Callable[[list[int]], None]
 """Puts copies of these log segments aside, durably, before they are cut or removed."""
@@ -84,7 +79,7 @@ class Startup:
         """Partitions that get a new version, because something that was seen may be lost."""
         self.loss = loss
         self._has_segment = False
-        self._group: Group | None = None
+        self._group: CommitGroup | None = None
 
     def begin(self) -> None:
         """Begin a log segment and the versions that have to begin, and take the clean mark away.

@@ -1,8 +1,8 @@
 """The versions of a partition, wherever they are: active layer, frozen layer, store.
 
 Who calls it: the engine alone. Reads only; the rules for which layer is right are those of
-`vbucket.partition`: the newest layer that says anything about a key wins, and of the store only
-what lies at or below `merged_seqno` is ours.
+`vbucket.engine.partition`: the newest layer that says anything about a key wins, and of the store
+only what lies at or below `merged_seqno` is ours.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ from collections.abc import Collection, Container, Iterator
 from typing import Final
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import META, OPCODE_AT, PREFIX_BYTES, PREV_SEQNO, key_of, prev_seqno_of, seqno_of
-from vbucket.item_cache import ItemCache
-from vbucket.manifest import SYSTEM_COLLECTION
-from vbucket.partition import Partition
-from vbucket.runs import RunBatch, are_plain, entries_within, run_of_entries
-from vbucket.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
+from vbucket.engine.item_cache import ItemCache
+from vbucket.engine.partition import Partition
+from vbucket.model.entry import (
+    META,
+    OPCODE_AT,
+    PREFIX_BYTES,
+    PREV_SEQNO,
+    key_of,
+    prev_seqno_of,
+    seqno_of,
+)
+from vbucket.model.manifest import SYSTEM_COLLECTION
+from vbucket.store.runs import RunBatch, are_plain, entries_within, run_of_entries
+from vbucket.store.store import REFUSED_BYTES_MAX, Accepts, FrameBatch, Store
 
 Meta = tuple[int, int, int, int, int, int, int]
-"""The fields of `vbucket.entry.META`: opcode, key length, datatype, body length, CAS, seqno,
+"""The fields of `vbucket.model.entry.META`: opcode, key length, datatype, body length, CAS, seqno,
 rev_seqno."""
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -76,7 +84,9 @@ class Versions:
         if entry is None:
             self._item_cache.misses += 1
             fields = self._store.meta_fields(part.vb_id, key)
-            if fields is not None and fields[0] == MUTATION:
+            if fields is None:
+                self._store.check_absent(part.vb_id, key)
+            elif fields[0] == MUTATION:
                 entry = self._store.entry_of_key(part.vb_id, key, fields)
                 if entry is not None:
                     self._item_cache.add(part, key, entry)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vbucket.manifest import Manifest
+from vbucket.model.manifest import Manifest
 
 
-class Group(NamedTuple):
+class CommitGroup(NamedTuple):
     """Everything that was applied since the group before."""
 
     number: int
     payload: bytes
-    """Its entries. Append and sync them (`vbucket.log_writer`), then call `group_committed`."""
+    """Its entries. Append and sync them (`vbucket.log.writer`), then call `group_committed`."""
     high_seqnos: dict[int, int]
     """vb -> high seqno of each partition that the group changed."""
     branched: list[int]

@@ -1,9 +1,9 @@
 """The device that holds the log: numbered append-only segments, the newest of which is written.
 
-What it is: the one interface between the log and a disk. `vbucket.device_files` keeps segments as
-files; `vbucket.device_memory` is the deterministic twin with crashes and faults on demand. Both
-pass the same tests. The engine appends and syncs; the shell rotates and deletes; the store process
-reads sealed segments.
+What it is: the one interface between the log and a disk. `vbucket.log.device_files` keeps segments
+as files; `vbucket.log.device_memory` is the deterministic twin with crashes and faults on demand.
+Both pass the same tests. The engine appends and syncs; the shell rotates and deletes; the store
+process reads sealed segments.
 
 Invariants
 - Segment ids ascend by 1 and are never reused. Only the newest segment is appended to.
@@ -17,7 +17,7 @@ Invariants
 - A sealed segment (any but the newest) has exactly its length, is synced, and its successor's
   header tells its length: the zeros are cut, durably, before the successor exists.
 - Beside the segments there are MARK_SLOTS small slots, which are overwritten in place (`mark`) and
-  tell where the log ends (`vbucket.log_end`).
+  tell where the log ends (`vbucket.log.end_mark`).
 - A full disk (`LogFullError`) changes nothing: the same call may be made again.
 - After a failed sync nobody knows what is on disk: the device refuses everything but reads.
 """
@@ -31,7 +31,7 @@ import google_crc32c
 
 SEGMENT_MAGIC: Final = b"dcpd-log"
 SEGMENT_FORMAT_VERSION: Final = 3
-"""Version 3 has the segment header of version 2, and other records (`vbucket.log`)."""
+"""Version 3 has the segment header of version 2, and other records (`vbucket.log.record`)."""
 SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
 """magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
 salt, CRC-32C of what stands before it."""
@@ -88,7 +88,7 @@ class LogDevice(Protocol):
 
     @property
     def salt(self) -> int:
-        """The newest segment's salt, which its records are made with (`vbucket.log`).
+        """The newest segment's salt, which its records are made with (`vbucket.log.record`).
 
         To be asked for only where this device began the segment: nothing is written into others.
         """

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vbucket.device import (
+from vbucket.log.device import (
     AHEAD_BYTES,
     MARK_BYTES_MAX,
     MARK_SLOT_BYTES,
@@ -30,7 +30,7 @@ from vbucket.device import (
     mark_slots,
     pack_segment_header,
 )
-from vbucket.device_disk import Disk, FolderDisk
+from vbucket.log.disk_folder import Disk, FolderDisk
 
 SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 MARK_NAME: Final = "end.mark"

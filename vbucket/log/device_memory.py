@@ -6,7 +6,7 @@ call from now (1 = the next one) and fires once.
 
 from __future__ import annotations
 
-from vbucket.device import (
+from vbucket.log.device import (
     MARK_SLOTS,
     SEGMENT_HEADER,
     LogFullError,

@@ -5,7 +5,7 @@
 
 A log's last groups may vanish without a trace: a file that was cut at the end of a record looks
 like one that ends there. So the end is written down beside the log, in slots of the device that are
-overwritten, each time a sync has returned (`vbucket.log_writer`). A start that finds less
+overwritten, each time a sync has returned (`vbucket.log.writer`). A start that finds less
 than a mark says knows that something is missing.
 
 Invariants
@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.device import MARK_BYTES_MAX, MARK_SLOTS
+from vbucket.log.device import MARK_BYTES_MAX, MARK_SLOTS
 
 MARK_MAGIC: Final = b"dcpd-end"
 MARK_FORMAT_VERSION: Final = 1

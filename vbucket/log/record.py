@@ -1,9 +1,9 @@
 """The log's bytes: segments of records, one record per commit group, each with a checksum.
 
-    segment = header (vbucket.device.SEGMENT_HEADER) + record*
+    segment = header (vbucket.log.device.SEGMENT_HEADER) + record*
     record  = mark u32, kind u32, payload length u32, group number u64,
               CRC-32C of the record before u32, CRC-32C u32, payload
-    payload = entry*        (vbucket.entry; an entry ends where its body length says)
+    payload = entry*        (vbucket.model.entry; an entry ends where its body length says)
 
 The CRC covers the record's fields before it and the payload, so each record vouches for the one
 before: a record that was exchanged, or is missing in the middle, breaks the chain. Group numbers
@@ -15,15 +15,15 @@ records begin with, its lower half what their CRCs go on from. So a client, whos
 records as they are, cannot make one that passes for a record, which would turn a torn group into
 damage. Segments of version 1 have none; their records are made with `device.OLD_SALT`.
 
-Who calls it: `vbucket.log_writer` packs records; recovery, the merge and the offline check scan
+Who calls it: `vbucket.log.writer` packs records; recovery, the merge and the offline check scan
 segments. Pure; the device is handed in.
 
 What follows the last good record is one of three things, and none is silent:
 - nothing, or in the newest segment only zeros, which are written ahead of its end: a clean end;
 - a torn tail, in the newest segment, with no good record after it: a group that was never answered;
 - damage, everything else: `LogDamagedError`. So is an end that comes too early: before the end mark
-  (`vbucket.log_end`), before what the store has merged, or elsewhere than where a clean stop left
-  it.
+  (`vbucket.log.end_mark`), before what the store has merged, or elsewhere than where a clean stop
+  left it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.device import (
+from vbucket.log.device import (
     OLD_SALT,
     OLD_SEGMENT_HEADER,
     SEGMENT_FORMAT_VERSION,
@@ -43,7 +43,7 @@ from vbucket.device import (
     SEGMENT_MAGIC,
     UnknownFormatError,
 )
-from vbucket.log_end import LogEnd
+from vbucket.log.end_mark import LogEnd
 
 KIND_GROUP: Final = 1
 RECORD_HEAD: Final = Struct(">IIIQI")

@@ -1,11 +1,12 @@
 """Reading the log at a start: every group that the store has not merged, then its end. Pure.
 
-Who calls it: `vbucket.recovery`; `vbucket.verify_log` applies the same checks of the log's end.
+Who calls it: `vbucket.engine.startup`; `vbucket.check.log_check` applies the same checks of the
+log's end.
 
 How far the log must reach is known from three places:
 - the store's record of what was merged (`merged_end`): the first group continues it;
 - the clean end, which a clean stop leaves in the store: the log ends exactly there;
-- the end mark beside the log (`vbucket.log_end`): the log does not end before it.
+- the end mark beside the log (`vbucket.log.end_mark`): the log does not end before it.
 
 What a crash can leave behind the last good record, and only that, is cut: a group that was never
 answered, and zeros that were written ahead.
@@ -16,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vbucket.device import LogDevice
-from vbucket.log import (
+from vbucket.log.device import LogDevice
+from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, read_marks
+from vbucket.log.record import (
     LogDamagedError,
     damaged_at,
     read_segment_header,
     scan_segment,
     written_bytes,
 )
-from vbucket.log_end import NO_RECORD, EndMark, LogEnd, read_marks
 
 
 class RecoveredGroup(NamedTuple):

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from vbucket.device import MARK_SLOTS, LogDevice
-from vbucket.log import pack_group, record_crc
-from vbucket.log_end import NO_RECORD, LogEnd, pack_mark, read_marks
+from vbucket.log.device import MARK_SLOTS, LogDevice
+from vbucket.log.end_mark import NO_RECORD, LogEnd, pack_mark, read_marks
+from vbucket.log.record import pack_group, record_crc
 
 
 class LogWriter:

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any
 
-from vbucket.manifest import collection_of
+from vbucket.model.manifest import collection_of
 
 
-class Tally:
+class CollectionCounts:
     """See the module."""
 
     __slots__ = ("collections", "default_high_seqno", "other_high_seqno")

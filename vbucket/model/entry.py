@@ -5,9 +5,9 @@
     prefix   u64 seqno of the key's previous version in this partition (0: none)
              u32 leader epoch
     frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
-             the key carries its collection id (unsigned LEB128; one zero byte for the default);
-             or DCP_SYSTEM_EVENT, whose stored key is that of vbucket.manifest.system_key: a stream
-             sends the name at its end
+             the key carries its collection id (unsigned LEB128; one zero byte for the default); or
+             DCP_SYSTEM_EVENT, whose stored key is that of vbucket.model.manifest.system_key: a
+             stream sends the name at its end
 
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
 as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import cbor2
 
 from dcp.wire.opcode import Opcode
-from vbucket.manifest import SystemEvent, system_key
+from vbucket.model.manifest import ManifestEvent, system_key
 
 PREFIX: Final = Struct(">QI")
 PREFIX_BYTES: Final = PREFIX.size
@@ -168,7 +168,7 @@ def pack_deletion(
     return head + key
 
 
-def pack_system_event(vb_id: int, seqno: int, event: SystemEvent, epoch: int = 0) -> bytes:
+def pack_system_event(vb_id: int, seqno: int, event: ManifestEvent, epoch: int = 0) -> bytes:
     """Return the entry of a system event; it has neither CAS nor previous version."""
     key, value = system_key(event), event.value()
     body = SYSTEM_EVENT_EXTRAS_BYTES + len(key) + len(value)

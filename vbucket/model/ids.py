@@ -35,6 +35,16 @@ def vb_uuid_from_random(random_64_bits: int) -> int:
     return (random_64_bits >> 16) & 0xFFFF_FFFF_FFFF or 1
 
 
+CAS_DRIFT_NS: Final = 3900 * 10**9
+"""How far ahead of the clock a CAS from elsewhere may be, where nothing else is set: 65 minutes, as
+in kv_engine (hlc_max_future_threshold_us), so that a clock which is off by an hour passes."""
+
+
+CAS_AHEAD_NS: Final = 60 * 10**9
+"""How much further ahead a partition's own CAS is before something is done about it: it goes on
+from the highest that came from elsewhere."""
+
+
 def time_ns_from_cas(cas: int) -> int:
     """Return the moment a CAS was given, in nanoseconds since the Unix epoch."""
     return cas & ~_LOGICAL_MASK

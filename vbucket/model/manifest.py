@@ -27,7 +27,11 @@ SYSTEM_COLLECTION: Final = 1
 """Collection id of system events' own keys."""
 FIRST_FREE_ID: Final = 8
 ID_MAX: Final = 0xFFFF_FFFF
+"""Of scopes and collections: what a key's prefix and a system event have room for."""
 UID_MAX: Final = 2**64 - 1
+"""Of manifests: what a system event has room for."""
+SET_UID_MAX: Final = 2**63 - 1
+"""Of manifests that are set whole: changes go on from there, and have room for as many again."""
 LEB128_BYTES_MAX: Final = 5
 MAX_TTL_S_MAX: Final = 2**31 - 1
 COLLECTIONS_MAX: Final = 1200
@@ -53,7 +57,7 @@ class UnknownScopeError(ManifestError):
     """There is no such scope."""
 
 
-class UnknownCollectionError(ManifestError):
+class UnknownCollectionIdError(ManifestError):
     """There is no such collection."""
 
 
@@ -82,7 +86,7 @@ _COLLECTION_TTL_EVENT: Final = Struct(">QIII")
 _SCOPE_EVENT: Final = Struct(">QI")
 
 
-class SystemEvent(NamedTuple):
+class ManifestEvent(NamedTuple):
     """A change of the manifest as streams tell it. `collection_id` is 0 where a scope is meant."""
 
     kind: SystemEventKind
@@ -108,7 +112,7 @@ class SystemEvent(NamedTuple):
         return _COLLECTION_EVENT.pack(*ids)
 
 
-def parse_system_event(kind: int, version: int, key: bytes, value: bytes) -> SystemEvent:
+def parse_system_event(kind: int, version: int, key: bytes, value: bytes) -> ManifestEvent:
     """Return the event of a DCP_SYSTEM_EVENT. Raises ValueError for one that we do not know."""
     name = key.decode("utf-8", "replace")
     what = SystemEventKind(kind)
@@ -119,7 +123,7 @@ def parse_system_event(kind: int, version: int, key: bytes, value: bytes) -> Sys
     if version > 1 or len(value) != layout.size:
         raise ValueError(f"system event {kind} of version {version} with {len(value)} bytes")
     manifest_uid, scope_id, *rest = layout.unpack(value)
-    return SystemEvent(
+    return ManifestEvent(
         what, manifest_uid, scope_id, rest[0] if rest else 0, name, rest[1] if rest[1:] else 0
     )
 
@@ -180,8 +184,9 @@ class Manifest(NamedTuple):
             raise NameTakenError(f'Scope with name "{name}" already exists')
         if len(self.scopes) >= COLLECTIONS_MAX:
             raise ManifestError(f"there are {len(self.scopes)} scopes, the limit; drop one first")
+        _check_free("scope", self.next_scope_id)
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             scopes={**self.scopes, self.next_scope_id: name},
             next_scope_id=self.next_scope_id + 1,
         )
@@ -198,9 +203,10 @@ class Manifest(NamedTuple):
             raise ManifestError(
                 f"there are {len(self.collections)} collections, the limit; drop one first"
             )
+        _check_free("collection", self.next_collection_id)
         item = Collection(self.next_collection_id, name, scope_id, max_ttl_s)
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             collections={**self.collections, item.collection_id: item},
             next_collection_id=item.collection_id + 1,
         )
@@ -210,13 +216,13 @@ class Manifest(NamedTuple):
         self._known_scope(scope)
         collection_id = self.collection_id(f"{scope}.{name}") if name else None
         if collection_id is None:
-            raise UnknownCollectionError(
+            raise UnknownCollectionIdError(
                 f'Collection with name "{name}" in scope "{scope}" is not found'
             )
         if collection_id == DEFAULT_COLLECTION:
             raise ManifestError("the default collection cannot be dropped")
         kept = {key: item for key, item in self.collections.items() if key != collection_id}
-        return self._replace(uid=self.uid + 1, collections=kept)
+        return self._replace(uid=self._next_uid(), collections=kept)
 
     def drop_scope(self, name: str) -> Manifest:
         """Return the manifest without a scope and all that is in it. Raises ManifestError."""
@@ -224,12 +230,20 @@ class Manifest(NamedTuple):
         if scope_id == DEFAULT_SCOPE:
             raise ManifestError("the default scope cannot be dropped")
         return self._replace(
-            uid=self.uid + 1,
+            uid=self._next_uid(),
             scopes={key: known for key, known in self.scopes.items() if key != scope_id},
             collections={
                 key: item for key, item in self.collections.items() if item.scope_id != scope_id
             },
         )
+
+    def _next_uid(self) -> int:
+        if self.uid >= UID_MAX:
+            raise ManifestError(
+                f"the manifest has uid {self.uid:x}, the highest; it cannot be changed any more. "
+                "Move the data into a new folder with a backup"
+            )
+        return self.uid + 1
 
     def _known_scope(self, name: str) -> int:
         scope_id = self.scope_id(name) if name else None
@@ -306,7 +320,7 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
     if len(set(scopes.values())) != len(document["scopes"]):
         raise InvalidManifestError("a manifest names a scope twice")
     ttls = [item.max_ttl_s for item in items]
-    limits = ((uid, UID_MAX), *((key, ID_MAX) for key in (*scopes, *collections)))
+    limits = ((uid, SET_UID_MAX), *((key, ID_MAX) for key in (*scopes, *collections)))
     if not all(
         0 <= number <= top for number, top in (*limits, *((s, MAX_TTL_S_MAX) for s in ttls))
     ):
@@ -331,6 +345,15 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
     return after
 
 
+def _check_free(what: str, number: int) -> None:
+    """Raise ManifestError where no id is left for a new scope or collection."""
+    if number > ID_MAX:
+        raise ManifestError(
+            f"there is no {what} id left: a manifest was set that has the highest one. Move the "
+            "data into a new folder with a backup"
+        )
+
+
 def _check_successor(before: Manifest, after: Manifest) -> None:
     """Raise ManifestError where `after` cannot follow `before`."""
     if after.uid <= before.uid:
@@ -351,7 +374,7 @@ def _check_successor(before: Manifest, after: Manifest) -> None:
             raise ManifestError(f"collection id {key:x} was given before, or is reserved")
 
 
-def events_between(before: Manifest, after: Manifest) -> list[SystemEvent]:
+def events_between(before: Manifest, after: Manifest) -> list[ManifestEvent]:
     """Return what streams are told of a change: first what went, then what came.
 
     Only the last event names the new uid (kv_engine: who has seen that one has seen all).
@@ -361,21 +384,21 @@ def events_between(before: Manifest, after: Manifest) -> list[SystemEvent]:
     kind = SystemEventKind
     events = [
         *(
-            SystemEvent(kind.DROP_COLLECTION, before.uid, item.scope_id, item.collection_id)
+            ManifestEvent(kind.DROP_COLLECTION, before.uid, item.scope_id, item.collection_id)
             for item in gone
         ),
         *(
-            SystemEvent(kind.DROP_SCOPE, before.uid, scope_id)
+            ManifestEvent(kind.DROP_SCOPE, before.uid, scope_id)
             for scope_id in before.scopes
             if scope_id not in after.scopes
         ),
         *(
-            SystemEvent(kind.CREATE_SCOPE, before.uid, scope_id, name=name)
+            ManifestEvent(kind.CREATE_SCOPE, before.uid, scope_id, name=name)
             for scope_id, name in after.scopes.items()
             if scope_id not in before.scopes
         ),
         *(
-            SystemEvent(
+            ManifestEvent(
                 kind.CREATE_COLLECTION, before.uid, item.scope_id, item.collection_id, item.name,
                 item.max_ttl_s,
             )
@@ -411,13 +434,13 @@ name of what was created follows. Each is a key of its own, so that a snapshot s
 beginning and the end of a collection; and no client's key begins so."""
 
 
-def system_key(event: SystemEvent) -> bytes:
+def system_key(event: ManifestEvent) -> bytes:
     """Return the key under which a partition stores an event."""
     head = SYSTEM_KEY.pack(SYSTEM_COLLECTION, event.kind, event.scope_id, event.collection_id)
     return head + event.name.encode()
 
 
-def missing_events(keys: Iterable[bytes], manifest: Manifest) -> list[SystemEvent]:
+def missing_events(keys: Iterable[bytes], manifest: Manifest) -> list[ManifestEvent]:
     """Return the events that a partition with these system events' keys has still to tell."""
     scopes: dict[int, str] = {DEFAULT_SCOPE: DEFAULT_NAME}
     collections = {DEFAULT_COLLECTION: INITIAL_MANIFEST.collections[DEFAULT_COLLECTION]}

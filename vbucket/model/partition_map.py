@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 NO_NODE: Final = -1
 """Index of a place in a chain that no node holds."""

@@ -34,8 +34,8 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import PREFIX, PREFIX_BYTES
-from vbucket.kvenv import Buffer, StoreDamagedError
+from vbucket.model.entry import PREFIX, PREFIX_BYTES
+from vbucket.store.environment import Buffer, StoreDamagedError
 
 BODY_BYTES_TARGET: Final = 32 * 1024
 """Every merge rewrites each touched partition's last block. Measured with 300,000 changes of 128
@@ -233,9 +233,9 @@ def find_frame(
     Header and columns are not checked: what they lead to has its own checksum, and has to say of
     itself that it is what was looked for.
     """
-    vb_id, first_seqno = BLOCK_KEY.unpack(block_key)
-    if len(value) < BLOCK_HEADER_BYTES:
+    if len(block_key) != BLOCK_KEY.size or len(value) < BLOCK_HEADER_BYTES:
         return None
+    vb_id, first_seqno = BLOCK_KEY.unpack(block_key)
     _, flags, _, count, *_ = BLOCK_HEADER.unpack_from(value)
     seqnos_at = BLOCK_HEADER_BYTES + 16 * count
     body_at = seqnos_at + (8 * count if flags & _HAS_SEQNOS else 0)

@@ -3,7 +3,7 @@
     expiry table   due u32, vb u16, key -> CRC-32C of these
 
 Who calls it: the keyspace puts what it applies into `DueDocuments`; the merge writes the table;
-the pager (`vbucket.expiry`) takes from both.
+the pager (`vbucket.engine.expiry`) takes from both.
 
 Invariants
 - every version with an expiry that the store does not have is in a layer here, or was handed to the
@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from vbucket.kvenv import StoreDamagedError
+from vbucket.store.environment import StoreDamagedError
 
 EXPIRY_AT: Final = 56
 """Where a mutation's entry has its expiry, Unix seconds, 0 for never."""

@@ -1,8 +1,8 @@
 """The little that the store wants of a database: named ordered tables and transactions.
 
-`vbucket.kvenv_lmdb` keeps them in LMDB, `vbucket.kvenv_memory` in sorted dicts; both pass the same
-tests. One process writes at a time; a snapshot never waits for a writer and never sees half of a
-transaction.
+`vbucket.store.environment_lmdb` keeps them in LMDB, `vbucket.store.environment_memory` in sorted
+dicts; both pass the same tests. One process writes at a time; a snapshot never waits for a writer
+and never sees half of a transaction.
 
 Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
 
@@ -21,6 +21,12 @@ Buffer: TypeAlias = bytes | memoryview
 
 class StoreDamagedError(Exception):
     """What was read is not what was written. The partition, or the node, must not serve it."""
+
+
+class WriteLostError(StoreDamagedError):
+    """A write came upon what is damaged. Its transaction is lost with all that it did; who goes on
+    without that write begins another one.
+    """
 
 
 class StoreFullError(Exception):
@@ -38,11 +44,29 @@ class StoreFailedError(Exception):
     """The database could not do what it was asked for, and the transaction did not happen."""
 
 
+_OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
+"""Tables of the store whose keys begin with a partition's id."""
+
+
+def place_of(table: str, key: bytes) -> str:
+    """Return the words for a place in a table of the store."""
+    vb_id = int.from_bytes(key[:2], "big")
+    if table in _OF_PARTITIONS and key:
+        name = f", key {key[2:]!r}" if len(key) > 2 else ""
+        return f"vb {vb_id}: table {table} of the store{name}"
+    if table == "by_seqno" and key:
+        seqno = int.from_bytes(key[2:10], "big")
+        return f"vb {vb_id}: table by_seqno of the store, seqno {seqno}"
+    return f"table {table} of the store, key {key.hex()}"
+
+
 class KvReader(Protocol):
     """Reads of one consistent state. All raise StoreDamagedError when the database is broken."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
-        """Return the value of a key, None where there is none."""
+        """Return the value of a key, None where none is found: `neighbours` says whether that is
+        sure. It is the fastest way to a key, and trusts the pages on it.
+        """
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
         """Return the pairs of those keys that are there; fast when they ascend."""
@@ -52,6 +76,12 @@ class KvReader(Protocol):
 
     def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """Return the last pair whose key is <= `key`."""
+
+    def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
+        """Return what a look-up that found nothing went by: pairs next to where the key would be.
+
+        Raises StoreDamagedError where the table does not say that the key is not there.
+        """
 
     def range(
         self, table: str, start: bytes, stop: bytes | None = None
@@ -73,12 +103,15 @@ class KvSnapshot(KvReader, Protocol):
 
 
 class KvWrite(KvReader, Protocol):
-    """A write transaction; its reads see its writes. Writes raise StoreFullError."""
+    """A write transaction; its reads see its writes. Writes raise StoreFullError, WriteLostError.
+
+    A read that raises StoreDamagedError leaves the transaction as it was.
+    """
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """Set a key's value."""
 
-    def put_sorted(self, table: str, items: Iterable[tuple[bytes, bytes]]) -> None:
+    def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
         """Set many keys' values; fast when the keys ascend."""
 
     def delete(self, table: str, key: bytes) -> bool:

@@ -9,21 +9,25 @@ reads on the loop.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import lmdb
 
-from vbucket.device import UnknownFormatError
-from vbucket.kvenv import (
+from vbucket.log.device import UnknownFormatError
+from vbucket.store.environment import (
     Buffer,
     MapFullError,
     StoreDamagedError,
     StoreFailedError,
     StoreFullError,
+    WriteLostError,
+    place_of,
 )
+from vbucket.store.lmdb_file import PageFile, check_file
+from vbucket.store.lmdb_pages import PageReader
 
 MAP_SIZE_BYTES: Final = 1 << 40
 """1 TiB of address space: far more than one node is meant to hold."""
@@ -31,130 +35,235 @@ MAP_BYTES_MAX: Final = 1 << 46
 """Half of the address space of a 64-bit Linux process."""
 
 
-class _Reader:
-    """Reads over a transaction; one cursor per table is kept for seeks."""
+_DAMAGE: Final = (
+    lmdb.BadTxnError, lmdb.CorruptedError, lmdb.CursorFullError, lmdb.PageNotFoundError,
+)  # fmt: skip
+"""What LMDB says of a write that comes upon damaged pages, and of all that follows in the same
+transaction, which is lost then."""
+STATE_ATTEMPTS: Final = 1000
+"""How often a snapshot is begun. It is begun again where two transactions were committed between
+two of its steps, which are microseconds apart; a commit takes a sync."""
 
-    def __init__(self, transaction: Any, tables: dict[str, Any]) -> None:
-        self._transaction = transaction
+
+class LmdbSnapshot:
+    """`KvSnapshot`: a read transaction that is renewed. Values are views into maps of the file.
+
+    LMDB looks up single keys. What it does not find is looked for once more in the pages
+    themselves, and everything but look-ups is read there alone (`vbucket.store.lmdb_pages` says
+    why). After an error LMDB refuses all further use of a transaction. It still holds its state, so
+    that the same state is read on, from the pages, until the next `refresh`; one damaged page is in
+    nobody's way but of who asks for what is on it.
+    """
+
+    def __init__(self, env: Any, tables: dict[str, Any], file: PageFile) -> None:
+        self._env = env
         self._tables = tables
-        self._cursors: dict[str, Any] = {}
+        self._file = file
+        self._transaction: Any
+        self._pages: PageReader
+        self._begin()
+
+    def _begin(self) -> None:
+        for _ in range(STATE_ATTEMPTS):
+            self._transaction = _begin_read(self._env)
+            state = self._file.state_of(self._transaction.id())
+            if state is not None:
+                self._pages = self._file.reader(state)
+                return
+            self._transaction.abort()
+        raise self._file.damaged("its newest state cannot be told from its meta pages")
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
         try:
             value: Buffer | None = self._transaction.get(key, None, self._tables[table])
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
+        except lmdb.Error:
+            return self._pages.get(table, key)
         return value
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
         """See KvReader."""
         try:
-            found: list[tuple[bytes, bytes]] = self._cursor(table).getmulti(keys)
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
-        return found
+            with self._transaction.cursor(db=self._tables[table]) as cursor:
+                found = cursor.getmulti(keys)
+        except lmdb.Error:
+            return self._pages.get_many(table, keys)
+        return [(bytes(key), bytes(value)) for key, value in found]
+
+    def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
+        """See KvReader."""
+        return self._pages.neighbours(table, key)
 
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """See KvReader."""
-        try:
-            cursor = self._cursor(table)
-            if not cursor.set_range(key):
-                return None
-            found = self._item(cursor)
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
-        if found[0] < key:
-            raise _disordered(table)
-        return found
+        return self._pages.first_at_or_after(table, key)
 
     def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """See KvReader."""
-        try:
-            cursor = self._cursor(table)
-            if not cursor.set_range(key):
-                found = self._item(cursor) if cursor.last() else None
-            else:
-                at = bytes(cursor.key())
-                if at == key:
-                    return self._item(cursor)
-                if at < key:
-                    raise _disordered(table)
-                found = self._item(cursor) if cursor.prev() else None
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
-        if found is not None and found[0] >= key:
-            raise _disordered(table)
+        return self._pages.last_at_or_before(table, key)
+
+    def range(
+        self, table: str, start: bytes, stop: bytes | None = None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """See KvReader."""
+        return self._pages.range(table, start, stop)
+
+    def refresh(self) -> None:
+        """See KvSnapshot."""
+        self.close()
+        self._begin()
+
+    def close(self) -> None:
+        """See KvSnapshot."""
+        self._transaction.abort()
+
+
+class LmdbWrite:
+    """`KvWrite`. Values that it reads are copies, because any write may move pages.
+
+    LMDB alone knows what the transaction has written, so it reads, too. Before it goes along a
+    table, the committed pages on its way are checked: at one of another type it would end the
+    process. Single keys are read in a transaction within this one, which can fail without it.
+    """
+
+    def __init__(self, env: Any, transaction: Any, tables: dict[str, Any], file: PageFile) -> None:
+        self._env = env
+        self._transaction = transaction
+        self._tables = tables
+        self._file = file
+        self._cursors: dict[str, Any] = {}
+        self._pages: PageReader | None = None
+        self._why_lost = ""
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """See KvReader."""
+        with self._inner(table, key) as inner:
+            value: bytes | None = inner.get(key, None, self._tables[table])
+        return value
+
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        if not keys:
+            return []
+        with (
+            self._inner(table, keys[0]) as inner,
+            inner.cursor(db=self._tables[table]) as cursor,
+        ):
+            found: list[tuple[bytes, bytes]] = cursor.getmulti(keys)
+        return found
+
+    def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
+        """See KvReader. Only the pages are looked at: what is there may have been deleted."""
+        self._committed().last_at_or_before(table, key)
+        return []
+
+    def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        found = self._committed().first_at_or_after(table, key)
+        stop = None if found is None else found[0] + b"\0"
+        return next(self._range(table, key, stop, None), None)
+
+    def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        self._committed().last_at_or_before(table, key)
+        with (
+            self._inner(table, key) as inner,
+            inner.cursor(db=self._tables[table]) as cursor,
+        ):
+            # Not set_range: it may have to go on to the next page, which was not checked. After
+            # a key that is not there, the one before is that before its place.
+            is_there = cursor.set_key(key) or cursor.prev()
+            found: tuple[bytes, bytes] | None = cursor.item() if is_there else None
+        if found is not None and found[0] > key:
+            raise _disordered(table, key)
         return found
 
     def range(
         self, table: str, start: bytes, stop: bytes | None = None
     ) -> Iterator[tuple[bytes, Buffer]]:
         """See KvReader."""
+        return self._range(table, start, stop, stop)
+
+    def _range(
+        self, table: str, start: bytes, checked_stop: bytes | None, stop: bytes | None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the pairs from `start` up to `stop`; the pages up to `checked_stop` are checked.
+
+        LMDB does not go on to a damaged page behind them. What this transaction wrote between the
+        last committed key and that page is not seen then.
+        """
+        last = self._committed().check_range(table, start, checked_stop)
+        if last == b"":
+            return
         try:
             with self._transaction.cursor(db=self._tables[table]) as cursor:
                 is_at = cursor.set_range(start)
                 floor = b""
                 while is_at:
-                    key, value = self._item(cursor)
+                    key, value = cursor.item()
                     if key <= floor or key < start:
-                        raise _disordered(table)
+                        raise _disordered(table, key)
                     floor = key
                     if stop is not None and key >= stop:
                         return
                     yield key, value
-                    is_at = cursor.next()
-        except lmdb.Error as error:
-            raise _damaged(table, error) from error
-
-    def _cursor(self, table: str) -> Any:
-        cursor = self._cursors.get(table)
-        if cursor is None:
-            cursor = self._cursors[table] = self._transaction.cursor(db=self._tables[table])
-        return cursor
-
-    @staticmethod
-    def _item(cursor: Any) -> tuple[bytes, Buffer]:
-        key, value = cursor.item()
-        return bytes(key), value
-
-
-class LmdbSnapshot(_Reader):
-    """`KvSnapshot`: a read transaction that is renewed. Values are views into the map."""
-
-    def __init__(self, env: Any, tables: dict[str, Any]) -> None:
-        self._env = env
-        super().__init__(_begin_read(env), tables)
-
-    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-        """See KvReader."""
-        return [(bytes(key), bytes(value)) for key, value in super().get_many(table, keys)]
-
-    def refresh(self) -> None:
-        """See KvSnapshot."""
-        self.close()
-        self._transaction = _begin_read(self._env)
-
-    def close(self) -> None:
-        """See KvSnapshot."""
-        self._cursors.clear()
-        self._transaction.abort()
-
-
-class LmdbWrite(_Reader):
-    """`KvWrite`. Values that it reads are copies, because any write may move pages."""
+                    is_at = key != last and cursor.next()
+        except _DAMAGE as error:
+            raise self._lost(table, [start], error) from error
 
     def put(self, table: str, key: bytes, value: bytes) -> None:
         """See KvWrite."""
-        self._transaction.put(key, value, db=self._tables[table])
+        try:
+            self._transaction.put(key, value, db=self._tables[table])
+        except _DAMAGE as error:
+            raise self._lost(table, [key], error) from error
 
-    def put_sorted(self, table: str, items: Iterable[tuple[bytes, bytes]]) -> None:
+    def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
         """See KvWrite."""
-        self._cursor(table).putmulti(items)
+        cursor = self._cursors.get(table)
+        if cursor is None:
+            cursor = self._cursors[table] = self._transaction.cursor(db=self._tables[table])
+        try:
+            cursor.putmulti(items)
+        except _DAMAGE as error:
+            raise self._lost(table, [key for key, _ in items], error) from error
 
     def delete(self, table: str, key: bytes) -> bool:
         """See KvWrite."""
-        return bool(self._transaction.delete(key, db=self._tables[table]))
+        try:
+            return bool(self._transaction.delete(key, db=self._tables[table]))
+        except _DAMAGE as error:
+            raise self._lost(table, [key], error) from error
+
+    def _lost(self, table: str, keys: Sequence[bytes], error: Exception) -> WriteLostError:
+        """Return the error that names the first of these keys whose pages are damaged."""
+        if not self._why_lost:
+            try:
+                self._committed().get_many(table, keys)
+                self._why_lost = str(_damaged(table, keys[0], error))
+            except StoreDamagedError as damage:
+                self._why_lost = str(damage)
+        return WriteLostError(self._why_lost)
+
+    @contextmanager
+    def _inner(self, table: str, key: bytes) -> Iterator[Any]:
+        """Begin a transaction within this one to read in. Raises StoreDamagedError."""
+        try:
+            inner = self._env.begin(write=True, parent=self._transaction)
+        except lmdb.BadTxnError as error:
+            raise self._lost(table, [key], error) from error
+        try:
+            yield inner
+        except lmdb.Error as error:
+            raise _damaged(table, key, error) from error
+        finally:
+            inner.abort()
+
+    def _committed(self) -> PageReader:
+        """Return a reader of the state that this transaction began with."""
+        if self._pages is None:
+            self._pages = self._file.reader(self._file.newest())
+        return self._pages
 
 
 class LmdbEnv:
@@ -170,6 +279,7 @@ class LmdbEnv:
         self._folder = folder
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
+            _check_names(folder, check_file(folder) or set(), tables)
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
             )
@@ -177,16 +287,16 @@ class LmdbEnv:
             # since could be used again.
             self._env.reader_check()
             with self._env.begin(write=True) as transaction:
-                _check_names(folder, transaction, tables)
                 self._tables = {
                     name: self._env.open_db(name.encode(), txn=transaction) for name in tables
                 }
+            self._file = PageFile(folder)
         except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
             raise UnknownFormatError(
                 f"{folder}: this is no store of LMDB {self.engine}: {error}; use the version of "
                 "dcpd that wrote it, and move the data with a backup"
             ) from error
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
 
     @property
@@ -197,14 +307,14 @@ class LmdbEnv:
 
     def snapshot(self) -> LmdbSnapshot:
         """See KvEnv."""
-        return LmdbSnapshot(self._env, self._tables)
+        return LmdbSnapshot(self._env, self._tables, self._file)
 
     @contextmanager
     def write(self) -> Iterator[LmdbWrite]:
         """See KvEnv."""
         try:
             with self._env.begin(write=True) as transaction:
-                yield LmdbWrite(transaction, self._tables)
+                yield LmdbWrite(self._env, transaction, self._tables, self._file)
         except lmdb.MapFullError as error:
             raise MapFullError(
                 f"{self._folder}: the store's map of {self._env.info()['map_size']} bytes is full, "
@@ -243,40 +353,31 @@ class LmdbEnv:
     def close(self) -> None:
         """See KvEnv."""
         self._env.close()
+        self._file.close()
 
 
-class LmdbFile(_Reader):
-    """`KvReader` over an environment that nobody uses: nothing is changed, no lock file is made.
+class LmdbPageReader(PageReader):
+    """`KvReader` over an environment that nobody uses: LMDB is not asked, nothing is changed.
 
     Raises StoreFailedError, StoreDamagedError.
     """
 
     def __init__(self, folder: Path, tables: Sequence[str]) -> None:
         try:
-            size_bytes = (folder / "data.mdb").stat().st_size
-            # LMDB takes a larger map where the file's last page wants it.
-            self._env = lmdb.open(
-                str(folder), map_size=max(size_bytes, 1 << 20), max_dbs=len(tables),
-                readonly=True, create=False, lock=False,
-            )  # fmt: skip
-            with self._env.begin() as transaction:
-                names = _check_names(folder, transaction, tables)
-            found = {
-                name: self._env.open_db(name.encode(), create=False)
-                for name in tables
-                if name.encode() in names
-            }
-        except (lmdb.Error, OSError) as error:
+            found = check_file(folder)
+            if found is None:
+                raise StoreFailedError(f"{folder}: there is no store of LMDB")
+            _check_names(folder, found, tables)
+            self._file = PageFile(folder)
+        except OSError as error:
             raise StoreFailedError(f"{folder}: the store cannot be opened: {error}") from error
+        super().__init__(self._file.view, self._file.newest())
         self.missing = [name for name in tables if name not in found]
         """Tables that the store does not have."""
-        super().__init__(self._env.begin(buffers=True), found)
 
     def close(self) -> None:
         """Close the file."""
-        self._cursors.clear()
-        self._transaction.abort()
-        self._env.close()
+        self._file.close()
 
 
 def _begin_read(env: Any) -> Any:
@@ -291,31 +392,28 @@ def _begin_read(env: Any) -> Any:
         return env.begin(buffers=True)
 
 
-def _check_names(folder: Path, transaction: Any, tables: Sequence[str]) -> set[bytes]:
-    """Return which tables are there. Raises StoreDamagedError for one that cannot be.
+def _check_names(folder: Path, found: Collection[str], tables: Sequence[str]) -> None:
+    """Raise StoreDamagedError where there is a table that cannot be.
 
     Without this, a table whose name is damaged would be made anew, empty.
     """
-    with transaction.cursor() as cursor:
-        names = {bytes(name) for name in cursor.iternext(values=False)}
-    unknown = sorted(names - {name.encode() for name in tables})
-    if unknown or len(names) != transaction.stat()["entries"]:
-        what = f"a table {unknown[0]!r} that this program does not know" if unknown else "no table"
+    unknown = sorted(set(found) - set(tables))
+    if unknown:
         raise StoreDamagedError(
-            f"{folder}: the store has {what} where one of {', '.join(tables)} should be; check the "
-            "disk and restore a backup (or use the version of dcpd that wrote it)"
+            f"{folder}: the store has a table {unknown[0]!r} that this program does not know, "
+            f"where one of {', '.join(tables)} should be; check the disk and restore a backup (or "
+            "use the version of dcpd that wrote it)"
         )
-    return names
 
 
-def _disordered(table: str) -> StoreDamagedError:
+def _disordered(table: str, key: bytes) -> StoreDamagedError:
     return StoreDamagedError(
-        f"table {table} of the store is out of order: its tree is damaged; check the disk and "
-        "restore a backup"
+        f"{place_of(table, key)} is out of order: the tree is damaged; check the disk and restore "
+        "a backup"
     )
 
 
-def _damaged(table: str, error: Exception) -> StoreDamagedError:
+def _damaged(table: str, key: bytes, error: Exception) -> StoreDamagedError:
     return StoreDamagedError(
-        f"table {table} of the store cannot be read: {error}; check the disk and restore a backup"
+        f"{place_of(table, key)} cannot be read: {error}; check the disk and restore a backup"
     )

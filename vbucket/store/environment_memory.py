@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from sortedcontainers import SortedDict
 
-from vbucket.kvenv import MapFullError, StoreFullError
+from vbucket.store.environment import MapFullError, StoreFullError
 
 _Table = SortedDict[bytes, bytes]
 
@@ -31,6 +31,12 @@ class _Reader:
         """See KvReader."""
         rows = self._tables[table]
         return [(key, rows[key]) for key in keys if key in rows]
+
+    def neighbours(self, table: str, key: bytes) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        rows = self._tables[table]
+        at = rows.bisect_left(key)
+        return [rows.peekitem(side) for side in range(max(at - 1, 0), min(at + 1, len(rows)))]
 
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, bytes] | None:
         """See KvReader."""
@@ -86,7 +92,7 @@ class MemoryWrite(_Reader):
         assert 1 <= len(key) <= 511, "LMDB takes keys of 1 to 511 bytes"
         self._own(table)[key] = bytes(value)
 
-    def put_sorted(self, table: str, items: Iterable[tuple[bytes, bytes]]) -> None:
+    def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
         """See KvWrite."""
         for key, value in items:
             self.put(table, key, value)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from dcp.wire.opcode import Opcode
-from vbucket.due import due_item
-from vbucket.key_record import StoredMeta, checked_meta
-from vbucket.kvenv import KvWrite
-from vbucket.store_records import BY_KEY_TABLE, EXPIRY_TABLE
+from vbucket.store.due import due_item
+from vbucket.store.environment import KvWrite
+from vbucket.store.key_record import StoredMeta, checked_meta
+from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE
 
 BUILT_AT_ONCE: Final = 100_000
 """Rows gathered before they are written, while the table is made for a store that has none."""

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
-from vbucket.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
-from vbucket.kvenv import StoreDamagedError
+from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
+from vbucket.store.environment import StoreDamagedError
 
 BY_KEY_RECORD: Final = Struct(">BBQQQIII")
 MetaFields = tuple[int, int, int, int, int, int, int, int]

@@ -17,24 +17,24 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice, takewhile
 from typing import Final, NamedTuple
 
-from vbucket.block import Block
+from vbucket.store.block import Block
 
 WALK_BLOCKS_MAX: Final = 32
 WALKS_MAX: Final = 16
 """As many as a connection has backlogs under way. A block takes some KiB: its columns."""
 
 
-class _Walk(NamedTuple):
+class _OpenedBlock(NamedTuple):
     start_seqno: int
     end_seqno: int
     blocks: list[Block]
 
 
-class Walks:
+class OpenedBlocks:
     """See the module."""
 
     def __init__(self) -> None:
-        self._walks: dict[int, _Walk] = {}
+        self._walks: dict[int, _OpenedBlock] = {}
 
     def clear(self) -> None:
         """Forget everything."""
@@ -52,7 +52,7 @@ class Walks:
         self._walks.pop(vb_id, None)
         if len(self._walks) >= WALKS_MAX:
             del self._walks[next(iter(self._walks))]
-        self._walks[vb_id] = _Walk(start_seqno, end_seqno, kept)
+        self._walks[vb_id] = _OpenedBlock(start_seqno, end_seqno, kept)
         return kept
 
     def blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block] | None:

@@ -1,13 +1,14 @@
 """The records of a store: of the node, its partitions and collections, and its end. Pure.
 
     meta      b"node"             NodeRecord                                   (CBOR)
-              b"manifest"         vbucket.manifest.Manifest.to_document        (CBOR)
+              b"manifest"         vbucket.model.manifest.Manifest.to_document        (CBOR)
               b"clean-end"        CleanEnd, from a clean stop to the next start (CBOR)
-              b"quarantine"       vbucket.quarantine.to_document               (CBOR)
+              b"quarantine"       vbucket.store.quarantine.to_document               (CBOR)
     failover  vb                  [[vb_uuid, seqno, epoch], ...] newest first  (CBOR)
     state     vb                  the rest of PartitionRecord                  (CBOR)
 
-Who calls it: `vbucket.store`, which adds keys and versions; the merge and recovery write records.
+Who calls it: `vbucket.store.store`, which adds keys and versions; the merge and recovery write
+records.
 
 Invariant: every record has a CRC-32C over table, key and document, checked on every read.
 """
@@ -17,16 +18,14 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any, Final, NamedTuple
 
-import cbor2
-import google_crc32c
-
-from vbucket import quarantine
-from vbucket.device import UnknownFormatError
-from vbucket.key_record import RecordDamagedError
-from vbucket.kvenv import KvReader, KvWrite, StoreFailedError
-from vbucket.log_end import LogEnd
-from vbucket.manifest import INITIAL_MANIFEST, Manifest
-from vbucket.quarantine import Quarantine, Quarantined
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.end_mark import LogEnd
+from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
+from vbucket.store import quarantine
+from vbucket.store.document import check_document, pack_document, read_document
+from vbucket.store.environment import KvReader, KvWrite, StoreFailedError
+from vbucket.store.key_record import RecordDamagedError
+from vbucket.store.quarantine import Quarantine, Quarantined
 
 STORE_FORMAT_VERSION: Final = 3
 EXPIRY_FORMAT_VERSION: Final = 2
@@ -47,8 +46,20 @@ _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
 _CLEAN_END_KEY: Final = b"clean-end"
 _QUARANTINE_KEY: Final = b"quarantine"
-_CRC_BYTES: Final = 4
-_crc32c = google_crc32c.value
+
+
+class Mended(NamedTuple):
+    """What was said when a partition's highest CAS was lowered the last time: versions up to the
+    seqno may have a CAS above this one, and are older than the time.
+    """
+
+    seqno: int
+    cas: int
+    time_ns: int
+
+    def cut(self, seqno: int) -> Mended:
+        """Return it after a rollback."""
+        return self._replace(seqno=min(self.seqno, seqno))
 
 
 class PartitionRecord(NamedTuple):
@@ -70,13 +81,16 @@ class PartitionRecord(NamedTuple):
     failover: list[list[int]]
     last_seqno: int = 0
     tally: list[Any] | None = None
-    """vbucket.tally.Tally.to_document."""
+    """vbucket.model.collection_counts.CollectionCounts.to_document."""
     versions: int = 0
     """Versions in by_seqno."""
     keys: int = 0
     """Keys in by_key, deleted ones too."""
     compacted: list[int] | None = None
     """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
+    mended: list[int] | None = None
+    """`Mended`. Not in the document where it is None: stores of format 2 may be
+    written to before a merge makes them format 3."""
 
 
 class NodeRecord(NamedTuple):
@@ -93,7 +107,8 @@ class NodeRecord(NamedTuple):
     merged_segment: int
     merged_end: list[int] | None = None
     """The last record of the log that the store has merged (`LogEnd.to_document`); None: unknown,
-    nothing was merged since the store has format 3."""
+    nothing was merged since the store has format 3. Not in the document where it is None, so that
+    older versions, which read format 2, understand it."""
 
 
 class CleanEnd(NamedTuple):
@@ -175,22 +190,21 @@ class RecordView:
         return records
 
     def _document(self, table: str, key: bytes) -> Any:
-        value = self._reader.get(table, key)
-        if value is None:
+        # Not `get`, which trusts the pages that it goes through.
+        found = self._reader.last_at_or_before(table, key)
+        if found is None or found[0] != key:
+            for beside, other in self._reader.neighbours(table, key):
+                check_document(table, beside, other)
             return None
-        value = bytes(value)
-        body = value[_CRC_BYTES:]
-        if value[:_CRC_BYTES] != _document_crc(table, key, body):
-            raise RecordDamagedError(
-                f"table {table} of the store, key {key.hex()}: the checksum does not match; check "
-                "the disk and restore a backup"
-            )
-        return cbor2.loads(body)
+        return read_document(table, key, found[1])
 
 
 def put_node(write: KvWrite, node: NodeRecord) -> None:
     """Write the node's record."""
-    _put_document(write, META_TABLE, _NODE_KEY, node._asdict())
+    document = node._asdict()
+    if node.merged_end is None:
+        del document["merged_end"]
+    _put_document(write, META_TABLE, _NODE_KEY, document)
 
 
 def put_manifest(write: KvWrite, manifest: Manifest) -> None:
@@ -219,6 +233,8 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
     """Write a partition's record, its failover log included."""
     key = vb_id.to_bytes(2, "big")
     document = record._asdict()
+    if record.mended is None:
+        del document["mended"]
     _put_document(write, FAILOVER_TABLE, key, document.pop("failover"))
     _put_document(write, STATE_TABLE, key, document)
 
@@ -248,10 +264,4 @@ def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
 
 
 def _put_document(write: KvWrite, table: str, key: bytes, document: Any) -> None:
-    body = cbor2.dumps(document)
-    write.put(table, key, _document_crc(table, key, body) + body)
-
-
-def _document_crc(table: str, key: bytes, body: bytes) -> bytes:
-    crc: int = _crc32c(table.encode() + key + body)
-    return crc.to_bytes(_CRC_BYTES, "big")
+    write.put(table, key, pack_document(table, key, document))

@@ -4,8 +4,8 @@ A backlog is sent in runs: the body of a block is copied once, the opaques are w
 copy, and the copy is what leaves. That holds for frames which leave as they are stored; whoever has
 to look at each frame (a filter, another form, previous values) takes them one by one.
 
-Which frames those are is told by the flags of `vbucket.block`: a run holds frames for which all of
-them are true; `ALL_PLAIN` asks for none.
+Which frames those are is told by the flags of `vbucket.store.block`: a run holds frames for which
+all of them are true; `ALL_PLAIN` asks for none.
 
 Who calls it: store and versions. The bytes are those that going frame by frame gives.
 """
@@ -23,8 +23,8 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import BODY_BYTES_TARGET, ONLY_MUTATIONS, ONLY_RAW, Block
-from vbucket.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
+from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
+from vbucket.store.block import BODY_BYTES_TARGET, ONLY_MUTATIONS, ONLY_RAW, Block
 
 ALL_PLAIN: Final = 0
 """Every stored frame leaves as it is."""

@@ -1,12 +1,13 @@
 """The store: what has been merged from the log, readable by key and by seqno.
 
-    meta, failover, state         records (vbucket.store_records)
-    by_key    vb + key            the key's newest version (vbucket.key_record)
-    by_seqno  vb + first seqno    blocks of versions (vbucket.block)
-    expiry    due + vb + key      when documents are due to expire (vbucket.due)
+    meta, failover, state         records (vbucket.store.records)
+    by_key    vb + key            the key's newest version (vbucket.store.key_record)
+    by_seqno  vb + first seqno    blocks of versions (vbucket.store.block)
+    expiry    due + vb + key      when documents are due to expire (vbucket.store.due)
 
-Formats: 1 has no table expiry, the first merge makes it; 2 knows neither where the log ends nor a
-quarantine. Both are read, and become format 3 with the first merge.
+Formats: 1 has no table expiry, the first merge makes it; 2 does not say where the log ends, which
+partitions are quarantined and whose highest CAS was lowered. Both are read, and become format 3
+with the first merge.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
@@ -28,22 +29,22 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import Block, BlockDamagedError, block_key, find_frame
-from vbucket.device import UnknownFormatError
-from vbucket.due import rows_end
-from vbucket.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.key_record import (
+from vbucket.log.device import UnknownFormatError
+from vbucket.model.entry import PREFIX_BYTES, key_in_frame, key_of, seqno_of
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.block import Block, BlockDamagedError, block_key, find_frame
+from vbucket.store.due import rows_end
+from vbucket.store.environment import Buffer, KvEnv, KvWrite, StoreDamagedError, with_room
+from vbucket.store.key_record import (
     MetaFields,
     StoredMeta,
     check_records,
     checked_fields,
     checked_meta,
 )
-from vbucket.kvenv import Buffer, KvEnv, KvWrite, with_room
-from vbucket.quarantine import Quarantine
-from vbucket.runs import RunBatch, run_of_block
-from vbucket.store_records import (
+from vbucket.store.opened_blocks import OpenedBlocks
+from vbucket.store.quarantine import Quarantine
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_TABLE,
@@ -57,7 +58,7 @@ from vbucket.store_records import (
     put_partition,
     put_quarantine,
 )
-from vbucket.walks import Walks
+from vbucket.store.runs import RunBatch, run_of_block
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
@@ -88,19 +89,38 @@ class StoreView(RecordView):
         """Return a key's newest version (a deletion too), None where there is none."""
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
-        return None if value is None else checked_meta(full_key, bytes(value))
+        if value is None:
+            self.check_absent(vb_id, key)
+            return None
+        return checked_meta(full_key, bytes(value))
 
     def meta_fields(self, vb_id: int, key: bytes) -> MetaFields | None:
-        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write."""
+        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write.
+
+        None is not checked: a damaged tree may lead past a record. `check_absent` tells.
+        """
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_fields(full_key, bytes(value))
+
+    def check_absent(self, vb_id: int, key: bytes) -> None:
+        """Raise StoreDamagedError where a key that was not found may be there all the same.
+
+        The look-up is right if the pages on its way are in order, and the records that it ended
+        between.
+        """
+        for full_key, value in self._reader.neighbours(BY_KEY_TABLE, _VB_PREFIXES[vb_id] + key):
+            checked_fields(full_key, bytes(value))
 
     def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of the keys whose newest version is a document; fast when they ascend."""
         prefix = _VB_PREFIXES[vb_id]
         records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
         check_records(records)
+        if len(records) < len(keys):
+            for key in keys:
+                if prefix + key not in records:
+                    self.check_absent(vb_id, key)
         return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
@@ -252,7 +272,7 @@ class StoreView(RecordView):
 
     def due_rows(self, after: bytes, now_s: int) -> Iterator[tuple[bytes, Buffer]]:
         """Yield the rows of the expiry table > `after` that are due at `now_s`, the oldest first;
-        `vbucket.due.read_due` reads one.
+        `vbucket.store.due.read_due` reads one.
         """
         return self._reader.range(EXPIRY_TABLE, after + b"\x00", rows_end(now_s))
 
@@ -282,10 +302,7 @@ class StoreView(RecordView):
 
     def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
         """Yield the blocks that reach into [start, end]. Raises when one is missing there."""
-        found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, start_seqno))
-        is_first_known = found is None or int.from_bytes(found[0][:2], "big") != vb_id
-        first_key = block_key(vb_id, 0) if found is None or is_first_known else found[0]
-        last_seqno: int | None = 0 if is_first_known else None
+        first_key, last_seqno = self._before(vb_id, start_seqno, end_seqno)
         for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
             block = Block(key, value)
             if last_seqno is not None and block.seqno_before != last_seqno:
@@ -296,14 +313,34 @@ class StoreView(RecordView):
         last_seqno = last_seqno or 0
         if last_seqno >= end_seqno:
             return
-        following = self._reader.first_at_or_after(BY_SEQNO_TABLE, _after(vb_id, end_seqno))
-        if following is not None and int.from_bytes(following[0][:2], "big") == vb_id:
+        stop = (vb_id + 1).to_bytes(2, "big")
+        following = next(self._reader.range(BY_SEQNO_TABLE, _after(vb_id, end_seqno), stop), None)
+        if following is not None:
             seqno_before = Block(*following).seqno_before
         else:
             record = self.partition(vb_id)
             seqno_before = record.last_seqno if record else 0
         if seqno_before != last_seqno:
             raise missing_blocks(vb_id, last_seqno, seqno_before)
+
+    def _before(self, vb_id: int, start_seqno: int, end_seqno: int) -> tuple[bytes, int | None]:
+        """Return the key of the block to begin with, and the last seqno before it where that is
+        known.
+        """
+        first_key = block_key(vb_id, start_seqno)
+        try:
+            found = self._reader.last_at_or_before(BY_SEQNO_TABLE, first_key)
+        except StoreDamagedError:
+            # Where what comes next continues something below `start`, nothing that is wanted is on
+            # the damaged page.
+            stop = _after(vb_id, end_seqno)
+            following = next(self._reader.range(BY_SEQNO_TABLE, first_key, stop), None)
+            if following is None or Block(*following).seqno_before >= start_seqno:
+                raise
+            return following[0], None
+        if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
+            return block_key(vb_id, 0), 0
+        return found[0], None
 
 
 class Store(StoreView):
@@ -315,7 +352,7 @@ class Store(StoreView):
     def __init__(self, env: KvEnv) -> None:
         self._env = env
         self._snapshot = env.snapshot()
-        self._walks = Walks()
+        self._walks = OpenedBlocks()
         super().__init__(self._snapshot)
         node = self.node()
         if node is not None and node.engine_version != env.engine:

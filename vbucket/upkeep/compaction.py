@@ -40,11 +40,8 @@ from operator import not_
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
-from vbucket.entry import key_in_frame
-from vbucket.expiry_index import ExpiryRows
-from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
-from vbucket.manifest import (
+from vbucket.model.entry import key_in_frame
+from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     SYSTEM_COLLECTION,
     SYSTEM_KEY,
@@ -52,8 +49,11 @@ from vbucket.manifest import (
     SystemEventKind,
     collection_of,
 )
-from vbucket.store import StoreView, missing_blocks
-from vbucket.store_records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
+from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, follow_seqno, repack_blocks
+from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError, WriteLostError
+from vbucket.store.expiry_index import ExpiryRows
+from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord, put_partition
+from vbucket.store.store import StoreView, missing_blocks
 
 STEP_BYTES: Final = 1 << 20
 """What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""
@@ -348,8 +348,9 @@ class PartitionCompaction:
     ) -> list[tuple[bytes, bytes]]:
         """Return the block after `block` as it has to be once that ends at `seqno_before`."""
         after = block_key(self.vb_id, block.last_seqno + 1)
-        found = write.first_at_or_after(BY_SEQNO_TABLE, after)
-        if found is None or found[0][:2] != self._prefix:
+        stop = (self.vb_id + 1).to_bytes(2, "big")
+        found = next(iter(write.range(BY_SEQNO_TABLE, after, stop)), None)
+        if found is None:
             record = StoreView(write).partition(self.vb_id)
             last_seqno = record.last_seqno if record else 0
             if last_seqno != block.last_seqno:
@@ -384,35 +385,43 @@ class Compactor:
         is made. Raises StoreFullError, StoreFailedError: nothing happened then.
         """
         job, self._under_way = self._under_way, None
-        finished: list[int] = []
-        damages: list[tuple[int, str]] = []
-        versions = tombstones = 0
+        report = SliceReport([], 0, 0, [])
         left_bytes = SLICE_BYTES
-        with env.write() as write:
-            view = StoreView(write)
-            rows = ExpiryRows()
-            for vb_id in vb_ids:
-                try:
-                    job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
-                    before = job.versions, job.tombstones
-                    left_bytes -= _go_on(job, write, rows, is_over, left_bytes)
-                except StoreDamagedError as error:
-                    damages.append((vb_id, str(error)))
-                    finished.append(vb_id)
+        at_work: list[int] = []
+        """Whose fault it is if a write is lost."""
+        try:
+            with env.write() as write:
+                view = StoreView(write)
+                rows = ExpiryRows()
+                for vb_id in vb_ids:
+                    at_work = [vb_id]
+                    try:
+                        job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
+                        before = job.versions, job.tombstones
+                        left_bytes -= _go_on(job, write, rows, is_over, left_bytes)
+                    except WriteLostError:
+                        raise
+                    except StoreDamagedError as error:
+                        report = report.plus(SliceReport([vb_id], 0, 0, [(vb_id, str(error))]))
+                        job = None
+                        continue
+                    done = [vb_id] if job.is_done else []
+                    versions, tombstones = job.versions - before[0], job.tombstones - before[1]
+                    report = report.plus(SliceReport(done, versions, tombstones, []))
+                    if not job.is_done:
+                        break
                     job = None
-                    continue
-                versions += job.versions - before[0]
-                tombstones += job.tombstones - before[1]
-                if not job.is_done:
-                    break
-                finished.append(vb_id)
-                job = None
-                if left_bytes <= 0 or is_over():
-                    break
-            rows.write(write)
-            before_commit()
+                    if left_bytes <= 0 or is_over():
+                        break
+                at_work = [*report.finished, *at_work]
+                rows.write(write)
+                before_commit()
+        except WriteLostError as error:
+            # What others did in this transaction is lost, too. They begin anew.
+            damages = [(vb_id, str(error)) for vb_id in dict.fromkeys(at_work)]
+            return SliceReport([vb_id for vb_id, _ in damages], 0, 0, damages)
         self._under_way = job
-        return SliceReport(finished, versions, tombstones, damages)
+        return report
 
 
 def _job_of(

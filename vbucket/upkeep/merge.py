@@ -8,8 +8,8 @@ Invariants
   two merges instead of one, gives the same content (blocks may be cut at other places);
 - all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped.
   Retries are idempotent and return an equivalent report;
-- a partition whose stored data is damaged is left out as a whole (`vbucket.quarantine`); all others
-  are merged. A branch at 0 brings it back;
+- a partition whose stored data is damaged is left out as a whole (`vbucket.store.quarantine`); all
+  others are merged. A branch at 0 brings it back;
 - within a partition, what is staged ascends by seqno and lies above what the store keeps.
 
 Memory is bounded by the segments of one merge.
@@ -25,8 +25,10 @@ from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import Block, block_key, build_blocks
-from vbucket.entry import (
+from vbucket.log.end_mark import LogEnd
+from vbucket.log.record import LogDamagedError, read_segment_header, scan_segment, split_entries
+from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.entry import (
     LOG_CONTROL,
     OPCODE_AT,
     PREFIX_BYTES,
@@ -34,8 +36,11 @@ from vbucket.entry import (
     key_of,
     seqno_of,
 )
-from vbucket.expiry_index import ExpiryRows, build_expiry_table
-from vbucket.key_record import (
+from vbucket.model.manifest import Manifest, collection_of
+from vbucket.store.block import Block, block_key, build_blocks
+from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
+from vbucket.store.expiry_index import ExpiryRows, build_expiry_table
+from vbucket.store.key_record import (
     BY_KEY_RECORD,
     NO_EXPIRY,
     by_key_items,
@@ -43,17 +48,13 @@ from vbucket.key_record import (
     checked_meta,
     expiry_bytes_of,
 )
-from vbucket.kvenv import KvEnv, KvWrite, StoreDamagedError
-from vbucket.log import LogDamagedError, read_segment_header, scan_segment, split_entries
-from vbucket.log_end import LogEnd
-from vbucket.manifest import Manifest, collection_of
-from vbucket.quarantine import Quarantined, kept_segments
-from vbucket.store import StoreView
-from vbucket.store_records import (
+from vbucket.store.quarantine import Quarantined, kept_segments
+from vbucket.store.records import (
     BY_KEY_TABLE,
     BY_SEQNO_TABLE,
     EXPIRY_FORMAT_VERSION,
     STORE_FORMAT_VERSION,
+    Mended,
     NodeRecord,
     PartitionRecord,
     put_manifest,
@@ -61,12 +62,13 @@ from vbucket.store_records import (
     put_partition,
     put_quarantine,
 )
-from vbucket.tally import Tally
+from vbucket.store.store import StoreView, missing_blocks
 
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries that are the node's."""
 _LENGTHS: Final = Struct(">14xHB").unpack_from
-"""Key length and extras length of an entry: `vbucket.entry.key_of`, without a call for each."""
+"""Key length and extras length of an entry: `vbucket.model.entry.key_of`, without a call for
+each."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
 _NOTHING: Final = bytes(BY_KEY_RECORD.size)
@@ -117,10 +119,13 @@ class _Stage:
 
     Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
     after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
-    `purged_seqno`: tombstones up to there may be missing in the store.
+    `purged_seqno`: tombstones up to there may be missing in the store. What the entries before
+    `cas_from` say of the highest CAS is in the record, or was taken back.
     """
 
-    __slots__ = ("entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id")
+    __slots__ = (
+        "cas_from", "entries", "high_seqno", "purged_seqno", "record", "trim_to", "vb_id",
+    )  # fmt: skip
 
     def __init__(self, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
@@ -129,6 +134,12 @@ class _Stage:
         self.high_seqno = record.high_seqno
         self.trim_to: int | None = None
         self.entries: list[bytes] = []
+        self.cas_from = 0
+
+    def lower_cas(self, mended: list[int]) -> None:
+        """Go on with a lower CAS than there was."""
+        self.record = self.record._replace(max_cas=mended[1], mended=mended)
+        self.cas_from = len(self.entries)
 
     def roll_back(self, seqno: int) -> None:
         """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
@@ -139,10 +150,12 @@ class _Stage:
             max_cas=self.final_max_cas(),
             history_floor=min(self.record.history_floor, seqno),
             purge_seqno=min(self.record.purge_seqno, max(0, seqno - 1)),
+            mended=self.record.mended and list(Mended(*self.record.mended).cut(seqno)),
         )
         entries = self.entries
         while entries and seqno_of(entries[-1]) > seqno:
             entries.pop()
+        self.cas_from = len(entries)
 
     def final_high_seqno(self) -> int:
         """Return the partition's high seqno after this stage."""
@@ -150,7 +163,7 @@ class _Stage:
 
     def final_max_cas(self) -> int:
         """Return the partition's highest CAS after this stage, undone versions included."""
-        staged = max(map(_cas_of, self.entries), default=b"")
+        staged = max(map(_cas_of, self.entries[self.cas_from :]), default=b"")
         return max(self.record.max_cas, int.from_bytes(staged, "big"))
 
 
@@ -225,6 +238,8 @@ class _Staging:
                 history_floor=max(stage.record.history_floor, floor),
                 purge_seqno=max(stage.record.purge_seqno, purge),
             )
+        elif kind == "cas":
+            stage.lower_cas(document["mended"])
         elif kind == "failover":
             log = document["log"]
             if document.get("rollback_to") is not None:
@@ -390,7 +405,7 @@ def _merge_partition(
             newest[key] = before
         else:
             gone.append(key)
-    tally = Tally(record.tally)
+    tally = CollectionCounts(record.tally)
     default_documents = record.item_count - tally.documents
     changes = _KeyChanges(write, vb_id, newest, gone, may_be_old=bool(undone))
     default_documents += changes.count(tally, manifest)
@@ -401,6 +416,8 @@ def _merge_partition(
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
+    if stage.trim_to is None and last_seqno != record.last_seqno:
+        raise missing_blocks(vb_id, last_seqno, record.last_seqno)
     if any(map(_first_of, newest)):
         _note(tally, manifest, entries, last_seqno)
     tally.forget(manifest.collections)
@@ -448,7 +465,7 @@ class _KeyChanges:
         self.more_keys = len(newest) - len(self._old)
         self._are_default = not any(map(_first_of, keys)) and not any(map(_first_of, gone))
 
-    def count(self, tally: Tally, manifest: Manifest) -> int:
+    def count(self, tally: CollectionCounts, manifest: Manifest) -> int:
         """Count live documents, more or less; return what concerns the default collection."""
         if self._are_default:
             return _live(map(itemgetter(1), self._items)) - _live(self._old.values())
@@ -480,7 +497,9 @@ def _live(records: Iterable[bytes]) -> int:
     return bytes(map(_first_of, records)).count(_MUTATION)
 
 
-def _note(tally: Tally, manifest: Manifest, entries: list[bytes], seqno_before: int) -> None:
+def _note(
+    tally: CollectionCounts, manifest: Manifest, entries: list[bytes], seqno_before: int
+) -> None:
     """Note the staged changes outside of the default collection."""
     for entry in entries:
         key, seqno = key_of(entry), seqno_of(entry)

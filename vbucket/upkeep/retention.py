@@ -28,11 +28,11 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
-from vbucket.block import BODY_BYTES_TARGET
-from vbucket.kvenv import StoreDamagedError
-from vbucket.moment import seqno_before
-from vbucket.store import StoreView
-from vbucket.store_records import PartitionRecord
+from vbucket.store.block import BODY_BYTES_TARGET
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import PartitionRecord
+from vbucket.store.store import StoreView
+from vbucket.upkeep.seqno_at_time import seqno_before
 
 WORTH_VERSIONS_MIN: Final = 128
 """Fewer versions than these are not worth a transaction: some 25 KB."""
@@ -74,7 +74,7 @@ class DiskUse(NamedTuple):
     """Pages that are free because of compaction itself."""
 
 
-class Step(NamedTuple):
+class FloorStep(NamedTuple):
     """A floor to raise, and then a partition to compact. `vb_uuid`: the version it was planned for.
 
     `floor` and `purge` may be the stored ones: then only the compaction is missing.
@@ -89,7 +89,7 @@ class Step(NamedTuple):
 class PlanReport(NamedTuple):
     """What a plan found. `damages`: partition and text where what is stored cannot be read."""
 
-    steps: list[Step]
+    steps: list[FloorStep]
     damages: list[tuple[int, str]]
     planned: int
     """How many partitions were looked at; the rest is for another call."""
@@ -140,7 +140,7 @@ class _Budget(NamedTuple):
         return cls(now_ns, int(history_bytes * frames_share), spare)
 
 
-class _Seen(NamedTuple):
+class _LastPlanned(NamedTuple):
     """When a partition was looked at, and how far it was then."""
 
     now_ns: int
@@ -151,7 +151,7 @@ class Planner:
     """Plans; remembers what it looked at. A new one looks at everything again."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _LastPlanned] = {}
         self._budget = _Budget(0, 0, 0)
 
     def plan(
@@ -175,13 +175,13 @@ class Planner:
         if self._budget.now_ns != now_ns:
             self._budget = _Budget.of(view.partitions().values(), windows, now_ns, use)
         manifest_uid = view.manifest().uid
-        steps: list[Step] = []
+        steps: list[FloorStep] = []
         damages: list[tuple[int, str]] = []
         for vb_id in vb_ids:
             try:
                 record = view.partition(vb_id)
                 if record is not None and record.last_seqno:
-                    look = _Look(view, vb_id, record, windows, self._budget, manifest_uid)
+                    look = _PartitionPlan(view, vb_id, record, windows, self._budget, manifest_uid)
                     steps += self._steps(look, is_forced=is_forced)
             except StoreDamagedError as error:
                 damages.append((vb_id, str(error)))
@@ -190,14 +190,14 @@ class Planner:
                 break
         return PlanReport(steps, damages, planned)
 
-    def _steps(self, look: _Look, *, is_forced: bool) -> list[Step]:
+    def _steps(self, look: _PartitionPlan, *, is_forced: bool) -> list[FloorStep]:
         if not (is_forced or look.is_unfinished or self._is_due(look)):
             return []
-        self._seen[look.vb_id] = _Seen(look.now_ns, look.record.last_seqno)
+        self._seen[look.vb_id] = _LastPlanned(look.now_ns, look.record.last_seqno)
         step = look.step(is_forced=is_forced)
         return [] if step is None else [step]
 
-    def _is_due(self, look: _Look) -> bool:
+    def _is_due(self, look: _PartitionPlan) -> bool:
         """Whether there may be something, and enough has happened since the last look."""
         record, windows = look.record, look.windows
         worth = _worth(record.keys)
@@ -213,7 +213,7 @@ class Planner:
         )
 
 
-class _Look:
+class _PartitionPlan:
     """One look at one partition."""
 
     def __init__(
@@ -240,7 +240,7 @@ class _Look:
         record = self.record
         return record.history_floor > self._done_floor or record.purge_seqno > self._done_purge
 
-    def step(self, *, is_forced: bool) -> Step | None:
+    def step(self, *, is_forced: bool) -> FloorStep | None:
         """Return what to do, None where nothing is worth it."""
         record = self.record
         by_time = self._floor_by_time()
@@ -259,7 +259,7 @@ class _Look:
             purge = max(purge, self._purge(floor, is_forced=is_forced))
         if not (is_worth or self.is_unfinished or purge > record.purge_seqno):
             return None
-        return Step(self.vb_id, record.failover[0][0], floor, purge)
+        return FloorStep(self.vb_id, record.failover[0][0], floor, purge)
 
     def _floor_by_time(self) -> int:
         """Return the seqno up to which the age of superseded versions lets them go; never below the
@@ -271,8 +271,9 @@ class _Look:
         after_seqno = min(record.history_floor, record.last_seqno)
         before_ns = self.now_ns - windows.history_ns
         floor = seqno_at(
-            self._view, self.vb_id, record.last_seqno, before_ns, after_seqno=after_seqno
-        )
+            self._view, self.vb_id, record.last_seqno, before_ns,
+            after_seqno=after_seqno, mended=record.mended,
+        )  # fmt: skip
         return max(floor, record.history_floor)
 
     def _floor_by_bytes(self) -> int:
@@ -316,7 +317,10 @@ class _Look:
         limit = last_seqno
         if self.windows.purge_age_ns:
             before_ns = self.now_ns - self.windows.purge_age_ns
-            limit = min(last_seqno, seqno_at(view, self.vb_id, record.last_seqno, before_ns))
+            made = seqno_at(
+                view, self.vb_id, record.last_seqno, before_ns, mended=record.mended
+            )  # fmt: skip
+            limit = min(last_seqno, made)
         if limit <= self._done_purge + (0 if is_forced else worth):
             return 0
         seqnos = [
@@ -341,12 +345,21 @@ def _worth(keys: int) -> int:
 
 
 def seqno_at(
-    view: StoreView, vb_id: int, last_seqno: int, cas_max: int, *, after_seqno: int = 0
+    view: StoreView,
+    vb_id: int,
+    last_seqno: int,
+    cas_max: int,
+    *,
+    after_seqno: int = 0,
+    mended: list[int] | None = None,
 ) -> int:
     """Return the last version in (after, last] that was made at or before a time, `after_seqno`
-    where there is none. `cas_max` is nanoseconds since the Unix epoch.
+    where there is none. `cas_max` is nanoseconds since the Unix epoch; `mended` the record's.
     """
-    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=after_seqno)
+    first = after_seqno
+    if mended and mended[2] <= cas_max:
+        first = max(first, min(mended[0], last_seqno))
+    before = seqno_before(view.frames, vb_id, last_seqno, cas_max + 1, after_seqno=first)
     block = view.block_at(vb_id, before) if before > after_seqno else None
     return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
 

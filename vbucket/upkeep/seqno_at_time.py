@@ -13,7 +13,7 @@ from typing import Final
 
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import U64
-from vbucket.store import FrameBatch
+from vbucket.store.store import FrameBatch
 
 _CAS: Final = 8
 """Place of the CAS among the fields of a header."""

@@ -11,17 +11,17 @@ import ssl
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.audit import AuditLog
-from dcp.server.logging_setup import EventLog
-from dcp.server.logins import LoginLimits, Logins, PeerLogins
-from dcp.server.settings import Settings
-from dcp.server.tls import ServerTls, TlsError, TlsFiles
-from dcp.server.users import Users
+from dcp.server.access.audit import AuditLog
+from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
+from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
+from dcp.server.access.users import Users
+from dcp.server.config.settings import Settings
+from dcp.server.observe.event_log import EventLog
 from dcp.session.state import Limits
 from dcp.wire.opcode import Opcode
 
 if TYPE_CHECKING:
-    from dcp.server.connection import ClientConnection
+    from dcp.server.net.connection import ClientConnection
 
 AUDIT_OFF: Final = "off"
 

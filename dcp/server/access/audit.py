@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from dcp.server.logging_setup import EventLog
+from dcp.server.observe.event_log import EventLog
 
 PENDING_MAX: Final = 10_000
 FILES_KEPT: Final = 5

@@ -1,14 +1,15 @@
 """Logins of one server: who tries from where, how often it went wrong, how many are in.
 
 Called by sessions (a `PeerLogins` is the `Authenticator` of one connection) and by the admin API.
-Users know names and passwords (dcp.server.users); here stand the limits and the audit.
+Users know names and passwords (dcp.server.access.users); here stand the limits and the audit.
 
 Invariants
 - every login that was refused or let in over a key-value port has its line in the audit log;
 - whoever fails too often within a minute is refused without a look at the password: the right one
   too, else guessing could go on. This is asked before anything is derived, and again when the
   outcome is known;
-- passwords are derived in threads (dcp.server.password_checks), and nothing else is done there.
+- passwords are derived in threads (dcp.server.access.password_checks), and nothing else is done
+  there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from dcp.server.audit import AuditLog
-from dcp.server.config import is_loopback
-from dcp.server.password_checks import Outcome, PasswordChecks, Ticket
-from dcp.server.users import PLAIN, PasswordCheck, Users, read_plain
+from dcp.server.access.audit import AuditLog
+from dcp.server.access.password_checks import Outcome, PasswordChecks, Ticket
+from dcp.server.access.users import PLAIN, PasswordCheck, Users, read_plain
+from dcp.server.config.sources import is_loopback
 from dcp.session.auth import AuthStep
 from dcp.session.rights import Rights
 from dcp.wire.status import Status

@@ -1,7 +1,8 @@
 """Passwords that are being checked: a few derivations at a time, in threads beside the loop.
 
-Called by logins (dcp.server.logins), for the key-value and the admin ports. A derivation takes 5 ms
-of a processor; on the loop, a few hundred guesses a second would leave nothing for other clients.
+Called by logins (dcp.server.access.logins), for the key-value and the admin ports. A derivation
+takes 5 ms of a processor; on the loop, a few hundred guesses a second would leave nothing for other
+clients.
 
 Invariants
 - at most THREADS derivations run; at most WAITING_MAX checks wait, WAITING_PER_HOST_MAX of one
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
-from dcp.server.users import PasswordCheck
+from dcp.server.access.users import PasswordCheck
 
 THREADS: Final = max(1, min(4, (os.cpu_count() or 2) // 2))
 """Derivations at a time. They release the interpreter lock, so each takes a core; the loop, the
@@ -35,7 +36,10 @@ WAITING_MAX: Final = 256
 """With 5 ms each on one core, the last one waits for 1.3 s: far less than handshake_timeout."""
 WAITING_PER_HOST_MAX: Final = 64
 NICENESS: Final = 10
-"""Of the threads: where cores are few, what serves clients that are logged in goes first."""
+"""How much nicer than the process its threads are: where cores are few, clients that are logged in
+go first."""
+NICENESS_MAX: Final = 19
+"""Linux knows no more."""
 
 Outcome = bool | None
 """Whether the password matches; None: it was not looked at, its user or address is blocked."""
@@ -45,12 +49,12 @@ Tell = Callable[[Outcome], None]
 class Ticket:
     """Somebody who waits for the outcome of a check."""
 
-    def __init__(self, entry: _Entry, tell: Tell) -> None:
+    def __init__(self, entry: _WaitingCheck, tell: Tell) -> None:
         self.entry = entry
         self.tell = tell
 
 
-class _Entry:
+class _WaitingCheck:
     """A check that waits for its turn or is under way."""
 
     def __init__(self, host: str, check: PasswordCheck) -> None:
@@ -66,10 +70,10 @@ class PasswordChecks:
         """`is_blocked` tells of an address and a user whether logins are refused unseen now."""
         self._is_blocked = is_blocked
         self._executor = ThreadPoolExecutor(THREADS, "password", initializer=_yield_to_others)
-        self._waiting: OrderedDict[str, OrderedDict[bytes, _Entry]] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[bytes, _WaitingCheck]] = OrderedDict()
         """By address, the one whose turn is next first; then by what is checked."""
         self._waiting_count = 0
-        self._running: dict[tuple[str, bytes], _Entry] = {}
+        self._running: dict[tuple[str, bytes], _WaitingCheck] = {}
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -80,7 +84,7 @@ class PasswordChecks:
         """Take a check of a client at an address; None: too many wait already."""
         entry = self._running.get((host, check.memory)) or self._waiting_entry(host, check)
         if entry is None:
-            entry = _Entry(host, check)
+            entry = _WaitingCheck(host, check)
             if len(self._running) < THREADS and not self._is_closed:
                 self._start(entry)
             elif not self._has_queued(entry):
@@ -104,11 +108,11 @@ class PasswordChecks:
         self._waiting_count = 0
         await asyncio.to_thread(self._executor.shutdown)
 
-    def _waiting_entry(self, host: str, check: PasswordCheck) -> _Entry | None:
+    def _waiting_entry(self, host: str, check: PasswordCheck) -> _WaitingCheck | None:
         of_host = self._waiting.get(host)
         return None if of_host is None else of_host.get(check.memory)
 
-    def _has_queued(self, entry: _Entry) -> bool:
+    def _has_queued(self, entry: _WaitingCheck) -> bool:
         of_host = len(self._waiting.get(entry.host, ()))
         if self._is_closed or self._waiting_count >= WAITING_MAX or of_host >= WAITING_PER_HOST_MAX:
             return False
@@ -116,14 +120,14 @@ class PasswordChecks:
         self._waiting_count += 1
         return True
 
-    def _leave_queue(self, entry: _Entry) -> None:
+    def _leave_queue(self, entry: _WaitingCheck) -> None:
         of_host = self._waiting[entry.host]
         del of_host[entry.check.memory]
         self._waiting_count -= 1
         if not of_host:
             del self._waiting[entry.host]
 
-    def _start(self, entry: _Entry) -> None:
+    def _start(self, entry: _WaitingCheck) -> None:
         self._running[entry.host, entry.check.memory] = entry
         loop = asyncio.get_running_loop()
         derivation = loop.run_in_executor(self._executor, entry.check.matches)
@@ -140,7 +144,7 @@ class PasswordChecks:
             else:
                 self._start(entry)
 
-    def _derived(self, entry: _Entry, derivation: asyncio.Future[bool]) -> None:
+    def _derived(self, entry: _WaitingCheck, derivation: asyncio.Future[bool]) -> None:
         del self._running[entry.host, entry.check.memory]
         outcome = False
         try:
@@ -149,7 +153,7 @@ class PasswordChecks:
             self._tell(entry, outcome)
             self._start_next()
 
-    def _tell(self, entry: _Entry, outcome: Outcome) -> None:
+    def _tell(self, entry: _WaitingCheck, outcome: Outcome) -> None:
         tickets, entry.tickets = entry.tickets, []
         for ticket in tickets:
             ticket.tell(outcome)
@@ -158,4 +162,6 @@ class PasswordChecks:
 def _yield_to_others() -> None:
     """Let the threads of this pool run when nothing else wants to. Linux knows this of threads."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(own + NICENESS, NICENESS_MAX))

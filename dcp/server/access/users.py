@@ -1,13 +1,13 @@
 """Who may log in: the built-in guest from this machine, and users kept in a file.
 
-Called by logins (dcp.server.logins), by the admin API and at start-up (protected mode).
+Called by logins (dcp.server.access.logins), by the admin API and at start-up (protected mode).
 
 Invariants
 - a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
 - an unknown user goes through the same exchange as a known one, with keys that nothing matches and
   a salt that stays the same, so that neither answers nor their time tell who exists;
-- the file (dcp.server.users_file) is replaced as a whole; one that is damaged or of another format
-  is never overwritten, and what was read before it broke stays in force;
+- the file (dcp.server.access.users_file) is replaced as a whole; one that is damaged or of another
+  format is never overwritten, and what was read before it broke stays in force;
 - `revision` grows with every change of who there is or what they may do.
 
 The built-in guest/guest works from loopback only (RabbitMQ's precedent) and may do everything; it
@@ -27,8 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dcp.server.logging_setup import LOGGER_NAME
-from dcp.server.users_file import (
+from dcp.server.access.users_file import (
     UserRecord,
     UsersContent,
     UsersFileError,
@@ -37,6 +36,7 @@ from dcp.server.users_file import (
     replace_file,
     stamp_of,
 )
+from dcp.server.observe.event_log import LOGGER_NAME
 from dcp.session.auth import AuthStep
 from dcp.session.rights import EVERYTHING, FULL_RIGHTS, Rights, Role, Scope
 from dcp.session.scram import (

@@ -1,6 +1,6 @@
 """The file of users: JSON, replaced as a whole, readable by its owner only.
 
-Called by `dcp.server.users`.
+Called by `dcp.server.access.users`.
 
     {"format_version": 2, "decoy_key": ..., "users": {NAME: {"scram": {MECHANISM: keys},
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}

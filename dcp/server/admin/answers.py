@@ -10,7 +10,7 @@ from urllib.parse import parse_qs
 
 from dcp.session.controls import is_decimal
 from dcp.session.rights import Role
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -13,7 +13,15 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.server.admin import dump, faults, field, partitions, probes, storage, streams, users
+from dcp.server.access.logins import Peer
+from dcp.server.admin import couchbase_routes as field
+from dcp.server.admin import dump_routes as dump
+from dcp.server.admin import fault_routes as faults
+from dcp.server.admin import partition_routes as partitions
+from dcp.server.admin import probe_routes as probes
+from dcp.server.admin import store_routes as storage
+from dcp.server.admin import stream_routes as streams
+from dcp.server.admin import user_routes as users
 from dcp.server.admin.answers import (
     AdminError,
     RouteSpec,
@@ -23,9 +31,8 @@ from dcp.server.admin.answers import (
     receive_body,
 )
 from dcp.server.admin.crowd import Crowd, Places, TooManyError
+from dcp.server.admin.node_view import NodeView
 from dcp.server.admin.origin import HostRule, page_refusal
-from dcp.server.admin.view import NodeView
-from dcp.server.logins import Peer
 from dcp.session.rights import Rights, Role
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
     from starlette.routing import Route
 
     routes = routes_of(node)
-    door = _Door(node, crowd, [route.path for route in routes])
+    door = _RequestGuard(node, crowd, [route.path for route in routes])
     app = Starlette(
         routes=[
             Route(
@@ -68,7 +75,7 @@ def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
             )
             for route in routes
         ],
-        middleware=[Middleware(_Entrance, door=door, rule=rule)],
+        middleware=[Middleware(_PageGuard, door=door, rule=rule)],
         exception_handlers={
             AdminError: door.answer_admin_error,
             ClientDisconnect: door.answer_nobody,
@@ -81,12 +88,12 @@ def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
     return app
 
 
-class _Entrance:
+class _PageGuard:
     """Refuses what web pages of other sites ask for, before anything else looks at it; and hands
     long answers on in slices, so that no more than one waits in the buffers of a slow client.
     """
 
-    def __init__(self, app: ASGIApp, door: _Door, rule: HostRule) -> None:
+    def __init__(self, app: ASGIApp, door: _RequestGuard, rule: HostRule) -> None:
         self._app = app
         self._door = door
         self._rule = rule
@@ -131,7 +138,7 @@ class _LongAnswer:
             self._give_back()
 
 
-class _Door:
+class _RequestGuard:
     """Who may come in, and what is said to those who may not."""
 
     def __init__(self, node: NodeView, crowd: Crowd, paths: list[str]) -> None:

@@ -34,9 +34,9 @@ from dcp.server.admin.answers import (
     raw_answer,
     read_form,
 )
-from dcp.server.admin.view import CollectionsRefusedError, CollectionsView, NodeView
-from dcp.session.connection import BUCKET, REPORTED_VERSION
-from vbucket.ids import NUM_VBUCKETS
+from dcp.server.admin.node_view import CollectionsRefusedError, CollectionsView, NodeView
+from dcp.session.session_commands import BUCKET, REPORTED_VERSION
+from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -2,8 +2,8 @@
 
     GET /api/v1/vbuckets/{vb}/documents     ?at=SEQNO, or what is committed now
 
-The answer is JSON lines (`dcp.server.dump`); the headers dcpd-seqno and dcpd-vb-uuid say of which
-state. It takes the role read, for everything.
+The answer is JSON lines (`dcp.server.operate.partition_dump`); the headers dcpd-seqno and
+dcpd-vb-uuid say of which state. It takes the role read, for everything.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, vb_of
-from dcp.server.admin.view import NodeView
+from dcp.server.admin.node_view import NodeView
 from dcp.session.rights import Role
 from dcp.wire.opcode import Opcode
-from vbucket.ids import SEQNO_MAX
-from vbucket.view import ViewRefusedError
+from vbucket.engine.read_view import ViewRefusedError
+from vbucket.model.ids import SEQNO_MAX
 
 if TYPE_CHECKING:
     from starlette.requests import Request

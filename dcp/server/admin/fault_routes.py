@@ -20,11 +20,11 @@ from dcp.server.admin.answers import (
     number_in,
     read_object,
 )
-from dcp.server.admin.view import NodeView
+from dcp.server.admin.node_view import NodeView
 from dcp.session.faults import FaultError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

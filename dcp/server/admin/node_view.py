@@ -5,11 +5,11 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from dcp.server.access import Access
-from dcp.server.dump import Dumps
-from dcp.server.meter import Meter
-from dcp.server.operations import Operations
-from dcp.server.users import Users
+from dcp.server.access.access import Access
+from dcp.server.access.users import Users
+from dcp.server.observe.meter import Meter
+from dcp.server.operate.operations import Operations
+from dcp.server.operate.partition_dump import Dumps
 
 
 class CollectionsRefusedError(Exception):

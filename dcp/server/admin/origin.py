@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from ipaddress import ip_address
 from typing import Final, NamedTuple
 
-from dcp.server.setting_values import is_host_name
+from dcp.server.config.setting_values import is_host_name
 
 ANY_HOST: Final = "*"
 OWN_SITES: Final = frozenset({"same-origin", "none"})

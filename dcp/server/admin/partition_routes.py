@@ -4,6 +4,7 @@
     POST /api/v1/vbuckets/{vb}/failover           {"lose": count, optional}
     POST /api/v1/vbuckets/{vb}/state              {"state": "active|replica|pending|dead"}
     POST /api/v1/vbuckets/{vb}/purge              {"upto": seqno, optional}
+    POST /api/v1/vbuckets/{vb}/mend-cas
     POST /api/v1/vbuckets/{vb}/explain-rollback   {"uuid", "seqno", ...}: see _QUESTION
 
 Each answers once it is durable.
@@ -24,16 +25,17 @@ from dcp.server.admin.answers import (
     read_object,
     vb_of,
 )
-from dcp.server.admin.view import NodeView
-from dcp.server.operations import WritesRefusedError
+from dcp.server.admin.node_view import NodeView
+from dcp.server.operate.operations import WritesRefusedError
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
-from vbucket.ids import SEQNO_MAX
-from vbucket.keyspace import BranchRefusedError
-from vbucket.kvenv import StoreDamagedError
-from vbucket.lifecycle import PurgeRefusedError
-from vbucket.partition import VbState
+from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.engine.lifecycle import PurgeRefusedError
+from vbucket.engine.mending import MendingRefusedError
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import SEQNO_MAX
+from vbucket.store.environment import StoreDamagedError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -91,6 +93,11 @@ def routes(node: NodeView) -> list[RouteSpec]:
             f"vbucket {vb_id} cannot be purged up to {'its end' if upto is None else upto}",
         )
 
+    async def mend_cas(request: Request) -> Response:
+        vb_id = vb_of(request)
+        await read_object(request, {})
+        return await _done(operations.mend_cas(vb_id), f"vbucket {vb_id} is not mended")
+
     async def explain(request: Request) -> Response:
         vb_id = vb_of(request)
         body = await read_object(request, {"uuid": _UUID, "seqno": int}, _QUESTION)
@@ -102,6 +109,7 @@ def routes(node: NodeView) -> list[RouteSpec]:
         RouteSpec("POST", f"{prefix}/failover", failover),
         RouteSpec("POST", f"{prefix}/state", state),
         RouteSpec("POST", f"{prefix}/purge", purge),
+        RouteSpec("POST", f"{prefix}/mend-cas", mend_cas),
         RouteSpec("POST", f"{prefix}/explain-rollback", explain, role=Role.STREAM),
     ]
 
@@ -126,6 +134,10 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
             what,
             why=f"the stored data is damaged: {error}",
             try_this="dcpctl verify, on the stopped server's folder, tells what else is",
+        ) from error
+    except MendingRefusedError as error:
+        raise AdminError(
+            HTTPStatus.CONFLICT, what, why=str(error), try_this="dcpctl vb state VB active"
         ) from error
     except (BranchRefusedError, PurgeRefusedError) as error:
         raise AdminError(

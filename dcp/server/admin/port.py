@@ -17,10 +17,10 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from dcp.server.admin.application import admin_app
 from dcp.server.admin.crowd import Crowd, Phase, Visitor
+from dcp.server.admin.node_view import NodeView
 from dcp.server.admin.origin import HostRule
-from dcp.server.admin.server import admin_app
-from dcp.server.admin.view import NodeView
 
 if TYPE_CHECKING:
     from ssl import SSLContext

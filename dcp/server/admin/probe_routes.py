@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import RouteSpec, json_answer, raw_answer
-from dcp.server.admin.view import NodeView
+from dcp.server.admin.node_view import NodeView
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -12,10 +12,10 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
-from dcp.server.admin.view import NodeView
-from dcp.server.compaction import CompactionError
-from dcp.server.config import OPTIONS
-from vbucket.ids import NUM_VBUCKETS
+from dcp.server.admin.node_view import NodeView
+from dcp.server.config.sources import OPTIONS
+from dcp.server.storage.compaction_schedule import CompactionError
+from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

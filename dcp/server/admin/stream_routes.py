@@ -24,10 +24,10 @@ from dcp.server.admin.answers import (
     number_in,
     read_object,
 )
-from dcp.server.admin.view import NodeView
-from dcp.server.operations import StreamChoice
+from dcp.server.admin.node_view import NodeView
+from dcp.server.operate.operations import StreamChoice
 from dcp.wire.message import EndReason
-from vbucket.ids import NUM_VBUCKETS
+from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
     from starlette.requests import Request

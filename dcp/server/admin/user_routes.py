@@ -18,10 +18,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
+from dcp.server.access.users import UnknownUserError, UserError
+from dcp.server.access.users_file import UsersFileError, parse_roles, roles_document
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
-from dcp.server.admin.view import NodeView
-from dcp.server.users import UnknownUserError, UserError
-from dcp.server.users_file import UsersFileError, parse_roles, roles_document
+from dcp.server.admin.node_view import NodeView
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Values of settings: what a source gave, as text or number, into what the server works with. Pure.
 
 Each reader takes a value and its `Option` and returns the setting, or raises ValueError with the
-reason, to which `dcp.server.config` adds where the value came from. `size_text` and `duration_text`
-go the other way.
+reason, to which `dcp.server.config.sources` adds where the value came from. `size_text` and
+`duration_text` go the other way.
 """
 
 from __future__ import annotations

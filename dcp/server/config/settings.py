@@ -1,8 +1,8 @@
 """The table of settings: name, type, default, and with `Option` what it means and what is allowed.
 
 The command line, the environment, the TOML file, `dcpd --help` and the messages are all made from
-it (`dcp.server.config`). A key is a field's name; a field that ends in `_s` is a duration, its key
-has no `_s` because its value carries the unit (`sync_interval = "250ms"`).
+it (`dcp.server.config.sources`). A key is a field's name; a field that ends in `_s` is a duration,
+its key has no `_s` because its value carries the unit (`sync_interval = "250ms"`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from dcp.server.setting_values import (
+from dcp.server.config.setting_values import (
     Option,
     read_choice,
     read_count,
@@ -25,6 +25,7 @@ from dcp.server.setting_values import (
     read_size,
 )
 from dcp.wire.frame import MAX_VALUE_BYTES
+from vbucket.model.ids import CAS_DRIFT_NS
 
 BUFFERED_VALUES_MIN: Final = 2
 """Longest values that the buffers of all connections hold at least."""
@@ -239,6 +240,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             100 * 365 * 86400,
         ),
     ] = 3 * 86400.0
+    cas_drift_max_s: Annotated[
+        float,
+        Option(
+            "How far ahead of this machine's clock a CAS from elsewhere may be (SET_WITH_META and "
+            "its kin); one that is further is refused.",
+            read_duration,
+            "TIME",
+            1,
+            86400,
+        ),
+    ] = CAS_DRIFT_NS / 1e9
     compact_interval_s: Annotated[
         float,
         Option(

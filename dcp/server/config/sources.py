@@ -1,6 +1,6 @@
 """Where settings come from: three sources, and refusals that say what to do.
 
-The table is `dcp.server.settings`. A later source wins: file < DCPD_* variables < flags.
+The table is `dcp.server.config.settings`. A later source wins: file < DCPD_* variables < flags.
 
 Nothing here reads files or the environment except `read_config_file`.
 """
@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
-from dcp.server.setting_values import (
+from dcp.server.config.setting_values import (
     NONE,
     Option,
     duration_text,
@@ -24,7 +24,7 @@ from dcp.server.setting_values import (
     read_size,
     size_text,
 )
-from dcp.server.settings import BUFFERED_VALUES_MIN, Settings
+from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"

@@ -3,7 +3,7 @@
 Answers wait here until the group that they depend on is committed; stream messages follow the
 answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
 many answers wait for the disk, while a command that writes waits for room, and while a password is
-checked. What is held for all peers together is bounded by the node (dcp.server.held_bytes).
+checked. What is held for all peers together is bounded by the node (dcp.server.net.held_bytes).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, cast
 
-from dcp.server.logins import PeerLogins
+from dcp.server.access.logins import PeerLogins
 from dcp.session.auth import AuthStep
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
 
 if TYPE_CHECKING:
+    from dcp.server.net.tls_listener import TlsHandshake
     from dcp.server.node import Node
-    from dcp.server.tls_listener import TlsHandshake
 
 _P = ParamSpec("_P")
 

@@ -42,7 +42,7 @@ class Holder(Protocol):
         """Close at once."""
 
 
-class _Entry:
+class _Holding:
     __slots__ = ("held_bytes", "moved_bytes")
 
     def __init__(self, held_bytes: int) -> None:
@@ -50,17 +50,17 @@ class _Entry:
         """Held now, and when it last moved."""
 
 
-class _Line:
+class _HolderQueue:
     """Holders in the order of their last move."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Holder, _Entry] = OrderedDict()
+        self.entries: OrderedDict[Holder, _Holding] = OrderedDict()
         self.held_bytes = 0
 
     def note(self, holder: Holder, held_bytes: int, *, has_moved: bool) -> None:
         entry = self.entries.get(holder)
         if entry is None:
-            self.entries[holder] = _Entry(held_bytes)
+            self.entries[holder] = _Holding(held_bytes)
             self.held_bytes += held_bytes
             return
         self.held_bytes += held_bytes - entry.held_bytes
@@ -88,7 +88,7 @@ class HeldBytes:
         self._bytes_max = bytes_max
         self._setting = setting
         self._what = what
-        self._strangers, self._others = _Line(), _Line()
+        self._strangers, self._others = _HolderQueue(), _HolderQueue()
         self.closed_total = 0
         """Holders that were closed to make room."""
 

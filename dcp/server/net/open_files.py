@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from dcp.server.logging_setup import EventLog
-from dcp.server.settings import ADMIN_CONNECTIONS_MIN, Settings
+from dcp.server.config.settings import ADMIN_CONNECTIONS_MIN, Settings
+from dcp.server.observe.event_log import EventLog
 
 KEPT_FILES: Final = 64
 """Descriptors that connections do not get: log, store and its process, ports and the event loop

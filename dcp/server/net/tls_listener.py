@@ -2,8 +2,8 @@
 
 asyncio's own server tells of a connection once its handshake is done. A handshake that is never
 finished would count nowhere, so connections are accepted here. While its handshake is under way, a
-connection is a newcomer (dcp.server.newcomers) and holds HANDSHAKE_BYTES (dcp.server.held_bytes),
-so it can be closed to make room.
+connection is a newcomer (dcp.server.net.newcomers) and holds HANDSHAKE_BYTES
+(dcp.server.net.held_bytes), so it can be closed to make room.
 
 Invariants
 - a handshake is counted from its accept until it has become a connection or has failed;
@@ -19,7 +19,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.server.connection import ClientConnection
+from dcp.server.net.connection import ClientConnection
 
 if TYPE_CHECKING:
     from dcp.server.node import Node

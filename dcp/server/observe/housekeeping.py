@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from dcp.server.logging_setup import EventLog
-from dcp.server.meter import Meter
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
 
 TASKS: Final = ("access", "compaction", "expiry", "log limits", "read views")
 PAUSE_S: Final = 1.0

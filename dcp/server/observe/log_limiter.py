@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dcp.server.logging_setup import EventLog
+from dcp.server.observe.event_log import EventLog
 
 LINES_PER_S: Final = 0.2
 BURST: Final = 10

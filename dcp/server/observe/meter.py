@@ -1,6 +1,6 @@
 """What the server counts while it runs: plain numbers, added to once per batch or commit group.
 
-Who writes: connections, the committer, the node. Who reads: dcp.server.metrics, when asked.
+Who writes: connections, the committer, the node. Who reads: dcp.server.report.metrics, when asked.
 Nothing here is done per operation; a batch costs some 0.3 us.
 """
 

@@ -9,16 +9,16 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final
 
-from dcp.server.admin.view import CollectionsRefusedError
-from vbucket.engine import Engine
-from vbucket.manifest import (
+from dcp.server.admin.node_view import CollectionsRefusedError
+from vbucket.engine.engine import Engine
+from vbucket.model.manifest import (
     Manifest,
     ManifestError,
-    UnknownCollectionError,
+    UnknownCollectionIdError,
     UnknownScopeError,
 )
 
-_NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionError)
+_NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
 
 
 class Collections:

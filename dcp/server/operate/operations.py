@@ -6,10 +6,11 @@ streams and faults acts at once and is forgotten with them.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dcp.session.faults import Fault, FaultTable
 from dcp.stream.rate import RateLimit
@@ -18,15 +19,20 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
-from vbucket import lifecycle
-from vbucket.keyspace import Branch, FloorError
-from vbucket.partition import VbState
+from vbucket.engine import lifecycle
+from vbucket.engine.keyspace import Branch, FloorError
+from vbucket.engine.mending import Mending
+from vbucket.engine.partition import VbState
 
 if TYPE_CHECKING:
-    from dcp.server.connection import ClientConnection
+    from dcp.server.net.connection import ClientConnection
     from dcp.server.node import Node
+    from dcp.stream.active_stream import ActiveStream
     from dcp.stream.producer import Producer
-    from dcp.stream.stream import Stream
+
+
+MERGE_WAIT_S: Final = 1.0
+"""How long to wait for a merge before the memtable is looked at again."""
 
 
 class StreamChoice(NamedTuple):
@@ -44,7 +50,7 @@ class WritesRefusedError(Exception):
 class _Found(NamedTuple):
     connection: ClientConnection
     producer: Producer
-    stream: Stream
+    stream: ActiveStream
 
 
 class Operations:
@@ -117,6 +123,31 @@ class Operations:
         self._node.log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
         high_seqno = self._node.engine.partitions[vb_id].high_seqno
         return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
+
+    async def mend_cas(self, vb_id: int) -> dict[str, Any]:
+        """Bring a partition's CAS back to the clock; writes go on meanwhile.
+
+        Raises MendingRefusedError, StoreDamagedError, WritesRefusedError.
+        """
+        self._refuse_while_full()
+        node = self._node
+        mending = Mending(node.engine, vb_id, time.time_ns())
+        while not mending.step(time.time_ns()):
+            node.committer.kick()
+            await asyncio.sleep(0)
+            while not node.engine.has_room:
+                self._refuse_while_full()
+                await node.merging.wait(MERGE_WAIT_S)
+        await node.until_committed(vb_id)
+        report = {
+            "vb": vb_id,
+            "documents": mending.documents,
+            "deletions": mending.deletions,
+            "cas_before": str(mending.before_cas),
+            "cas": str(node.engine.partitions[vb_id].max_cas),
+        }
+        node.log.info("CAS mended", **report)
+        return report
 
     async def compact(
         self, vb_ids: Sequence[int], history_s: float | None, purge_age_s: float | None
@@ -258,7 +289,7 @@ class Operations:
         return cleared
 
 
-def lag_of(stream: Stream, committed_seqno: int) -> int:
+def lag_of(stream: ActiveStream, committed_seqno: int) -> int:
     """Return how many seqnos a stream still has to send."""
     return max(0, min(committed_seqno, stream.end_seqno) - (stream.next_seqno - 1))
 

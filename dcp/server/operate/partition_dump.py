@@ -16,9 +16,9 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Final
 
-from vbucket.kvenv import StoreDamagedError
-from vbucket.manifest import collection_of, decode_leb128
-from vbucket.view import ReadView, Shown, ViewInvalidError, ViewRefusedError
+from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError
+from vbucket.model.manifest import collection_of, decode_leb128
+from vbucket.store.environment import StoreDamagedError
 
 if TYPE_CHECKING:
     from dcp.server.node import Node

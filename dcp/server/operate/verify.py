@@ -1,11 +1,13 @@
-"""Check a data folder off line: `python -m dcp.server.verify FOLDER`, which `dcpctl verify` runs.
+"""Check a data folder off line: `python -m dcp.server.operate.verify FOLDER`, which `dcpctl verify`
+runs.
 
 Nothing in the folder is changed: LMDB is opened read-only and without its lock file, and the
 folder's lock is held meanwhile, so that no server runs on it.
 
     1. the marker and the lock      refused where a server runs
     2. LMDB's pages, by lmdb.verify, which is pure Python: damaged pages cannot crash it
-    3. everything else, by vbucket.verify, through LMDB: in a process of its own (`--tables`),
+    3. everything else, by vbucket.check.store_check, through LMDB: in a process of its own
+       (`--tables`),
        because LMDB may crash on damaged pages; what it found until then is kept, and only
        one that says it came to its end may have found nothing
 
@@ -28,23 +30,24 @@ from typing import Any, Final
 import click
 from lmdb import verify as lmdb_verify
 
-from dcp.server.folder import (
+from dcp.server.storage.folder import (
     DataFolder,
     FolderError,
     lock_folder_to_read,
     log_path,
     store_path,
 )
-from vbucket.device import UnknownFormatError
-from vbucket.device_files import read_mark_slots, read_segment, segments_in
-from vbucket.finding import Finding, Kind
-from vbucket.kvenv import StoreDamagedError, StoreFailedError
-from vbucket.kvenv_lmdb import LmdbFile
-from vbucket.log import LogDamagedError
-from vbucket.log_end import read_marks
-from vbucket.store_records import TABLES
-from vbucket.verify import Progress, StoreCheck
-from vbucket.verify_log import KnownEnds, LogCheck
+from vbucket.check.finding import Finding, Kind
+from vbucket.check.log_check import KnownEnds, LogCheck
+from vbucket.check.store_check import CheckProgress, StoreCheck
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_files import read_mark_slots, read_segment, segments_in
+from vbucket.log.end_mark import read_marks
+from vbucket.log.record import LogDamagedError
+from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
+from vbucket.store.environment import StoreDamagedError, StoreFailedError
+from vbucket.store.environment_lmdb import LmdbPageReader
+from vbucket.store.records import TABLES
 
 PROGRESS_EVERY_S: Final = 1.0
 PROGRESS_EVERY_S_IN_A_FILE: Final = 30.0
@@ -54,7 +57,7 @@ _verify_pages: Final[Callable[[str], list[str]]] = lmdb_verify.verify
 _UNREADABLE: Final = (lmdb_verify.VerifyError, struct.error, IndexError, ValueError, RecursionError)
 
 
-class ExitCode(IntEnum):
+class CheckExitCode(IntEnum):
     """What the process ends with."""
 
     CLEAN = 0
@@ -95,7 +98,7 @@ class Report:
                    nl=not self._is_terminal)  # fmt: skip
         self._is_line_open = self._is_terminal
 
-    def rate(self, progress: Progress) -> str:
+    def rate(self, progress: CheckProgress) -> str:
         """Return a progress in words."""
         spent_s = max(time.monotonic() - self._began_s, 0.001)
         return (
@@ -104,7 +107,7 @@ class Report:
             f"({progress.keys / spent_s:,.0f} keys/s)"
         )
 
-    def summary(self, folder: Path, progress: Progress) -> None:
+    def summary(self, folder: Path, progress: CheckProgress) -> None:
         """Tell what all came to."""
         self._end_line()
         if self._as_json:
@@ -149,20 +152,20 @@ def check_tables(data_path: Path) -> int:
     """Check everything that is read through LMDB; write findings and progress as JSON lines."""
     last_s = 0.0
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: CheckProgress) -> None:
         nonlocal last_s
         if time.monotonic() - last_s > PROGRESS_EVERY_S / 4:
             last_s = time.monotonic()
             _write(["progress", *progress])
 
     try:
-        database = LmdbFile(store_path(data_path), TABLES)
+        database = LmdbPageReader(store_path(data_path), TABLES)
     except (StoreDamagedError, StoreFailedError) as error:
         _write(["finding", Kind.PAGES, "store/data.mdb", str(error)])
         for finding in _log_alone(data_path):
             _write(["finding", *finding])
         _write(["end"])
-        return ExitCode.FINDINGS
+        return CheckExitCode.FINDINGS
     log_folder = log_path(data_path)
     check = StoreCheck(
         database,
@@ -170,6 +173,7 @@ def check_tables(data_path: Path) -> int:
         lambda n: _segment(log_folder, n),
         marks=_marks(log_folder),
         on_progress=tell,
+        cas_max=time.time_ns() + CAS_DRIFT_NS + CAS_AHEAD_NS,
     )
     try:
         for finding in check.findings():
@@ -179,7 +183,7 @@ def check_tables(data_path: Path) -> int:
     _write(["progress", *check.progress])
     database.close()
     _write(["end"])
-    return ExitCode.CLEAN
+    return CheckExitCode.CLEAN
 
 
 def _log_alone(data_path: Path) -> Iterator[Finding]:
@@ -224,10 +228,17 @@ def _write(message: list[Any]) -> None:
     print(json.dumps(message), flush=message[0] != "finding")
 
 
-def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
+def _tables_in_a_child(data_path: Path, report: Report) -> CheckProgress:
     """Run `check_tables` in a process that may crash. Raises FolderError for an unknown format."""
-    arguments = [sys.executable, "-P", "-m", "dcp.server.verify", "--tables", str(data_path)]
-    progress = Progress(0, 0, 0, 0)
+    arguments = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dcp.server.operate.verify",
+        "--tables",
+        str(data_path),
+    ]
+    progress = CheckProgress(0, 0, 0, 0)
     has_ended = False
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
         assert child.stdout is not None
@@ -240,7 +251,7 @@ def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
             elif kind == "end":
                 has_ended = True
             else:
-                progress = Progress(*fields)
+                progress = CheckProgress(*fields)
                 report.progress(report.rate(progress))
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
@@ -255,7 +266,7 @@ def _tables_in_a_child(data_path: Path, report: Report) -> Progress:
 # -- the command -----------------------------------------------------------------------------------
 
 
-def verify(data_path: Path, *, as_json: bool) -> ExitCode:
+def verify(data_path: Path, *, as_json: bool) -> CheckExitCode:
     """Check a folder and tell what was found."""
     report = Report(as_json=as_json)
     try:
@@ -272,12 +283,12 @@ def verify(data_path: Path, *, as_json: bool) -> ExitCode:
     finally:
         folder.close()
     report.summary(data_path, progress)
-    return ExitCode.FINDINGS if report.damages else ExitCode.CLEAN
+    return CheckExitCode.FINDINGS if report.damages else CheckExitCode.CLEAN
 
 
-def _refuse(error: Exception) -> ExitCode:
+def _refuse(error: Exception) -> CheckExitCode:
     click.echo(f"dcpctl verify: {error}", err=True)
-    return ExitCode.CANNOT_CHECK
+    return CheckExitCode.CANNOT_CHECK
 
 
 @click.command("verify")

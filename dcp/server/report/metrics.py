@@ -1,6 +1,6 @@
 """The metrics: one table, read when Prometheus asks; the page docs/metrics.md is made from it.
 
-    python -m dcp.server.metrics            write docs/metrics.md to stdout
+    python -m dcp.server.report.metrics            write docs/metrics.md to stdout
 
 Names and units are Prometheus': base units, `_total` for what only rises. Nothing is labelled with
 a key, a partition or a client; `?vbuckets=1` adds the series of each partition, for a look by hand.
@@ -26,11 +26,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from dcp.server.folder import log_path, store_path
-from dcp.server.meter import REFUSAL_KINDS, Histogram
-from dcp.server.operations import lag_of
-from vbucket.keyspace import OVERFULL
-from vbucket.partition import VbState
+from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
+from dcp.server.operate.operations import lag_of
+from dcp.server.report.stats import cas_ahead
+from dcp.server.storage.folder import log_path, store_path
+from vbucket.engine.keyspace import OVERFULL
+from vbucket.engine.partition import VbState
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -165,6 +166,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_vbuckets", "gauge", "", ("state",),
         "Partitions by state.", "dead or pending above 0: no writes there", _states,
+    ),
+    MetricSpec(
+        "dcpd_cas_ahead_vbuckets", "gauge", "", (),
+        "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
+        "above 0: dcpctl vb mend-cas, unless the clock was set back a moment ago",
+        _one(lambda node: len(cas_ahead(node))),
     ),
     MetricSpec(
         "dcpd_connections", "gauge", "", (),
@@ -494,7 +501,7 @@ def page(node: Node, *, by_vbucket: bool) -> bytes:
 _HEAD: Final = """\
 # Metrics
 
-<!-- Made by `python -m dcp.server.metrics`; do not edit. -->
+<!-- Made by `python -m dcp.server.report.metrics`; do not edit. -->
 
 `GET /metrics` on the admin port, with a login:
 

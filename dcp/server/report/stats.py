@@ -4,14 +4,15 @@ the status, as the admin interface shows it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.compiled import compiled_modules
 from dcp.session.controls import is_decimal
-from vbucket.ids import NUM_VBUCKETS, SEQNO_MAX
-from vbucket.moment import seqno_before
-from vbucket.partition import Partition, VbState
+from vbucket.engine.partition import Partition, VbState
+from vbucket.model.ids import CAS_AHEAD_NS, NUM_VBUCKETS, SEQNO_MAX
+from vbucket.upkeep.seqno_at_time import seqno_before
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -62,8 +63,17 @@ def status_document(node: Node) -> dict[str, Any]:
         "merge_seconds": round(node.merging.seconds_under_way, 1),
         "write_refusal": node.write_refusal,
         "merge_trouble": node.merging.trouble,
+        "cas_ahead": cas_ahead(node),
         "quarantined": {str(vb_id): why for vb_id, why in node.engine.quarantined.items()},
     }
+
+
+def cas_ahead(node: Node) -> list[int]:
+    """Return the partitions whose highest CAS is further ahead of the clock than one from elsewhere
+    may be.
+    """
+    cas_max = time.time_ns() + node.engine.cas_drift_ns + CAS_AHEAD_NS
+    return [part.vb_id for part in node.engine.partitions if part.max_cas > cas_max]
 
 
 def _server(node: Node) -> Stats:
@@ -82,6 +92,7 @@ def _server(node: Node) -> Stats:
         ("ep_memtable_bytes", str(engine.active_bytes + engine.frozen_bytes)),
         ("ep_merges", str(node.merging.count)),
         ("ep_merge_running", str(int(engine.is_merging))),
+        ("ep_cas_ahead_vbuckets", str(len(cas_ahead(node)))),
         ("ep_dcp_producers", str(node.hub.connection_count)),
         ("ep_dcp_streams", str(node.hub.stream_count)),
         *((f"vb_{state.name.lower()}_num", str(_count(node, state))) for state in VbState),
@@ -161,7 +172,12 @@ def _seqno_at(node: Node, arguments: list[str]) -> Stats | None:
     if vb_id >= NUM_VBUCKETS or time_ns > SEQNO_MAX:
         return None
     part = node.engine.partitions[vb_id]
-    seqno = seqno_before(node.engine.frames, vb_id, part.committed_seqno, time_ns)
+    after_seqno = 0
+    if part.mended is not None and time_ns > part.mended.time_ns:
+        after_seqno = min(part.mended.seqno, part.committed_seqno)
+    seqno = seqno_before(
+        node.engine.frames, vb_id, part.committed_seqno, time_ns, after_seqno=after_seqno
+    )
     return [
         (f"vb_{vb_id}:seqno_at", str(seqno)),
         (f"vb_{vb_id}:uuid", str(part.vb_uuid)),

@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
 
-from vbucket.engine import Engine
-from vbucket.partition import Hold
+from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Hold
 
 
 class Pressure(Enum):

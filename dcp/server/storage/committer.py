@@ -29,12 +29,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from dcp.server.meter import Histogram
-from vbucket.device import AHEAD_BYTES, LogFullError, SyncFailedError
-from vbucket.engine import Engine
-from vbucket.group import Group
-from vbucket.log import RECORD_BYTES
-from vbucket.log_writer import LogWriter
+from dcp.server.observe.meter import Histogram
+from vbucket.engine.engine import Engine
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import AHEAD_BYTES, LogFullError, SyncFailedError
+from vbucket.log.record import RECORD_BYTES
+from vbucket.log.writer import LogWriter
 
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/performance.md)."""
@@ -66,7 +66,7 @@ class Committer:
         writer: LogWriter,
         *,
         syncs_groups: bool,
-        on_commit: Callable[[Group], None],
+        on_commit: Callable[[CommitGroup], None],
         on_rotated: Callable[[int], None],
         on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
@@ -217,7 +217,7 @@ class Committer:
         if not self._is_busy:
             self._idle.set()
 
-    def _written(self, group: Group, rotates: bool, _: None) -> None:
+    def _written(self, group: CommitGroup, rotates: bool, _: None) -> None:
         self._commit(group)
         if rotates:
             self._give(_Job(self._writer.rotate, self._rotated))
@@ -253,7 +253,7 @@ class Committer:
             self._on_full(self.full_why)
         self._idle.set()  # whoever drains gives up
 
-    def _commit(self, group: Group) -> None:
+    def _commit(self, group: CommitGroup) -> None:
         self._engine.group_committed(group, is_synced=self._is_synced_with(group))
         self._on_commit(group)
         if self._next_mark is None:
@@ -298,7 +298,7 @@ class Committer:
             else:
                 call_soon(self._guarded, job.then, result)
 
-    def _write(self, group: Group) -> None:
+    def _write(self, group: CommitGroup) -> None:
         # The newest segment cannot change before: `_begin` is not reached while it does.
         self._writer.append(group.number, group.payload)
         if self._is_synced_with(group):
@@ -306,7 +306,7 @@ class Committer:
         else:
             self.is_synced = False
 
-    def _is_synced_with(self, group: Group) -> bool:
+    def _is_synced_with(self, group: CommitGroup) -> bool:
         # A branch always: its failover log goes into the store next, which must not know of
         # versions that the log has lost.
         return self._syncs_groups or bool(group.branched)

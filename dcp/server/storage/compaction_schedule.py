@@ -1,9 +1,11 @@
 """When partitions are compacted, and how the three parties to it work together.
 
-    plan      the store process finds out which floors are worth raising      (vbucket.retention)
-    raise     the engine takes them on, as far as streams under way and read views allow, and the
+    plan      the store process finds out which floors are worth raising
+    (vbucket.upkeep.retention) raise     the engine takes them on, as far as streams under way and
+    read views allow, and the
               log has them; no rollback goes below them from then on          (dcp.stream.pins)
-    compact   the store process drops what they allow, in slices              (vbucket.compaction)
+    compact   the store process drops what they allow, in slices
+    (vbucket.upkeep.compaction)
 
 Invariants
 - one compaction at a time; merges and compaction's slices take turns in the store process;
@@ -24,16 +26,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from dcp.server.merging import MergeTroubleError
-from dcp.server.settings import Settings
-from dcp.server.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.config.settings import Settings
+from dcp.server.storage.merging import MergeTroubleError
+from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
+from dcp.stream.active_stream import ActiveStream
 from dcp.stream.pins import allowed, is_merged
-from dcp.stream.stream import Stream
 from dcp.wire.message import EndReason
-from vbucket.compaction import Floors
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.retention import Step, Windows
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.upkeep.compaction import Floors
+from vbucket.upkeep.retention import FloorStep, Windows
 
 if TYPE_CHECKING:
     from dcp.server.node import Node
@@ -85,9 +87,9 @@ class Compaction:
         self._turn = asyncio.Lock()
         self._raised: dict[int, _Raised] = {}
         """By partition: floors that are not compacted down to yet."""
-        self._held: dict[int, Step] = {}
+        self._held: dict[int, FloorStep] = {}
         """Steps that streams or views allowed in part only, to be tried again."""
-        self._standing: dict[Stream, tuple[int, float]] = {}
+        self._standing: dict[ActiveStream, tuple[int, float]] = {}
         """Streams that held a step back -> where they stood, and since when."""
         self._planned_changes = 0
         self._planned_s = 0.0
@@ -149,11 +151,11 @@ class Compaction:
 
     async def _plan_and_raise(
         self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
-    ) -> list[Step]:
+    ) -> list[FloorStep]:
         """Raise what each request for a plan found before the next one, which may have to wait for
         a merge.
         """
-        steps: list[Step] = []
+        steps: list[FloorStep] = []
         now_ns = time.time_ns()
         todo = list(vb_ids)
         while todo:
@@ -168,7 +170,7 @@ class Compaction:
             del todo[: report.planned]
         return steps
 
-    async def _raise(self, steps: Sequence[Step], *, is_repeated: bool = False) -> None:
+    async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
         """Raise floors as far as may be; remember what is to be compacted, and what has to wait."""
         engine, hub = self._node.engine, self._node.hub
         now_s = time.monotonic()

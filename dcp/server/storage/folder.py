@@ -3,8 +3,8 @@
     data/
       dcpd-folder   marker: what this folder is, and its format version
       lock          flock'ed by the server (and inherited by its store process); holds the pid
-      log/          segments (vbucket.device_files)
-      store/        LMDB (vbucket.kvenv_lmdb)
+      log/          segments (vbucket.log.device_files)
+      store/        LMDB (vbucket.store.environment_lmdb)
 
 Who calls it: the server, before anything else touches the folder; `dcpctl` for texts of errors.
 The marker is written before the lock, so a folder of ours is known as such after a crash anywhere.
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vbucket.device_files import sync_folder
+from vbucket.log.device_files import sync_folder
 
 FOLDER_FORMAT_VERSION: Final = 1
 MARKER_NAME: Final = "dcpd-folder"

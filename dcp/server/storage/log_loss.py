@@ -16,9 +16,9 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from dcp.server.folder import log_path
-from vbucket.device_files import MARK_NAME, segment_name, sync_folder
-from vbucket.recovery import LogLoss
+from dcp.server.storage.folder import log_path
+from vbucket.engine.startup import LogLoss
+from vbucket.log.device_files import MARK_NAME, segment_name, sync_folder
 
 RECEIPT_NAME: Final = "receipt.json"
 _FOLDER: Final = re.compile(r"\Alost-log-(\d+)\Z")

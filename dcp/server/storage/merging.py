@@ -19,16 +19,16 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
-from dcp.server.logging_setup import EventLog
-from dcp.server.meter import Meter
-from dcp.server.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.store_supervisor import StoreSupervisor
-from vbucket.device import LogDevice, UnknownFormatError
-from vbucket.engine import Engine
-from vbucket.ids import NUM_VBUCKETS
-from vbucket.kvenv import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.log import LogDamagedError
-from vbucket.merge import MergeRefusedError, MergeReport
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.storage.store_supervisor import StoreSupervisor
+from vbucket.engine.engine import Engine
+from vbucket.log.device import LogDevice, UnknownFormatError
+from vbucket.log.record import LogDamagedError
+from vbucket.model.ids import NUM_VBUCKETS
+from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
+from vbucket.upkeep.merge import MergeRefusedError, MergeReport
 
 DROP_SLICE_VBUCKETS: Final = 8
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""

@@ -17,19 +17,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dcp.server.folder import open_folder
-from dcp.server.log_loss import keep_copies, lost_words, write_receipt
-from dcp.server.logging_setup import EventLog
-from vbucket.device import LogFullError
-from vbucket.device_files import FileLogDevice, sync_folder
-from vbucket.ids import vb_uuid_from_random
-from vbucket.kvenv import StoreFailedError, StoreFullError
-from vbucket.kvenv_lmdb import LmdbEnv
-from vbucket.recovery import recover_node
-from vbucket.store_records import TABLES, CleanEnd, NodeRecord
+from dcp.server.observe.event_log import EventLog
+from dcp.server.storage.folder import open_folder
+from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
+from vbucket.engine.startup import recover_node
+from vbucket.log.device import LogFullError
+from vbucket.log.device_files import FileLogDevice, sync_folder
+from vbucket.model.ids import vb_uuid_from_random
+from vbucket.store.environment import StoreFailedError, StoreFullError
+from vbucket.store.environment_lmdb import LmdbEnv
+from vbucket.store.records import TABLES, CleanEnd, NodeRecord
 
 if TYPE_CHECKING:
-    from dcp.server.settings import Settings
+    from dcp.server.config.settings import Settings
 
 NODE_ID_BYTES: Final = 16
 READ_ONLY_TEXT: Final = (
@@ -45,7 +45,7 @@ class Storage:
 
         `accepts_log_loss`: where the log is damaged, copies of its segments are kept, what follows
         the damage is given up, and `loss` tells what that was. Raises FolderError, and what
-        vbucket.recovery.recover_node raises.
+        vbucket.engine.startup.recover_node raises.
         """
         with contextlib.ExitStack() as opened:
             self.folder = open_folder(path)
@@ -75,6 +75,7 @@ class Storage:
             if self.loss is not None:
                 write_receipt(self.folder.path, self.loss)
             self.has_begun = False
+            self.engine.cas_drift_ns = int(settings.cas_drift_max_s * 1e9)
             self._opened = opened.pop_all()
 
     def tell(self, log: EventLog) -> None:

@@ -2,7 +2,7 @@
 
 The server starts it, tells it which sealed segments to merge, and goes on answering; LMDB's write
 lock and the GIL that py-lmdb gives up on every put stay out of the event loop. `StoreProcess` is
-the server's end, `main` is the child's (`python -m dcp.server.store_process`).
+the server's end, `main` is the child's (`python -m dcp.server.storage.store_process`).
 
     message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
     request = {"id", "op": one of OPERATIONS, ...}
@@ -32,18 +32,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import cbor2
 
-from dcp.server.folder import log_path, store_path
-from vbucket.block import BlockDamagedError
-from vbucket.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
-from vbucket.device import UnknownFormatError
-from vbucket.device_files import read_segment
-from vbucket.key_record import RecordDamagedError
-from vbucket.kvenv import (
+from dcp.server.storage.folder import log_path, store_path
+from vbucket.log.device import UnknownFormatError
+from vbucket.log.device_files import read_segment
+from vbucket.log.record import LogDamagedError
+from vbucket.store.block import BlockDamagedError
+from vbucket.store.environment import (
     KvEnv,
     MapFullError,
     StoreDamagedError,
@@ -51,12 +51,13 @@ from vbucket.kvenv import (
     StoreFullError,
     with_room,
 )
-from vbucket.kvenv_lmdb import MAP_SIZE_BYTES, LmdbEnv
-from vbucket.log import LogDamagedError
-from vbucket.merge import MergeRefusedError, MergeReport, merge
-from vbucket.retention import DiskUse, Planner, PlanReport, Step, Windows
-from vbucket.store import StoreView
-from vbucket.store_records import BY_SEQNO_TABLE, TABLES, put_failover
+from vbucket.store.environment_lmdb import MAP_SIZE_BYTES, LmdbEnv
+from vbucket.store.key_record import RecordDamagedError
+from vbucket.store.records import BY_SEQNO_TABLE, TABLES, put_failover
+from vbucket.store.store import StoreView
+from vbucket.upkeep.compaction import FREE_PAGES_BYTES, Compactor, Floors, SliceReport
+from vbucket.upkeep.merge import MergeRefusedError, MergeReport, merge
+from vbucket.upkeep.retention import DiskUse, FloorStep, Planner, PlanReport, Windows
 
 if TYPE_CHECKING:
     import asyncio
@@ -127,7 +128,7 @@ class StoreProcess:
         import asyncio
 
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "dcp.server.store_process",
+            sys.executable, "-P", "-m", "dcp.server.storage.store_process",
             str(data_path), str(os.getpid()), str(nice), str(map_size_bytes),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=(lock_fd,),
         )  # fmt: skip
@@ -141,8 +142,8 @@ class StoreProcess:
     async def merge(self, segments: list[int]) -> MergeReport:
         """Merge sealed segments; durable on return.
 
-        Raises what vbucket.merge.merge raises (LogDamagedError for a segment that is not there),
-        and StoreProcessDiedError.
+        Raises what vbucket.upkeep.merge.merge raises (LogDamagedError for a segment that is not
+        there), and StoreProcessDiedError.
         """
         async with self._turn:
             began_s = time.monotonic()
@@ -165,7 +166,7 @@ class StoreProcess:
             "inflow": inflow_bytes, "forced": is_forced,
         }  # fmt: skip
         report = PlanReport(*await self._request(request))
-        return report._replace(steps=[Step(*step) for step in report.steps])
+        return report._replace(steps=[FloorStep(*step) for step in report.steps])
 
     async def compact(
         self, floors: dict[int, Floors], seconds: float, after_slice: Callable[[], None]
@@ -298,7 +299,7 @@ class StoreWork:
         try:
             result = with_room(self._env, lambda: operation(self, request))
         except tuple(_ERRORS.values()) as error:
-            return {"id": request["id"], "error": type(error).__name__, "text": str(error)}
+            return _refusal(request, error)
         return {"id": request["id"], "result": result}
 
     def merge(self, request: dict[str, Any]) -> MergeReport:
@@ -373,14 +374,28 @@ def main(arguments: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     end_without_parent()  # it may have died before the line above
     os.nice(nice)
-    env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
-    work = StoreWork(env, log_path(data_path), end_without_parent)
+    try:
+        env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
+    except tuple(_ERRORS.values()) as error:
+        _serve(partial(_refusal, error=error))
+        return
+    _serve(StoreWork(env, log_path(data_path), end_without_parent).handle)
+    env.close()
+
+
+def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer requests until stdin ends."""
     stdin, replies = sys.stdin.buffer, _Replies(sys.stdout.buffer)
     while (request := _read_message(stdin)) is not None:
         with replies.beating():
-            reply = work.handle(request)
+            reply = handle(request)
         replies.send(reply)
-    env.close()
+
+
+def _refusal(request: dict[str, Any], error: Exception) -> dict[str, Any]:
+    """Return the reply that says why a request was not done."""
+    name = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    return {"id": request["id"], "error": name, "text": str(error)}
 
 
 class _Replies:

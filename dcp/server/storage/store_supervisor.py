@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from dcp.server.store_process import StoreProcess
+from dcp.server.storage.store_process import StoreProcess
 
 
 class StoreSupervisor:

@@ -1,0 +1,1 @@
+"""Connections to one node: handshake, requests and replies, TLS, and the reported topology."""

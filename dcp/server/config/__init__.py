@@ -1,0 +1,1 @@
+"""Settings: the table of them, how values are read, and the sources they come from."""

@@ -1,0 +1,1 @@
+"""The key-value ports: connections, TLS, and bounds on what clients may hold."""

@@ -1,0 +1,1 @@
+"""What operators do to a node: branches, failovers, purges, collections, dumps, checks."""

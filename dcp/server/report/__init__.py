@@ -1,0 +1,1 @@
+"""What is read from all parts: metrics for Prometheus, statistics for the STAT command."""

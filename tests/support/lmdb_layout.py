@@ -1,0 +1,86 @@
+"""Which page of an LMDB file holds what, told from the file's bytes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import unpack_from
+
+PAGE_BYTES = 4096
+BRANCH, LEAF = 1, 2
+BIG_VALUE = 1
+
+
+@dataclass
+class Table:
+    """The pages of one table."""
+
+    branches: dict[int, set[bytes]] = field(default_factory=dict)
+    """Page number -> the keys below it."""
+    leaves: dict[int, set[bytes]] = field(default_factory=dict)
+    large: dict[int, bytes] = field(default_factory=dict)
+    """First page of a value that has pages of its own -> its key."""
+
+
+def layout_of(store: Path) -> dict[str, Table]:
+    """Return the tables of a store that is whole."""
+    data = (store / "data.mdb").read_bytes()
+    metas = [unpack_from("<Q", data, slot * PAGE_BYTES + 16 + 128)[0] for slot in (0, 1)]
+    start = metas.index(max(metas)) * PAGE_BYTES + 16
+    (root,) = unpack_from("<Q", data, start + 24 + 48 + 40)
+    return {
+        key.decode(): _table(data, unpack_from("<Q", value, 40)[0])
+        for key, _, value in _nodes(data, root)
+    }
+
+
+def _table(data: bytes, root: int) -> Table:
+    table = Table()
+    if root < 2**63:
+        _walk(data, root, table)
+    return table
+
+
+def _walk(data: bytes, page: int, table: Table) -> set[bytes]:
+    (flags,) = unpack_from("<H", data, page * PAGE_BYTES + 10)
+    if flags == LEAF:
+        keys = set()
+        for key, node_flags, value in _nodes(data, page):
+            keys.add(key)
+            if node_flags & BIG_VALUE:
+                table.large[unpack_from("<Q", value)[0]] = key
+        table.leaves[page] = keys
+        return keys
+    assert flags == BRANCH
+    below: set[bytes] = set()
+    for _, high, value in _nodes(data, page):
+        child = int.from_bytes(value, "little") | high << 32
+        below |= _walk(data, child, table)
+    table.branches[page] = below
+    return below
+
+
+def _nodes(data: bytes, page: int) -> list[tuple[bytes, int, bytes]]:
+    """Return key, flags and value of each node; of a branch the low bytes of the child's number."""
+    start = page * PAGE_BYTES
+    flags, lower = unpack_from("<HH", data, start + 10)
+    found = []
+    for slot in range(16, lower, 2):
+        at = start + unpack_from("<H", data, start + slot)[0]
+        size, node_flags, key_bytes = unpack_from("<IHH", data, at)
+        key = data[at + 8 : at + 8 + key_bytes]
+        end = at + 8 + key_bytes
+        value = data[at : at + 4] if flags == BRANCH else data[end : end + min(size, PAGE_BYTES)]
+        found.append((key, node_flags, value))
+    return found
+
+
+def overwrite(store: Path, page: int, what: str) -> None:
+    """Damage a page: `zeros`, `ones`, or `other`, which is the page before it."""
+    path = store / "data.mdb"
+    data = bytearray(path.read_bytes())
+    start = page * PAGE_BYTES
+    before = data[start - PAGE_BYTES : start]
+    new = {"zeros": bytes(PAGE_BYTES), "ones": b"\xff" * PAGE_BYTES, "other": before}[what]
+    data[start : start + PAGE_BYTES] = new
+    path.write_bytes(data)

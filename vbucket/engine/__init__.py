@@ -1,0 +1,1 @@
+"""The engine: documents and partitions in memory over log and store. Sans-IO."""

@@ -1,0 +1,1 @@
+"""Plain values: identifiers, entries, the collections manifest, the partition map. Pure."""

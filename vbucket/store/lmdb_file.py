@@ -1,0 +1,135 @@
+"""LMDB's data file, open for reading beside LMDB, and what is checked before LMDB opens it.
+
+Who calls it: `vbucket.store.environment_lmdb`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.lmdb_pages import (
+    META_BYTES,
+    PAGES_KEPT_MAX,
+    Meta,
+    Page,
+    PageReader,
+    is_meta,
+    read_meta,
+)
+
+DATA_FILE_NAME: Final = "data.mdb"
+
+
+class PageFile:
+    """A data file that is open for reading. It only grows; `reader` maps what there is more."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError."""
+        self.path = folder / DATA_FILE_NAME
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._view = memoryview(b"")
+        self._kept: dict[int, Page] = {}
+        self._map_all()
+
+    @property
+    def view(self) -> memoryview:
+        """All of the file, as long as it was when it was last looked at."""
+        return self._view
+
+    def close(self) -> None:
+        """Close the file; values that were read stay valid."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._view = memoryview(b"")
+            self._kept.clear()
+
+    def newest(self) -> Meta:
+        """Return the newest committed state. Raises StoreDamagedError."""
+        first = self._meta(0, 0)
+        second = self._meta(1, first.page_bytes)
+        if first.page_bytes != second.page_bytes:
+            raise self.damaged("its two meta pages differ in the size of a page")
+        return second if second.transaction > first.transaction else first
+
+    def state_of(self, transaction: int) -> Meta | None:
+        """Return the state that a transaction committed; None where a later one took its place."""
+        slot = transaction & 1
+        start = self._meta(0, 0).page_bytes if slot else 0
+        first, second = (self._meta(slot, start) for _ in range(2))
+        # One that is being written differs from itself.
+        return first if first == second and first.transaction == transaction else None
+
+    def reader(self, state: Meta) -> PageReader:
+        """Return a reader of a state."""
+        if (state.last_page + 1) * state.page_bytes > len(self._view):
+            self._map_all()
+        if len(self._kept) > PAGES_KEPT_MAX:
+            self._kept.clear()
+        return PageReader(self._view, state, self._kept)
+
+    def damaged(self, what: str) -> StoreDamagedError:
+        """Return the error that names the file."""
+        return StoreDamagedError(f"{self.path}: {what}; check the disk and restore a backup")
+
+    def is_ours(self) -> bool:
+        """Whether the file begins as LMDB's do; one that does not is something else."""
+        return any(is_meta(self._view[start:]) for start in (0, 4096, 16384, 65536))
+
+    def _meta(self, slot: int, start: int) -> Meta:
+        data = bytes(self._view[start : start + META_BYTES])
+        if len(data) < META_BYTES:
+            raise self.damaged(
+                f"it is cut short: it has {len(self._view)} bytes, and its meta page {slot} "
+                f"begins at {start}"
+            )
+        meta = read_meta(data, slot)
+        if meta is None:
+            raise self.damaged(f"its meta page {slot} is not what LMDB writes")
+        return meta
+
+    def _map_all(self) -> None:
+        """Map the file as long as it is now."""
+        size = os.fstat(self._fd).st_size
+        if size > len(self._view):
+            # The old map stays for as long as somebody has a value from it.
+            self._view = memoryview(mmap.mmap(self._fd, size, access=mmap.ACCESS_READ))
+
+
+def check_file(folder: Path) -> set[str] | None:
+    """Check what can be checked of a data file before LMDB maps it; return its tables.
+
+    Meta pages, the list of tables and the list of free pages are in order, and the file is as long
+    as its newest state needs. What that costs depends on the free pages, not on the data. None: the
+    file is not there or empty, or is none of LMDB's, which LMDB tells. Raises StoreDamagedError,
+    OSError.
+    """
+    path = folder / DATA_FILE_NAME
+    if not path.exists() or not path.stat().st_size:
+        return None
+    file = PageFile(folder)
+    try:
+        if len(file.view) >= META_BYTES and not file.is_ours():
+            return None
+        state = file.newest()
+        reader = file.reader(state)
+        pages = len(file.view) // state.page_bytes
+        missing = state.last_page + 1 - pages
+        try:
+            free = {number for number in reader.free_pages() if number >= pages}
+        except StoreDamagedError:
+            if missing <= 0:
+                raise
+            free = set()
+        # A page that a transaction takes and gives back is never written. Where it is the last
+        # one, the file of a store that is well is shorter than its pages.
+        if missing > len(free):
+            needed = (state.last_page + 1) * state.page_bytes
+            raise file.damaged(f"it is cut short: it has {len(file.view)} bytes of {needed}")
+        return reader.tables
+    finally:
+        file.close()

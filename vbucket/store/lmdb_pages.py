@@ -1,0 +1,494 @@
+"""LMDB's pages, read and checked without LMDB. Pure.
+
+LMDB trusts its pages. At a leaf that is none (a page of zeros, for one) a cursor that moves on ends
+the process with an assertion; a size that leads behind the file's end ends it with SIGBUS; a page
+with another page's content hides keys that are there, without a word. Here every page on the way
+is checked, and what is wrong is a StoreDamagedError that names the table, the key and the page.
+
+Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely. A look-up of one
+key that is there stays LMDB's, which takes a quarter of the time.
+
+Invariants
+- a reader is of one committed state, which somebody pins by a read transaction (or nobody writes):
+  its pages do not change. Pages that were looked at are kept, and compared when another state has
+  them, too;
+- a page has its own number, the type that belongs to its level, nodes within it, and its keys
+  ascend between those that led to it. So a way down never gets longer than the tree is deep, a way
+  along never comes back, and a key that is not found is not in the tree;
+- no byte is read behind the end of the file.
+
+What it cannot tell: a page of this table that is older than it should be (a write that the disk
+lost), and changed bytes in a value, for which records have checksums of their own.
+
+The format is that of LMDB 0.9 (data version 1), in the byte order of the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import lt
+from struct import Struct, unpack_from
+from typing import Final, NamedTuple
+
+import google_crc32c
+
+from vbucket.store.environment import Buffer, StoreDamagedError, place_of
+
+PAGES_KEPT_MAX: Final = 2048
+"""Pages whose keys are kept, at some 10 KiB each: the branches above five million keys."""
+METAS: Final = 2
+"""Meta pages: the first pages of a file. A transaction writes the one of its parity."""
+_MAGIC: Final = 0xBEEFC0DE
+_DATA_VERSION: Final = 1
+_BRANCH, _LEAF, _META = 1, 2, 8
+_BIG_VALUE: Final = 1
+_TABLE: Final = 2
+"""Flags of a node: its value is on pages of its own; it is a table's record."""
+_KINDS: Final = {_BRANCH: "branch", _LEAF: "leaf"}
+_NODES_MIN: Final = {_BRANCH: 2, _LEAF: 1}
+_NO_ROOT: Final = 2**64 - 1
+_DEPTH_MAX: Final = 32
+_PAGE_BYTES_MIN, _PAGE_BYTES_MAX = 256, 0x8000
+_HEADER: Final = Struct("=QHHHH")
+"""Page number, pad, flags, lower and upper end of the free space between slots and nodes."""
+_HEADER_BYTES: Final = _HEADER.size
+_NODE: Final = Struct("=IHH")
+"""Size of the value (of a branch: low bits of the child's number), flags (high bits), key size."""
+_NODE_BYTES: Final = _NODE.size
+_TREE: Final = Struct("=IHHQQQQQ")
+"""Pad (page size, in the free list's), flags, depth, branch, leaf and overflow pages, entries,
+root."""
+_META_BODY: Final = Struct("=II16x48s48sQQ")
+"""Magic, version, the trees of free pages and of tables, last page, transaction."""
+META_BYTES: Final = _HEADER_BYTES + _META_BODY.size
+_U64: Final = Struct("=Q")
+_page_number: Final = _U64.unpack_from
+_key_bytes: Final = Struct("=H").unpack_from
+_MAIN: Final = "(tables)"
+_FREE: Final = "(free pages)"
+_OUTSIDE: Final = "has nodes that are not within it"
+_crc32c = google_crc32c.value
+
+
+class Tree(NamedTuple):
+    """Where a table's pages begin."""
+
+    depth: int
+    root: int
+
+
+class Meta(NamedTuple):
+    """One committed state."""
+
+    transaction: int
+    last_page: int
+    page_bytes: int
+    free: Tree
+    main: Tree
+
+
+class Page:
+    """A page that was checked. Of a branch the first key is empty, whatever it says."""
+
+    __slots__ = ("children", "crc", "keys", "kind", "nodes", "seen")
+
+    def __init__(self, kind: int, crc: int, seen: int) -> None:
+        self.kind = kind
+        self.crc = crc
+        self.seen = seen
+        """The transaction of the state that it was last compared in."""
+        self.keys: list[bytes] = []
+        self.children: list[int] = []
+        self.nodes: list[tuple[int, int, int]] = []
+        """Of a leaf, for each value: its place in the page, size and flags."""
+
+    def fill(self, raw: bytes, slots: Sequence[int], *, is_ordered: bool) -> str:
+        """Take the nodes of a page; return what is wrong with them in words, "" if nothing is."""
+        nodes = [_NODE.unpack_from(raw, at) for at in slots]
+        ends = [at + _NODE_BYTES + node[2] for at, node in zip(slots, nodes, strict=True)]
+        self.keys = keys = [
+            raw[at + _NODE_BYTES : end] for at, end in zip(slots, ends, strict=True)
+        ]
+        if self.kind == _BRANCH:
+            keys[0] = b""
+            self.children = [low | flags << 32 for low, flags, _ in nodes]
+        else:
+            self.nodes = [
+                (end, size, flags) for end, (size, flags, _) in zip(ends, nodes, strict=True)
+            ]
+            ends = [
+                end + (_U64.size if flags & _BIG_VALUE else size) for end, size, flags in self.nodes
+            ]
+        if max(ends) > len(raw) or (self.kind == _LEAF and not keys[0]):
+            return _OUTSIDE
+        # Nodes begin at even places, and there is nothing between them.
+        if sum(end + (end & 1) for end in ends) - sum(slots) != len(raw) - min(slots):
+            return "has other nodes than those that fill it"
+        if is_ordered and not all(map(lt, keys, keys[1:])):
+            return "has keys that do not ascend"
+        return ""
+
+
+class _PageDamagedError(StoreDamagedError):
+    """A page is not in order by itself."""
+
+
+_Leaf = tuple[int, bytes, bytes | None]
+"""Page number of a leaf, and the bounds of its keys: low <= key < high."""
+
+
+class PageReader:
+    """`KvReader` over one committed state. Values are views into the map of the file.
+
+    All that reads raises StoreDamagedError.
+    """
+
+    def __init__(self, view: memoryview, state: Meta, kept: dict[int, Page] | None = None) -> None:
+        """`view` is the file; `kept` are pages of it that were looked at, in other states too."""
+        self._view = view
+        self._state = state
+        self._kept = {} if kept is None else kept
+        self._transaction = state.transaction
+        self._page_bytes = state.page_bytes
+        self._trees: dict[str, Tree] = {_MAIN: state.main}
+
+    @property
+    def tables(self) -> set[str]:
+        """The tables that are there; unknown ones too."""
+        return set(self._tables())
+
+    # -- KvReader ------------------------------------------------------------------------------
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """See KvReader."""
+        for found, value in self._beside(table, key):
+            if found == key:
+                return value
+        return None
+
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        """See KvReader."""
+        found = ((key, self.get(table, key)) for key in keys)
+        return [(key, bytes(value)) for key, value in found if value is not None]
+
+    def neighbours(self, table: str, key: bytes) -> list[tuple[bytes, Buffer]]:
+        """See KvReader: those in the page that the look-up ends in."""
+        found = self._beside(table, key)
+        if any(at == key for at, _ in found):
+            raise StoreDamagedError(
+                f"{place_of(table, key)} is there, and LMDB does not find it; check the disk and "
+                "restore a backup"
+            )
+        return found
+
+    def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        return next(self.range(table, key), None)
+
+    def last_at_or_before(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
+        """See KvReader."""
+        leaf = self._leaf_of(table, key)
+        if leaf is None:
+            return None
+        page = self._keys_of(table, key, leaf)
+        at = bisect_right(page.keys, key) - 1
+        if at < 0:
+            leaf = self._leaf_of(table, leaf[1], is_below=True) if leaf[1] else None
+            if leaf is None:
+                return None
+            page = self._keys_of(table, key, leaf)
+        found = page.keys[at]
+        return found, self._value(table, found, leaf[0], page.nodes[at])
+
+    def range(
+        self, table: str, start: bytes, stop: bytes | None = None
+    ) -> Iterator[tuple[bytes, Buffer]]:
+        """See KvReader."""
+        for number, page, low, high in self._leaves(table, start, stop):
+            keys, nodes = page.keys, page.nodes
+            for at in range(low, high):
+                yield keys[at], self._value(table, keys[at], number, nodes[at])
+
+    # -- what else callers want to know ----------------------------------------------------------
+
+    def check_range(self, table: str, start: bytes, stop: bytes | None = None) -> bytes | None:
+        """Check all pages that have keys of a range. Where the one behind them is damaged, return
+        the last key before that, b"" if there is none in the range; else None.
+        """
+        last = b""
+        for number, page, low, high in self._leaves(table, start, stop):
+            for at in range(low, high):
+                last = page.keys[at]
+                self._value(table, last, number, page.nodes[at])
+        try:
+            next(self._leaves(table, last + b"\0" if last else start, None), None)
+        except StoreDamagedError:
+            return last
+        return None
+
+    def free_pages(self) -> Iterator[int]:
+        """Yield the numbers of the pages that are free."""
+        depth, root = self._state.free
+        level = [] if root == _NO_ROOT else [root]
+        for _ in range(1, depth):
+            pages = [self._page(_FREE, b"", number, _BRANCH) for number in level]
+            level = [child for page in pages for child in page.children]
+        for number in level:
+            page = self._page(_FREE, b"", number, _LEAF)
+            for key, node in zip(page.keys, page.nodes, strict=True):
+                data = bytes(self._value(_FREE, key, number, node))
+                count = _U64.unpack_from(data)[0] if len(data) >= _U64.size else -1
+                if len(key) != _U64.size or len(data) != (count + 1) * _U64.size:
+                    raise self._damaged(_FREE, key, number, "has a list of a wrong size")
+                yield from unpack_from(f"={count}Q", data, _U64.size)
+
+    # -- ways through the tree -------------------------------------------------------------------
+
+    def _tree(self, table: str) -> Tree:
+        tree = self._trees.get(table)
+        if tree is None:
+            self._trees |= self._tables()
+            tree = self._trees.get(table)
+            if tree is None:
+                raise StoreDamagedError(
+                    f"the store has no table {table}; check the disk and restore a backup"
+                )
+        return tree
+
+    def _tables(self) -> dict[str, Tree]:
+        found: dict[str, Tree] = {}
+        for number, page, low, high in self._leaves(_MAIN, b"", None):
+            for at in range(low, high):
+                place, size, flags = page.nodes[at]
+                if flags != _TABLE or size != _TREE.size:
+                    raise self._damaged(_MAIN, page.keys[at], number, "has no table there")
+                start = number * self._page_bytes + place
+                name = page.keys[at].decode(errors="backslashreplace")
+                found[name] = _tree(bytes(self._view[start : start + size]))
+        return found
+
+    def _leaf_of(self, table: str, key: bytes, *, is_below: bool = False) -> _Leaf | None:
+        """Return the leaf where a key is, or would be; or the one that ends below it. None: the
+        table is empty.
+        """
+        depth, number = self._trees.get(table) or self._tree(table)
+        if number == _NO_ROOT:
+            return None
+        if not 0 < depth <= _DEPTH_MAX:
+            raise self._damaged(table, key, number, f"is the root of {depth} levels")
+        bisect = bisect_left if is_below else bisect_right
+        low = b""
+        high: bytes | None = None
+        for _ in range(1, depth):
+            page = self._page(table, key, number, _BRANCH)
+            keys = page.keys
+            if keys[1] < low or (high is not None and keys[-1] >= high):
+                raise self._misplaced(table, key, number)
+            after = bisect(keys, key)
+            if after < len(keys):
+                high = keys[after]
+            if after > 1:
+                low = keys[after - 1]
+            number = page.children[after - 1]
+        return number, low, high
+
+    def _leaves(
+        self, table: str, start: bytes, stop: bytes | None
+    ) -> Iterator[tuple[int, Page, int, int]]:
+        """Yield number and page of the leaves of a range, and which of their keys belong to it.
+
+        A leaf that can hold nothing of the range is not looked at.
+        """
+        key = start
+        while leaf := self._leaf_of(table, key):
+            page = self._keys_of(table, key, leaf)
+            low = bisect_left(page.keys, start) if key == start else 0
+            high = len(page.keys) if stop is None else bisect_left(page.keys, stop)
+            if key == start and not low:
+                self._check_before(table, leaf)
+            if low < high:
+                yield leaf[0], page, low, high
+            if leaf[2] is None:
+                return
+            if stop is not None and leaf[2] >= stop:
+                if high == len(page.keys):
+                    self._check_behind(table, leaf)
+                return
+            key = leaf[2]
+
+    def _beside(self, table: str, key: bytes) -> list[tuple[bytes, Buffer]]:
+        """Return a key with its value, if it is there, and the one before it in its page; else
+        what stands on both sides of where it would be.
+        """
+        leaf = self._leaf_of(table, key)
+        if leaf is None:
+            return []
+        number, lowest, highest = leaf
+        if len(self._kept) < PAGES_KEPT_MAX or number in self._kept:
+            page = self._keys_of(table, key, leaf)
+            keys = page.keys
+            at = bisect_left(keys, key)
+            found: list[tuple[bytes, Buffer]] = [
+                (keys[side], self._value(table, keys[side], number, page.nodes[side]))
+                for side in range(max(at - 1, 0), min(at + 1, len(keys)))
+            ]
+            self._check_sides(table, leaf, at, len(keys))
+            return found
+        # Look-ups come to all pages of a table. They are searched as they are.
+        raw, slots = self._raw(table, key, number, _LEAF)
+        at = bisect_left(slots, key, key=partial(_key_at, raw))
+        found = []
+        for slot in slots[max(at - 1, 0) : at + 1]:
+            size, flags, key_bytes = _NODE.unpack_from(raw, slot)
+            end = slot + _NODE_BYTES + key_bytes
+            there = raw[slot + _NODE_BYTES : end]
+            if there < lowest or (highest is not None and there >= highest):
+                raise self._misplaced(table, key, number)
+            if end + (_U64.size if flags & _BIG_VALUE else size) > len(raw):
+                raise self._damaged(table, key, number, _OUTSIDE)
+            found.append((there, self._value(table, there, number, (end, size, flags))))
+        self._check_sides(table, leaf, at, len(slots))
+        return found
+
+    def _check_sides(self, table: str, leaf: _Leaf, at: int, count: int) -> None:
+        """Check what a look-up goes by that ends at an edge of a page: the bounds of the page."""
+        if not at:
+            self._check_before(table, leaf)
+        elif at == count:
+            self._check_behind(table, leaf)
+
+    def _check_before(self, table: str, leaf: _Leaf) -> None:
+        """Check that the leaf before has no keys that belong into this one.
+
+        It may be damaged itself; then the bounds of this one are taken to be right.
+        """
+        with suppress(_PageDamagedError):
+            before = self._leaf_of(table, leaf[1], is_below=True) if leaf[1] else None
+            if before is not None:
+                self._keys_of(table, leaf[1], before)
+
+    def _check_behind(self, table: str, leaf: _Leaf) -> None:
+        """Do the same for the leaf behind."""
+        with suppress(_PageDamagedError):
+            behind = None if leaf[2] is None else self._leaf_of(table, leaf[2])
+            if behind is not None:
+                assert leaf[2] is not None
+                self._keys_of(table, leaf[2], behind)
+
+    # -- pages -----------------------------------------------------------------------------------
+
+    def _keys_of(self, table: str, key: bytes, leaf: _Leaf) -> Page:
+        """Return a leaf that is in order, and in its place."""
+        number, low, high = leaf
+        page = self._page(table, key, number, _LEAF)
+        keys = page.keys
+        if keys[0] < low or (high is not None and keys[-1] >= high):
+            raise self._misplaced(table, key, number)
+        return page
+
+    def _page(self, table: str, key: bytes, number: int, kind: int) -> Page:
+        """Return a page that is in order."""
+        page = self._kept.get(number)
+        if page is not None and page.seen == self._transaction and page.kind == kind:
+            return page
+        raw, slots = self._raw(table, key, number, kind)
+        crc = _crc32c(raw)
+        if page is not None and page.crc == crc and page.kind == kind:
+            page.seen = self._transaction
+            return page
+        page = Page(kind, crc, self._transaction)
+        if problem := page.fill(raw, slots, is_ordered=table != _FREE):
+            raise self._damaged(table, key, number, problem)
+        self._kept[number] = page
+        return page
+
+    def _raw(self, table: str, key: bytes, number: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
+        """Return a page's bytes, and where its nodes begin; its header is in order."""
+        start = number * self._page_bytes
+        stop = start + self._page_bytes
+        if not METAS <= number <= self._state.last_page or stop > len(self._view):
+            raise self._damaged(table, key, number, "is not in the file")
+        raw = bytes(self._view[start:stop])
+        own, _, flags, lower, upper = _HEADER.unpack_from(raw)
+        if own != number:
+            raise self._damaged(table, key, number, f"says that it is page {own}")
+        if flags != kind:
+            raise self._damaged(table, key, number, f"is no {_KINDS[kind]} (flags {flags})")
+        count = (lower - _HEADER_BYTES) // 2
+        if count < _NODES_MIN[kind]:
+            raise self._damaged(table, key, number, f"has {count} nodes")
+        if not lower <= upper <= len(raw) or lower & 1:
+            what = f"has its free space from {lower} to {upper}"
+            raise self._damaged(table, key, number, what)
+        slots = unpack_from(f"={count}H", raw, _HEADER_BYTES)
+        is_within = min(slots) == upper and max(slots) <= len(raw) - _NODE_BYTES
+        if not is_within or len(set(slots)) != count:
+            raise self._damaged(table, key, number, _OUTSIDE)
+        return raw, slots
+
+    def _value(self, table: str, key: bytes, number: int, node: tuple[int, int, int]) -> memoryview:
+        """Return a value of a leaf."""
+        place, size, flags = node
+        start = number * self._page_bytes + place
+        if not flags:
+            return self._view[start : start + size]
+        if flags != _BIG_VALUE:
+            raise self._damaged(table, key, number, f"has a node with the flags {flags}")
+        # What stands there is for the value's own checksum to tell.
+        (number,) = _page_number(self._view, start)
+        start = number * self._page_bytes + _HEADER_BYTES
+        if number > self._state.last_page or start + size > len(self._view):
+            raise self._damaged(table, key, number, "is not in the file, with its value")
+        return self._view[start : start + size]
+
+    def _damaged(self, table: str, key: bytes, number: int, what: str) -> _PageDamagedError:
+        return _PageDamagedError(_text(table, key, number, what))
+
+    def _misplaced(self, table: str, key: bytes, number: int) -> StoreDamagedError:
+        return StoreDamagedError(_text(table, key, number, "has keys that do not belong there"))
+
+
+def _text(table: str, key: bytes, number: int, what: str) -> str:
+    return (
+        f"{place_of(table, key)}: page {number} of the store's file {what}; check the disk and "
+        "restore a backup"
+    )
+
+
+def is_meta(data: memoryview) -> bool:
+    """Whether a page begins as the meta pages of this format do."""
+    words = (_MAGIC, _DATA_VERSION)
+    head = bytes(data[_HEADER_BYTES : _HEADER_BYTES + 8])
+    return head == b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+
+
+def read_meta(data: bytes, slot: int) -> Meta | None:
+    """Return what a meta page says, from its first META_BYTES; None where it is none of LMDB's."""
+    number, _, flags, _, _ = _HEADER.unpack_from(data)
+    magic, version, free, main, last_page, transaction = _META_BODY.unpack_from(data, _HEADER_BYTES)
+    page_bytes: int = _TREE.unpack(free)[0]
+    is_sound = (
+        number == slot
+        and flags & _META
+        and (magic, version) == (_MAGIC, _DATA_VERSION)
+        and (not transaction or transaction & 1 == slot)
+        and _PAGE_BYTES_MIN <= page_bytes <= _PAGE_BYTES_MAX
+        and not page_bytes & (page_bytes - 1)
+        and last_page >= METAS - 1
+    )
+    return Meta(transaction, last_page, page_bytes, _tree(free), _tree(main)) if is_sound else None
+
+
+def _tree(record: bytes) -> Tree:
+    _, _, depth, _, _, _, _, root = _TREE.unpack(record)
+    return Tree(depth, root)
+
+
+def _key_at(raw: bytes, slot: int) -> bytes:
+    at = slot + _NODE_BYTES
+    size: int = _key_bytes(raw, at - 2)[0]
+    return raw[at : at + size]

@@ -1,0 +1,1 @@
+"""What rewrites the store: the merge of log segments, compaction, and what history is kept."""
