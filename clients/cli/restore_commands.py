@@ -282,9 +282,8 @@ def _is_whole(plan: RestorePlan, report: RestoreReport | None) -> bool:
 
 def _complain(damages: list[Damage], broken: dict[str, str]) -> None:
     for path, what in broken.items():
-        click.echo(
-            f"dcpctl: damaged: {path}: {what}; the state is that of the runs before", err=True
-        )
+        text = f"dcpctl: damaged: {path}: {what}; the state is that of the runs before it"
+        click.echo(text, err=True)
     for damage in damages[:NAMED_MAX]:
         click.echo(f"dcpctl: damaged: {damage}", err=True)
     if len(damages) > NAMED_MAX:

@@ -1,26 +1,27 @@
 """An unattended attack on real servers, data folders and backup archives, from outside.
 
-    scripts/soak attack                           for ever, in cases; Ctrl-C prints the table
+    scripts/soak attack                           runs until Ctrl-C, then prints the table
     scripts/soak attack --minutes 30 --kinds damage,archive
-    scripts/soak attack --case 1000042            one case again
+    scripts/soak attack --case 1000042            repeats one case
 
-A case is made from its seed alone: its kind, and what is drawn for it. It attacks a server, and
-ends with checks of everything that was promised (`soak.attack.case` has the three ways to fail). A
-probe measures from another process how long a read, a NOOP and /livez go unanswered meanwhile.
+A case follows from its seed: its kind, and everything random in it. It attacks a server, then
+checks everything that the server has promised (`soak.attack.case` lists the three ways to fail).
+Meanwhile a probe in a process of its own measures how long a read, a NOOP and /livez stay
+unanswered.
 
     case.py       a case, and how it fails
     probe.py      the well-behaved client that measures
-    truth.py      what a server has answered, and has to hold
-    streams.py    what DCP streams show, from any position
-    load.py       writers that note each answer
+    truth.py      what a server has answered, and therefore has to hold
+    streams.py    what DCP streams send, from any position
+    load.py       a writer that records each answer
     harm.py       damage to files
-    run.py        the loop, its state file;  table.py: the result
+    run.py        the loop and its state file;  table.py: the result
 
     processes.py  kill, stall     SIGKILL, SIGSTOP
     disks.py      disk, map       a full disk, a full LMDB map
-    damage.py     damage          of every file of a data folder (folders.py makes them)
-    archives.py   archive         the same for backups
+    damage.py     damage          damaged files of a data folder (folders.py makes the folders)
+    archives.py   archive         damaged files of a backup archive
     crowds.py     crowd, logins   half-sent requests; floods of logins
     cas.py        cas             absurd CAS, revisions, seqnos, expiries
-    garbage.py    garbage         what is not the protocol
+    garbage.py    garbage         input that is not the protocol
 """

@@ -1,11 +1,13 @@
 """The kind `cas`: absurd numbers, wherever a client may send one.
 
 CAS and revisions by SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES; seqnos and versions in stream
-requests; expiries; all of it mixed with what ordinary clients do. Each is stored or refused.
-Afterwards, in every partition:
+requests; expiries; mixed with the requests of ordinary clients. Each is stored or refused; a CAS
+that is further ahead of the clock than `cas_drift_max` is refused, or replaced if the option
+FIT_META asks for that. Afterwards, in every partition:
 
-- normal writes work, and their CAS rises;
-- that is still so after a kill;
+- no document has a CAS beyond that bound;
+- normal writes work, and their CAS rises and stays within the bound;
+- both are still true after a kill;
 - a backup, restored into a fresh server, gives every document.
 """
 
@@ -17,9 +19,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from dcp.server.config.settings import Settings
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.message import (
+    FIT_META,
     PUT_FRAMES_REQUEST,
     U32,
     StreamRequest,
@@ -40,10 +44,12 @@ from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 CASES_PER_SERVER: Final = 6
 PARTITIONS: Final = 6
 YEAR_NS: Final = 365 * 86400 * 10**9
-CAS_BITS: Final = 63
-"""A CAS has 63 bits: one that a normal write gets must be one that a restore may keep."""
+DRIFT_NS: Final = int(Settings().cas_drift_max_s * 1e9)
+SLACK_NS: Final = 10**9
+"""Between the server's look at the clock and ours; changes at the bound add a nanosecond each."""
 SKIP: Final = 0x01
 """No conflict resolution."""
+REGENERATE_CAS: Final = 0x04
 META: Final = struct.Struct(">IIQQ")
 UNKNOWN: Final = 0xA4
 """ADD_WITH_META, which this server does not have."""
@@ -51,7 +57,7 @@ ANSWER_S: Final = 10.0
 
 
 class CasServer:
-    """A server, and what partitions have answered as their newest CAS."""
+    """A server, and the newest CAS that each partition has answered."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.server = AttackedServer(folder / "data", "--memtable-bytes", "1MiB")
@@ -80,23 +86,33 @@ def expiry(draw: random.Random) -> int:
     return draw.choice((0, 0, 0, 1, 30 * 86400, 30 * 86400 + 1, now - 5, now + 9, 2**31, 2**32 - 1))
 
 
-def with_meta(draw: random.Random, key: bytes) -> bytes:
-    """A SET_WITH_META or DEL_WITH_META, mostly well-formed."""
+def cas_limit() -> int:
+    """Return the highest CAS that a server takes or gives now."""
+    return time.time_ns() + DRIFT_NS + SLACK_NS
+
+
+def with_meta(draw: random.Random, key: bytes) -> tuple[bytes, bool]:
+    """Return a SET_WITH_META or DEL_WITH_META, mostly well-formed, and whether its CAS is too high
+    to be stored.
+    """
     opcode = draw.choice((Opcode.SET_WITH_META,) * 4 + (Opcode.DEL_WITH_META, UNKNOWN))
     rev = draw.choice((1, 2, 3, 1000, absurd(draw)))
-    extras = META.pack(draw.getrandbits(32), expiry(draw), rev, absurd(draw))
-    options = draw.choice((None, 0, SKIP, SKIP, SKIP | 4, 0x10, 0xFFFF_FFFF))
+    own_cas = absurd(draw)
+    extras = META.pack(draw.getrandbits(32), expiry(draw), rev, own_cas)
+    options = draw.choice((None, 0, SKIP, SKIP, SKIP | REGENERATE_CAS, 0x10, 0xFFFF_FFFF))
     if options is not None:
         extras += U32.pack(options)
     if draw.random() < 0.1:
         extras += struct.pack(">H", draw.choice((0, 3, 65535)))
     value = b"" if opcode == Opcode.DEL_WITH_META else b"meta-%d" % draw.getrandbits(30)
     cas = absurd(draw) if draw.random() < 0.1 else 0
-    return pack_request(opcode, key=key, value=value, extras=extras, vb_id=vbucket_of(key), cas=cas)
+    vb_id = vbucket_of(key)
+    packet = pack_request(opcode, key=key, value=value, extras=extras, vb_id=vb_id, cas=cas)
+    return packet, own_cas > cas_limit() and not (options or 0) & (FIT_META | REGENERATE_CAS)
 
 
 def put_frames(draw: random.Random, keys: list[bytes]) -> bytes:
-    """An X_PUT_FRAMES of some changes of one partition."""
+    """Return an X_PUT_FRAMES of some changes of one partition."""
     vb_id = vbucket_of(draw.choice(keys))
     frames = []
     for key in draw.sample(keys, min(len(keys), 8)):
@@ -112,14 +128,14 @@ def put_frames(draw: random.Random, keys: list[bytes]) -> bytes:
         frames.append(entry[PREFIX_BYTES:])
     sizes = b"".join(U32.pack(len(frame) - 24) for frame in frames)
     count = len(frames) if draw.random() < 0.95 else 2**32 - 1
-    extras = PUT_FRAMES_REQUEST.pack(draw.choice((0, SKIP)), count)
+    extras = PUT_FRAMES_REQUEST.pack(draw.choice((0, SKIP, FIT_META, SKIP | FIT_META)), count)
     return pack_request(
         Opcode.X_PUT_FRAMES, extras=extras, value=sizes + b"".join(frames), vb_id=vb_id
     )
 
 
 def ordinary(draw: random.Random, key: bytes) -> bytes:
-    """What clients do, with an absurd number now and then."""
+    """Return an ordinary request, now and then with an absurd number."""
     vb_id = vbucket_of(key)
     what = draw.randrange(5)
     if what == 0:
@@ -143,10 +159,10 @@ U64_2: Final = struct.Struct(">Q")
 
 
 def send_absurd(case: Case, shared: CasServer) -> None:
-    """Send all of it; each is answered."""
+    """Send absurd requests; each is answered."""
     draw, port = case.draw, shared.server.port
     stored = refused = 0
-    collections = (Feature.XERROR, Feature.COLLECTIONS, Feature.X_PUT_FRAMES)
+    collections = (Feature.XERROR, Feature.COLLECTIONS, Feature.X_PUT_FRAMES, Feature.X_FIT_META)
     with RawClient(port) as plain, RawClient(port) as frames:
         hello = b"".join(int(feature).to_bytes(2, "big") for feature in collections)
         case.demand(frames.ask(Opcode.HELLO, value=hello).value == hello, Fault.BROKEN, "HELLO")
@@ -154,21 +170,24 @@ def send_absurd(case: Case, shared: CasServer) -> None:
             key = draw.choice(shared.keys)
             what = draw.random()
             client = frames if what < 0.25 else plain
+            is_too_high = False
             if what < 0.25:
                 packet = put_frames(draw, shared.keys)
             elif what < 0.7:
-                packet = with_meta(draw, key)
+                packet, is_too_high = with_meta(draw, key)
             else:
                 packet = ordinary(draw, key)
             client.send(packet)
             frame = receive(client)
+            if is_too_high and not frame.status:
+                case.find(Fault.WRONG, f"a CAS beyond cas_drift_max was stored: {packet.hex()}")
             refused += bool(frame.status)
             stored += not frame.status
     case.note(f"{stored} taken, {refused} refused")
 
 
 def ask_absurd_streams(case: Case, shared: CasServer) -> None:
-    """Stream requests with absurd numbers are answered, and the next one is too."""
+    """Stream requests with absurd numbers are answered, and so is the next one."""
     draw = case.draw
     with RawClient(shared.server.port) as client:
         assert not client.ask(Opcode.SELECT_BUCKET, key=b"default").status
@@ -190,7 +209,7 @@ def ask_absurd_streams(case: Case, shared: CasServer) -> None:
 
 
 def check_writes(case: Case, shared: CasServer) -> None:
-    """In every partition normal writes work, and their CAS rises."""
+    """In every partition normal writes work, and their CAS rises and stays within the bound."""
     with RawClient(shared.server.port) as client:
         for vb_id in shared.vb_ids:
             for key in keys_in([vb_id], 3, b"after"):
@@ -203,8 +222,8 @@ def check_writes(case: Case, shared: CasServer) -> None:
                 before = shared.cas.get(vb_id, 0)
                 text = f"{where} got CAS {frame.cas} after {before}"
                 case.demand(frame.cas > before, Fault.WRONG, text)
-                text = f"{where} got CAS {frame.cas}, which no restore can keep"
-                case.demand(frame.cas < 1 << CAS_BITS, Fault.WRONG, text)
+                text = f"{where} got CAS {frame.cas}, which is too far ahead of the clock"
+                case.demand(frame.cas <= cas_limit(), Fault.WRONG, text)
                 shared.cas[vb_id] = frame.cas
                 back = client.ask(Opcode.GET, key=key, vb_id=vb_id)
                 is_right = (back.value, back.cas) == (b"%d" % shared.number, frame.cas)
@@ -212,7 +231,7 @@ def check_writes(case: Case, shared: CasServer) -> None:
 
 
 def documents(shared: CasServer, port: int) -> dict[bytes, tuple[bytes, int, bytes]]:
-    """Return value, CAS and flags of what is there."""
+    """Return value, CAS and flags of all documents."""
     keys = [*shared.keys, *(b"n" + key for key in shared.keys)]
     keys += [key for vb_id in shared.vb_ids for key in keys_in([vb_id], 3, b"after")]
     with RawClient(port) as client:
@@ -227,8 +246,10 @@ def documents(shared: CasServer, port: int) -> dict[bytes, tuple[bytes, int, byt
 
 
 def check_restore(case: Case, shared: CasServer) -> None:
-    """What a backup holds comes back into a fresh server."""
+    """A backup comes back into a fresh server with every document."""
     before = documents(shared, shared.server.port)
+    high = [f"{key!r} has CAS {item[1]}" for key, item in before.items() if item[1] > cas_limit()]
+    case.demand(not high, Fault.WRONG, f"too far ahead of the clock: {high[:3]}")
     archive = case.folder / "archive"
     at = ("--server", shared.server.address, "backup", "run", "--archive", archive)
     dcpctl(*at).check()
@@ -240,7 +261,7 @@ def check_restore(case: Case, shared: CasServer) -> None:
         text = f"the restore ended with {told.code}: {told.text[-600:]}"
         case.demand(not told.code, Fault.WRONG, text)
         found = documents(shared, fresh.port)
-        # What expires meanwhile is not there in the end.
+        # Documents that expire meanwhile do not count.
         after = documents(shared, shared.server.port)
         wanted = {key: item for key, item in before.items() if after.get(key) == item}
         other = sorted(key for key, item in wanted.items() if found.get(key) != item)

@@ -1,11 +1,11 @@
-"""One case of an attack: what is drawn for it, what it may use, and how it fails.
+"""One case of an attack: its random numbers, what it may use, and how it fails.
 
 A case fails with one of three faults:
 
-- WRONG: an answer that is not true. A document that was stored and is not there, or has another
-  value; a consumer that was told OK and holds something else; a login that should not succeed.
-- UNNAMED: data is damaged and refused, but nothing says so, or nothing says where.
-- BROKEN: a process that ends by a signal or with a traceback, or something unanswered for longer
+- WRONG: an answer is not true. A stored document is missing or has another value; a consumer was
+  told OK and holds something else; a login succeeded that should not.
+- UNNAMED: data is damaged, and nothing says so, or nothing says where.
+- BROKEN: a process ended by a signal or with a traceback, or something stayed unanswered for longer
   than HANG_S.
 """
 
@@ -22,7 +22,7 @@ from soak.attack.probe import NAMES, Measured, Probe, Watched
 from support.server import DcpdProcess
 
 HANG_S: Final = 10.0
-"""An answer that takes longer is one that does not come, on a machine that others use as well."""
+"""A longer wait counts as a hang. The machine may be busy with other work."""
 
 
 class Fault(StrEnum):
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 class AttackError(AssertionError):
-    """A promise was broken; ends the case."""
+    """A promise was broken. It ends the case."""
 
     def __init__(self, fault: Fault, text: str) -> None:
         super().__init__(text)
@@ -53,7 +53,7 @@ class NotRunError(Exception):
 
 
 class Closing(Protocol):
-    """Something that several cases share."""
+    """Something that several cases share, and that is closed after the last of them."""
 
     def close(self) -> None: ...
 
@@ -62,9 +62,9 @@ Shared = TypeVar("Shared", bound=Closing)
 
 
 class Stage:
-    """What cases share: the probe, and things that are made once for several of them.
+    """What cases share: the probe, and servers or folders that are made once for several cases.
 
-    `is_short`: cases take as little time as they can.
+    `is_short`: cases take as little time as possible.
     """
 
     def __init__(self, folder: Path, probe: Probe, *, is_short: bool = False) -> None:
@@ -76,7 +76,7 @@ class Stage:
     def shared(
         self, name: str, number: int, make: Callable[[Path, random.Random], Shared]
     ) -> Shared:
-        """Return the thing of this name and number; made when it is another one than before.
+        """Return the shared thing of this name and number; make it if the number is a new one.
 
         It is made from its number alone, in a folder of its own.
         """
@@ -91,7 +91,7 @@ class Stage:
         return found[2]  # type: ignore[return-value]
 
     def drop(self, name: str, *, keep: bool = False) -> Path | None:
-        """Close a shared thing; its folder goes with it, unless it is kept: then it is returned."""
+        """Close a shared thing and remove its folder; with `keep` return the folder instead."""
         found = self._shared.pop(name, None)
         if found is None:
             return None
@@ -118,12 +118,12 @@ class Case:
         self.folder = folder
         self.stage = stage
         self.findings: list[Finding] = []
-        self.documented = ""
-        """A loss that the documentation says cannot be noticed, in words."""
+        self.documented: list[str] = []
+        """Limits named in the documentation that the case has met."""
         self.uses: list[str] = []
         """Shared things that the case works on."""
         self.measured = Measured(dict.fromkeys(NAMES, 0.0), [])
-        """What the probe has measured by now."""
+        """What the probe has measured so far."""
         self._notes: list[str] = []
 
     @property
@@ -132,56 +132,56 @@ class Case:
 
     @property
     def words(self) -> str:
-        """What was drawn, in words."""
+        """What was drawn and what happened, in words."""
         return ", ".join(self._notes)
 
     def note(self, text: str) -> None:
-        """Say what was drawn."""
+        """Add to `words`."""
         self._notes.append(text)
 
     def seconds(self, least: float, most: float) -> float:
-        """Draw a time; a short case takes the least."""
+        """Draw a duration; a short case takes the least."""
         drawn = self.draw.uniform(least, most)
         return least if self.is_short else drawn
 
     def watch(self, watched: Watched) -> None:
-        """A server is up from now on: let the probe ask it."""
+        """Let the probe ask a server, which stays up until `rest`."""
         self.rest()
         self.stage.probe.watch(watched)
 
     def rest(self) -> None:
-        """The server may go from now on."""
+        """Stop the probe: from now on the server may go away."""
         worst_s, troubles = self.stage.probe.rest()
         self.measured.troubles.extend(troubles)
         for name, seconds in worst_s.items():
             self.measured.worst_s[name] = max(self.measured.worst_s[name], seconds)
 
     def find(self, fault: Fault, text: str) -> None:
-        """Note that something is wrong, and go on."""
+        """Record a fault, and go on."""
         finding = Finding(fault, text)
         if finding not in self.findings:
             self.findings.append(finding)
 
     def demand(self, is_so: object, fault: Fault, text: str) -> None:
-        """Raise AttackError unless something is so."""
+        """Raise AttackError unless `is_so`."""
         if not is_so:
             raise AttackError(fault, text)
 
     def share(self, name: str, cases: int, make: Callable[[Path, random.Random], Shared]) -> Shared:
-        """Return a thing that so many neighbouring seeds share."""
+        """Return a shared thing: one for each `cases` neighbouring seeds."""
         self.uses.append(name)
         return self.stage.shared(name, self.seed // cases, make)
 
 
 class AttackedServer(DcpdProcess):
-    """A server whose log is looked through for faults of the program."""
+    """A server whose log is searched for tracebacks."""
 
     def __init__(self, data: Path, *arguments: str) -> None:
         super().__init__(data, *arguments)
         self._looked_at = 0
 
     def said(self) -> str:
-        """Return what the server has logged since this was asked last."""
+        """Return what the server has logged since the last call."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open(errors="replace") as file:
@@ -191,7 +191,7 @@ class AttackedServer(DcpdProcess):
         return text
 
     def check(self, case: Case) -> None:
-        """Demand that the server runs and has logged no fault of the program."""
+        """Demand that the server runs and has logged no traceback."""
         text = self.said()
         if trouble := traceback_in(text):
             case.find(Fault.BROKEN, f"the server logged a traceback: {trouble}")
@@ -201,7 +201,7 @@ class AttackedServer(DcpdProcess):
             raise AttackError(Fault.BROKEN, f"the server ended with {code}: {text[-400:]!r}")
 
     def close(self) -> None:
-        """End it, whatever state it is in."""
+        """Kill it if it runs."""
         if self._process is not None:
             self.kill()
 

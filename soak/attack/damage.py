@@ -1,16 +1,14 @@
 """The kind `damage`: one file of a stopped data folder is damaged, then checked, then served.
 
-What may come of it
+What may happen
 - the server refuses to start and names the file and the place;
 - it starts, and every read of every document, by GET and by a stream from the beginning or from a
   saved position, gives the right value or an error, and `dcpctl verify` names the damage;
-- nothing: the damage had no effect.
+- nothing, because the damage has no effect.
 
-What the documentation says cannot be noticed by a server is told apart (`Case.documented`): a key
-reported as absent because LMDB's tree is damaged, where `dcpctl verify` names that.
-
-After a refusal for the log, `--accept-log-loss` has to name all that it gives up, and to roll back
-every consumer that has seen it.
+Where a refusal names a page of the store's file, it must be one that was damaged: other pages are
+served as before. After a refusal because of the log, `--accept-log-loss` has to name everything
+that it gives up, and to roll back every consumer that has seen it.
 """
 
 from __future__ import annotations
@@ -48,15 +46,21 @@ from vbucket.model.ids import vbucket_of
 CASES_PER_FOLDER: Final = 40
 ACCEPT: Final = "--accept-log-loss"
 _SEGMENT: Final = re.compile(r"log/0*(\d+)\.log\Z")
+DATA: Final = "store/data.mdb"
+USERS: Final = "users.json"
 _MAY_CHANGE: Final = frozenset({"lock", "store/lock.mdb", "audit.log"})
 """Files that a refused start may write to."""
+_PAGE: Final = re.compile(r"\bpage (\d+)")
+_IN_PLACE: Final = frozenset({"flip", "zero", "noise"})
+"""Harm that leaves the bytes around it where they were."""
+NO_USERS: Final = "a missing users.json means that there are no users"
 
 
 class Verdict(NamedTuple):
-    """What `dcpctl verify` made of a folder."""
+    """What `dcpctl verify` said about a folder."""
 
     code: int
-    """0 nothing is wrong, 1 something is, 2 it cannot be checked."""
+    """0 nothing is wrong, 1 something is wrong, 2 the folder cannot be checked."""
     kinds: frozenset[str]
 
 
@@ -80,7 +84,7 @@ def run(case: Case) -> None:
 
 
 def verify(case: Case, folder: Path) -> Verdict:
-    """Run `dcpctl verify`, which may change nothing."""
+    """Run `dcpctl verify`, which must not change anything."""
     before = contents(folder)
     told: Told = dcpctl("verify", "-o", "json", folder)
     case.demand(contents(folder) == before, Fault.BROKEN, "dcpctl verify changed the folder")
@@ -96,7 +100,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def names_of(path: str) -> list[str]:
-    """Return how a text may name a damaged file."""
+    """Return the words that name a damaged file."""
     if found := _SEGMENT.search(path):
         return [Path(path).name, f"segment {found[1]}"]
     words = [path, Path(path).name, *Path(path).parts[:1]]
@@ -127,7 +131,11 @@ class _Attack:
         after = contents(self.server.data)
         changed = {name for name in before | after if before.get(name) != after.get(name)}
         changed -= _MAY_CHANGE
+        if not before.get(DATA):
+            changed.discard(DATA)  # LMDB makes an empty one where there is none
         self.case.demand(not changed, Fault.BROKEN, f"a refused start changed {sorted(changed)}")
+        is_cut = self.harm.path == DATA and self.harm.kind == "cut"
+        self.case.demand(self.verdict.code or not is_cut, Fault.UNNAMED, "verify: not cut short")
         is_checked = self.harm.path.startswith(("log", "store"))
         if is_checked and not self.verdict.code:
             text = f"verify names nothing, but the server refuses: {refusal!r}"
@@ -180,17 +188,20 @@ class _Attack:
             self.missing(f"GET says that {some_of(reading.missing)} are not there")
         if reading.refused:
             self.refused("GETs", reading.refused)
+            part = len(reading.refused) / len(self.history.keys)
+            self.case.note(f"{100 * part:.0f}% of GETs refused")
 
     def missing(self, text: str) -> None:
-        """Documents are not there: documented for a damaged tree that verify names."""
-        if self.harm.path.startswith("store") and self.verdict.code == 1:
-            self.case.documented = text
-        else:
-            self.case.demand(False, Fault.WRONG, text)
+        self.case.demand(False, Fault.WRONG, text)
 
     def refused(self, what: str, refusals: Mapping[Any, str]) -> None:
-        """Something was refused: verify has to know why."""
+        """Something was refused: verify has to name the cause."""
         place, words = next(iter(refusals.items()))
+        if self.harm.path == DATA and self.harm.kind in _IN_PLACE:
+            named = {int(page) for text in refusals.values() for page in _PAGE.findall(text)}
+            others = named - self.harm.pages
+            text = f"{what} are refused for pages {sorted(others)}, which were not damaged"
+            self.case.demand(not others, Fault.UNNAMED, text)
         if not self.verdict.code:
             text = f"verify names nothing, but {what} are refused: {place!r}: {words}"
             self.case.find(Fault.UNNAMED, text)
@@ -238,7 +249,7 @@ class _Attack:
     # -- users ---------------------------------------------------------------------------------
 
     def check_logins(self) -> None:
-        """Who could log in still can, with the same rights, and nobody else."""
+        """Users can log in with the same rights as before, and nobody else can."""
         key = next(iter(self.history.keys))
         for name, password in PASSWORDS.items():
             with RawClient(self.server.port) as client:
@@ -257,6 +268,9 @@ class _Attack:
                 self.login_differs(has_more, f"{name} may read everything")
 
     def login_differs(self, is_other: object, text: str) -> None:
+        if is_other and (self.harm.path, self.harm.kind) == (USERS, "remove"):
+            self.case.documented.append(NO_USERS)
+            return
         self.case.demand(not is_other, Fault.UNNAMED, f"nothing says why {text}")
 
     # -- going on ------------------------------------------------------------------------------
@@ -293,7 +307,8 @@ class _Attack:
     # -- giving up a part of the log -------------------------------------------------------------
 
     def accept_loss(self) -> None:
-        """What is lost is named; what is left is a beginning; who saw more rolls back."""
+        """Lost seqnos are named, what is left is a prefix, and consumers that saw more roll
+        back."""
         refusal = self.start(ACCEPT)
         if refusal:
             self.case.note("refused again")
@@ -314,7 +329,7 @@ class _Attack:
         for vb_id, followed in late.items():
             if ends[vb_id] < self.made.late[vb_id].seqno:
                 back = followed.rollback_to
-                text = f"vb {vb_id}: who saw lost seqnos was told {vars(followed)}"
+                text = f"vb {vb_id}: a consumer that saw lost seqnos was told {vars(followed)}"
                 self.case.demand(back is not None and back <= ends[vb_id], Fault.WRONG, text)
         self.server.check(self.case)
         self.case.rest()

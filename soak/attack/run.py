@@ -1,9 +1,9 @@
-"""The loop over cases, and the file that a run goes on from.
+"""The loop over cases, and the state file that a later run continues from.
 
     {"seed", "next": number of the next case, "tallies": {kind: ...}, "failures": [...]}
 
-The file is replaced after each case. A case that is interrupted counts as not run. A failed case is
-noted with its seed, its reason and its folder, which is kept; the run goes on.
+The file is replaced after each case. An interrupted case counts as not run. A failed case is
+recorded with its seed, its reason and its folders, which are kept; the run goes on.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from soak.attack.table import Tally, from_document, table, to_document
 from soak.kill_writer import KillLoopError
 
 REASON_CHARS: Final = 400
-"""Of a failure that is printed; the state file has all of it."""
+"""So much of a failure's reason is printed; the state file has all of it."""
 SEEDS_PER_RUN: Final = 1_000_000
 FOLDER: Final = ".soak-attack"
-"""Where cases work, and what failed ones leave stays."""
+"""Where cases work. Folders of failed cases are kept there."""
 KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "kill": (2, processes.kill),
     "stall": (2, processes.stall),
@@ -46,11 +46,11 @@ KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "cas": (1, cas.run),
     "garbage": (2, garbage.run),
 }
-"""Kind -> how often, and what runs a case of it."""
+"""Kind -> its weight, and what runs a case of it."""
 
 
 class Outcome:
-    """What came of one case."""
+    """The outcome of one case."""
 
     def __init__(self, case: Case, seconds: float) -> None:
         self.case = case
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line; "" where it passed."""
+        """Why it failed, in one line; "" if it passed."""
         return "; ".join(f"{one.fault}: {one.text}" for one in self.case.findings).replace(
             "\n", " "
         )
@@ -69,7 +69,7 @@ class Outcome:
         faults = {str(finding.fault): 0 for finding in self.case.findings}
         for finding in self.case.findings:
             faults[str(finding.fault)] += 1
-        return Tally(1, faults, self.measured.worst_s, int(bool(self.case.documented)))
+        return Tally(1, faults, self.measured.worst_s, dict.fromkeys(self.case.documented, 1))
 
 
 def kind_of(seed: int) -> str:
@@ -100,7 +100,7 @@ def run_case(seed: int, stage: Stage, kind: str | None = None) -> Outcome:
         case.find(Fault.BROKEN, f"no answer in time: {last_place(error)}")
     except ServerStartError as error:
         case.find(Fault.BROKEN, f"the server did not start: {error}"[-700:])
-    except (AssertionError, OSError, DcpdError) as error:
+    except (AssertionError, OSError, DcpdError, subprocess.SubprocessError) as error:
         text = f"{type(error).__name__}: {error} {last_place(error)}"
         (folder / "traceback.txt").write_text(traceback.format_exc())
         case.find(Fault.BROKEN, text[:700])
@@ -120,14 +120,14 @@ def judge_probe(case: Case, measured: Measured) -> None:
 
 
 def last_place(error: BaseException) -> str:
-    """Return where an exception came from, the innermost line of our own."""
+    """Return where an exception came from: the innermost line within this package."""
     rows = traceback.extract_tb(error.__traceback__)
     rows = [row for row in rows if Path(row.filename).parent == Path(__file__).parent] or rows
     return f"({Path(rows[-1].filename).name}:{rows[-1].lineno})" if rows else ""
 
 
 def tidy(outcome: Outcome, stage: Stage) -> None:
-    """Remove what a case that passed leaves; keep the folders of one that failed."""
+    """Remove the folder of a case that passed; keep those of one that failed."""
     case = outcome.case
     if not case.findings:
         shutil.rmtree(case.folder, ignore_errors=True)
@@ -170,7 +170,7 @@ class Run:
         new.replace(self._path)
 
     def step(self, stage: Stage) -> Outcome | None:
-        """Run the next case; None where its kind is not wanted or cannot run."""
+        """Run the next case; return None if its kind is not wanted or cannot run."""
         seed = self.seed * SEEDS_PER_RUN + self.next
         kind = kind_of(seed)
         outcome = None
@@ -210,7 +210,7 @@ def said(outcome: Outcome) -> str:
     case = outcome.case
     worst = " ".join(f"{name} {1000 * s:.0f}" for name, s in outcome.measured.worst_s.items())
     verdict = f"FAILED: {outcome.reason:.{REASON_CHARS}}" if case.findings else "ok"
-    more = f" [documented: {case.documented}]" if case.documented else ""
+    more = f" [documented: {'; '.join(case.documented)}]" if case.documented else ""
     return (
         f"{case.seed} {case.kind:8} {outcome.seconds:5.1f} s  {worst} ms  {case.words}: {verdict}"
         f"{more}"
@@ -219,7 +219,7 @@ def said(outcome: Outcome) -> str:
 
 @contextmanager
 def on_stage(folder: Path | None, *, is_short: bool = False) -> Iterator[Stage]:
-    """Make what cases need; folders of failed cases stay."""
+    """Make what cases share; close it afterwards."""
     place = folder or Path(FOLDER)
     place.mkdir(parents=True, exist_ok=True)
     logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # not every lost server
@@ -242,7 +242,7 @@ def attack(
     cases: int | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Run cases until there were so many, over all runs, or for so long; return the exit code."""
+    """Run cases for `minutes`, or until there are `cases` over all runs; return the exit code."""
     run = Run(state_path, seed, kinds)
     until_s = None if minutes is None else time.monotonic() + 60 * minutes
     with on_stage(folder) as stage:
@@ -255,14 +255,14 @@ def attack(
                 if outcome := run.step(stage):
                     print(said(outcome), flush=True)
         except KeyboardInterrupt:
-            print("\nstopped: the same command goes on with the case that was under way")
+            print("\nstopped: the same command continues with the interrupted case")
     run.save()
     print(run.report())
     return 1 if run.failures else 0
 
 
 def attack_once(seed: int, folder: Path | None = None) -> int:
-    """Run one case again; return the exit code."""
+    """Repeat one case; return the exit code."""
     with on_stage(folder) as stage:
         outcome = run_case(seed, stage)
     print(said(outcome))

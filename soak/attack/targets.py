@@ -1,8 +1,7 @@
-"""A server that several cases attack one after the other, with documents that nobody may change.
+"""A server that several cases share, with documents that no attack may change.
 
-It has TLS ports, small bounds, and three users: root may do everything, noisy what it likes with
-keys that the documents do not begin with, and prober, which the probe logs in as, may read and
-stream.
+It has TLS ports, small limits, and three users: `root` may do everything, `noisy` may read and
+write keys with prefixes that no document has, and `prober`, the probe's user, may read and stream.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Called by `dcp.server.access.users`.
 
-    {"format_version": 3, "crc32c": ..., "decoy_key": ..., "users": {NAME: {"scram":
-     {MECHANISM: keys}, "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"},
-     ...]}}}}
+    {"format_version": 3, "crc32c": ..., "decoy_key": ..., "users": {NAME: {
+     "scram": {MECHANISM: keys},
+     "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
 A scope without prefix and collection is everything. The checksum covers `decoy_key` and `users`:
 without it a flipped bit would lock a user out, or change what they may do, and nothing would say
