@@ -1,9 +1,9 @@
 """The kind `cas`: absurd numbers, wherever a client may send one.
 
 CAS and revisions by SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES; seqnos and versions in stream
-requests; expiries; mixed with the requests of ordinary clients. Each is stored or refused; a CAS
-that is further ahead of the clock than `cas_drift_max` is refused, or replaced if the option
-FIT_META asks for that. Afterwards, in every partition:
+requests; expiries; mixed with the requests of ordinary clients. Each is stored or refused. A CAS
+further ahead of the clock than `cas_drift_max` is refused, or replaced where the option FIT_META
+asks for it. Afterwards, in every partition:
 
 - no document has a CAS beyond that bound;
 - normal writes work, and their CAS rises and stays within the bound;

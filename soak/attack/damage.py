@@ -199,7 +199,7 @@ class _Attack:
         place, words = next(iter(refusals.items()))
         if self.harm.path == DATA and self.harm.kind in _IN_PLACE:
             named = {int(page) for text in refusals.values() for page in _PAGE.findall(text)}
-            others = named - self.harm.pages
+            others = named - set(self.harm.pages)
             text = f"{what} are refused for pages {sorted(others)}, which were not damaged"
             self.case.demand(not others, Fault.UNNAMED, text)
         if not self.verdict.code:
@@ -307,8 +307,7 @@ class _Attack:
     # -- giving up a part of the log -------------------------------------------------------------
 
     def accept_loss(self) -> None:
-        """Lost seqnos are named, what is left is a prefix, and consumers that saw more roll
-        back."""
+        """Lost seqnos are named, a prefix is left, and consumers that saw more roll back."""
         refusal = self.start(ACCEPT)
         if refusal:
             self.case.note("refused again")

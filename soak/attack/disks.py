@@ -12,7 +12,7 @@ server's own data or by another file. Then one or several of these happen:
 process cannot get more address space for a while either.
 
 What must hold: refusals name the cause, reads go on, no answered change is lost, and writes go on
-by themselves once there is room.
+once there is room, without a restart.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ NO_ROOM: Final = ("No space left", "disk is full", "there is room")
 GET_WAITS: Final = "on a full disk a GET waits if its partition has a change that waits"
 REASONS: Final = frozenset({"log_full", "store_behind", "read_only"})
 MORE_MEBIBYTES: Final = 100
-"""By so much the disk grows: what the other file took may not be enough after the data has
-grown."""
+"""So much larger the disk becomes: room enough, although the data has grown meanwhile."""
 MAP_BYTES: Final = 64 << 20
 """The smallest map that the server takes."""
 
