@@ -73,15 +73,17 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
-    attackers = commands.add_parser("attack", help="an attack from outside, of many kinds")
-    attackers.add_argument("--minutes", type=float, help="end after so long")
-    attackers.add_argument("--cases", type=int, help="end after so many cases, over all runs")
-    attackers.add_argument("--seed", type=int, help="of the run; another one begins anew")
+    attackers = commands.add_parser(
+        "attack", help="kills, stalls, full disks, damage, floods and garbage, in random cases"
+    )
+    attackers.add_argument("--minutes", type=float, help="stop after this time")
+    attackers.add_argument("--cases", type=int, help="stop at this many cases, over all runs")
+    attackers.add_argument("--seed", type=int, help="of the run; a new seed begins a new run")
     attackers.add_argument("--kinds", type=lambda text: text.split(","), default=[],
-                           help=f"some of {','.join(attacking.KINDS)}")  # fmt: skip
-    attackers.add_argument("--case", type=int, metavar="SEED", help="run this one again")
+                           help=f"only these of {','.join(attacking.KINDS)}")  # fmt: skip
+    attackers.add_argument("--case", type=int, metavar="SEED", help="repeat one case")
     attackers.add_argument("--state", type=Path, default=Path(".soak-attack.json"))
-    attackers.add_argument("--folder", type=Path, help="where cases work, and failed ones stay")
+    attackers.add_argument("--folder", type=Path, help="where cases work and failed ones are kept")
     arguments = parser.parse_args()
     if arguments.command == "attack":
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():

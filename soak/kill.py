@@ -137,7 +137,8 @@ class Life:
             self._truth.resume(resumed["truth"])
             for writer, document in zip(self.writers, resumed["writers"], strict=True):
                 writer.resume(document)
-        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE)
+        # Writers take a refusal for a fault, so they wait while a store process is replaced.
+        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
         self._start()
         self._follower = Follower(self.server.address)
         self._follower.start()

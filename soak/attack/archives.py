@@ -1,17 +1,17 @@
 """The kind `archive`: one file of a backup archive is damaged, then checked, then restored.
 
-What may come of it
-- `dcpctl backup verify` names the damage; a restore refuses with the file named, or restores a part
-  and says which (exit code 8): partitions that it names come back as of an earlier state, the
+What may happen
+- `dcpctl backup verify` names the damage; a restore is refused with the file's name, or restores a
+  part and says which (exit code 8): the partitions that it names come back in an earlier state, the
   others are complete and right;
-- the archive is sound: then a restore is complete and right;
-- the damage concerns what no restore of the newest state needs: the same.
+- the archive is sound, and a restore is complete and right;
+- no restore of the newest state needs what was damaged; then it is complete and right too.
 
-A document that comes back is one that the server once had; without --salvage the partition is in a
-state that it once was in.
+Each restored document is one that the server once had; without --salvage each partition is in a
+state that it once had.
 
-An archive is made once for several cases: backup runs of a server that is written to between them,
-one of which finds that history branched.
+An archive is made once for several cases: backup runs of a server with writes between them. In some
+archives a partition's history branches before the last run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PARTIAL: Final = 8
 
 
 class MadeArchive:
-    """An archive of some runs, and what the server had."""
+    """An archive of several runs, and what the server held."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.path = folder / "archive"
@@ -84,7 +84,7 @@ class MadeArchive:
         return changes
 
     def _branch(self, draw: random.Random) -> None:
-        """Undo the last changes of a partition: the next run finds another history there."""
+        """Undo the last changes of a partition, so that the next run finds another history."""
         vb_id = draw.choice([vb for vb, row in self.history.changes.items() if len(row) > 3])
         row = self.history.changes[vb_id]
         at = row[-draw.randint(2, len(row) // 2 + 1)].seqno
@@ -140,7 +140,7 @@ class _Attack:
         path = Path(self.harm.path)
         names = [str(path), path.name]
         if self.harm.kind == "remove":
-            names.append(str(path.parent))  # the first thing below it that is missed
+            names.append(str(path.parent))  # of a removed folder a file below it is named
         is_named = any(name in told.text for name in names)
         text = f"{told.command} does not name {self.harm.path}: {told.text[-500:]!r}"
         self.case.demand(is_named, Fault.UNNAMED, text)
@@ -175,7 +175,7 @@ class _Attack:
         self.judge(told, found, salvages=False)
 
     def refused(self, told: Told, *, is_sound: bool) -> bool:
-        """Whether a restore was refused; then it names the damage."""
+        """Return whether a restore was refused; if so, demand that it names the damage."""
         if told.code in {0, PARTIAL}:
             return False
         text = f"verify finds the archive sound, and {told.command} says {told.err!r}"
@@ -185,14 +185,14 @@ class _Attack:
         return True
 
     def judge(self, told: Told, found: Mapping[bytes, bytes], *, salvages: bool) -> None:
-        """Compare what came back with what the server had."""
+        """Compare what came back with what the server held."""
         (report,) = told.documents()
         self.case.note(str(report["result"]))
         damaged = {damage["vb_id"] for damage in report["damages"]}
         damaged |= {int(vb_id) for vb_id in report["earlier"]}
-        has_all = None in damaged
-        text = f"exit code {told.code} with damages {report['damages'][:3]}"
-        is_told = told.code == (PARTIAL if report["damages"] else 0)
+        has_all = bool(report["broken"])  # a missing run concerns every partition
+        text = f"exit code {told.code} with {report['broken']}, damages {report['damages'][:3]}"
+        is_told = told.code == (PARTIAL if report["damages"] or has_all else 0)
         self.case.demand(is_told, Fault.UNNAMED, text)
         for vb_id in self.history.changes:
             state = {key: item.value for key, item in self.history.state(vb_id).items()}
@@ -202,12 +202,12 @@ class _Attack:
             keys = sorted(k for k in have | state if have.get(k) != state.get(k))
             where = f"vb {vb_id}: {some_of(keys)}"
             is_damaged = has_all or vb_id in damaged
-            self.case.demand(is_damaged, Fault.WRONG, f"{where} came back otherwise, silently")
+            self.case.demand(is_damaged, Fault.WRONG, f"{where} came back changed, silently")
             if salvages:
                 self.all_were_once(vb_id, have)
             else:
                 was = self.history.was_ever(vb_id, have)
-                self.case.demand(was, Fault.WRONG, f"{where}: the partition was never so")
+                self.case.demand(was, Fault.WRONG, f"{where}: the partition never had this state")
 
     def all_were_once(self, vb_id: int, have: Mapping[bytes, bytes]) -> None:
         for key, value in have.items():
@@ -217,7 +217,7 @@ class _Attack:
     # -- another run ---------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Another run on the damaged archive: refused, or what it leaves can be restored."""
+        """Another backup run is refused, or its result can be restored."""
         told = self.ctl("run", server=self.made.server)
         if told.code:
             self.named(told)

@@ -1,4 +1,4 @@
-"""dcpctl as users run it: a process, its exit code, what it said."""
+"""dcpctl as users run it: a process with an exit code and output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S: Final = 90.0
 
 
 class Told(NamedTuple):
-    """What a command ended with."""
+    """The result of a command."""
 
     command: str
     code: int
@@ -37,7 +37,7 @@ class Told(NamedTuple):
 
 
 def dcpctl(*arguments: object, timeout_s: float = TIMEOUT_S) -> Told:
-    """Run it. A signal, a traceback or no end is a fault."""
+    """Run it. It is a fault if it ends by a signal or with a traceback, or does not end."""
     words = [str(argument) for argument in arguments]
     command = "dcpctl " + " ".join(words)
     try:

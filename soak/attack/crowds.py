@@ -1,12 +1,12 @@
-"""The kinds `crowd` and `logins`: many connections that ask for nothing, or for too many logins.
+"""The kinds `crowd` and `logins`: many connections that stand still, and floods of logins.
 
-`crowd`: connections from several addresses send a part of something and stand still, or go on byte
-by byte: headers, bodies, TLS handshakes, HTTP requests; others ask for much and read nothing. New
-clients that behave have to be served meanwhile, memory stays within what the settings say, and
-afterwards everything is given back.
+`crowd`: connections from several addresses send a part of a request and stop, or continue byte by
+byte: headers, bodies, TLS handshakes, HTTP requests. Others request much and read nothing.
+Meanwhile new well-behaved clients have to be served and memory stays within the settings;
+afterwards all memory and connections are released.
 
-`logins`: 300 a second, by PLAIN and SCRAM, wrong ones and right ones, from one address or many. No
-wrong one may succeed; a right one from an address of its own does.
+`logins`: 300 logins a second by PLAIN and SCRAM, wrong and right ones, from one address or many. No
+wrong login may succeed; right logins from another address do.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from vbucket.model.ids import vbucket_of
 
 CASES_PER_TARGET: Final = 60
 MEMORY_SLACK_BYTES: Final = 128 * MIB
-"""Beside the two bounds: what the connections themselves cost, and what the allocator keeps."""
+"""On top of the two limits: the connections themselves, and memory that the allocator keeps."""
 DRIP_EVERY_S: Final = 0.1
 CHECK_EVERY_S: Final = 0.4
 LOGINS_PER_S: Final = 300
 GUESSERS: Final = 12
 TRIES: Final = 3
-"""A new client may have to make room for newer ones before its first packet is there."""
+"""At the limit a new connection may be closed for a newer one before its first packet comes."""
 BUSY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY})
 MECHANISMS: Final = {
     b"SCRAM-SHA1": "SCRAM-SHA-1",
@@ -90,7 +90,7 @@ def kv_text(draw: random.Random, target: Target) -> Sender:
 
 
 def kv_unread(draw: random.Random, target: Target) -> Sender:
-    """Ask for much, read nothing."""
+    """Request much, read nothing."""
     user = b"\0root\0" + PASSWORDS["root"].encode()
     begin = pack_request(Opcode.SASL_AUTH, key=b"PLAIN", value=user)
     begin += pack_request(Opcode.SELECT_BUCKET, key=b"default")
@@ -115,7 +115,7 @@ def tls_half(draw: random.Random, target: Target) -> Sender:
 
 
 def http_half(draw: random.Random, target: Target) -> Sender:
-    """A request that does not come to its end, byte by byte or not at all."""
+    """An unfinished HTTP request, which stops or goes on byte by byte."""
     head = request("GET", "/api/v1/status", login())
     post = request(
         "POST", "/api/v1/compact", login(), "content-type: application/json",
@@ -130,7 +130,7 @@ def http_half(draw: random.Random, target: Target) -> Sender:
 
 
 def http_unread(draw: random.Random, target: Target) -> Sender:
-    """Many requests at once, or a long answer, and nothing is read."""
+    """Send many requests, or one with a long answer, and read nothing."""
     path = draw.choice(("/metrics?vbuckets=1", "/pools/default/buckets", "/api/v1/streams"))
     if draw.random() < 0.3:
         path = f"/api/v1/vbuckets/{vbucket_of(target.large[0])}/documents"
@@ -162,7 +162,7 @@ class Member:
         self._socket.setblocking(False)
 
     def go_on(self) -> None:
-        """Send and read what goes without waiting."""
+        """Send and read without waiting."""
         if not self.is_open:
             return
         try:
@@ -225,7 +225,7 @@ def crowd(case: Case) -> None:
 
 
 def check_newcomer(case: Case, target: Target) -> None:
-    """A client that behaves gets in and is answered, over TLS and without, and over HTTP."""
+    """A well-behaved client is served, with TLS and without, and over HTTP."""
     tries: list[str] = []
     key = target.history.keys[20]
     while len(tries) < TRIES:
@@ -244,7 +244,7 @@ def check_newcomer(case: Case, target: Target) -> None:
 
 
 def check_tls(target: Target) -> None:
-    """Shake hands with both TLS ports and ask something."""
+    """Send a request to both TLS ports."""
     server = target.server
     context = ssl.create_default_context(cafile=server.ca.path)
     asked = (
@@ -264,7 +264,7 @@ def check_tls(target: Target) -> None:
 
 
 class Guesser(threading.Thread):
-    """Logs in again and again, each at its time."""
+    """Logs in again and again at a fixed rate."""
 
     def __init__(
         self, target: Target, draw: random.Random, hosts: list[str], until_s: float
@@ -306,7 +306,7 @@ class Guesser(threading.Thread):
 
 
 def scram(client: RawClient, draw: random.Random, user: str, password: str) -> int:
-    """Log in by SCRAM; a part of the attempts breaks off or sends nonsense. Return the status."""
+    """Log in by SCRAM; some attempts break off or send nonsense. Return the status."""
     name = draw.choice(list(MECHANISMS))
     if draw.random() < 0.4:
         nonsense = draw.choice((b"", b"n,,n=root,r=abc", b"n,,n=\xff", draw.randbytes(200)))

@@ -157,19 +157,15 @@ class FullDisk:
         if self.load is None:
             self.begin_load()
         give_up_at_s = time.monotonic() + FULL_S
-        while not (why := self.server.status()["write_refusal"]):
+        while not any(word in (why := self.server.status()["write_refusal"]) for word in NO_ROOM):
             if not self.is_own and self.filler is not None:
                 self.filler = fill_more(self.filler, self.disk)
             if time.monotonic() > give_up_at_s:
-                text = (
-                    f"the disk is full, and nothing is refused ({self.load and self.load.statuses})"
-                )
-                self.case.demand(False, Fault.BROKEN, text)
+                fault = Fault.UNNAMED if why else Fault.BROKEN
+                text = f"the disk is full; refused: {why!r} ({self.load and self.load.statuses})"
+                self.case.demand(False, fault, text)
             time.sleep(0.02)
         self.case.note(f"refused: {why[:90]} ...")
-        is_named = any(word in why for word in NO_ROOM)
-        if not is_named:
-            self.case.find(Fault.UNNAMED, f"the disk is full, and a refusal says: {why}")
         for _ in range(50):  # the server may be between two refusals
             answer = http_get(self.server.admin_port, "/readyz")
             if answer.status == 503 and answer.body.get("why") in REASONS:

@@ -1,10 +1,8 @@
-"""Data folders to be damaged: what is in them, how they ended, and all that is known of them.
+"""Data folders to damage, and everything that is known about them.
 
-    many versions, deletions, documents with an expiry, two users, a collection or none
-    a part of the changes merged into the store, the rest in the log alone
-    stopped in order, or killed
-
-A folder is made once for several cases; each case damages a copy.
+A folder holds many versions, deletions, documents with an expiry, two users, and sometimes a
+collection. Some of its changes are merged into the store, the others are in the log alone. Its
+server was stopped in order or killed. It is made once for several cases; each case damages a copy.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ PARTITIONS: Final = 12
 KEYS: Final = 220
 FAR_EXPIRY_S: Final = 30 * 86400 * 24
 PASSWORDS: Final = {"ada": "correct-horse", "bob": "battery-staple"}
-"""Ada may do everything, Bob only read and write keys that begin with key-."""
+"""Ada may do everything; Bob may only read and write keys that begin with `key-`."""
 BOB: Final = {"read": [{"prefix": "key-"}], "write": [{"prefix": "key-"}]}
 ARGUMENTS: Final = ("--memtable-bytes", "1MiB", "--compact-interval", "0")
 
@@ -38,9 +36,9 @@ class MadeFolder:
         self.is_stopped = draw.random() < 0.5
         self.history = History(sorted(draw.sample(range(NUM_VBUCKETS), PARTITIONS)))
         self.early: dict[int, Place] = {}
-        """Where a consumer stands that was there in the middle."""
+        """The position of a consumer that has seen the first part of the changes."""
         self.late: dict[int, Place] = {}
-        """Where one stands that has seen everything."""
+        """The position of a consumer that has seen all changes."""
         self._changes: dict[bytes, int] = {}
         server = AttackedServer(self.path, *ARGUMENTS)
         server.start()

@@ -1,13 +1,13 @@
-"""The kind `garbage`: what is not the protocol, at every port.
+"""The kind `garbage`: input that is not the protocol, at every port.
 
     frames     random and mutated packets, as `soak.fuzz` makes them, and memcached's text
     http       HTTP to the key-value port
     crossed    TLS to ports without it, and the other way round
-    pages      admin requests as a web page could make a browser send them: of another origin, or
-               under a name that was made to resolve here. Each must be refused, reads too
+    pages      admin requests that a web page could make a browser send: from another origin, or
+               with a host name that resolves to this server. Each must be refused, reads too
 
-They come from connections without a login, or as a user who may do a little; in half of the cases
-as somebody who may do everything, on a server of its own whose documents do not count.
+They come without a login or from a user with few rights. In 40 % of the cases they come from a user
+with all rights, on a server of their own whose documents are not checked.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ROUTES: Final = (
 
 
 class Scrap:
-    """A server whose documents do not count."""
+    """A server whose documents are not checked."""
 
     def __init__(self, folder: Path, _draw: random.Random) -> None:
         self.server = AttackedServer(folder / "data", "--value-bytes-max", "1MiB")
@@ -76,7 +76,7 @@ class Scrap:
 
 
 class Thrower(threading.Thread):
-    """Sends garbage on one connection after the other, and reads whatever comes."""
+    """Sends garbage on one connection after another, and reads the answers."""
 
     def __init__(self, throw: Callable[[], None], until_s: float) -> None:
         super().__init__(name="thrower", daemon=True)
@@ -101,7 +101,7 @@ def exchange(port: int, data: bytes, pause_s: float = 0.02) -> None:
 
 
 def frames(port: int, draw: random.Random, user: str = "") -> None:
-    """Some pieces of garbage on one connection, with a login before or not."""
+    """Send garbage on one connection, with or without a login first."""
     begin = b""
     if user:
         plain = f"\0{user}\0{PASSWORDS[user]}".encode()
@@ -118,7 +118,7 @@ def http(port: int, draw: random.Random) -> None:
 
 
 def crossed(target: Target, draw: random.Random) -> None:
-    """TLS where there is none, and none where there is TLS."""
+    """Send TLS to a plain port, or plain bytes to a TLS port."""
     server = target.server
     plain, tls = (server.port, server.admin_port), (server.tls_port, server.admin_tls_port)
     if draw.random() < 0.5:
@@ -129,7 +129,7 @@ def crossed(target: Target, draw: random.Random) -> None:
 
 
 def over_tls(target: Target, draw: random.Random) -> None:
-    """Garbage inside of TLS."""
+    """Send garbage inside TLS."""
     server = target.server
     context = ssl.create_default_context(cafile=server.ca.path)
     port = draw.choice((server.tls_port, server.admin_tls_port))
@@ -145,7 +145,7 @@ def over_tls(target: Target, draw: random.Random) -> None:
 
 
 def admin_noise(port: int, draw: random.Random) -> None:
-    """HTTP that is none, or that lies."""
+    """Send malformed HTTP."""
     head = request("GET", "/api/v1/status", login())
     post = request("POST", "/api/v1/faults", login(), "content-type: application/json")
     bad_heads = (b"a b: c", b"content-length: -1", b"content-length: 5\r\ncontent-length: 6")
@@ -161,7 +161,7 @@ def admin_noise(port: int, draw: random.Random) -> None:
 
 
 async def check_pages(case: Case, server: AttackedServer) -> None:
-    """Every request that a foreign page could cause is refused."""
+    """Every request that a foreign page can cause is refused."""
     own = f"127.0.0.1:{server.admin_port}"
     for method, path, body in case.draw.sample(ROUTES, 4):
         host, headers = case.draw.choice(FOREIGN)
@@ -179,7 +179,7 @@ async def check_pages(case: Case, server: AttackedServer) -> None:
 
 
 def throw(case: Case, throws: list[Callable[[], None]], seconds: float) -> int:
-    """Throw for some time; return how often."""
+    """Send garbage for some time; return how many connections did."""
     until_s = time.monotonic() + seconds
     throwers = [Thrower(one, until_s) for one in throws]
     for thrower in throwers:
@@ -218,7 +218,7 @@ def run(case: Case) -> None:
 
 
 def at_scrap(case: Case) -> None:
-    """As somebody who may do everything: the server has to live, and to be whole on disk."""
+    """Send garbage with all rights: the server has to live, and its folder has to be sound."""
     server = case.share("scrap", CASES_PER_SCRAP, Scrap).server
     draws = [random.Random(case.draw.random()) for _ in range(THROWERS)]
     case.watch(Watched(server.port, server.admin_port))

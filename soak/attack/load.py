@@ -1,7 +1,7 @@
-"""A writer that goes on all the time, in a thread: batches of changes, each answer noted.
+"""A writer in a thread: it sends batches of changes and records each answer.
 
-It writes until it is told to stop, or until the server is gone. Refusals (ETMPFAIL) are answers: it
-counts them and goes on. How long a batch stood without an answer is measured.
+It writes until it is stopped or the server is gone. A refusal (ETMPFAIL) is an answer: the writer
+counts it and goes on. It measures how long batches wait for their answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DELETES_PART: Final = 0.1
 
 
 class Load(threading.Thread):
-    """See the module. `ledger` is its own while it runs."""
+    """See the module. While it runs, nobody else uses its `ledger`."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Load(threading.Thread):
         super().__init__(name="load", daemon=True)
         self.statuses: Counter[str] = Counter()
         self.refusals: set[str] = set()
-        """What refusals said."""
+        """The texts of refusals."""
         self.worst_s = 0.0
-        """The longest time that a batch has stood, by now."""
+        """The longest time that a batch has waited."""
         self.failure: AttackError | None = None
         self.is_cut_off = False
         self._port, self._ledger, self._keys, self._draw = port, ledger, keys, draw
@@ -62,7 +62,7 @@ class Load(threading.Thread):
 
     @property
     def standing_s(self) -> float:
-        """How long the batch under way has stood."""
+        """How long the present batch has waited."""
         began_s = self._began_s
         return time.monotonic() - began_s if began_s else 0.0
 
@@ -71,7 +71,7 @@ class Load(threading.Thread):
         return bool(self.statuses["ETMPFAIL"])
 
     def stop(self, wait_s: float = 15.0) -> None:
-        """End after the batch under way. One that stands longer is cut off: its outcome is open."""
+        """End after the present batch; one that waits longer is cut off, its outcome open."""
         self._is_over.set()
         self.join(wait_s)
         if self.is_alive():

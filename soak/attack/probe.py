@@ -1,15 +1,15 @@
-"""The probe: a client that does nothing odd, and measures how long it goes unanswered.
+"""The probe: a well-behaved client that measures how long its requests stay unanswered.
 
-It is a process of its own (`python -m soak.attack.probe`), so that what the attack does to its own
-process is not measured. Three connections ask all the time, one after the other each:
+It is a process of its own (`python -m soak.attack.probe`), so that the load on the attack's process
+is not measured. Three connections send one request after another:
 
     read     a GET of a known key
     noop     a NOOP
     livez    GET /livez, on a new connection each time
 
-`Probe` is the attack's end: `watch` begins with a server, `rest` ends it (before the server is
-stopped on purpose) and returns what was measured. A refused or cut connection while it watches is a
-trouble, and so is a wrong value.
+`Probe` is the attack's side: `watch` begins to measure a server, `rest` ends it before the server
+is stopped on purpose, and returns the figures. Meanwhile a refused or cut connection is a trouble,
+and so is a wrong value.
 
     line to the probe     {"watch": [...]} or {"rest": true}
     line from the probe   {"worst_s": {name: seconds}, "troubles": [text, ...]}
@@ -39,18 +39,18 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE_S: Final = 0.01
 """Between an answer and the next question."""
 SETTLE_S: Final = 0.5
-"""What a question under way gets at the end, before it counts as it stands."""
+"""At the end a pending request may take this long; then the time so far is counted."""
 REPLY_S: Final = 60.0
 TROUBLES_MAX: Final = 20
 LIVEZ: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 NAMES: Final = ("read", "noop", "livez")
 CONNECT_PAUSE_S: Final = 0.05
 WRONG: Final = "a wrong answer to GET"
-"""How the trouble is called that is not silence."""
+"""Begins the text of a trouble that is a wrong answer."""
 
 
 class Measured(NamedTuple):
-    """What a watch came to: the longest times without an answer, and what went wrong."""
+    """The longest times without an answer, and what went wrong."""
 
     worst_s: dict[str, float]
     troubles: list[str]
@@ -60,7 +60,7 @@ NOTHING: Final = Measured(dict.fromkeys(NAMES, 0.0), [])
 
 
 class Watched(NamedTuple):
-    """What is asked for, and who asks. `value` None: whatever the answer to GET is, it is right."""
+    """A server, and the key, user and password of the probe. `value` None: any answer is right."""
 
     port: int
     admin_port: int
@@ -96,13 +96,13 @@ class Probe:
                 pipe.close()
 
     def watch(self, watched: Watched) -> None:
-        """Begin to ask a server; it is up and stays so until `rest`."""
+        """Begin to measure a server, which stays up until `rest`."""
         self.rest()
         self._say({"watch": watched})
         self._is_watching = True
 
     def rest(self) -> Measured:
-        """Ask nothing more, and return what was measured since `watch`."""
+        """Stop, and return what was measured since `watch`."""
         if not self._is_watching:
             return NOTHING
         self._is_watching = False
@@ -122,7 +122,7 @@ class Probe:
 
 
 class Asker(threading.Thread):
-    """Asks one thing again and again until it is told to stop."""
+    """Sends one request again and again until it is stopped."""
 
     def __init__(self, name: str, ask: Callable[[Asker], str]) -> None:
         super().__init__(name=name, daemon=True)
@@ -152,7 +152,7 @@ class Asker(threading.Thread):
             self._is_over.wait(CONNECT_PAUSE_S if trouble else PAUSE_S)
 
     def stop(self) -> None:
-        """Come to an end; a question that stands is counted as it stands."""
+        """End; the time that a pending request has taken so far is counted."""
         self._is_over.set()
         self.join(SETTLE_S)
         if since_s := self._since_s:
@@ -160,7 +160,7 @@ class Asker(threading.Thread):
 
 
 def asks(watched: Watched) -> dict[str, Callable[[Asker], str]]:
-    """Return what is asked, by name: functions that return what is wrong with an answer."""
+    """Return the requests by name; each function returns what is wrong with its answer."""
     key = watched.key.encode()
 
     def client_of(asker: Asker) -> RawClient:

@@ -1,13 +1,13 @@
-"""The kinds `kill` and `stall`: what happens to the server's processes from outside.
+"""The kinds `kill` and `stall`: signals to the server's processes.
 
 `kill` is the kill loop (`soak.kill`) with a probe: SIGKILL of the server under load, in merges, in
 starts; of the store process alone, again and again, while the server goes on.
 
 `stall`: the store process is stopped by SIGSTOP while writes fill the memtable. Only writes may
-wait, for write_wait at most, and are refused with the reason then. It ends in one of these ways:
+wait, for write_wait at most; then they are refused with the reason. One of these ends the stall:
 
     continued    SIGCONT before store_silence is over
-    replaced     never: the server replaces it
+    replaced     no SIGCONT: the server replaces the process
     stopped      the server gets SIGTERM meanwhile, and ends within STOP_S
     killed       the server gets SIGKILL meanwhile, and starts again on the folder
 """
@@ -39,15 +39,15 @@ from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 PROBE_KEY: Final = b"probe"
 PROBE_VALUE: Final = b"what the probe reads"
 STOP_S: Final = 10.0
-"""A stop takes ten seconds at most, whatever stands still (README.md)."""
+"""A stop takes ten seconds at most (README.md)."""
 ANSWER_SLACK_S: Final = 6.0
-"""On a busy machine an answer may come so much later than the setting says."""
+"""On a busy machine an answer may come this much later than the setting says."""
 BACK_S: Final = 40.0
 """For the store to have caught up, and writes to be taken again."""
 
 
 def some_partitions(draw: random.Random, count: int) -> list[int]:
-    """Draw partitions that the probe's document is not in."""
+    """Draw partitions other than that of the probe's document."""
     own = vbucket_of(PROBE_KEY)
     return draw.sample([vb_id for vb_id in range(NUM_VBUCKETS) if vb_id != own], count)
 
@@ -68,7 +68,7 @@ def watched(server: AttackedServer) -> Watched:
 
 
 class ProbedLife(Life):
-    """A life of the kill loop, with the probe on the server whenever it is up."""
+    """A life of the kill loop; the probe measures the server whenever it is up."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -136,7 +136,7 @@ def kill(case: Case) -> None:
 
 
 class OpenStream:
-    """A stream with a small window: it goes on only while acknowledgements are taken."""
+    """A stream with a small window, which goes on only if acknowledgements are processed."""
 
     WINDOW = 2000
 
@@ -160,7 +160,7 @@ class OpenStream:
         self._client.__exit__(None, None, None)
 
     def read(self, changes: int) -> int:
-        """Take so many changes, or all there are; acknowledge each; return how many came."""
+        """Take up to `changes` changes, acknowledge each, and return how many came."""
         taken = 0
         give_up_at_s = time.monotonic() + 3.0
         while taken < changes and time.monotonic() < give_up_at_s:
@@ -214,7 +214,7 @@ class Stall:
                     os.kill(pid, signal.SIGCONT)
 
     def while_standing(self, load: Load, began_s: float) -> None:
-        """Until writes are refused, or the store process is replaced, all else goes on."""
+        """Everything but writes goes on until the store process is continued or replaced."""
         limit_s = began_s + self.silence_s + BACK_S
         while not load.is_refused and time.monotonic() < limit_s:
             if load.failure or load.is_cut_off or not self.is_silent(began_s):
@@ -237,7 +237,7 @@ class Stall:
         return time.monotonic() - began_s < self.silence_s
 
     def check_ready(self) -> None:
-        """/readyz says why, as long as it is so."""
+        """While writes are refused, /readyz says why."""
         for _ in range(50):
             why = self.server.status()["write_refusal"]
             answer = http_get(self.server.admin_port, "/readyz")
@@ -339,7 +339,7 @@ class Stall:
 
 
 def write_again(case: Case, client: RawClient, wait_s: float = BACK_S) -> None:
-    """Demand that a write is taken, soon: a log that was not merged has to be caught up with."""
+    """Demand that a write is taken within `wait_s`; the store may have to catch up first."""
     give_up_at_s = time.monotonic() + wait_s
     while True:
         client.send(set_packet(b"again", b"v"))

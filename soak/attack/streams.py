@@ -1,7 +1,7 @@
-"""What DCP streams show, from any position: one connection, every frame taken as it comes.
+"""What DCP streams send from any position, read frame by frame on one connection.
 
-`Consumer` of the project would ask again and again where a stream fails. Here each partition is
-asked for once, and what came of it is told.
+`clients.consumer.Consumer` retries a stream that fails. Here each partition is requested once, and
+the outcome is recorded.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ NOTHING: Final = Place(0, 0)
 
 
 class Followed:
-    """What came of one partition's stream."""
+    """The outcome of one partition's stream."""
 
     def __init__(self) -> None:
         self.refusal = ""
         """Why there was no stream; "" where there was."""
         self.rollback_to: int | None = None
         self.documents: dict[bytes, bytes | None] = {}
-        """What was shown, by key; None: a deletion."""
+        """What was sent, by key; None: a deletion."""
         self.seqno = 0
         self.reason: int | None = None
         """How the stream ended."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether it came to the end that was asked for."""
+        """Whether it reached the requested end."""
         return self.reason == EndReason.OK
 
     def applied_to(self, documents: Mapping[bytes, bytes]) -> dict[bytes, bytes]:

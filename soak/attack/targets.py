@@ -38,13 +38,13 @@ ROLES: Final[dict[str, dict[str, Any] | None]] = {
     "prober": {"read": [{}], "stream": [{}]},
 }
 SETTLE_S: Final = 25.0
-"""For a server to give back what an attack took, once that is over."""
+"""For a server to release what an attack has taken, after it."""
 FAILURES: Final = ("dcpd_session_failures_total", "dcpd_housekeeping_failures_total")
 """Counters of exceptions that nobody expected."""
 
 
 class AttackedTls(TlsDcpd, AttackedServer):
-    """A server with TLS ports whose log is looked through."""
+    """A server with TLS ports whose log is searched for tracebacks."""
 
     @property
     def admin_tls_port(self) -> int:
@@ -99,7 +99,7 @@ class Target:
         case.watch(watched)
 
     def check(self, case: Case) -> None:
-        """Demand that it lives, has given back what it took, and holds its documents."""
+        """Demand that it runs, has released what it held for clients, and has its documents."""
         case.rest()
         self.server.check(case)
         self.settle(case)
@@ -109,7 +109,7 @@ class Target:
         case.demand(names == sorted(ROLES), Fault.WRONG, f"the users are {names}")
 
     def settle(self, case: Case) -> None:
-        """Wait until nothing is held for anybody."""
+        """Wait until no memory and no connection is held for a client."""
         give_up_at_s = time.monotonic() + SETTLE_S
         while True:
             metrics = self.server.metrics()
@@ -132,7 +132,7 @@ class Target:
                 case.find(Fault.BROKEN, f"{name} is {value:g}: {self.server.log_path}")
 
     def _warm_up(self, client: RawClient) -> None:
-        """Let the process have what it needs for large values before memory is measured."""
+        """Read large values, so that memory is measured after the process has grown for them."""
         for _ in range(20):
             for key in self.large:
                 client.send(pack_request(Opcode.GET, key=key, vb_id=vbucket_of(key)))

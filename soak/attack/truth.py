@@ -1,14 +1,14 @@
 """What a server has answered, and therefore has to hold.
 
-`Ledger`: documents of a server that lives and dies while they are written. Of each key it knows the
-value that was answered last, and those that were sent after it and never answered: each of them may
-be there, nothing else. A change that was refused is not there.
+`Ledger`: documents of a server that may die while they are written. For each key it knows the last
+answered value and the values that were sent after it and never answered. The server holds one of
+these. A refused change has no effect.
 
 `History`: every change of a folder or archive that is damaged later, by partition and seqno, so
 that the state at any seqno is known.
 
-Values say themselves what they are (`value_of`), and a document's flags follow from its key: a
-reader cannot be given one document for another without notice.
+A value names its key and number (`value_of`), and a document's flags follow from its key. So a
+reader notices when it is given one document for another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def delete_packet(key: bytes) -> bytes:
 
 
 def keys_in(vb_ids: Iterable[int], count: int, prefix: bytes = b"key") -> list[bytes]:
-    """Return so many keys that lie in these partitions."""
+    """Return `count` keys of these partitions."""
     wanted, keys, number = frozenset(vb_ids), [], 0
     while len(keys) < count:
         key = b"%s-%07d" % (prefix, number)
@@ -61,7 +61,7 @@ def keys_in(vb_ids: Iterable[int], count: int, prefix: bytes = b"key") -> list[b
 
 
 def with_tokens(client: RawClient) -> RawClient:
-    """Negotiate mutation tokens: answers to changes tell version and seqno."""
+    """Negotiate mutation tokens: answers to changes carry version and seqno."""
     features = (Feature.XERROR, Feature.MUTATION_SEQNO)
     value = b"".join(int(feature).to_bytes(2, "big") for feature in features)
     assert not client.ask(Opcode.HELLO, value=value).status
@@ -69,7 +69,7 @@ def with_tokens(client: RawClient) -> RawClient:
 
 
 def receive(client: RawClient) -> Frame:
-    """Return the next answer; a server that closes breaks a promise."""
+    """Return the next answer. Raises AttackError if the server closes."""
     frame = client.receive()
     if frame is None:
         raise AttackError(Fault.BROKEN, "the server closed a connection that asked nothing odd")
@@ -90,7 +90,7 @@ def get_all(client: RawClient, keys: list[bytes]) -> dict[bytes, Frame]:
 
 
 def words_of(frame: Frame) -> str:
-    """Return the status of an answer, and what it says if it is an error."""
+    """Return the status of an answer, and its text if it is an error."""
     if not frame.status:
         return "OK"
     name = Status(frame.status).name if frame.status in list(Status) else f"0x{frame.status:02x}"
@@ -101,17 +101,17 @@ def words_of(frame: Frame) -> str:
 
 
 class Reading(NamedTuple):
-    """What GETs of all keys came to."""
+    """The result of GETs of all keys."""
 
     wrong: list[str]
     """Another value, flags or CAS than what was stored; a document that was deleted."""
     missing: list[bytes]
-    """Keys said not to be there."""
+    """Keys that the server says are absent."""
     refused: dict[bytes, str]
     """Keys whose GET was an error, and its words."""
 
     def check(self) -> None:
-        """Demand that everything was answered and right."""
+        """Demand that every answer was right."""
         self.check_nothing_wrong()
         if self.missing:
             raise AttackError(Fault.WRONG, f"not there: {some_of(self.missing)}")
@@ -131,13 +131,13 @@ def some_of(keys: list[bytes]) -> str:
 
 
 class Known(NamedTuple):
-    """What may be read of a key: the value answered last, or one that was sent and not answered."""
+    """What a GET may return: the last answered value, or one that was sent and not answered."""
 
     answered: Stored | None
     unanswered: tuple[bytes | None, ...] = ()
 
     def problem(self, key: bytes, frame: Frame) -> str:
-        """Say what is wrong with the answer to a GET, "" if nothing is."""
+        """Return what is wrong with the answer to a GET, "" if nothing is."""
         value = None if frame.status == Status.KEY_ENOENT else frame.value
         if value in self.unanswered:
             return ""
@@ -182,7 +182,7 @@ class Ledger:
         self._sent[key] = value
 
     def answered(self, key: bytes, frame: Frame) -> None:
-        """A change was answered: it happened, or it was refused and did not."""
+        """Take an answer: the change happened, or was refused."""
         value = self._sent.pop(key)
         if frame.status == Status.KEY_ENOENT and value is None:
             before = self.known.get(key, Known(None))
@@ -201,7 +201,7 @@ class Ledger:
             self.known.setdefault(key, Known(None))
 
     def cut_off(self) -> None:
-        """No answers come any more: what is on its way may have happened or not."""
+        """No more answers come: the changes on their way may have happened or not."""
         for key, value in self._sent.items():
             before = self.known.get(key, Known(None))
             self.known[key] = Known(before.answered, (*before.unanswered, value))
@@ -213,7 +213,7 @@ class Ledger:
         return frozenset(vbucket_of(key) for key, item in self.known.items() if item.unanswered)
 
     def read(self, client: RawClient, *, leaves_out: frozenset[int] = frozenset()) -> Reading:
-        """GET what is known and compare; what is found is known from now on."""
+        """GET all keys and compare; from now on the values found are the known ones."""
         keys = [key for key in self.known if vbucket_of(key) not in leaves_out]
         frames = get_all(client, keys)
         reading = judge(frames, self.known)
@@ -271,7 +271,7 @@ class History:
                 self.answered(key, value, receive(client))
 
     def answered(self, key: bytes, value: bytes | None, frame: Frame) -> None:
-        """Take note of a change's answer, with its token."""
+        """Record a change by its answer, which has its token."""
         if frame.status == Status.KEY_ENOENT and value is None:
             return
         if frame.status:
@@ -284,7 +284,7 @@ class History:
         return row[-1].seqno if row else 0
 
     def state(self, vb_id: int, seqno: int | None = None) -> dict[bytes, Stored]:
-        """Return a partition's documents at a seqno, at the end where none is named."""
+        """Return a partition's documents at a seqno, by default at the end."""
         documents: dict[bytes, Stored] = {}
         for change in self.changes[vb_id]:
             if seqno is not None and change.seqno > seqno:
@@ -296,7 +296,7 @@ class History:
         return documents
 
     def known(self, seqnos: Mapping[int, int] | None = None) -> dict[bytes, Known]:
-        """Return what each key has to be, at the end or at these seqnos by partition."""
+        """Return what each key has to hold, at the end or at these seqnos by partition."""
         known: dict[bytes, Known] = dict.fromkeys(self.keys, Known(None))
         for vb_id in self.changes:
             at = None if seqnos is None else seqnos.get(vb_id)
@@ -304,13 +304,13 @@ class History:
         return known
 
     def branch(self, vb_id: int, seqno: int) -> None:
-        """A partition's changes above a seqno were undone."""
+        """Record that a partition's changes above a seqno were undone."""
         row = self.changes[vb_id]
         self._undone[vb_id].append(list(row))
         self.changes[vb_id] = [change for change in row if change.seqno <= seqno]
 
     def was_ever(self, vb_id: int, documents: Mapping[bytes, bytes]) -> bool:
-        """Whether a partition has ever held just these documents."""
+        """Return whether a partition ever held exactly these documents."""
         if not documents:
             return True
         for row in (self.changes[vb_id], *self._undone[vb_id]):
@@ -325,7 +325,7 @@ class History:
         return False
 
     def has_had(self, vb_id: int, key: bytes, value: bytes) -> bool:
-        """Whether a key has ever had this value."""
+        """Return whether a key ever had this value."""
         rows = (self.changes[vb_id], *self._undone[vb_id])
         return any(change.key == key and change.value == value for row in rows for change in row)
 
@@ -346,6 +346,6 @@ def places(client: RawClient, vb_ids: Iterable[int]) -> dict[int, Place]:
 def check_holds(
     case: Case, client: RawClient, ledger: Ledger, *, leaves_out: frozenset[int] = frozenset()
 ) -> None:
-    """Demand that a server holds what it has answered."""
+    """Demand that a server holds every answered change."""
     ledger.read(client, leaves_out=leaves_out).check()
     case.demand(ledger.known, Fault.BROKEN, "nothing was ever answered")
