@@ -126,6 +126,8 @@ class Life:
         self.kills: Counter[str] = Counter(resumed["kills"] if resumed else {})
         self.is_stopping = False
         """Set by whoever wants the round to be the last one."""
+        self.others: dict[bytes, bytes] = {}
+        """Documents that somebody else has stored, and nobody changes."""
         self._truth = PartitionTruth()
         self.writers = [
             Writer(number, random.Random(self._draw.random()), self._truth)
@@ -135,7 +137,8 @@ class Life:
             self._truth.resume(resumed["truth"])
             for writer, document in zip(self.writers, resumed["writers"], strict=True):
                 writer.resume(document)
-        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE)
+        # Writers take a refusal for a fault, so they wait while a store process is replaced.
+        self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
         self._start()
         self._follower = Follower(self.server.address)
         self._follower.start()
@@ -187,7 +190,7 @@ class Life:
 
     def finish(self) -> None:
         """Compare the consumer's map, stop the server in order, check the folder off line."""
-        documents = {
+        documents = self.others | {
             key: stored.value for writer in self.writers for key, stored in writer.stored.items()
         }
         self._follower.check(self._high_seqnos(), documents)
@@ -233,16 +236,11 @@ class Life:
     def _store_process(self) -> None:
         """Kill the store process, mostly in a merge; the server goes on and answers."""
         self._merge()
-        for pid in self._children():
+        for pid in self.server.children():
             os.kill(pid, signal.SIGKILL)
         self._load(self._draw.uniform(0.02, 0.3))
         if not all(writer.is_open for writer in self.writers):
             raise KillLoopError("the server closed connections when its store process died")
-
-    def _children(self) -> list[int]:
-        pid = self.server.pid
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
     def _kill_server(self) -> None:
         self.server.kill()

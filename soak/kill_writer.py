@@ -167,6 +167,15 @@ class Writer:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
+    def settle(self) -> None:
+        """Wait for the answers to all that was sent, from a server that lives."""
+        self._socket.settimeout(WAIT_S)
+        self._socket.sendall(self._unsent)
+        self._unsent = b""
+        while self.sent:
+            for frame in self._receive(1):
+                self._answered(frame)
+
     def drain(self) -> None:
         """Take the answers that a dead server has still sent."""
         self._socket.settimeout(WAIT_S)

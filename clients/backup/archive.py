@@ -99,10 +99,20 @@ class Archive:
 
         Raises PointError, and without `salvage` ArchiveDamagedError if damage may hide some.
         """
+        return self.runs_and_losses_of(point, salvage=salvage)[0]
+
+    def runs_and_losses_of(
+        self, point: Point, *, salvage: bool = False
+    ) -> tuple[list[RunRecord], dict[str, str]]:
+        """Return what `runs_of` does, and the damage that hides runs which the point may need, by
+        manifest; without `salvage` there is none.
+        """
         runs, damages = self.runs_and_damages()
-        if damages and not salvage and not point.is_within(runs):
+        if not damages or point.is_within(runs):
+            return point.runs_of(runs), {}
+        if not salvage:
             raise self._damaged(runs, damages)
-        return point.runs_of(runs)
+        return point.runs_of(runs), damages
 
     def runs_and_damages(self) -> tuple[list[RunRecord], dict[str, str]]:
         """Return the runs before the first lost or damaged one, and the damage by manifest.

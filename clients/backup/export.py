@@ -55,6 +55,8 @@ class ExportReport(NamedTuple):
     value_bytes: int
     earlier: dict[int, tuple[int, int]]
     damages: list[Damage]
+    broken: dict[str, str]
+    """Manifests of runs that could not be taken into account (`salvage`), and why."""
 
 
 class Export:
@@ -69,7 +71,7 @@ class Export:
         salvage: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._runs = archive.runs_of(point, salvage=salvage)
+        self._runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
         self._point = point
         self._routes = Routes(selection, self._runs)
         self._prefix = selection.prefix
@@ -157,7 +159,9 @@ class Export:
 
     def _report(self) -> ExportReport:
         found = self.findings
-        return ExportReport(self._documents, self._value_bytes, found.earlier, found.damages)
+        return ExportReport(
+            self._documents, self._value_bytes, found.earlier, found.damages, self._broken
+        )
 
 
 def json_line(row: ExportRow) -> bytes:

@@ -57,6 +57,8 @@ class RestorePlan(NamedTuple):
     earlier: dict[int, tuple[int, int]]
     """Partition -> (wanted seqno, the whole state at or below that is taken)."""
     damages: list[Damage]
+    broken: dict[str, str]
+    """Manifests of runs that could not be taken into account (`salvage`), and why."""
 
 
 class RestoreReport(NamedTuple):
@@ -90,7 +92,9 @@ class _Counts:
         self.partitions += bool(view.parts if view.winners is None else view.winners)
         self.findings.take(view)
 
-    def plan(self, runs: Sequence[RunRecord], names: Mapping[bytes, str]) -> RestorePlan:
+    def plan(
+        self, runs: Sequence[RunRecord], names: Mapping[bytes, str], broken: dict[str, str]
+    ) -> RestorePlan:
         """Return what was counted. `names`: where each collection id's documents go."""
         by_collection: Counter[str] = Counter()
         for source, documents in self.by_source.items():
@@ -98,7 +102,7 @@ class _Counts:
         return RestorePlan(
             tuple(record.run for record in runs), self.partitions, self.by_source.total(),
             self.deletions, self.value_bytes, dict(by_collection),
-            self.findings.earlier, self.findings.damages,
+            self.findings.earlier, self.findings.damages, broken,
         )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ class Restore:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Raises BackupErrors for a point or a selection that the archive does not have."""
-        self.runs = archive.runs_of(point, salvage=salvage)
+        self.runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
         self._url = archive.url
         self._point = point
         self._selection = selection
@@ -142,7 +146,7 @@ class Restore:
         for view in self._views():
             for _ in self._loads(view):
                 pass
-        return self._counts.plan(self.runs, self._names)
+        return self._counts.plan(self.runs, self._names, self._broken)
 
     async def run(self, address: ServerAddress) -> RestoreReport:
         """Restore into a server. Raises DcpdErrors; a restore that failed can be run again."""
@@ -168,7 +172,7 @@ class Restore:
         refused = {
             status: (count, writer.examples[status]) for status, count in writer.refused.items()
         }
-        plan = self._counts.plan(self.runs, self._names)
+        plan = self._counts.plan(self.runs, self._names, self._broken)
         lost = writer.kept_newer + sum(writer.refused.values())
         return RestoreReport(
             plan, plan.documents + plan.deletions - lost, writer.kept_newer, writer.replaced_cas,

@@ -117,8 +117,7 @@ def restore(
         write_json(_document(plan, report))
     else:
         write_raw("\n".join(_lines(plan, report)).encode() + b"\n")
-    is_whole = not plan.damages and not (report is not None and report.refused)
-    return EXIT_OK if is_whole else EXIT_PARTIAL
+    return EXIT_OK if _is_whole(plan, report) else EXIT_PARTIAL
 
 
 @click.command(
@@ -179,13 +178,14 @@ def export(
                     "result": "exported", "format": form, "to": to,
                     "documents": report.documents, "value_bytes": report.value_bytes,
                     "damages": [damage._asdict() for damage in report.damages],
+                    "broken": report.broken,
                     "earlier": {str(vb): list(pair) for vb, pair in report.earlier.items()},
                 }
             )  # fmt: skip
         else:
             write_raw(f"exported {report.documents} documents to {to}\n".encode())
-    _complain(report.damages)
-    return EXIT_PARTIAL if report.damages else EXIT_OK
+    _complain(report.damages, report.broken)
+    return EXIT_PARTIAL if report.damages or report.broken else EXIT_OK
 
 
 def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
@@ -227,12 +227,12 @@ def _document(plan: RestorePlan, report: RestoreReport | None) -> dict[str, Any]
         "documents": plan.documents, "deletions": plan.deletions,
         "value_bytes": plan.value_bytes, "collections": plan.by_collection,
         "earlier": {str(vb): list(pair) for vb, pair in plan.earlier.items()},
-        "damages": [damage._asdict() for damage in plan.damages],
+        "damages": [damage._asdict() for damage in plan.damages], "broken": plan.broken,
     }  # fmt: skip
     if report is not None:
-        is_whole = not plan.damages and not report.refused
+        result = "restored" if _is_whole(plan, report) else "partial"
         document |= {
-            "result": "restored" if is_whole else "partial", "written": report.written,
+            "result": result, "written": report.written,
             "kept_newer": report.kept_newer, "replaced_cas": report.replaced_cas,
             "created": list(report.created),
             "refused": {
@@ -272,11 +272,18 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
         )
     if len(plan.earlier) > NAMED_MAX:
         lines.append(f"  ... {len(plan.earlier)} partitions in all are taken as of earlier seqnos")
-    _complain(plan.damages)
+    _complain(plan.damages, plan.broken)
     return lines
 
 
-def _complain(damages: list[Damage]) -> None:
+def _is_whole(plan: RestorePlan, report: RestoreReport | None) -> bool:
+    return not (plan.damages or plan.broken or (report is not None and report.refused))
+
+
+def _complain(damages: list[Damage], broken: dict[str, str]) -> None:
+    for path, what in broken.items():
+        text = f"dcpctl: damaged: {path}: {what}; the state is that of the runs before it"
+        click.echo(text, err=True)
     for damage in damages[:NAMED_MAX]:
         click.echo(f"dcpctl: damaged: {damage}", err=True)
     if len(damages) > NAMED_MAX:

@@ -336,9 +336,13 @@ class Node:
     def _merge_what_is_replayed(self) -> None:
         """A merge also brings a store of an older format up to this one."""
         format_version = self._storage.node.format_version
-        if self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION:
+        wants_merge = self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION
+        if wants_merge and self.engine.has_pending:
+            self.engine.merge_soon()  # changes came while the store started: after their group
+        elif wants_merge:
             self.engine.freeze()
             self._rotated(self._storage.writer.rotate())
+        self.committer.kick()
         self.backpressure.update()
 
     async def _listen(self) -> None:

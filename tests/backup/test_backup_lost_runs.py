@@ -19,7 +19,7 @@ from clients.backup.place import Place
 from clients.backup.point import Point
 from clients.backup.selection import Selection
 from dcp.wire.feature import Feature
-from support.backup_live import backup, export, fill
+from support.backup_live import backup, export, fill, restore
 from support.backup_pair import back_up, memory_archive, state_as_of
 from support.memory_node import MemoryNode
 
@@ -356,7 +356,22 @@ def test_the_commands_name_a_lost_run(ctl, server, archive):
     assert call("restore", "--dry-run")[0] == 1
     assert call("restore", "--dry-run", "--run", 1)[0] == 0
     assert len(export(ctl, server, archive, "--run", 1, "--prefix", "lost")) == 10
+    check_salvage_names_the_run(ctl, server, archive)
     code, text = call("run", "--give-up", 2)
     assert (code, "run 2: 10 changes" in text) == (0, True), text
     assert call("verify")[0] == 0
     assert len(export(ctl, server, archive, "--prefix", "lost")) == 20
+
+
+def check_salvage_names_the_run(ctl, server, archive):
+    """What comes back is not what was asked for, so it is a part (exit code 8)."""
+    plan = restore(ctl, server, archive, "--salvage", "--dry-run", code=8)
+    assert (plan["runs"], list(plan["broken"])) == ([1], ["runs/000002.run"])
+    report = restore(ctl, server, archive, "--salvage", code=8)
+    assert (report["result"], list(report["broken"])) == ("partial", ["runs/000002.run"])
+    assert restore(ctl, server, archive, "--salvage", "--run", 1)["broken"] == {}
+    place = archive.parent / "salvaged.jsonl"
+    arguments = ("backup", "export", "--archive", archive, "--salvage", "--to", place)
+    code, out, err = ctl(server, *arguments, "-o", "json")
+    assert (code, list(json.loads(out)["broken"])) == (8, ["runs/000002.run"])
+    assert "damaged: runs/000002.run: it is missing" in err

@@ -19,9 +19,9 @@ from dcp.server.net.tls_listener import HANDSHAKE_BYTES
 from dcp.wire.frame import HEADER, HEADER_BYTES, pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.certificates import TestCa
 from support.raw_client import RawClient
 from support.server import DcpdProcess
+from support.tls_server import TlsDcpd
 from support.waiting import until
 
 WAIT_S = 20.0
@@ -200,34 +200,6 @@ def test_a_client_without_a_login_makes_room_for_one_that_logs_in(tmp_path: Path
 
 
 # -- TLS -------------------------------------------------------------------------------------------
-
-
-class TlsDcpd(DcpdProcess):
-    """A server with TLS ports."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.ca = TestCa(folder)
-        cert = str(self.ca.issue("server"))
-        ports = ("--tls-port", "0", "--admin-tls-port", "0")
-        super().__init__(folder / "data", *ports, "--tls-cert", cert, *arguments)
-
-    @property
-    def tls_port(self) -> int:
-        found = re.search(r"with TLS\s+127\.0\.0\.1:(\d+)", self.output)
-        assert found, self.output
-        return int(found[1])
-
-    def client(self) -> SyncKv:
-        return SyncKv(parse_address(f"dcpds://127.0.0.1:{self.tls_port}?tls_ca={self.ca.path}"))
-
-    def client_hello(self) -> bytes:
-        """What a client of TLS says first."""
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        context = ssl.create_default_context(cafile=self.ca.path)
-        tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-        with contextlib.suppress(ssl.SSLWantReadError):
-            tls.do_handshake()
-        return outgoing.read()
 
 
 @pytest.mark.parametrize("length", [0, 100, None], ids=["silent", "half", "unanswered"])

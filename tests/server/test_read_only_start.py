@@ -9,8 +9,13 @@ import pytest
 
 from clients.consumer.consumer import Consumer
 from clients.kv.client import KvClient
+from dcp.server import node as node_module
+from dcp.server.storage.opening import Storage
+from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.node_here import Client, node_here
+from support.node_here import until as until_here
 from support.raw_client import RawClient, context_of
 from support.server import DcpdProcess
 from support.small_disk import fill, small_disk, strip_zeros
@@ -86,3 +91,42 @@ async def test_a_read_only_server_stops_in_order(tmp_path: Path) -> None:
         filler.unlink()
         server.start()
         assert await streamed(server) == set(KEYS)
+
+
+async def test_changes_that_come_while_the_store_starts_wait_for_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge of what was replayed is due then, and it must not begin in the middle of a group."""
+
+    def set_packet(key: bytes, value: bytes) -> bytes:
+        return pack_request(
+            Opcode.SET, key=key, value=value, extras=bytes(8), vb_id=vbucket_of(key)
+        )
+
+    async with node_here(tmp_path, {}) as node, Client.connect(node) as client:
+        for number in range(3):
+            answer = await client.ask(set_packet(b"large-%d" % number, bytes(900_000)))
+            assert answer.status == Status.OK
+    why = iter(["there is no room"])
+    begin = Storage.begin
+    monkeypatch.setattr(Storage, "begin", lambda storage: next(why, "") or begin(storage))
+    monkeypatch.setattr(node_module, "ROOM_RETRY_S", 0.01)
+    async with (
+        node_here(tmp_path, {}, memtable_bytes=1 << 20) as node,
+        Client.connect(node) as client,
+    ):
+        assert node.write_refusal == "there is no room"
+        start = node.store.start
+
+        async def start_with_a_change() -> None:
+            client.send(set_packet(b"late", b"v"))
+            await until_here(lambda: node.engine.has_pending)
+            await start()
+
+        monkeypatch.setattr(node.store, "start", start_with_a_change)
+        answer = await client.receive()
+        assert answer is not None
+        assert answer.status == Status.OK
+        await until_here(lambda: node.merging.count)
+        late = pack_request(Opcode.GET, key=b"late", vb_id=vbucket_of(b"late"))
+        assert (await client.ask(late)).value == b"v"

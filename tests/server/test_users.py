@@ -229,7 +229,7 @@ def test_the_file_holds_no_password_and_is_private(users, path):
     text = path.read_text()
     assert "wonder" not in text
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert json.loads(text)["format_version"] == 2
+    assert json.loads(text)["format_version"] == 3
     assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
 
 
@@ -266,7 +266,8 @@ def test_the_guest_cannot_be_removed(users):
         (b"{}", "is damaged"),
         (b'{"format_version": 1, "users": []}', "is damaged"),
         (b'{"format_version": 1, "decoy_key": "", "users": {"a": {}}}', "is damaged"),
-        (b'{"format_version": 3}', "has format version 3, this dcpd knows up to 2"),
+        (b'{"format_version": 3, "decoy_key": "", "users": {}}', "is damaged"),
+        (b'{"format_version": 4}', "has format version 4, this dcpd knows up to 3"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, reason):
@@ -277,9 +278,40 @@ def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, re
     assert path.read_bytes() == text
 
 
+def test_any_flipped_bit_is_damage_or_has_no_effect(users, path):
+    """It could lock a user out, let one in, or change what they may do."""
+    users.add("bob", "builder", Rights({Role.READ: (Scope(b"key-", None),)}))
+    good, content = path.read_bytes(), users._content
+    refused = 0
+    for at in range(len(good)):
+        bad = bytearray(good)
+        bad[at] ^= 1 << at % 8
+        try:
+            assert users_file.parse_file(path, bytes(bad)) == content
+        except UsersFileError:
+            refused += 1
+    assert refused > len(good) // 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_format_has_no_checksum(users, path, version):
+    document = json.loads(path.read_text())
+    document["format_version"] = version
+    path.write_text(json.dumps(document))
+    with pytest.raises(UsersFileError, match=f"format version {version} has no checksum"):
+        Users(path)
+    del document["crc32c"]
+    path.write_text(json.dumps(document))
+    old = Users(path)
+    assert old.table() == {"alice": FULL_RIGHTS}
+    old.add("bob", "builder")
+    assert json.loads(path.read_text())["format_version"] == 3
+
+
 def test_absurd_iterations_are_damage(users, path):
     document = json.loads(path.read_text())
     document["users"]["alice"]["scram"]["SCRAM-SHA512"]["iterations"] = 0
+    document["crc32c"] = users_file.checksum_of(document)
     path.write_text(json.dumps(document))
     with pytest.raises(UsersFileError, match="0 iterations"):
         Users(path)
@@ -327,6 +359,7 @@ def without_roles(path):
     """Make the file what a version without roles wrote."""
     document = json.loads(path.read_text())
     document["format_version"] = 1
+    del document["crc32c"]
     for user in document["users"].values():
         del user["roles"]
     path.write_text(json.dumps(document))
@@ -347,7 +380,7 @@ def test_a_file_from_before_there_were_roles_gives_all_of_them(users, path):
     assert old.rights_of("alice") == FULL_RIGHTS
     assert scram(old, "alice", "wonder land!", loopback=False).rights.is_full
     old.add("bob", "builder", Rights({}))
-    assert json.loads(path.read_text())["format_version"] == 2
+    assert json.loads(path.read_text())["format_version"] == 3
     assert Users(path).table() == {"alice": FULL_RIGHTS, "bob": Rights({})}
 
 

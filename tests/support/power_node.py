@@ -214,14 +214,11 @@ class Story:
         node = self.node
         node.writer.sync()
         self.certain = len(self.pictures) - 1
-        node.store.refresh()
-        record = node.store.node()
-        assert record is not None
         parts = node.engine.partitions
         clean_end = CleanEnd(
             node.writer.end, {part.vb_id: (part.high_seqno, part.vb_uuid) for part in parts}
         )
-        node.store.end(record._replace(clean_shutdown=True), clean_end)
+        node.store.end(clean_end)
         node.device.close()
         self._restart()
 

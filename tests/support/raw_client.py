@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
@@ -18,8 +19,10 @@ TIMEOUT_S = 20.0
 class RawClient:
     """One connection; a context manager. Errors come with their context."""
 
-    def __init__(self, port: int, user: str = "", password: str = "") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
+    def __init__(
+        self, port: int, user: str = "", password: str = "", from_host: str = "127.0.0.1"
+    ) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S, (from_host, 0))
         self._decoder = FrameDecoder()
         self._frames: list[Frame] = []
         try:
@@ -41,6 +44,11 @@ class RawClient:
         trace: TracebackType | None,
     ) -> None:
         self._socket.close()
+
+    def hang_up(self) -> None:
+        """Cut the connection, from any thread: whoever waits for an answer gets none."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)

@@ -24,7 +24,8 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        # Lazily: the store process of a server that was killed ends a moment after it.
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def fill(disk: Path) -> Path:

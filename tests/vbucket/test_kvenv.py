@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.small_disk import small_disk
 from vbucket.log.device import UnknownFormatError
 from vbucket.store.environment import (
     KvEnv,
@@ -312,6 +314,17 @@ def test_errors_of_a_transaction_get_their_meaning(
     with pytest.raises(wanted, match=str(error)), env.write():
         raise error
     env.close()
+
+
+def test_a_disk_that_takes_a_part_of_a_write_is_full(tmp_path: Path) -> None:
+    """LMDB calls that an input/output error."""
+    full = pytest.raises(StoreFullError, match="the disk is full: a write was cut short")
+    with small_disk(tmp_path / "disk", "1m") as disk, closing(LmdbEnv(disk / "s", TABLES)) as env:
+        with full, env.write() as write:
+            write.put("fruit", b"a", bytes(2 << 20))
+        fill(env, b"b")
+        with closing(env.snapshot()) as snapshot:
+            assert rows(snapshot) == {b"b": b"=b"}
 
 
 @pytest.mark.parametrize("content", [b"not LMDB at all" * 2000, b""])

@@ -93,7 +93,7 @@ def test_the_owner_of_the_write_role_may_change_records(env: KvEnv) -> None:
     assert node is not None
     clean_end = CleanEnd(LogEnd(7, 500, 44, 0xFFFF_FFFF), {VB: (3, 1), 1023: (2**60, 2**48 - 1)})
     assert store.clean_end() is None
-    store.end(node._replace(clean_shutdown=True), clean_end)
+    store.end(clean_end)
     store.set_failovers({VB: [[55, 2, 8], [1, 0, 0]]})
     again = store.node()
     assert again is not None
@@ -111,6 +111,21 @@ def test_the_owner_of_the_write_role_may_change_records(env: KvEnv) -> None:
     with pytest.raises(StoreFailedError, match="vb 9: the store has no such partition"):
         store.set_failovers({9: [[1, 0, 0]]})
     store.close()
+
+
+def test_a_clean_stop_keeps_a_merge_that_its_reader_has_not_seen(env: KvEnv) -> None:
+    """So it is after a store process was killed right after LMDB wrote its meta page."""
+    store, writer, model = create_store(env, [VB]), SegmentWriter(), ModelPartition(VB)
+    writer.add(model.write(b"\x00key", b"v"))
+    writer.seal()
+    merged = merge(env, writer.sealed()).merged_segment
+    before = store.node()
+    assert before is not None
+    assert before.merged_segment < merged, "the reader is older than the merge"
+    store.end(CleanEnd(LogEnd(merged, 100, 1, 0), {VB: (1, 5)}))
+    node = Store(env).node()
+    assert node is not None
+    assert (node.merged_segment, node.clean_shutdown) == (merged, True)
 
 
 def test_all_answers_over_many_blocks(env: KvEnv) -> None:

@@ -9,6 +9,7 @@ reads on the loop.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +34,10 @@ MAP_SIZE_BYTES: Final = 1 << 40
 """1 TiB of address space: far more than one node is meant to hold."""
 MAP_BYTES_MAX: Final = 1 << 46
 """Half of the address space of a 64-bit Linux process."""
-
-
+_SHORT_WRITE: Final = "Input/output error"
+"""What LMDB says when the disk takes a part of a write, mostly because it is full then."""
+_FULL_BYTES: Final = 1 << 20
+"""A disk with less room than that is full: LMDB writes more at once."""
 _DAMAGE: Final = (
     lmdb.BadTxnError, lmdb.CorruptedError, lmdb.CursorFullError, lmdb.PageNotFoundError,
 )  # fmt: skip
@@ -326,6 +329,11 @@ class LmdbEnv:
                 f"{self._folder}: the disk is full: {error}; nothing was written. Free some space"
             ) from error
         except lmdb.Error as error:
+            if _SHORT_WRITE in str(error) and _free_bytes(self._folder) < _FULL_BYTES:
+                raise StoreFullError(
+                    f"{self._folder}: the disk is full: a write was cut short ({error}); nothing "
+                    "was written. Free some space"
+                ) from error
             raise StoreFailedError(
                 f"{self._folder}: the store took no transaction: {error}; the log still has all. "
                 "Check the disk, then start again"
@@ -378,6 +386,11 @@ class LmdbPageReader(PageReader):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def _begin_read(env: Any) -> Any:

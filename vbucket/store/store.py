@@ -412,11 +412,18 @@ class Store(StoreView):
 
         self._write(put)
 
-    def end(self, node: NodeRecord, clean_end: CleanEnd) -> None:
-        """Replace the node's record at a clean stop, and say where the log ends."""
+    def end(self, clean_end: CleanEnd) -> None:
+        """Set the clean mark at a clean stop, and say where the log ends.
+
+        The record is read in the transaction that replaces it. Where the store process was killed
+        as it committed a merge, LMDB shows that merge to the next writer and not to readers before;
+        a record from a reader would take back which segments are merged.
+        """
 
         def put(write: KvWrite) -> None:
-            put_node(write, node)
+            node = StoreView(write).node()
+            assert node is not None, "a store that was started has a node"
+            put_node(write, node._replace(clean_shutdown=True))
             put_clean_end(write, clean_end)
 
         self._write(put)

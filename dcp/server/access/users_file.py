@@ -2,12 +2,14 @@
 
 Called by `dcp.server.access.users`.
 
-    {"format_version": 2, "decoy_key": ..., "users": {NAME: {"scram": {MECHANISM: keys},
+    {"format_version": 3, "crc32c": ..., "decoy_key": ..., "users": {NAME: {
+     "scram": {MECHANISM: keys},
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
-A scope without prefix and collection is everything. Format 1 knew no roles: its users have all of
-them. What is written is format 2, so that a version that knows no roles refuses the file instead of
-giving everybody all of them.
+A scope without prefix and collection is everything. The checksum covers `decoy_key` and `users`:
+without it a flipped bit would lock a user out, or change what they may do, and nothing would say
+so. Format 1 knew no roles: its users have all of them. Format 2 had no checksum. Both are read;
+format 3 is written.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import google_crc32c
+
 from dcp.session.rights import FULL_RIGHTS, Rights, Role, Scope
 from dcp.session.scram import HASH_NAMES, ScramKeys
 
-USERS_FORMAT_VERSION: Final = 2
+USERS_FORMAT_VERSION: Final = 3
 _FORMAT_WITHOUT_ROLES: Final = 1
+_FORMATS_WITHOUT_CHECKSUM: Final = frozenset({_FORMAT_WITHOUT_ROLES, 2})
+_CHECKSUM: Final = "crc32c"
 ITERATIONS_MAX: Final = 1_000_000
 """More would stop the server for seconds at a login; a file that says so is damaged."""
 
@@ -102,8 +108,7 @@ def stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 def file_text(content: UsersContent) -> bytes:
     """Return the file's bytes."""
-    document = {
-        "format_version": USERS_FORMAT_VERSION,
+    content_document: dict[str, Any] = {
         "decoy_key": b64encode(content.decoy_key).decode(),
         "users": {
             name: {
@@ -113,7 +118,18 @@ def file_text(content: UsersContent) -> bytes:
             for name, user in sorted(content.users.items())
         },
     }
-    return json.dumps(document, indent=1).encode() + b"\n"
+    head = {
+        "format_version": USERS_FORMAT_VERSION,
+        _CHECKSUM: checksum_of(content_document),
+    }
+    return json.dumps(head | content_document, indent=1).encode() + b"\n"
+
+
+def checksum_of(document: Mapping[str, Any]) -> str:
+    """Return the checksum that a file has to have; white space and order do not count."""
+    content = {name: document[name] for name in ("decoy_key", "users")}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"{google_crc32c.value(text.encode()):08x}"
 
 
 def _keys_document(keys: ScramKeys) -> dict[str, Any]:
@@ -130,11 +146,12 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
     try:
         document = json.loads(text)
         version = document["format_version"]
-        if version not in {_FORMAT_WITHOUT_ROLES, USERS_FORMAT_VERSION}:
+        if version not in {*_FORMATS_WITHOUT_CHECKSUM, USERS_FORMAT_VERSION}:
             raise UsersFileError(
                 f"{path}: has format version {version!r}, this dcpd knows up to "
                 f"{USERS_FORMAT_VERSION}; use the version that wrote it"
             )
+        _check(document, version)
         return UsersContent(
             {
                 name: UserRecord(
@@ -150,6 +167,14 @@ def parse_file(path: Path, text: bytes) -> UsersContent:
             f"{path}: is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
             "delete it and add the users again"
         ) from error
+
+
+def _check(document: Mapping[str, Any], version: int) -> None:
+    if version in _FORMATS_WITHOUT_CHECKSUM:
+        if _CHECKSUM in document:
+            raise ValueError(f"format version {version} has no checksum")
+    elif document[_CHECKSUM] != checksum_of(document):
+        raise ValueError("the checksum is wrong")
 
 
 def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:

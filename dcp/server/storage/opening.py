@@ -126,7 +126,7 @@ class Storage:
                 self.writer.end, {part.vb_id: (part.high_seqno, part.vb_uuid) for part in parts}
             )
             try:
-                self.store.end(self.node._replace(clean_shutdown=True), clean_end)
+                self.store.end(clean_end)
             except (StoreFullError, StoreFailedError) as error:
                 return str(error)
             return ""

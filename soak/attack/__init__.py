@@ -1,0 +1,27 @@
+"""An unattended attack on real servers, data folders and backup archives, from outside.
+
+    scripts/soak attack                           runs until Ctrl-C, then prints the table
+    scripts/soak attack --minutes 30 --kinds damage,archive
+    scripts/soak attack --case 1000042            repeats one case
+
+A case follows from its seed: its kind, and everything random in it. It attacks a server, then
+checks everything that the server has promised (`soak.attack.case` lists the three ways to fail).
+Meanwhile a probe in a process of its own measures how long a read, a NOOP and /livez stay
+unanswered.
+
+    case.py       a case, and how it fails
+    probe.py      the well-behaved client that measures
+    truth.py      what a server has answered, and therefore has to hold
+    streams.py    what DCP streams send, from any position
+    load.py       a writer that records each answer
+    harm.py       damage to files
+    run.py        the loop and its state file;  table.py: the result
+
+    processes.py  kill, stall     SIGKILL, SIGSTOP
+    disks.py      disk, map       a full disk, a full LMDB map
+    damage.py     damage          damaged files of a data folder (folders.py makes the folders)
+    archives.py   archive         damaged files of a backup archive
+    crowds.py     crowd, logins   half-sent requests; floods of logins
+    cas.py        cas             absurd CAS, revisions, seqnos, expiries
+    garbage.py    garbage         input that is not the protocol
+"""
