@@ -15,17 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("dcp", "vbucket", "failover", "clients")
 NODE = "dcp.server.node"
 
-KNOWN_CIRCLES: frozenset[tuple[str, str]] = frozenset(
-    {
-        *((f"dcp.server.{name}", NODE) for name in (
-            "compaction", "connection", "dump", "expiry", "listeners", "metrics", "operations",
-            "stats", "tls_listener",
-        )),
-        ("dcp.server.net.connection", "dcp.server.net.tls_listener"),
-    }
-)  # fmt: skip
-"""(importer, imported) that close a circle and are still to go."""
-
 Graph = dict[str, set[str]]
 
 
@@ -75,22 +64,13 @@ GRAPH = import_graph(ROOT, PACKAGES)
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    graph = {
-        name: {other for other in others if (name, other) not in KNOWN_CIRCLES}
-        for name, others in GRAPH.items()
-    }
-    assert circle_in(graph) == []
-
-
-def test_known_circles_are_still_there() -> None:
-    """One that is gone leaves the list, so that it does not come back."""
-    assert {(name, other) for name, other in KNOWN_CIRCLES if other not in GRAPH[name]} == set()
+    assert circle_in(GRAPH) == []
 
 
 def test_the_node_is_only_run_and_not_used() -> None:
     """It knows all parts of the server; a part that knew it would know all others."""
     users = {name for name, others in GRAPH.items() if NODE in others}
-    assert users - {name for name, other in KNOWN_CIRCLES if other == NODE} == {"dcp.server.main"}
+    assert users == {"dcp.server.main"}
 
 
 def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:

@@ -144,7 +144,11 @@ async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:
 async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
     shell: Any = Shell(DIED, NO_DESCRIPTOR, None)
     await shell.store.start()
-    work = Compaction(shell, Settings())
+    unused: Any = None
+    work = Compaction(
+        shell.node.engine, unused, unused, shell.merging, shell.store, unused, shell.meter,
+        shell, Settings(), kick=unused, refresh_store=unused,
+    )  # fmt: skip
     for _ in range(2):
         with pytest.raises(CompactionError, match="it ended"):
             await work._asked(lambda process: process.used_bytes())

@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -28,13 +28,11 @@ from prometheus_client.registry import Collector
 
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operate.operations import lag_of
+from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
 
 CONSUMERS_MAX: Final = 100
 """Consumers with a series of their own: those that lag most."""
@@ -53,26 +51,26 @@ class MetricSpec(NamedTuple):
     meaning: str
     bad: str
     """What a bad value looks like, and what it says."""
-    read: Callable[[Node], Samples | Histogram]
+    read: Callable[[MetricSources], Samples | Histogram]
 
 
-def _one(read: Callable[[Node], float]) -> Callable[[Node], Samples]:
-    return lambda node: [((), read(node))]
+def _one(read: Callable[[MetricSources], float]) -> Callable[[MetricSources], Samples]:
+    return lambda of: [((), read(of))]
 
 
-def _items(node: Node) -> float:
-    return sum(part.item_count for part in node.engine.partitions)
+def _items(of: MetricSources) -> float:
+    return sum(part.item_count for part in of.engine.partitions)
 
 
-def _states(node: Node) -> Samples:
+def _states(of: MetricSources) -> Samples:
     counts = dict.fromkeys(VbState, 0)
-    for part in node.engine.partitions:
+    for part in of.engine.partitions:
         counts[part.state] += 1
     return [((state.name.lower(),), count) for state, count in counts.items()]
 
 
-def _disk(node: Node) -> Samples:
-    paths = (("log", log_path(node.data_dir)), ("store", store_path(node.data_dir)))
+def _disk(of: MetricSources) -> Samples:
+    paths = (("log", log_path(of.about.data_dir)), ("store", store_path(of.about.data_dir)))
     return [((part,), _bytes_in(path)) for part, path in paths]
 
 
@@ -86,10 +84,10 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def _lags(node: Node) -> Samples:
+def _lags(of: MetricSources) -> Samples:
     lags: dict[str, int] = defaultdict(int)
-    parts = node.engine.partitions
-    for connection in node.connections:
+    parts = of.engine.partitions
+    for connection in of.connections:
         producer = connection.session.state.producer
         if producer is not None:
             name = producer.name.decode("utf-8", "replace")
@@ -100,18 +98,18 @@ def _lags(node: Node) -> Samples:
     return [((name,), lag) for name, lag in most]
 
 
-def _unacked(node: Node) -> float:
-    producers = (connection.session.state.producer for connection in node.connections)
+def _unacked(of: MetricSources) -> float:
+    producers = (connection.session.state.producer for connection in of.connections)
     return sum(producer.unacked_bytes for producer in producers if producer is not None)
 
 
-def _refusals(node: Node) -> Samples:
-    now = node.refusal_kind
+def _refusals(of: MetricSources) -> Samples:
+    now = of.health.refusal_kind
     return [((kind,), kind == now) for kind in REFUSAL_KINDS]
 
 
-def _build(node: Node) -> Samples:
-    return [((node.version, platform.python_version(), node.durability), 1)]
+def _build(of: MetricSources) -> Samples:
+    return [((of.about.version, platform.python_version(), of.about.durability), 1)]
 
 
 METRICS: Final[tuple[MetricSpec, ...]] = (
@@ -123,12 +121,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_uptime_seconds", "gauge", "seconds", (),
         "Time since the start.", "small again and again: it restarts, see the log",
-        _one(lambda node: node.uptime_s),
+        _one(lambda of: of.about.uptime_s),
     ),
     MetricSpec(
         "dcpd_ready", "gauge", "", (),
         "1 while clients may be sent here, as /readyz.", "0 for longer than a start takes",
-        _one(lambda node: node.is_ready),
+        _one(lambda of: of.health.is_ready),
     ),
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
@@ -141,23 +139,23 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_writers_wait", "gauge", "", (),
         "1 while writes wait for a merge, at most for the setting write_wait.",
         "1 often: the store is too slow for what is written",
-        _one(lambda node: node.engine.writers_wait),
+        _one(lambda of: of.engine.writers_wait),
     ),
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged: they take no writes, merges leave them out.",
         "above 0: `dcpctl status` names them, docs/operations.md says what to do",
-        _one(lambda node: len(node.engine.quarantined)),
+        _one(lambda of: len(of.engine.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
         "Connections that ended because of a fault of the program.",
-        "above 0: please report what the log says", _one(lambda node: node.meter.session_failures),
+        "above 0: please report what the log says", _one(lambda of: of.meter.session_failures),
     ),
     MetricSpec(
         "dcpd_housekeeping_failures_total", "counter", "", ("task",),
         "Housekeeping that failed and was begun anew.", "above 0: please report what the log says",
-        lambda node: [((k,), count) for k, count in node.meter.housekeeping_failures.items()],
+        lambda of: [((k,), count) for k, count in of.meter.housekeeping_failures.items()],
     ),
     MetricSpec(
         "dcpd_items", "gauge", "", (),
@@ -171,27 +169,27 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_cas_ahead_vbuckets", "gauge", "", (),
         "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
         "above 0: dcpctl vb mend-cas, unless the clock was set back a moment ago",
-        _one(lambda node: len(cas_ahead(node))),
+        _one(lambda of: len(cas_ahead(of.engine))),
     ),
     MetricSpec(
         "dcpd_connections", "gauge", "", (),
         "Open client connections.", "near the setting connections_max",
-        _one(lambda node: len(node.connections)),
+        _one(lambda of: len(of.connections)),
     ),
     MetricSpec(
         "dcpd_connections_opened_total", "counter", "", (),
         "Connections since the start.", "a steep rise: clients that do not keep theirs",
-        _one(lambda node: node.connections_total),
+        _one(lambda of: of.connections.opened_total),
     ),
     MetricSpec(
         "dcpd_connections_pushed_out_total", "counter", "", ("setting",),
         "Connections that were closed to make room for others, by the setting that was reached.",
         "rising: a flood of connections, or a setting that is too small for the clients",
-        lambda node: _counted(
+        lambda of: _counted(
             {
-                "connections_max": node.newcomers.closed_total,
-                "receive_buffers_bytes_max": node.receive_buffers.closed_total,
-                "send_buffers_bytes_max": node.send_buffers.closed_total,
+                "connections_max": of.connections.newcomers.closed_total,
+                "receive_buffers_bytes_max": of.connections.receive_buffers.closed_total,
+                "send_buffers_bytes_max": of.connections.send_buffers.closed_total,
             }
         ),
     ),
@@ -199,158 +197,158 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_password_checks", "gauge", "", (),
         "Passwords that are being checked, or wait for it.",
         "at its limit: somebody guesses passwords, see the audit log",
-        _one(lambda node: node.access.logins.checks_under_way),
+        _one(lambda of: of.access.logins.checks_under_way),
     ),
     MetricSpec(
         "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
         "Incomplete packets and handshakes of all connections.",
         "at the setting receive_buffers_bytes_max: connections that stand still are closed",
-        _one(lambda node: node.receive_buffers.held_bytes),
+        _one(lambda of: of.connections.receive_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_send_buffer_bytes", "gauge", "bytes", (),
         "What clients have not read, of all connections; looked at four times a second.",
         "at the setting send_buffers_bytes_max: connections that do not read are closed",
-        _one(lambda node: node.send_buffers.held_bytes),
+        _one(lambda of: of.connections.send_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_admin_connections", "gauge", "", (),
         "Open connections to the admin interface, TLS handshakes included.",
         "at the setting admin_connections_max: somebody sits on the port",
-        _one(lambda node: len(node.listeners.admin_crowd)),
+        _one(lambda of: len(of.admin_crowd)),
     ),
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
         "Requests to the admin interface that were refused, by HTTP status.",
         "rising 401: somebody guesses; 403: a web page tries, or a name is not in admin_hosts;"
         " 503: too much at once; the log says which and why",
-        lambda node: _counted(node.meter.admin_refusals),
+        lambda of: _counted(of.meter.admin_refusals),
     ),
     MetricSpec(
         "dcpd_admin_closed_total", "counter", "", ("reason",),
         "Connections to the admin interface that were closed on a client: late (a request or a"
         " reader that did not come in time) or crowded (to make room for another).",
         "rising: somebody sits on the port, the log says from where",
-        lambda node: _counted(node.meter.admin_closed),
+        lambda of: _counted(of.meter.admin_closed),
     ),
     MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
         "Read from clients.", "near what the network carries",
-        _one(lambda node: node.meter.received_bytes),
+        _one(lambda of: of.meter.received_bytes),
     ),
     MetricSpec(
         "dcpd_sent_bytes_total", "counter", "bytes", (),
         "Written to clients, streams included.", "near what the network carries",
-        _one(lambda node: node.meter.sent_bytes),
+        _one(lambda of: of.meter.sent_bytes),
     ),
     MetricSpec(
         "dcpd_answers_total", "counter", "", (),
         "Responses to commands; a quiet command that has nothing to say has none.",
-        "a drop without one in traffic", _one(lambda node: node.meter.answers),
+        "a drop without one in traffic", _one(lambda of: of.meter.answers),
     ),
     MetricSpec(
         "dcpd_changes_total", "counter", "", (),
         "Changes committed: sets, deletions, expiries, and what was done to partitions.",
-        "a drop without one in traffic", _one(lambda node: node.meter.changes),
+        "a drop without one in traffic", _one(lambda of: of.meter.changes),
     ),
     MetricSpec(
         "dcpd_answer_seconds", "histogram", "seconds", (),
         "From reading a batch of commands to writing its answers, the commit included. One"
         " observation per batch, not per command.",
         "a 99th percentile above dcpd_sync_seconds' by much: the loop is busy",
-        lambda node: node.meter.answer_seconds,
+        lambda of: of.meter.answer_seconds,
     ),
     MetricSpec(
         "dcpd_refusals_total", "counter", "", ("status",),
         "Commands refused with a reason; misses and CAS mismatches are no refusals.",
         "rising: a client does something wrong, the log says which and why",
-        lambda node: _counted(node.meter.refusals),
+        lambda of: _counted(of.meter.refusals),
     ),
     MetricSpec(
         "dcpd_commit_groups_total", "counter", "", (),
         "Commit groups: one append to the log each.",
         "as many as dcpd_changes_total under load: nothing is grouped",
-        _one(lambda node: node.meter.groups),
+        _one(lambda of: of.meter.groups),
     ),
     MetricSpec(
         "dcpd_sync_seconds", "histogram", "seconds", (),
         "One sync of the log to disk.", "above 0.01 on an SSD: the disk is busy or failing",
-        lambda node: node.meter.sync_seconds,
+        lambda of: of.meter.sync_seconds,
     ),
     MetricSpec(
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        _one(lambda node: node.engine.active_bytes + node.engine.frozen_bytes),
+        _one(lambda of: of.engine.active_bytes + of.engine.frozen_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
         "Memory that documents of the store take in the item cache, keys and objects included.",
         "at the setting item_cache_bytes, with many misses: it is too small",
-        _one(lambda node: node.engine.item_cache.held_bytes),
+        _one(lambda of: of.engine.item_cache.held_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_hits_total", "counter", "", (),
         "Reads of documents that the item cache had. Those of changes that are not merged yet"
         " do not count.",
         "few beside dcpd_item_cache_misses_total: see there",
-        _one(lambda node: node.engine.item_cache.hits),
+        _one(lambda of: of.engine.item_cache.hits),
     ),
     MetricSpec(
         "dcpd_item_cache_misses_total", "counter", "", (),
         "Reads of documents that went to the store.",
         "as many as reads for long: what is read is more than item_cache_bytes holds",
-        _one(lambda node: node.engine.item_cache.misses),
+        _one(lambda of: of.engine.item_cache.misses),
     ),
     MetricSpec(
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "0 while the log grows: the store process fails",
-        _one(lambda node: node.merging.count),
+        _one(lambda of: of.merging.count),
     ),
     MetricSpec(
         "dcpd_merge_failures_total", "counter", "", (),
         "Merges that the store had no room for, or that failed; each is tried again.",
         "rising: the store's disk is full or failing, and writers will have to wait",
-        _one(lambda node: node.meter.merge_failures),
+        _one(lambda of: of.meter.merge_failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
         "One merge, in the store process.",
         "longer than filling the memtable takes: writers will wait",
-        lambda node: node.meter.merge_seconds,
+        lambda of: of.meter.merge_seconds,
     ),
     MetricSpec(
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
         "How long the merge under way has taken by now, with its attempts that failed; 0: none.",
         "minutes: the store's disk is full, slow or failing",
-        _one(lambda node: node.merging.seconds_under_way),
+        _one(lambda of: of.merging.seconds_under_way),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", _one(lambda node: node.engine.is_merging),
+        "1 while a merge runs.", "1 all the time", _one(lambda of: of.engine.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
         "One turn of compaction in the store process; between two turns merges have theirs.",
         "as long as dcpd_merge_seconds: merges wait for it",
-        lambda node: node.meter.compaction_seconds,
+        lambda of: of.meter.compaction_seconds,
     ),
     MetricSpec(
         "dcpd_compacted_versions_total", "counter", "", (),
         "Versions that compaction dropped: superseded ones and deletions.",
         "standing still while dcpd_disk_bytes grows: something holds it back, see the log",
-        _one(lambda node: node.meter.dropped_versions),
+        _one(lambda of: of.meter.dropped_versions),
     ),
     MetricSpec(
         "dcpd_compacted_tombstones_total", "counter", "", (),
         "Deletions among them.", "standing still while many documents are deleted",
-        _one(lambda node: node.meter.dropped_tombstones),
+        _one(lambda of: of.meter.dropped_tombstones),
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
         "Streams that ended with reason 4: they stood still while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
-        _one(lambda node: node.meter.streams_too_slow),
+        _one(lambda of: of.meter.streams_too_slow),
     ),
     MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
@@ -360,25 +358,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_expired_total", "counter", "", ("by",),
         "Documents whose time was over: by the pager, or by an access that came first.",
         "far fewer than expire: merging is behind, or the setting expiry_interval is 0",
-        lambda node: [
-            (("access",), node.engine.expired_on_access), (("pager",), node.pager.expired),
+        lambda of: [
+            (("access",), of.engine.expired_on_access), (("pager",), of.pager.expired),
         ],
     ),
     MetricSpec(
         "dcpd_read_views", "gauge", "", (),
         "States of partitions that somebody reads: range scans and dumps.",
         "near 256, the most there may be: scans that nobody finishes or gives up",
-        _one(lambda node: len(node.views)),
+        _one(lambda of: len(of.views)),
     ),
     MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
         "Open connections that stream changes.", "fewer than there are consumers",
-        _one(lambda node: node.hub.connection_count),
+        _one(lambda of: of.hub.connection_count),
     ),
     MetricSpec(
         "dcpd_dcp_streams", "gauge", "", (),
         "Open streams.", "no multiple of 1,024: a consumer lacks partitions",
-        _one(lambda node: node.hub.stream_count),
+        _one(lambda of: of.hub.stream_count),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),
@@ -395,33 +393,33 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Stream requests answered with ROLLBACK: branched, inside_snapshot, unknown_version,"
         " purged.",
         "unknown_version or purged: a consumer starts from nothing, was it away for too long?",
-        lambda node: _counted(node.meter.rollbacks),
+        lambda of: _counted(of.meter.rollbacks),
     ),
     MetricSpec(
         "dcpd_failovers_total", "counter", "", (),
-        "Failovers on command.", "above 0 in production", _one(lambda node: node.meter.failovers),
+        "Failovers on command.", "above 0 in production", _one(lambda of: of.meter.failovers),
     ),
     MetricSpec(
         "dcpd_faults_set", "gauge", "", (),
         "Fault rules that are set.", "above 0 in production",
-        _one(lambda node: len(node.faults.rules)),
+        _one(lambda of: len(of.faults.rules)),
     ),
     MetricSpec(
         "dcpd_faults_met_total", "counter", "", (),
         "Commands that met a fault rule.", "above 0 in production",
-        _one(lambda node: node.meter.faults),
+        _one(lambda of: of.meter.faults),
     ),
     MetricSpec(
         "dcpd_log_lines_left_out_total", "counter", "", (),
         "Log lines about one peer's refusals that were too many.",
-        "rising: see dcpd_refusals_total", _one(lambda node: node.meter.suppressed_log_lines),
+        "rising: see dcpd_refusals_total", _one(lambda of: of.meter.suppressed_log_lines),
     ),
 )  # fmt: skip
 
 
-def _of_partitions(attribute: str) -> Callable[[Node], Samples]:
-    return lambda node: [
-        ((str(part.vb_id),), getattr(part, attribute)) for part in node.engine.partitions
+def _of_partitions(attribute: str) -> Callable[[MetricSources], Samples]:
+    return lambda of: [
+        ((str(part.vb_id),), getattr(part, attribute)) for part in of.engine.partitions
     ]
 
 
@@ -460,14 +458,14 @@ def _counted(counts: dict[str, int]) -> Samples:
 # -- for Prometheus --------------------------------------------------------------------------------
 
 
-class _NodeCollector(Collector):
-    def __init__(self, node: Node, specs: Iterable[MetricSpec]) -> None:
-        self._node = node
+class _Collector(Collector):
+    def __init__(self, of: MetricSources, specs: Iterable[MetricSpec]) -> None:
+        self._sources = of
         self._specs = specs
 
     def collect(self) -> Iterator[Metric]:
         for spec in self._specs:
-            yield _family(spec, spec.read(self._node))
+            yield _family(spec, spec.read(self._sources))
 
 
 def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
@@ -487,11 +485,11 @@ def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
     return samples
 
 
-def page(node: Node, *, by_vbucket: bool) -> bytes:
+def page(of: MetricSources, *, by_vbucket: bool) -> bytes:
     """Return all metrics as text."""
     registry = CollectorRegistry(auto_describe=False)
     specs = (*METRICS, *VBUCKET_METRICS) if by_vbucket else METRICS
-    registry.register(_NodeCollector(node, specs))
+    registry.register(_Collector(of, specs))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 

@@ -319,3 +319,23 @@ class Committer:
 
 def _nothing(_: None) -> None:
     """Nothing is to be done after it."""
+
+
+class PeriodicSync:
+    """Syncs the log every `interval_s` (durability `interval`), until `stop`."""
+
+    def __init__(self, committer: Committer, interval_s: float) -> None:
+        self._committer = committer
+        self._interval_s = interval_s
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Sync now, and again and again."""
+        self._committer.sync_soon()
+        self._next = asyncio.get_running_loop().call_later(self._interval_s, self.start)
+
+    def stop(self) -> None:
+        """Sync no more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

@@ -24,21 +24,25 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from dcp.server.config.settings import Settings
-from dcp.server.storage.merging import MergeTroubleError
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.health import Health
+from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
+from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.active_stream import ActiveStream
+from dcp.stream.hub import StreamHub
 from dcp.stream.pins import allowed, is_merged
 from dcp.wire.message import EndReason
+from vbucket.engine.engine import Engine
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.upkeep.compaction import Floors
 from vbucket.upkeep.retention import FloorStep, Windows
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
 
 PIN_LIMIT_S: Final = 300.0
 """How long a stream may stand still in a snapshot while compaction waits for it."""
@@ -77,8 +81,34 @@ class CompactionError(Exception):
 class Compaction:
     """See the module. `run` is the task that does it by itself."""
 
-    def __init__(self, node: Node, settings: Settings) -> None:
-        self._node = node
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        commits: CommitWaiters,
+        merging: Merging,
+        supervisor: StoreSupervisor,
+        health: Health,
+        meter: Meter,
+        log: EventLog,
+        settings: Settings,
+        *,
+        kick: Callable[[], None],
+        refresh_store: Callable[[], None],
+    ) -> None:
+        """`kick` has pending changes written; `refresh_store` has reads go on to the store's newest
+        state.
+        """
+        self._engine = engine
+        self._hub = hub
+        self._commits = commits
+        self._merging = merging
+        self._supervisor = supervisor
+        self._health = health
+        self._meter = meter
+        self._log = log
+        self._kick = kick
+        self._refresh_store = refresh_store
         self._interval_s = settings.compact_interval_s
         self.windows = windows_of(
             settings.history_window_s, settings.history_bytes, settings.purge_age_s
@@ -103,25 +133,25 @@ class Compaction:
         the store has more to drop, and every `compact_interval`, because time goes by.
         """
         while True:
-            if self._node.engine.merged_group == self._planned_group:
-                await self._node.merging.wait(self._interval_s)
-            self._planned_group = self._node.engine.merged_group
+            if self._engine.merged_group == self._planned_group:
+                await self._merging.wait(self._interval_s)
+            self._planned_group = self._engine.merged_group
             try:
                 async with self._turn:
                     await self._go_on()
             except CompactionError as error:
-                self._node.log.warning("compaction put off", reason=str(error))
+                self._log.warning("compaction put off", reason=str(error))
 
     async def compact(self, vb_ids: Sequence[int], windows: Windows) -> dict[str, Any]:
         """Compact partitions now, whether or not it is worth it; return what came of it.
 
         Raises CompactionError.
         """
-        if self._node.write_refusal:
-            raise CompactionError(self._node.write_refusal)
+        if self._health.write_refusal:
+            raise CompactionError(self._health.write_refusal)
         async with self._turn:
             try:
-                await self._node.merging.merge_now()
+                await self._merging.merge_now()
             except MergeTroubleError as error:
                 raise CompactionError(f"merging is put off: {error}") from error
             before = await self._asked(StoreProcess.used_bytes)
@@ -137,10 +167,10 @@ class Compaction:
             }
 
     async def _go_on(self) -> None:
-        if self._node.write_refusal:
+        if self._health.write_refusal:
             return  # the log has no room for new floors
         now_s = time.monotonic()
-        changes = self._node.meter.changes
+        changes = self._meter.changes
         is_due = changes - self._planned_changes >= PLAN_CHANGES_MIN
         if is_due or now_s - self._planned_s >= PLAN_REST_S:
             self._planned_changes, self._planned_s = changes, now_s
@@ -172,7 +202,7 @@ class Compaction:
 
     async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
         """Raise floors as far as may be; remember what is to be compacted, and what has to wait."""
-        engine, hub = self._node.engine, self._node.hub
+        engine, hub = self._engine, self._hub
         now_s = time.monotonic()
         for first in range(0, len(steps), RAISED_AT_ONCE):
             for step in steps[first : first + RAISED_AT_ONCE]:
@@ -194,7 +224,7 @@ class Compaction:
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
             if engine.has_pending:
-                self._node.committer.kick()
+                self._kick()
             await asyncio.sleep(0)
 
     def _end_what_stands_still(self, now_s: float) -> None:
@@ -202,30 +232,30 @@ class Compaction:
             if stream.vb_id not in self._held or stream.next_seqno != seqno:
                 del self._standing[stream]  # it moved, or nothing waits for it any more
             elif now_s - since_s >= PIN_LIMIT_S:
-                self._node.meter.streams_too_slow += 1
-                self._node.log.warning(
+                self._meter.streams_too_slow += 1
+                self._log.warning(
                     "stream ended: it stood still while compaction waited for it",
                     vb_id=stream.vb_id, seqno=seqno, waited_s=round(now_s - since_s),
                 )  # fmt: skip
-                self._node.hub.end(stream, EndReason.TOO_SLOW)
+                self._hub.end(stream, EndReason.TOO_SLOW)
 
     async def _compact(self) -> tuple[int, int]:
         """Have partitions compacted whose floors were raised, turn after turn; return versions and
         tombstones dropped.
         """
         versions = tombstones = vbuckets = 0
-        meter = self._node.meter
+        meter = self._meter
         while self._raised:
-            await self._node.until_group_committed(max(r.group for r in self._raised.values()))
+            await self._commits.until_group(max(r.group for r in self._raised.values()))
             floors = self._floors()
             if not floors:
                 break
             seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
-            process = self._node.store.process
+            process = self._supervisor.process
             report = await self._asked(
                 partial(
                     StoreProcess.compact, floors=floors, seconds=seconds,
-                    after_slice=self._node.refresh_store,
+                    after_slice=self._refresh_store,
                 )
             )  # fmt: skip
             meter.compaction_seconds.observe(process.compact_s)
@@ -238,14 +268,14 @@ class Compaction:
             for vb_id in report.finished:
                 del self._raised[vb_id]
         if vbuckets:
-            self._node.log.debug(
+            self._log.debug(
                 "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
             )
         return versions, tombstones
 
     def _floors(self) -> dict[int, Floors]:
         """Return what to compact next: floors of partitions that have not branched since."""
-        parts = self._node.engine.partitions
+        parts = self._engine.partitions
         for vb_id, raised in tuple(self._raised.items()):
             if parts[vb_id].vb_uuid != raised.vb_uuid:
                 del self._raised[vb_id]  # it is planned again
@@ -253,21 +283,21 @@ class Compaction:
 
     async def _asked(self, ask: Callable[[StoreProcess], Awaitable[_T]]) -> _T:
         """Ask the store process; start another one where it is needed. Raises CompactionError."""
-        process = self._node.store.process
+        process = self._supervisor.process
         try:
             return await ask(process)
         except _FAILURES as error:
             if not isinstance(error, StoreDamagedError):
                 # Without memory or a descriptor there is no other one; whoever asks next tries.
                 with contextlib.suppress(OSError):
-                    await self._node.store.renew(process)
+                    await self._supervisor.renew(process)
             raise CompactionError(str(error)) from error
 
     def _tell(self, damages: Sequence[Sequence[Any]]) -> None:
         for vb_id, text in damages:
             if vb_id not in self._damaged:
                 self._damaged.add(vb_id)
-                self._node.log.warning("partition cannot be compacted", vb_id=vb_id, reason=text)
+                self._log.warning("partition cannot be compacted", vb_id=vb_id, reason=text)
 
 
 def windows_of(history_window_s: float, history_bytes: int, purge_age_s: float) -> Windows:

@@ -115,6 +115,8 @@ class Merging:
         self._began_s = 0.0
         self.count += 1
         self._on_merged()
+        if engine.has_pending:
+            self._kick()
         await self._notify()
 
     async def wait(self, timeout_s: float) -> None:

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from dcp.server.config.settings import Settings
 
 NODE_ID_BYTES: Final = 16
-READ_ONLY_TEXT: Final = (
-    "writes are refused until there is room on the server's disk: it started read-only"
-)
 
 
 class Storage:
