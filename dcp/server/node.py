@@ -58,6 +58,7 @@ from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.server.storage.opening import Storage
 from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.store_queue import StoreQueue
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
@@ -103,7 +104,7 @@ class Node:
         self._refusals = RefusalLog(log, self.meter)
         self._housekeeping = Housekeeping(self.meter, log)
         self._tasks = Tasks(self._fail)
-        self._supervisor = StoreSupervisor(self._start_store_process)
+        self._store_queue = StoreQueue(StoreSupervisor(self._start_store_process), log)
         self._writing: list[asyncio.Task[None]] = []
         """Background tasks that make changes of their own: a stop ends them first."""
         self._stopping: asyncio.Task[None] | None = None
@@ -154,7 +155,7 @@ class Node:
         self.health.read_only(why)
         if why:
             return
-        await self._supervisor.start()
+        await self._store_queue.start()
         self._committer.start()
         self._merge_what_is_replayed()
         settings = self._settings
@@ -204,7 +205,7 @@ class Node:
         self._pager = Pager(engine, storage.store)
         self._commits = commits = CommitWaiters(engine, self._kick)
         self._merging = merging = Merging(
-            engine, storage.device, self._supervisor, self.meter, log,
+            engine, storage.device, self._store_queue, self.meter, log,
             kick=self._kick, on_merged=self._merged,
             kept=kept_segments(storage.store.quarantine()),
         )  # fmt: skip
@@ -213,11 +214,11 @@ class Node:
             why=merging.why_behind, on_change=health.pressure_changed,
         )  # fmt: skip
         self._compaction = Compaction(
-            engine, self._hub, commits, merging, self._supervisor, health, self.meter, log,
+            engine, self._hub, commits, merging, self._store_queue, health, self.meter, log,
             settings, kick=self._kick, refresh_store=storage.store.refresh,
         )  # fmt: skip
         self._end_reasons: EndReasons = {}
-        failover_logs = FailoverLogs(engine, self._supervisor, self._tasks, log)
+        failover_logs = FailoverLogs(engine, self._store_queue, self._tasks, log)
         after_commit = AfterCommit(
             self.meter, self._hub, self._end_reasons, commits, self._backpressure,
             self.connections,
@@ -361,7 +362,7 @@ class Node:
         await self._tasks.stop()
         await self._merging.stop(self._stop_s_left(1.0))
         is_clean = self._failure is None
-        if not await self._supervisor.stop():
+        if not await self._store_queue.stop():
             is_clean = False
             self._log.error("the store process does not end: its disk does not answer")
         try:

@@ -1,4 +1,4 @@
-"""When partitions are compacted, and how the three parties to it work together.
+"""When partitions are compacted, and how plan, engine and store process work together.
 
     plan      the store process finds out which floors are worth raising
     (vbucket.upkeep.retention) raise     the engine takes them on, as far as streams under way and
@@ -8,10 +8,11 @@
     (vbucket.upkeep.compaction)
 
 Invariants
-- one compaction at a time; merges and compaction's slices take turns in the store process;
+- one compaction at a time; merges and turns of compaction alternate in the store process
+  (dcp.server.storage.store_queue);
 - only floors that are committed are handed to the store process, which puts them into its records
-  at once; the next merge finds them there, as it finds failover logs. They are asked for before any
-  merge that brings a later branch, because requests are answered in order;
+  at once; the next merge finds them there, as it finds failover logs. They are looked up when the
+  turn begins, so no merge can have brought a later branch;
 - what is compacted lies at or below what is merged of the present history. Above it the store may
   hold what a branch undid, until the next merge;
 - a stream that keeps a floor down and makes no progress for PIN_LIMIT_S ends (reason 4).
@@ -20,9 +21,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -31,8 +31,8 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import MergeTroubleError, Merging
-from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue, Work
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
@@ -40,8 +40,7 @@ from dcp.stream.pins import allowed, is_merged
 from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.upkeep.compaction import Floors
+from vbucket.upkeep.compaction import Floors, SliceReport
 from vbucket.upkeep.retention import FloorStep, Windows
 
 PIN_LIMIT_S: Final = 300.0
@@ -62,7 +61,6 @@ one that is under way while it is planned, one while floors are committed, one b
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
 _ALL: Final = range(NUM_VBUCKETS)
-_FAILURES: Final = (StoreDamagedError, StoreFailedError, StoreFullError, StoreProcessDiedError)
 _T = TypeVar("_T")
 
 
@@ -87,7 +85,7 @@ class Compaction:
         hub: StreamHub,
         commits: CommitWaiters,
         merging: Merging,
-        supervisor: StoreSupervisor,
+        queue: StoreQueue,
         health: Health,
         meter: Meter,
         log: EventLog,
@@ -103,7 +101,7 @@ class Compaction:
         self._hub = hub
         self._commits = commits
         self._merging = merging
-        self._supervisor = supervisor
+        self._queue = queue
         self._health = health
         self._meter = meter
         self._log = log
@@ -154,7 +152,7 @@ class Compaction:
                 await self._merging.merge_now()
             except MergeTroubleError as error:
                 raise CompactionError(f"merging is put off: {error}") from error
-            before = await self._asked(StoreProcess.used_bytes)
+            before = await self._asked(Work.PLAN, StoreProcess.used_bytes)
             steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
             versions, tombstones = await self._compact()
             return {
@@ -163,7 +161,7 @@ class Compaction:
                 "tombstones": tombstones,
                 "held_back": sum(step.vb_id in self._held for step in steps),
                 "bytes_before": before,
-                "bytes_after": await self._asked(StoreProcess.used_bytes),
+                "bytes_after": await self._asked(Work.PLAN, StoreProcess.used_bytes),
             }
 
     async def _go_on(self) -> None:
@@ -193,7 +191,7 @@ class Compaction:
                 StoreProcess.plan, vb_ids=todo, windows=windows, now_ns=now_ns,
                 inflow_bytes=self._inflow_bytes, is_forced=is_forced,
             )  # fmt: skip
-            report = await self._asked(plan)
+            report = await self._asked(Work.PLAN, plan)
             steps += report.steps
             await self._raise(report.steps)
             self._tell(report.damages)
@@ -244,23 +242,13 @@ class Compaction:
         tombstones dropped.
         """
         versions = tombstones = vbuckets = 0
-        meter = self._meter
         while self._raised:
             await self._commits.until_group(max(r.group for r in self._raised.values()))
-            floors = self._floors()
-            if not floors:
+            report = await self._asked(Work.COMPACTION, self._take_turn)
+            if report is None:
                 break
-            seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * meter.last_merge_s))
-            process = self._supervisor.process
-            report = await self._asked(
-                partial(
-                    StoreProcess.compact, floors=floors, seconds=seconds,
-                    after_slice=self._refresh_store,
-                )
-            )  # fmt: skip
-            meter.compaction_seconds.observe(process.compact_s)
-            meter.dropped_versions += report.versions
-            meter.dropped_tombstones += report.tombstones
+            self._meter.dropped_versions += report.versions
+            self._meter.dropped_tombstones += report.tombstones
             versions += report.versions
             tombstones += report.tombstones
             self._tell(report.damages)
@@ -273,6 +261,18 @@ class Compaction:
             )
         return versions, tombstones
 
+    async def _take_turn(self, process: StoreProcess) -> SliceReport | None:
+        """Compact for a while; None: there is nothing to compact. The floors are those of now: a
+        merge that came first may have brought a branch.
+        """
+        floors = self._floors()
+        if not floors:
+            return None
+        seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * self._meter.last_merge_s))
+        report = await process.compact(floors, seconds, self._refresh_store)
+        self._meter.compaction_seconds.observe(process.compact_s)
+        return report
+
     def _floors(self) -> dict[int, Floors]:
         """Return what to compact next: floors of partitions that have not branched since."""
         parts = self._engine.partitions
@@ -281,16 +281,11 @@ class Compaction:
                 del self._raised[vb_id]  # it is planned again
         return {vb_id: raised.floors for vb_id, raised in self._raised.items()}
 
-    async def _asked(self, ask: Callable[[StoreProcess], Awaitable[_T]]) -> _T:
-        """Ask the store process; start another one where it is needed. Raises CompactionError."""
-        process = self._supervisor.process
+    async def _asked(self, work: Work, ask: Ask[_T]) -> _T:
+        """Have the store process do something. Raises CompactionError."""
         try:
-            return await ask(process)
-        except _FAILURES as error:
-            if not isinstance(error, StoreDamagedError):
-                # Without memory or a descriptor there is no other one; whoever asks next tries.
-                with contextlib.suppress(OSError):
-                    await self._supervisor.renew(process)
+            return await self._queue.do(work, ask)
+        except FAILURES as error:
             raise CompactionError(str(error)) from error
 
     def _tell(self, damages: Sequence[Sequence[Any]]) -> None:

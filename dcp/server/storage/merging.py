@@ -1,10 +1,11 @@
-"""Merges: the sealed segments of the log into the store, again and again until it succeeds.
+"""Merges: the sealed segments of the log into the store.
 
-    the committer rotates the log -> `begin` -> the store process merges -> the engine lets go of
+    the committer rotates the log -> `merge` -> the store process merges -> the engine lets go of
     what was frozen, in slices -> the segments are deleted, but for those that a quarantine keeps
 
-Who calls it: the node, once per rotation of the log. Nothing that goes wrong with the store ends
-the server: the log has everything, reads and streams go on, and `trouble` says why merging waits.
+The node calls `merge` once per rotation of the log. A merge is tried until it succeeds
+(dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams go on, and
+`trouble` says why merging waits.
 
 Invariants
 - one merge at a time: the engine freezes no second memtable before the first is merged;
@@ -21,25 +22,15 @@ from typing import Final
 
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
-from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
-from dcp.server.storage.store_supervisor import StoreSupervisor
+from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.store_queue import StoreQueue, Work
 from vbucket.engine.engine import Engine
-from vbucket.log.device import LogDevice, UnknownFormatError
-from vbucket.log.record import LogDamagedError
+from vbucket.log.device import LogDevice
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
-from vbucket.upkeep.merge import MergeRefusedError, MergeReport
+from vbucket.upkeep.merge import MergeReport
 
 DROP_SLICE_VBUCKETS: Final = 8
 """Partitions whose frozen layer goes in one turn of the loop (docs/performance.md)."""
-PAUSE_S: Final = 1.0
-PAUSE_MAX_S: Final = 60.0
-"""Pauses between attempts, each twice the one before."""
-_FAILURES: Final = (
-    LogDamagedError, MergeRefusedError, OSError, StoreDamagedError, StoreFailedError,
-    StoreFullError, UnknownFormatError,
-)  # fmt: skip
-"""What a merge may end with. OSError: there is no memory, or no descriptor, for another process."""
 
 
 class MergeTroubleError(Exception):
@@ -53,23 +44,21 @@ class Merging:
         self,
         engine: Engine,
         device: LogDevice,
-        supervisor: StoreSupervisor,
+        queue: StoreQueue,
         meter: Meter,
         log: EventLog,
         *,
         kick: Callable[[], None],
         on_merged: Callable[[], None],
         kept: Collection[int] = (),
-        pause_s: float = PAUSE_S,
     ) -> None:
         self._engine = engine
         self._device = device
-        self._supervisor = supervisor
+        self._queue = queue
         self._meter = meter
         self._log = log
         self._kick = kick
         self._on_merged = on_merged
-        self._pause_s = pause_s
         self._kept = frozenset(kept)
         """Merged segments that are there for partitions in quarantine."""
         self._changed = asyncio.Condition()
@@ -100,7 +89,7 @@ class Merging:
         engine, device = self._engine, self._device
         sealed = [segment for segment in device.segments() if segment < newest_segment]
         self._began_s = time.monotonic()
-        report = await self._merge_patiently([n for n in sealed if n not in self._kept])
+        report = await self._merge([n for n in sealed if n not in self._kept])
         for vb_id in report.quarantined.keys() - engine.quarantined.keys():
             self._log.error("quarantined", vb_id=vb_id, reason=report.quarantined[vb_id])
         for vb_id in engine.quarantined.keys() - report.quarantined.keys():
@@ -144,36 +133,17 @@ class Merging:
         if self._deleting is not None:
             await asyncio.wait([self._deleting], timeout=timeout_s)
 
-    async def _merge_patiently(self, segments: list[int]) -> MergeReport:
-        """Have segments merged; where the store has no room, or fails, try again later."""
-        pause_s = self._pause_s
-        failed: StoreProcess | None = None
-        deaths = 0
-        while True:
-            process = None
-            try:
-                if failed is not None:
-                    await self._supervisor.renew(failed)
-                    failed = None
-                process = self._supervisor.process
-                report = await process.merge(segments)
-            except StoreProcessDiedError as error:
-                failed = process
-                deaths += 1
-                self._log.warning("store process died", reason=str(error), deaths=deaths)
-                if deaths == 1:
-                    continue  # it may have been an accident
-                await self._put_off(error, pause_s)
-            except _FAILURES as error:
-                failed = process or failed
-                await self._put_off(error, pause_s)
-            else:
-                if self.trouble:
-                    self._log.info("merging goes on")
-                self.trouble = ""
-                self._meter.merged_in(process.merge_s)
-                return report
-            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+    async def _merge(self, segments: list[int]) -> MergeReport:
+        async def ask(process: StoreProcess) -> MergeReport:
+            report = await process.merge(segments)
+            self._meter.merged_in(process.merge_s)
+            return report
+
+        report = await self._queue.do_until_done(Work.MERGE, ask, self._put_off)
+        if self.trouble:
+            self._log.info("merging goes on")
+        self.trouble = ""
+        return report
 
     async def _delete(self, segments: list[int]) -> None:
         loop = asyncio.get_running_loop()
@@ -189,7 +159,6 @@ class Merging:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
         self.trouble = str(error)
         await self._notify()
-        await asyncio.sleep(pause_s)
 
     async def _notify(self) -> None:
         async with self._changed:
