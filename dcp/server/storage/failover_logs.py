@@ -1,7 +1,9 @@
 """Writes the failover log of a partition that has branched into LMDB, at once.
 
-The log segment has it already, and the next merge would write it, too. With it, what is planned for
-the partition meanwhile is planned for its present version.
+The log segment has it already, and the merge of that segment writes it again. Until then the store
+knows the present version by this, so a plan for the partition is of use. A merge of older segments
+may bring an older log back; plans that name an old version are dropped
+(dcp.server.storage.compaction_schedule).
 
 Invariants
 - LMDB gets versions that are committed, and no others: it must not know one that the log can lose;
