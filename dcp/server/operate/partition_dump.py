@@ -5,7 +5,7 @@ fast as the consumer reads; nothing is buffered for a slow one.
 
 A line is one document: `v` 1, `collection`, `key`, `value` (`key_encoding` and `value_encoding`
 "base64" mark what is not UTF-8), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A
-dump that cannot be finished ends with a line that has `error` instead.
+dump that cannot be finished ends with a line that has only `error`.
 """
 
 from __future__ import annotations

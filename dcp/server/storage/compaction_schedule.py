@@ -1,9 +1,9 @@
 """When partitions are compacted, and how plan, engine and store process work together.
 
-    plan      the store process finds out which floors are worth raising
-    (vbucket.upkeep.retention) raise     the engine takes them on, as far as streams under way and
-    read views allow, and the
-              log has them; no rollback goes below them from then on          (dcp.stream.pins)
+    plan      the store process finds floors that are worth raising
+    (vbucket.upkeep.retention) raise     the engine raises them as far as streams under way and read
+    views allow, and logs
+              them; no rollback goes below them from then on                  (dcp.stream.pins)
     compact   the store process drops what they allow, in slices
     (vbucket.upkeep.compaction)
 
@@ -46,18 +46,18 @@ from vbucket.upkeep.retention import FloorStep, Windows
 PIN_LIMIT_S: Final = 300.0
 """How long a stream may stand still in a snapshot while compaction waits for it."""
 PLAN_CHANGES_MIN: Final = 10_000
-"""Fewer changes than these since the last plan hardly free anything; a plan has to wait then, for
-PLAN_REST_S at most, because windows move with time, too."""
+"""Fewer changes than these since the last plan hardly free anything. The next plan waits then, but
+for PLAN_REST_S at most, because windows also move with time."""
 PLAN_REST_S: Final = 60.0
 MERGE_SHARE: Final = 2.0
-"""What compaction gets of the store process at a time, of what the last merge took: under a load
-that keeps it merging without a pause it would fall behind for ever otherwise, and the store's file
-grow. To drop a version takes half of what it takes to merge one."""
+"""How long a turn of compaction is, in durations of the last merge. Under a load that makes merges
+follow each other without a pause, a fixed turn could fall behind for ever, and the store's file
+would grow. To drop a version takes half as long as to merge one."""
 SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
-"""Bounds of that; the memtable takes what is written meanwhile, and then writers wait."""
+"""Bounds of a turn. The memtable takes what is written meanwhile; once it is full, writers wait."""
 MERGES_BETWEEN: Final = 3
-"""Merges whose versions may come into the store before a compaction that was planned is through:
-one that is under way while it is planned, one while floors are committed, one between its turns."""
+"""Merges that may bring versions into the store before a planned compaction is done: one during the
+plan, one while floors are committed, one between two turns."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
 _ALL: Final = range(NUM_VBUCKETS)
@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 
 
 class _Raised(NamedTuple):
-    """A floor that the log has from a group on, in a version of its partition."""
+    """Floors of a partition, the version that they belong to, and the group that logs them."""
 
     group: int
     vb_uuid: int
@@ -73,7 +73,7 @@ class _Raised(NamedTuple):
 
 
 class CompactionError(Exception):
-    """The store could not be compacted; what was done of it stays done. The text says why."""
+    """The store could not be compacted, or not wholly; what was done stays. The text says why."""
 
 
 class Compaction:
@@ -114,21 +114,21 @@ class Compaction:
         self._inflow_bytes = MERGES_BETWEEN * settings.memtable_bytes
         self._turn = asyncio.Lock()
         self._raised: dict[int, _Raised] = {}
-        """By partition: floors that are not compacted down to yet."""
+        """By partition: floors that the store is not compacted down to yet."""
         self._held: dict[int, FloorStep] = {}
-        """Steps that streams or views allowed in part only, to be tried again."""
+        """Steps that streams or views allowed only in part; they are tried again."""
         self._standing: dict[ActiveStream, tuple[int, float]] = {}
         """Streams that held a step back -> where they stood, and since when."""
         self._planned_changes = 0
         self._planned_s = 0.0
         self._planned_group = 0
-        """What was merged at that time."""
+        """The last merged group at that time."""
         self._damaged: set[int] = set()
-        """Partitions that could not be read; said once."""
+        """Partitions that could not be read and were logged."""
 
     async def run(self) -> None:
-        """Compact what is worth it, for ever, or until cancelled: after every merge, because then
-        the store has more to drop, and every `compact_interval`, because time goes by.
+        """Compact what is worth it, until cancelled: after every merge, because the store has more
+        to drop then, and every `compact_interval`, because windows move with time.
         """
         while True:
             if self._engine.merged_group == self._planned_group:
@@ -141,7 +141,7 @@ class Compaction:
                 self._log.warning("compaction put off", reason=str(error))
 
     async def compact(self, vb_ids: Sequence[int], windows: Windows) -> dict[str, Any]:
-        """Compact partitions now, whether or not it is worth it; return what came of it.
+        """Compact partitions now, whether or not it is worth it; return a report.
 
         Raises CompactionError.
         """
@@ -180,8 +180,8 @@ class Compaction:
     async def _plan_and_raise(
         self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
     ) -> list[FloorStep]:
-        """Raise what each request for a plan found before the next one, which may have to wait for
-        a merge.
+        """Plan, and raise what was found. The floors of one request are raised before the next
+        request, which may have to wait for a merge.
         """
         steps: list[FloorStep] = []
         now_ns = time.time_ns()
@@ -199,7 +199,7 @@ class Compaction:
         return steps
 
     async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
-        """Raise floors as far as may be; remember what is to be compacted, and what has to wait."""
+        """Raise floors as far as allowed; note what is to be compacted, and what has to wait."""
         engine, hub = self._engine, self._hub
         now_s = time.monotonic()
         for first in range(0, len(steps), RAISED_AT_ONCE):
@@ -238,8 +238,8 @@ class Compaction:
                 self._hub.end(stream, EndReason.TOO_SLOW)
 
     async def _compact(self) -> tuple[int, int]:
-        """Have partitions compacted whose floors were raised, turn after turn; return versions and
-        tombstones dropped.
+        """Compact the partitions whose floors were raised, turn after turn; return how many
+        versions and tombstones were dropped.
         """
         versions = tombstones = vbuckets = 0
         while self._raised:

@@ -34,7 +34,7 @@ DROP_SLICE_VBUCKETS: Final = 8
 
 
 class MergeTroubleError(Exception):
-    """A merge that somebody waits for cannot succeed now; the text says why."""
+    """A merge that a caller waits for cannot succeed now; the text says why."""
 
 
 class Merging:
@@ -60,20 +60,20 @@ class Merging:
         self._kick = kick
         self._on_merged = on_merged
         self._kept = frozenset(kept)
-        """Merged segments that are there for partitions in quarantine."""
+        """Merged segments that are kept for partitions in quarantine."""
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when one gets into trouble."""
         self._began_s = 0.0
-        """When the merge under way began, monotonic; 0: there is none."""
+        """When the merge under way began, monotonic; 0: no merge is under way."""
         self._deleting: asyncio.Future[None] | None = None
-        """Segments that a merge made needless: removing 64 MiB takes milliseconds."""
+        """The deletion of merged segments, in a thread: removing 64 MiB takes milliseconds."""
         self.count = 0
         self.trouble = ""
-        """Why the merge under way is put off; "" where it is not."""
+        """Why the merge under way is put off; "" if it is not."""
 
     @property
     def seconds_under_way(self) -> float:
-        """How long the merge under way has taken by now; 0 where there is none."""
+        """How long the merge under way has taken so far; 0 if there is none."""
         return time.monotonic() - self._began_s if self._began_s else 0.0
 
     def why_behind(self) -> str:
@@ -85,7 +85,7 @@ class Merging:
         return "it has fallen behind"
 
     async def merge(self, newest_segment: int) -> None:
-        """Merge all segments before the newest one, and let go of what was frozen, in slices."""
+        """Merge all segments before the newest one; then drop what was frozen, in slices."""
         engine, device = self._engine, self._device
         sealed = [segment for segment in device.segments() if segment < newest_segment]
         self._began_s = time.monotonic()
@@ -95,7 +95,7 @@ class Merging:
         for vb_id in engine.quarantined.keys() - report.quarantined.keys():
             self._log.info("out of quarantine", vb_id=vb_id)
         engine.merged(report)
-        # Before the last slice: then the next merge may begin, and must not find them any more.
+        # Before the last slice: after it the next merge may begin, and must not find them.
         self._kept = frozenset(report.kept)
         await self._delete([segment for segment in sealed if segment not in self._kept])
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
@@ -109,14 +109,14 @@ class Merging:
         await self._notify()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return at the end of the next merge, or after a while."""
+        """Return at the end of the next merge, or after `timeout_s`."""
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
 
     async def merge_now(self) -> None:
-        """Return when all that was applied by now is in the store. Raises MergeTroubleError."""
+        """Return once everything applied so far is in the store. Raises MergeTroubleError."""
         engine = self._engine
         group = engine.merge_soon()
         while engine.merged_group < group:
@@ -129,7 +129,7 @@ class Merging:
                 engine.merge_soon()  # that merge had begun before
 
     async def stop(self, timeout_s: float) -> None:
-        """Let the deletion under way come to its end; the task that merges was cancelled."""
+        """Wait for the deletion under way. The task that merges must have been cancelled."""
         if self._deleting is not None:
             await asyncio.wait([self._deleting], timeout=timeout_s)
 
