@@ -1,61 +1,74 @@
-"""The ports of a node: key-value and admin, each without and (with a certificate) with TLS."""
+"""The ports of the server: key-value and admin, each plain and (with a certificate) with TLS."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+import ssl
+from typing import Final
 
 from dcp.server.admin import AdminServer
-from dcp.server.admin.crowd import Crowd, PortLimits
+from dcp.server.admin.node_view import AdminParts
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import plain_host_of
-from dcp.server.net.connection import ClientConnection
+from dcp.server.net.cluster_config import Ports
+from dcp.server.net.connection import ClientConnection, ConnectionParts
+from dcp.server.net.crowd import Crowd, PortLimits
 from dcp.server.net.tls_listener import TlsListener
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
+from dcp.server.observe.event_log import EventLog
 
 BACKLOG: Final = 1024
 
 
-class Listeners:
-    """Ports are 0 where nothing listens."""
+def admin_crowd(settings: Settings) -> Crowd:
+    """Return the bounds that all admin ports share."""
+    return Crowd(
+        PortLimits(
+            connections_max=settings.admin_connections_max,
+            request_timeout_s=settings.handshake_timeout_s,
+        )
+    )
 
-    def __init__(self, node: Node, settings: Settings) -> None:
-        self._node = node
+
+class Listeners:
+    """See the module. `start` fills in `ports`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ports: Ports,
+        tls: ssl.SSLContext | None,
+        connection_parts: ConnectionParts,
+        admin_parts: AdminParts,
+        crowd: Crowd,
+        log: EventLog,
+    ) -> None:
         self._settings = settings
+        self._ports = ports
+        self._tls = tls
+        self._connection_parts = connection_parts
+        self._admin_parts = admin_parts
+        self._crowd = crowd
+        self._log = log
         self._servers: list[asyncio.Server] = []
         self._tls_listener: TlsListener | None = None
         self._admins: list[AdminServer] = []
-        self.admin_crowd: Crowd = Crowd(
-            PortLimits(
-                connections_max=settings.admin_connections_max,
-                request_timeout_s=settings.handshake_timeout_s,
-            )
-        )
-        """Who is connected to the admin ports."""
-        self.kv_port = 0
-        self.admin_port = 0
-        self.kv_tls_port = 0
-        self.admin_tls_port = 0
 
     async def start(self) -> None:
         """Listen. Raises OSError where a port cannot be had."""
-        settings, node = self._settings, self._node
+        settings, ports, parts = self._settings, self._ports, self._connection_parts
         plain_host = plain_host_of(settings)
-        server = await node.loop.create_server(
-            lambda: ClientConnection(node), plain_host, settings.port, backlog=BACKLOG
+        server = await asyncio.get_running_loop().create_server(
+            lambda: ClientConnection(parts), plain_host, settings.port, backlog=BACKLOG
         )
         self._servers.append(server)
-        self.kv_port = server.sockets[0].getsockname()[1]
-        self.admin_port = await self._new_admin().start(plain_host, settings.admin_port)
-        context = node.access.tls_context
-        if context is None:
+        ports.kv = server.sockets[0].getsockname()[1]
+        ports.admin = await self._new_admin().start(plain_host, settings.admin_port)
+        if self._tls is None:
             return
-        self._tls_listener = TlsListener(node, context, settings.handshake_timeout_s)
-        self.kv_tls_port = await self._tls_listener.start(settings.host, settings.tls_port, BACKLOG)
-        self.admin_tls_port = await self._new_admin().start(
-            settings.host, settings.admin_tls_port, context
+        self._tls_listener = TlsListener(parts, self._log, self._tls, settings.handshake_timeout_s)
+        ports.kv_tls = await self._tls_listener.start(settings.host, settings.tls_port, BACKLOG)
+        ports.admin_tls = await self._new_admin().start(
+            settings.host, settings.admin_tls_port, self._tls
         )
 
     async def stop(self) -> None:
@@ -68,6 +81,6 @@ class Listeners:
             await admin.stop()
 
     def _new_admin(self) -> AdminServer:
-        admin = AdminServer(self._node, self.admin_crowd, self._settings.admin_hosts)
+        admin = AdminServer(self._admin_parts, self._crowd, self._settings.admin_hosts)
         self._admins.append(admin)
         return admin

@@ -280,11 +280,11 @@ async def _serve(
     text = ready_text(
         settings,
         version=version_text(__version__),
-        data_dir=node.data_dir,
-        kv_port=node.listeners.kv_port,
-        admin_port=node.listeners.admin_port,
-        kv_tls_port=node.listeners.kv_tls_port,
-        admin_tls_port=node.listeners.admin_tls_port,
+        data_dir=node.about.data_dir,
+        kv_port=node.ports.kv,
+        admin_port=node.ports.admin,
+        kv_tls_port=node.ports.kv_tls,
+        admin_tls_port=node.ports.admin_tls,
     )
     # The parent process may have closed our stdout. The server runs all the same.
     with contextlib.suppress(OSError):
@@ -336,14 +336,14 @@ class SignalWatch:
         if second is None:
             _say(
                 f"the stop took more than {STOP_LIMIT_S:g} s and is cut short. "
-                f"{_KEPT[node.durability]}; the next start recovers it."
+                f"{_KEPT[node.about.durability]}; the next start recovers it."
             )
         # At once is safe: what was answered is in the log, as after SIGKILL.
         os._exit(ExitCode.FAILED if second is None else 128 + second.si_signo)
 
     @staticmethod
     def _stop(node: Node) -> None:
-        task = node.loop.create_task(node.stop())
+        task = asyncio.get_running_loop().create_task(node.stop())
         task.add_done_callback(_retrieved)  # `_serve` tells how it ended
 
 

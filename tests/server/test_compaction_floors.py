@@ -6,7 +6,6 @@ The real `Compaction` over a node in memory; its store process is played by the 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,12 +28,11 @@ class Compacting:
 
     def __init__(self) -> None:
         self.node = MemoryNode()
-        shell: Any = SimpleNamespace(
-            engine=self.node.engine,
-            hub=self.node.hub,
-            committer=SimpleNamespace(kick=self.node.commit),
-        )
-        self.work = Compaction(shell, Settings())
+        unused: Any = None
+        self.work = Compaction(
+            self.node.engine, self.node.hub, unused, unused, unused, unused, unused, unused,
+            Settings(), kick=self.node.commit, refresh_store=unused,
+        )  # fmt: skip
 
     def set(self, *names: str) -> None:
         """Set keys, one each second."""

@@ -39,18 +39,18 @@ async def test_what_a_failure_amid_commands_leaves_waits_for_no_other_writer(
 
     try:
         monkeypatch.setattr(Session, "receive", fail_afterwards)
-        reader, writer = await asyncio.open_connection("127.0.0.1", node.listeners.kv_port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", node.ports.kv)
         writer.write(pack_request(Opcode.SET, key=b"k", value=b"v", extras=bytes(8)))
         async with asyncio.timeout(TIMEOUT_S):
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b"", "cut, without an answer"
             if groups[0] > node.engine.committed_group:
-                await node._waiters.wait(groups[0])  # which, unlike others, asks nobody to write
+                await node._commits.wait(groups[0])  # which, unlike others, asks nobody to write
         writer.close()
         assert node.meter.session_failures == 1
         assert "a failure amid commands" in caplog.text
         assert not node.connections, "the connection ended, and the node goes on"
-        assert node.is_ready
+        assert node.health.is_ready
     finally:
         await node.stop()
     assert not node.connections
@@ -65,7 +65,7 @@ async def new_node(data: Path) -> Node:
 
 async def ask(node: Node, *packets: bytes) -> Frame:
     """Send packets on a connection of their own; return the first answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", node.listeners.kv_port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", node.ports.kv)
     writer.write(b"".join(packets))
     decoder = FrameDecoder()
     async with asyncio.timeout(TIMEOUT_S):
@@ -94,7 +94,7 @@ async def test_housekeeping_that_fails_is_counted_and_goes_on(
             while len(calls) < 2:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
         assert node.meter.housekeeping_failures["read views"] >= 1
-        assert node.is_ready
+        assert node.health.is_ready
         assert (await ask(node, SET)).status == Status.OK
     finally:
         await node.stop()
@@ -110,7 +110,7 @@ async def test_a_change_that_is_cut_short_ends_the_node_with_its_reason(
         raise MemoryError("no memory for an entry")
 
     monkeypatch.setattr(node.engine.partitions[vbucket_of(b"k")], "append_entry", fail)
-    reader, writer = await asyncio.open_connection("127.0.0.1", node.listeners.kv_port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", node.ports.kv)
     writer.write(SET)
     async with asyncio.timeout(TIMEOUT_S):
         with contextlib.suppress(ConnectionResetError):

@@ -13,6 +13,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcessDiedError
+from dcp.server.storage.store_queue import StoreQueue, Work
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
@@ -57,17 +58,17 @@ class Shell:
         self.meter = Meter()
         self.said: list[str] = []
         self.merged = 0
-        self.store = StoreSupervisor(self.start)  # type: ignore[arg-type]
         log: Any = self
+        start: Any = self.start
+        self.queue = StoreQueue(StoreSupervisor(start), log, pause_s=0.0)
         self.merging = Merging(
             self.node.engine,
             self.node.device,
-            self.store,
+            self.queue,
             self.meter,
             log,
             kick=self.kick,
             on_merged=self.on_merged,
-            pause_s=0.0,
         )
 
     async def start(self) -> Process:
@@ -91,7 +92,7 @@ class Shell:
     warning = error = info = say
 
     async def merge_one(self) -> None:
-        await self.store.start()
+        await self.queue.start()
         key = b"\0k%d" % self.merged
         self.node.engine.store(SET, 5, key, key + b"v", 0, 0, 0, 0)
         self.kick()
@@ -130,7 +131,7 @@ async def test_nothing_that_goes_wrong_with_the_store_ends_merging(error: Except
 
 async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:
     shell = Shell(*[FULL] * 1000)
-    await shell.store.start()
+    await shell.queue.start()
     shell.node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
     with pytest.raises(MergeTroubleError, match="the disk is full"):
         await shell.merging.merge_now()
@@ -143,9 +144,13 @@ async def test_who_waits_for_a_merge_is_told_of_trouble() -> None:
 
 async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
     shell: Any = Shell(DIED, NO_DESCRIPTOR, None)
-    await shell.store.start()
-    work = Compaction(shell, Settings())
-    for _ in range(2):
-        with pytest.raises(CompactionError, match="it ended"):
-            await work._asked(lambda process: process.used_bytes())
-    assert await work._asked(lambda process: process.used_bytes()) == 7
+    await shell.queue.start()
+    unused: Any = None
+    work = Compaction(
+        shell.node.engine, unused, unused, shell.merging, shell.queue, unused, shell.meter,
+        shell, Settings(), kick=unused, refresh_store=unused,
+    )  # fmt: skip
+    for why in ("it ended", "Too many open files"):
+        with pytest.raises(CompactionError, match=why):
+            await work._asked(Work.PLAN, lambda process: process.used_bytes())
+    assert await work._asked(Work.PLAN, lambda process: process.used_bytes()) == 7

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dcp.server.report.stats import Stats, stats
+from dcp.server.report.stats import Rows, Stats
 from support.memory_node import START_NS, MemoryNode
 
 
-def ask(request: bytes) -> Stats | None:
-    node = MemoryNode()
-    return stats(SimpleNamespace(engine=node.engine), request)  # type: ignore[arg-type]
+def ask(request: bytes) -> Rows | None:
+    not_asked: Any = None
+    engine = MemoryNode().engine
+    stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
+    return stats.rows(request)
 
 
 @pytest.mark.parametrize("argument", [b"1024", b"-1", b"\xc2\xb2", b"1 2", b"9" * 5000, b" 1"])

@@ -8,10 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.server.storage.waiters import CommitWaiters
+from support.memory_node import MemoryNode
+from vbucket.engine.engine import SET
+
+
+def waiters_of(node: MemoryNode) -> CommitWaiters:
+    return CommitWaiters(node.engine, node.commit)
+
+
+async def test_who_waits_for_a_partition_has_it_written() -> None:
+    node = MemoryNode()
+    waiters = waiters_of(node)
+    await waiters.until_partition(5)  # nothing was done to it
+    node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
+    waiting = asyncio.create_task(waiters.until_partition(5))
+    await asyncio.sleep(0)
+    assert node.engine.committed_group == node.engine.partitions[5].last_group, "it was kicked"
+    waiters.committed(node.engine.committed_group)
+    await waiting
 
 
 async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:
-    waiters = CommitWaiters()
+    waiters = waiters_of(MemoryNode())
     gone, stays = (asyncio.create_task(waiters.wait(1)) for _ in range(2))
     await asyncio.sleep(0)
     gone.cancel()
@@ -27,7 +45,7 @@ async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:
 )
 def test_each_waits_for_its_group_and_no_other(groups: list[int], commits: list[int]) -> None:
     async def live() -> None:
-        waiters = CommitWaiters()
+        waiters = waiters_of(MemoryNode())
         tasks = [asyncio.create_task(waiters.wait(group)) for group in groups]
         await asyncio.sleep(0)
         for committed in commits:

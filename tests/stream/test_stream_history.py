@@ -197,14 +197,13 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
     clock = Clock()
     monkeypatch.setattr(compaction, "time", clock)
     warnings: list[str] = []
-    shell: Any = SimpleNamespace(
-        engine=node.engine,
-        hub=node.hub,
-        meter=Meter(),
-        committer=SimpleNamespace(kick=node.commit),
-        log=SimpleNamespace(warning=lambda event, **facts: warnings.append(f"{event} {facts}")),
-    )
-    work = Compaction(shell, Settings())
+    log: Any = SimpleNamespace(warning=lambda event, **facts: warnings.append(f"{event} {facts}"))
+    meter = Meter()
+    unused: Any = None
+    work = Compaction(
+        node.engine, node.hub, unused, unused, unused, unused, meter, log, Settings(),
+        kick=node.commit, refresh_store=unused,
+    )  # fmt: skip
     set_all(node, writer, "abcd" * 4)
     standing, moving = connect(node), connect(node)
     begin(node, standing)
@@ -226,7 +225,7 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
     (warning,) = warnings
     assert "'seqno': 14" in warning
     assert shape(standing.drain())[-1] == EndReason.TOO_SLOW
-    assert shell.meter.streams_too_slow == 1
+    assert meter.streams_too_slow == 1
     assert EndReason.TOO_SLOW not in shape(moving.drain())
     asyncio.run(work._raise([step]))
     assert node.engine.partitions[VB].history_floor == 32

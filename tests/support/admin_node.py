@@ -8,10 +8,10 @@ import json
 import logging
 
 from dcp.server.access.access import Access
-from dcp.server.admin.node_view import CollectionsRefusedError
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
+from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.session.faults import FaultError
 from vbucket.engine.keyspace import BranchRefusedError
 from vbucket.engine.lifecycle import PurgeRefusedError
@@ -120,8 +120,15 @@ class SmallOperations:
         return 0 if fault_id == 9 else 1
 
 
+class Refusals(list):
+    """Takes note of what would be logged: (event, host, status, reason)."""
+
+    def write(self, event, peer_host, **fields):
+        self.append((event, peer_host, fields.get("status"), fields["reason"]))
+
+
 class SmallNode:
-    """What the API needs of a node."""
+    """The `AdminParts` of a server in small. It is some of the parts itself."""
 
     def __init__(self, users, data):
         self.users = users
@@ -132,8 +139,10 @@ class SmallNode:
         self.operations = SmallOperations()
         self.collections = SmallCollections()
         self.version = (1, 1)
-        self.refusals = []
+        self.refusals = Refusals()
         self.meter = Meter()
+        self.dumps = None
+        self.health = self.config = self
 
     def status(self):
         if self.is_broken:
@@ -154,6 +163,3 @@ class SmallNode:
 
     def config_version(self):
         return self.version
-
-    def log_refusal(self, event, peer_host, **fields):
-        self.refusals.append((event, peer_host, fields.get("status"), fields["reason"]))

@@ -60,7 +60,7 @@ class Client:
     async def connect(cls, node: Node, *, host: str = "127.0.0.1") -> AsyncIterator[Client]:
         """Connect from an address of this machine; 127.0.0.2 and so on are others."""
         reader, writer = await asyncio.open_connection(
-            "127.0.0.1", node.listeners.kv_port, local_addr=(host, 0)
+            "127.0.0.1", node.ports.kv, local_addr=(host, 0)
         )
         try:
             yield cls(reader, writer)

@@ -1,7 +1,7 @@
 """Who may come in, and how: users, limits, TLS, the audit log. One `Access` per node.
 
-Called by the node and its connections; everything about rights that changes while the server runs
-goes through `tick`.
+Connections, the admin port and the upkeep call it. `tick` takes over what changes while the server
+runs: users, their rights, certificates.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from dcp.server.access.audit import AuditLog
 from dcp.server.access.certificates import ServerTls, TlsError, TlsFiles
@@ -17,11 +17,10 @@ from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
+from dcp.session.session import Session
 from dcp.session.state import Limits
+from dcp.session.text import TextSession
 from dcp.wire.opcode import Opcode
-
-if TYPE_CHECKING:
-    from dcp.server.net.connection import ClientConnection
 
 AUDIT_OFF: Final = "off"
 
@@ -33,6 +32,19 @@ def tls_files(settings: Settings) -> TlsFiles | None:
     return TlsFiles(
         settings.tls_cert, settings.tls_key or settings.tls_cert, settings.tls_client_ca
     )
+
+
+class GuardedConnection(Protocol):
+    """What access control knows and does of an open connection."""
+
+    session: Session | TextSession
+    opened_ns: int
+    """When it was opened, or its user lost all rights; monotonic."""
+    heard_ns: int
+    """When the peer sent something last; monotonic."""
+
+    def rights_changed(self, *, may_stream: bool) -> None:
+        """The rights of the user have changed; the session has the new ones."""
 
 
 class Access:
@@ -87,7 +99,7 @@ class Access:
             why=fields["reason"],
         )
 
-    def overdue(self, connection: ClientConnection, now_ns: int) -> str:
+    def overdue(self, connection: GuardedConnection, now_ns: int) -> str:
         """Return why a connection should be closed now, "" if it should not; monotonic time."""
         if not connection.session.is_logged_in:
             if now_ns - connection.opened_ns > self._handshake_timeout_s * 1e9:
@@ -100,13 +112,13 @@ class Access:
             return f"nothing was heard for {idle_s} s (setting idle_timeout)"
         return ""
 
-    def tick(self, connections: Iterable[ClientConnection]) -> None:
+    def tick(self, connections: Iterable[GuardedConnection]) -> None:
         """Look at the files of users and certificates; let open connections know."""
         self.users.reload_if_changed()
         self.apply_rights(connections)
         self.reload_certificates(always=False)
 
-    def apply_rights(self, connections: Iterable[ClientConnection]) -> None:
+    def apply_rights(self, connections: Iterable[GuardedConnection]) -> None:
         """Give every open connection the rights that its user has now."""
         revision = self.users.revision
         if revision == self._seen_revision:

@@ -30,9 +30,9 @@ from dcp.server.admin.answers import (
     peer_of,
     receive_body,
 )
-from dcp.server.admin.crowd import Crowd, Places, TooManyError
-from dcp.server.admin.node_view import NodeView
+from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.origin import HostRule, page_refusal
+from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
 
 if TYPE_CHECKING:
@@ -48,24 +48,31 @@ SLICE_BYTES: Final = 64 * 1024
 PATH_CHARS_MAX: Final = 200
 """How much of a path stands in a log line."""
 
-_PARTS: Final = (probes, partitions, storage, dump, streams, faults, users, field)
 
-
-def routes_of(node: NodeView) -> list[RouteSpec]:
+def routes_of(parts: AdminParts) -> list[RouteSpec]:
     """Return everything that there is."""
-    return [route for part in _PARTS for route in part.routes(node)]
+    return [
+        *probes.routes(parts.health, parts.status, parts.metrics),
+        *partitions.routes(parts.operations),
+        *storage.routes(parts.operations),
+        *dump.routes(parts.dumps),
+        *streams.routes(parts.operations),
+        *faults.routes(parts.operations),
+        *users.routes(parts.users, parts.users_changed),
+        *field.routes(parts.config, parts.collections, parts.health),
+    ]
 
 
-def admin_app(node: NodeView, crowd: Crowd, rule: HostRule) -> Starlette:
-    """Return the application that serves the API for a node."""
+def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:
+    """Return the application that serves the API."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect
     from starlette.routing import Route
 
-    routes = routes_of(node)
-    door = _RequestGuard(node, crowd, [route.path for route in routes])
+    routes = routes_of(parts)
+    door = _RequestGuard(parts, crowd, [route.path for route in routes])
     app = Starlette(
         routes=[
             Route(
@@ -141,8 +148,10 @@ class _LongAnswer:
 class _RequestGuard:
     """Who may come in, and what is said to those who may not."""
 
-    def __init__(self, node: NodeView, crowd: Crowd, paths: list[str]) -> None:
-        self._node = node
+    def __init__(self, parts: AdminParts, crowd: Crowd, paths: list[str]) -> None:
+        self._access = parts.access
+        self._meter = parts.meter
+        self._refusals = parts.refusals
         self._crowd = crowd
         self._paths = list(dict.fromkeys(paths))
 
@@ -218,7 +227,7 @@ class _RequestGuard:
 
     def _audit(self, event: str, request: Request, **fields: object) -> None:
         peer = _login_peer(request)
-        self._node.access.audit.write(
+        self._access.audit.write(
             event,
             user=request.state.user,
             peer=peer.address,
@@ -228,9 +237,7 @@ class _RequestGuard:
         )
 
     async def _rights(self, request: Request, name: str, password: str) -> Rights:
-        found = await self._node.access.logins.rights_of_password(
-            _login_peer(request), name, password
-        )
+        found = await self._access.logins.rights_of_password(_login_peer(request), name, password)
         if isinstance(found, Rights):
             return found
         raise _log_in_first(found)
@@ -276,8 +283,8 @@ class _RequestGuard:
         self, request: Request, status: HTTPStatus, what: str, why: str, try_this: str
     ) -> Response:
         """Answer a refusal, log it at a bounded rate, and count it."""
-        self._node.meter.admin_refusals[str(status.value)] += 1
-        self._node.log_refusal(
+        self._meter.admin_refusals[str(status.value)] += 1
+        self._refusals.write(
             "admin request refused",
             peer_of(request),
             request=action_of(request)[:PATH_CHARS_MAX],

@@ -34,7 +34,10 @@ from dcp.server.admin.answers import (
     raw_answer,
     read_form,
 )
-from dcp.server.admin.node_view import CollectionsRefusedError, CollectionsView, NodeView
+from dcp.server.admin.node_view import CollectionsView
+from dcp.server.net.cluster_config import ClusterConfig
+from dcp.server.operate.collection_changes import CollectionsRefusedError
+from dcp.server.storage.health import Health
 from dcp.session.session_commands import BUCKET, REPORTED_VERSION
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -53,9 +56,9 @@ TTL_MAX_S: Final = 10**10
 """Beyond what the manifest takes, which says why it refuses the rest."""
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(config: ClusterConfig, collections: CollectionsView, health: Health) -> list[RouteSpec]:
     """Return what can be asked for."""
-    field = _Field(node)
+    field = _Field(config, collections, health)
     bucket = "/pools/default/buckets/{bucket}"
     scope = f"{bucket}/scopes/{{scope}}"
     return [
@@ -84,8 +87,10 @@ def routes(node: NodeView) -> list[RouteSpec]:
 class _Field:
     """The handlers. `terse`, `details` and `manifest` return documents as bytes of JSON."""
 
-    def __init__(self, node: NodeView) -> None:
-        self._node = node
+    def __init__(self, config: ClusterConfig, collections: CollectionsView, health: Health) -> None:
+        self._config = config
+        self._scopes = collections
+        self._health = health
 
     # -- the node --------------------------------------------------------------------------------
 
@@ -96,7 +101,7 @@ class _Field:
                 "isAdminCreds": True,
                 "implementationVersion": IMPLEMENTATION_VERSION,
                 "pools": [{"name": "default", "uri": "/pools/default"}],
-                "uuid": json.loads(self._node.bucket_config())["uuid"],
+                "uuid": json.loads(self._config.bucket_config())["uuid"],
             }
         )
 
@@ -116,7 +121,7 @@ class _Field:
 
     async def node_services(self, _request: Request) -> Response:
         """Ports of the node."""
-        return raw_answer(self._node.global_config())
+        return raw_answer(self._config.global_config())
 
     async def buckets(self, request: Request) -> Response:
         """The only bucket, in a list."""
@@ -150,9 +155,8 @@ class _Field:
         return answer
 
     async def _blocks(self, document: Callable[[], bytes]) -> AsyncIterator[bytes]:
-        node = self._node
-        while node.is_ready:
-            version = node.config_version()
+        while self._health.is_ready:
+            version = self._config.config_version()
             yield document() + BLOCK_END
             waited_s = 0.0
             while self._still_has(version) and waited_s < KEEPALIVE_S:
@@ -160,21 +164,21 @@ class _Field:
                 waited_s += POLL_S
 
     def _still_has(self, version: tuple[int, int]) -> bool:
-        return self._node.is_ready and self._node.config_version() == version
+        return self._health.is_ready and self._config.config_version() == version
 
     def terse(self, _request: Request) -> bytes:
         """The partition map."""
-        return self._node.bucket_config()
+        return self._config.bucket_config()
 
     def manifest(self, _request: Request) -> bytes:
         """Scopes and collections."""
-        return json.dumps(self._node.collections.manifest()).encode()
+        return json.dumps(self._scopes.manifest()).encode()
 
     def details(self, request: Request) -> bytes:
         """The partition map with our address, and what kind of bucket it is."""
         address = str(request.scope["server"][0])
         host = f"[{address}]" if ":" in address else address
-        config = json.loads(self._node.bucket_config().replace(b"$HOST", host.encode()))
+        config = json.loads(self._config.bucket_config().replace(b"$HOST", host.encode()))
         for entry in config["nodes"]:
             entry["status"] = "healthy"
             entry["clusterMembership"] = "active"
@@ -223,7 +227,7 @@ class _Field:
 
     def _collections(self, request: Request) -> CollectionsView:
         _check_bucket(request)
-        return self._node.collections
+        return self._scopes
 
 
 async def _changed(change: Any) -> Response:

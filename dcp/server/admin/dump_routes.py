@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, number_in, vb_of
-from dcp.server.admin.node_view import NodeView
+from dcp.server.operate.partition_dump import Dumps
 from dcp.session.rights import Role
 from dcp.wire.opcode import Opcode
 from vbucket.engine.read_view import ViewRefusedError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LINES_TYPE: Final = "application/x-ndjson"
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(dumps: Dumps) -> list[RouteSpec]:
     """Return what can be asked for."""
 
     async def documents(request: Request) -> Response:
@@ -42,7 +42,7 @@ def routes(node: NodeView) -> list[RouteSpec]:
                 try_this="range scans, within what may be read",
             )
         try:
-            view = await node.dumps.open(vb_id, at_seqno)
+            view = await dumps.open(vb_id, at_seqno)
         except ViewRefusedError as error:
             raise AdminError(
                 HTTPStatus.CONFLICT,
@@ -51,7 +51,7 @@ def routes(node: NodeView) -> list[RouteSpec]:
                 try_this="dcpctl seqnos shows how far each partition is",
             ) from error
         headers = {"dcpd-seqno": str(view.seqno), "dcpd-vb-uuid": str(view.vb_uuid)}
-        return StreamingResponse(node.dumps.lines(view), media_type=LINES_TYPE, headers=headers)
+        return StreamingResponse(dumps.lines(view), media_type=LINES_TYPE, headers=headers)
 
     return [
         RouteSpec("GET", "/api/v1/vbuckets/{vb}/documents", documents, role=Role.READ, is_long=True)

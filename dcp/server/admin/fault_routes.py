@@ -20,7 +20,7 @@ from dcp.server.admin.answers import (
     number_in,
     read_object,
 )
-from dcp.server.admin.node_view import NodeView
+from dcp.server.operate.operations import Operations
 from dcp.session.faults import FaultError
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -45,9 +45,8 @@ _RULE: Final[Kinds] = {
 """Members of a rule, all optional; opcodes and statuses by name or number."""
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(operations: Operations) -> list[RouteSpec]:
     """Return what can be asked for."""
-    operations = node.operations
 
     async def listed(_request: Request) -> Response:
         return json_answer({"faults": operations.faults()})

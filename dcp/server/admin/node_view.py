@@ -1,23 +1,19 @@
-"""What the admin interface shows and does of a node."""
+"""The parts of the server that the admin interface shows and works with."""
 
 from __future__ import annotations
 
-from http import HTTPStatus
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
+from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.observe.meter import Meter
+from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
-
-
-class CollectionsRefusedError(Exception):
-    """A scope or collection cannot be made or dropped; the text says why."""
-
-    def __init__(self, status: HTTPStatus, why: str) -> None:
-        super().__init__(why)
-        self.status = status
+from dcp.server.storage.health import Health
 
 
 class CollectionsView(Protocol):
@@ -41,38 +37,22 @@ class CollectionsView(Protocol):
         """Drop a collection."""
 
 
-class NodeView(Protocol):
-    """See the module."""
+@dataclass(frozen=True)
+class AdminParts:
+    """See the module. Each set of routes is given those that it uses."""
 
+    access: Access
     users: Users
     meter: Meter
-    access: Access
+    refusals: RefusalLog
+    health: Health
+    config: ClusterConfig
     operations: Operations
     dumps: Dumps
-    is_ready: bool
     collections: CollectionsView
-
-    @property
-    def refusal_kind(self) -> str:
-        """Which of `meter.REFUSAL_KINDS` it is, "" where writes are taken."""
-
-    def status(self) -> dict[str, Any]:
-        """Return what the node is and holds, as JSON."""
-
-    def users_changed(self) -> None:
-        """Let open connections know at once what their users may do now."""
-
-    def metrics(self, *, by_vbucket: bool) -> bytes:
-        """Return the metrics as Prometheus reads them."""
-
-    def bucket_config(self) -> bytes:
-        """Return the bucket's cluster configuration as JSON; "$HOST" stands for our address."""
-
-    def global_config(self) -> bytes:
-        """Return the node's cluster configuration without a bucket."""
-
-    def config_version(self) -> tuple[int, int]:
-        """Return (revEpoch, rev)."""
-
-    def log_refusal(self, event: str, peer_host: str, **fields: object) -> None:
-        """Log that somebody was refused something; at a bounded rate."""
+    status: Callable[[], dict[str, Any]]
+    """What the server is and holds, as JSON."""
+    metrics: Callable[..., bytes]
+    """The metrics as Prometheus reads them; with by_vbucket those of each partition, too."""
+    users_changed: Callable[[], None]
+    """Gives open connections the rights that their users have now."""

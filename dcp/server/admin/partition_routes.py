@@ -25,8 +25,7 @@ from dcp.server.admin.answers import (
     read_object,
     vb_of,
 )
-from dcp.server.admin.node_view import NodeView
-from dcp.server.operate.operations import WritesRefusedError
+from dcp.server.operate.operations import Operations, WritesRefusedError
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
@@ -56,9 +55,8 @@ _QUESTION: Final = {
 """Members of a question that may be left out; a snapshot is the start alone then."""
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(operations: Operations) -> list[RouteSpec]:
     """Return what can be asked for."""
-    operations = node.operations
 
     async def branch(request: Request) -> Response:
         vb_id = vb_of(request)

@@ -18,9 +18,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.application import admin_app
-from dcp.server.admin.crowd import Crowd, Phase, Visitor
-from dcp.server.admin.node_view import NodeView
+from dcp.server.admin.node_view import AdminParts
 from dcp.server.admin.origin import HostRule
+from dcp.server.net.crowd import Crowd, Phase, Visitor
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -43,15 +43,15 @@ HEADER_BYTES_MAX: Final = 16 * 1024
 
 
 class AdminServer:
-    """Serves `admin_app` on a port of its own, on the event loop of the node."""
+    """Serves `admin_app` on a port of its own, on the event loop of the server."""
 
     def __init__(
         self,
-        node: NodeView,
+        parts: AdminParts,
         crowd: Crowd | None = None,
         admin_hosts: tuple[str, ...] = (),
     ) -> None:
-        self._node = node
+        self._parts = parts
         self._crowd = Crowd() if crowd is None else crowd  # without connections it is falsy
         self._admin_hosts = admin_hosts
         self._tls: SSLContext | None = None
@@ -70,7 +70,7 @@ class AdminServer:
         self._tls = tls
         self.port = listener.getsockname()[1]
         config = Config(
-            admin_app(self._node, self._crowd, HostRule(host, self._admin_hosts)),
+            admin_app(self._parts, self._crowd, HostRule(host, self._admin_hosts)),
             access_log=False,
             log_config=None,
             # Warnings are about what clients send, once per request; refusals are logged by us.
@@ -127,7 +127,7 @@ class AdminServer:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:
-                self._node.log_refusal(
+                self._parts.refusals.write(
                     "admin connection not accepted", "?", reason=error.strerror or str(error)
                 )
                 await asyncio.sleep(ACCEPT_PAUSE_S)
@@ -187,12 +187,14 @@ class AdminServer:
                 self._crowd.moved(visitor, Phase.CLOSING, now_s)
 
     def _tell_closed(self, kind: str, visitor: Visitor, why: str) -> None:
-        self._node.meter.admin_closed[kind] += 1
-        self._node.log_refusal("admin connection closed", visitor.host, reason=why)
+        self._parts.meter.admin_closed[kind] += 1
+        self._parts.refusals.write("admin connection closed", visitor.host, reason=why)
 
     def _refused(self, host: str, status: HTTPStatus, reason: str) -> None:
-        self._node.meter.admin_refusals[str(status.value)] += 1
-        self._node.log_refusal("admin request refused", host, status=status.value, reason=reason)
+        self._parts.meter.admin_refusals[str(status.value)] += 1
+        self._parts.refusals.write(
+            "admin request refused", host, status=status.value, reason=reason
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -8,11 +8,12 @@ GET /api/v1/status     what the node is and holds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.server.admin.answers import RouteSpec, json_answer, raw_answer
-from dcp.server.admin.node_view import NodeView
+from dcp.server.storage.health import Health
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -22,31 +23,33 @@ HEALTH_PATHS: Final = frozenset({"/livez", "/readyz"})
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(
+    health: Health, status: Callable[[], dict[str, Any]], metrics: Callable[..., bytes]
+) -> list[RouteSpec]:
     """Return what can be asked for."""
 
     async def livez(_request: Request) -> Response:
         return json_answer({"status": "ok"})
 
     async def readyz(_request: Request) -> Response:
-        kind = node.refusal_kind
-        if node.is_ready and not kind:
+        kind = health.refusal_kind
+        if health.is_ready and not kind:
             return json_answer({"status": "ok"})
-        document = {"status": "writes are refused" if node.is_ready else "not ready"}
-        if node.is_ready:
+        document = {"status": "writes are refused" if health.is_ready else "not ready"}
+        if health.is_ready:
             document["why"] = kind  # the words, which name folders, are for who logs in: status
         return json_answer(document, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def status(_request: Request) -> Response:
-        return json_answer(node.status())
+    async def show_status(_request: Request) -> Response:
+        return json_answer(status())
 
-    async def metrics(request: Request) -> Response:
+    async def show_metrics(request: Request) -> Response:
         by_vbucket = request.query_params.get("vbuckets", "0") not in {"", "0"}
-        return raw_answer(node.metrics(by_vbucket=by_vbucket), METRICS_TYPE)
+        return raw_answer(metrics(by_vbucket=by_vbucket), METRICS_TYPE)
 
     return [
         RouteSpec("GET", "/livez", livez, needs_login=False),
         RouteSpec("GET", "/readyz", readyz, needs_login=False),
-        RouteSpec("GET", "/metrics", metrics),
-        RouteSpec("GET", "/api/v1/status", status),
+        RouteSpec("GET", "/metrics", show_metrics),
+        RouteSpec("GET", "/api/v1/status", show_status),
     ]

@@ -12,8 +12,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
-from dcp.server.admin.node_view import NodeView
 from dcp.server.config.sources import OPTIONS
+from dcp.server.operate.operations import Operations
 from dcp.server.storage.compaction_schedule import CompactionError
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(operations: Operations) -> list[RouteSpec]:
     """Return what can be asked for."""
-    operations = node.operations
 
     async def compact(request: Request) -> Response:
         kinds = {"vbs": list, "history": str, "purge_age": str}

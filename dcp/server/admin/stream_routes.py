@@ -24,8 +24,7 @@ from dcp.server.admin.answers import (
     number_in,
     read_object,
 )
-from dcp.server.admin.node_view import NodeView
-from dcp.server.operate.operations import StreamChoice
+from dcp.server.operate.operations import Operations, StreamChoice
 from dcp.wire.message import EndReason
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -38,9 +37,8 @@ _REASONS: Final = {reason.name.lower(): reason for reason in EndReason}
 _CHOICE: Final = {"name": str, "vb": int}
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(operations: Operations) -> list[RouteSpec]:
     """Return what can be asked for."""
-    operations = node.operations
 
     async def listed(request: Request) -> Response:
         vb = request.query_params.get("vb")

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
-from dcp.server.access.users import UnknownUserError, UserError
+from dcp.server.access.users import UnknownUserError, UserError, Users
 from dcp.server.access.users_file import UsersFileError, parse_roles, roles_document
 from dcp.server.admin.answers import AdminError, RouteSpec, invalid, json_answer, read_object
-from dcp.server.admin.node_view import NodeView
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 
 if TYPE_CHECKING:
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 _SCOPE: Final = {"prefix": str, "collection": str}
 
 
-def routes(node: NodeView) -> list[RouteSpec]:
+def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
     """Return what can be asked for."""
-    api = _Users(node)
+    api = _Users(users, users_changed)
     one = "/api/v1/users/{name}"
     return [
         RouteSpec("GET", "/api/v1/users", api.table, role=Role.ADMIN),
@@ -46,9 +45,9 @@ def routes(node: NodeView) -> list[RouteSpec]:
 
 
 class _Users:
-    def __init__(self, node: NodeView) -> None:
-        self._node = node
-        self._users = node.users
+    def __init__(self, users: Users, users_changed: Callable[[], None]) -> None:
+        self._users = users
+        self._users_changed = users_changed
 
     async def table(self, _request: Request) -> Response:
         """Who there is, and what each may do."""
@@ -102,7 +101,7 @@ class _Users:
             raise _file_failed(error) from error
         if not was_there:
             raise _unknown(f"there is no user {name!r}")
-        self._node.users_changed()
+        self._users_changed()
         return json_answer({"name": name})
 
     async def _change(self, change: Callable[[], Any]) -> Any:
@@ -115,7 +114,7 @@ class _Users:
             raise invalid(str(error)) from error
         except UsersFileError as error:
             raise _file_failed(error) from error
-        self._node.users_changed()
+        self._users_changed()
         return result
 
 

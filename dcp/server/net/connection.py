@@ -3,7 +3,7 @@
 Answers wait here until the group that they depend on is committed; stream messages follow the
 answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
 many answers wait for the disk, while a command that writes waits for room, and while a password is
-checked. What is held for all peers together is bounded by the node (dcp.server.net.held_bytes).
+checked. What is held for all peers together has bounds of its own (dcp.server.net.held_bytes).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol, cast
+from typing import Concatenate, Final, NamedTuple, ParamSpec, Protocol, cast
 
+from dcp.server.access.access import Access
 from dcp.server.access.logins import PeerLogins
+from dcp.server.net.connections import Connections
+from dcp.server.net.sessions import Sessions
+from dcp.server.observe.meter import Meter
+from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.storage.committer import Committer
 from dcp.session.auth import AuthStep
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
-
-if TYPE_CHECKING:
-    from dcp.server.net.tls_listener import TlsHandshake
-    from dcp.server.node import Node
+from vbucket.engine.engine import Engine
 
 _P = ParamSpec("_P")
 
@@ -46,6 +49,18 @@ what one read brought in comes on top."""
 TLS_PIECE_BYTES: Final = 64 << 10
 """What a TLS transport gets at a time, and keeps until it is paused. It encrypts all of a piece and
 passes it on to the transport beneath, whose buffer nobody sees; more waits in `_outgoing`."""
+
+
+class ConnectionParts(NamedTuple):
+    """The parts of the server that its connections work with."""
+
+    engine: Engine
+    committer: Committer
+    connections: Connections
+    access: Access
+    sessions: Sessions
+    meter: Meter
+    refusals: RefusalLog
 
 
 class _TlsTransport(Protocol):
@@ -73,15 +88,22 @@ def _supervised(
 
 
 class ClientConnection(asyncio.Protocol):
-    """One accepted connection. The node keeps it in `node.connections` while it is open."""
+    """One accepted connection. It is in `Connections.open` while it is open."""
 
-    def __init__(self, node: Node, *, handshake: TlsHandshake | None = None) -> None:
-        """`handshake` comes before `connection_made` where the connection is over TLS."""
-        self._node = node
-        self._handshake = handshake
-        self._is_tls = handshake is not None
-        self._loop = node.loop
-        self._meter = node.meter
+    def __init__(
+        self, parts: ConnectionParts, *, end_handshake: Callable[[], None] | None = None
+    ) -> None:
+        """`end_handshake` is called once the TLS handshake is done; None: it is not over TLS."""
+        self._end_handshake = end_handshake
+        self._is_tls = end_handshake is not None
+        self._loop = asyncio.get_running_loop()
+        self._engine = parts.engine
+        self._committer = parts.committer
+        self._connections = parts.connections
+        self._access = parts.access
+        self._sessions = parts.sessions
+        self._meter = parts.meter
+        self._refusals = parts.refusals
         self._held: deque[tuple[int, bytes, int]] = deque()
         """Commit group, answers, when the requests were read."""
         self._held_bytes = 0
@@ -99,11 +121,11 @@ class ClientConnection(asyncio.Protocol):
         self._is_aborted = False
         self._has_begun = False
         self._is_new = True
-        """Whether it stands among the node's newcomers."""
+        """Whether it is among the newcomers."""
         self._has_held = False
-        """Whether it stands among those that hold received bytes."""
+        """Whether it is among the connections that hold received bytes."""
         self._has_unsent = False
-        """Whether it stands among those that hold bytes which the peer does not read."""
+        """Whether it is among the connections that hold bytes which the peer has not read."""
         self._taken_bytes = 0
         """What the session had taken when that was noted."""
         self._transport: asyncio.Transport
@@ -123,31 +145,31 @@ class ClientConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername") or ("", 0)
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
-        self.logins = self._node.access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
+        self.logins = self._access.logins_of(str(address[0]), self.peer, is_tls=self._is_tls)
         self.logins.on_outcome = self._login_checked
-        if self._handshake is not None:
-            self._handshake.has_ended()
-            self._handshake = None
+        if self._end_handshake is not None:
+            self._end_handshake()
+            self._end_handshake = None
             cast("_TlsTransport", transport).set_read_buffer_limits(TLS_READ_BUFFER_BYTES)
-        self.session = Session(self._node.session_state(str(address[0]), self.logins))
+        self.session = Session(self._sessions.new_state(str(address[0]), self.logins))
         self.session.state.schedule = self.schedule_pump
-        self._node.connection_opened(self)
+        self._connections.opened(self)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         """Forget the peer."""
         producer = self.session.state.producer
         if producer is not None:
             producer.close()
-        if self._node.engine.has_pending:
+        if self._engine.has_pending:
             # A takeover that was given up gave its partition back, or a failure amid commands left
             # what was done before it: that must not wait for the next writer.
-            self._node.committer.kick()
+            self._committer.kick()
         self._held.clear()
         self._outgoing.clear()
         self.session.drop_received()  # at once: a cycle of references keeps the session for a while
-        self._node.scans.leave(self.session.state)
+        self._sessions.leave(self.session.state)
         self.logins.leave()
-        self._node.connection_closed(self)
+        self._connections.closed(self)
 
     def data_received(self, data: bytes) -> None:
         """Hand what came in to the session and send what it answers."""
@@ -188,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
             self._close_if_done()
 
-    # -- what the node calls -----------------------------------------------------------------------
+    # -- what other parts of the server call -------------------------------------------------------
 
     def release(self, committed_group: int) -> bool:
         """Send the answers whose group is committed; return whether any still wait."""
@@ -229,7 +251,7 @@ class ClientConnection(asyncio.Protocol):
         self._note_unsent()
         if self._is_tls:
             self._note_received()
-        reason = self._node.access.overdue(self, now_ns)
+        reason = self._access.overdue(self, now_ns)
         producer = self.session.state.producer
         if producer is not None and not producer.tick(now_ns):
             reason = "nothing was heard of the DCP client"
@@ -248,7 +270,7 @@ class ClientConnection(asyncio.Protocol):
             self.logins.leave()
             self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
             self._is_new = True
-            self._node.newcomers.enter(self, self._node.connection_count)
+            self._connections.enter_newcomer(self)
         if self.session.state.producer is not None and not may_stream:
             self.abort("the user may not stream any more, or was removed")
 
@@ -260,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self, reason: str) -> None:
         """Close now; what is not sent is lost."""
-        self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        self._refusals.write("connection closed", self.peer_host, peer=self.peer, reason=reason)
         self._is_aborted = True
         self._transport.abort()
 
@@ -275,35 +297,33 @@ class ClientConnection(asyncio.Protocol):
         """End this connection because of a fault of the program."""
         self._held.clear()
         self._held_bytes = 0
-        self._node.session_failed(error)
+        self._sessions.failed(error)
         self.abort(f"the server failed in this session: {type(error).__name__}")
 
     def _after_commands(self) -> None:
         state = self.session.state
-        node = self._node
         if self._is_new and state.taken_bytes and self.session.is_logged_in:
             self._is_new = False
-            node.newcomers.leave(self)
+            self._connections.newcomers.leave(self)
         if state.answers:
             self._meter.answers += len(state.answers)
             data = b"".join(state.answers)
             state.answers.clear()
-            if self._held or state.wait_group > node.engine.committed_group:
+            if self._held or state.wait_group > self._engine.committed_group:
                 self._held.append((state.wait_group, data, self.heard_ns))
                 self._held_bytes += len(data)
-                node.waiting.add(self)
+                self._connections.waiting.add(self)
             else:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
-        if node.engine.has_pending:
-            if len(node.connections) == 1 and not (state.is_full or state.is_closing):
-                node.committer.kick_now()  # nobody else could add to the group
+        if self._engine.has_pending:
+            if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
+                self._committer.kick_now()  # nobody else could add to the group
             else:
-                node.committer.kick()
+                self._committer.kick()
         if state.notes:
-            node.log_notes(self, state.notes)
+            self._sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
             state.notes.clear()
-            node.meter.suppressed_log_lines += state.notes_left_out
             state.notes_left_out = 0
         self._update_reading()
         if state.held_bytes or self._has_held:
@@ -336,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
         self._after_commands()
 
     def _note_received(self) -> None:
-        """Tell the node what is kept of what was received."""
+        """Count what is kept of what was received."""
         state = self.session.state
         if self._is_aborted:
             return  # its buffers go with it
@@ -347,10 +367,10 @@ class ClientConnection(asyncio.Protocol):
             self._has_held = held_bytes > 0
             has_moved = state.taken_bytes != self._taken_bytes
             self._taken_bytes = state.taken_bytes
-            self._node.receive_buffers.note(self, held_bytes, has_moved=has_moved)
+            self._connections.receive_buffers.note(self, held_bytes, has_moved=has_moved)
 
     def _note_unsent(self, *, has_moved: bool = False) -> None:
-        """Tell the node what the peer has not read yet."""
+        """Count what the peer has not read yet."""
         unsent_bytes = self._transport.get_write_buffer_size() + self._outgoing_bytes
         if unsent_bytes:
             unsent_bytes += self._largest_bytes
@@ -358,7 +378,7 @@ class ClientConnection(asyncio.Protocol):
             self._largest_bytes = 0
         if (unsent_bytes or self._has_unsent) and not self._is_aborted:
             self._has_unsent = unsent_bytes > 0
-            self._node.send_buffers.note(self, unsent_bytes, has_moved=has_moved)
+            self._connections.send_buffers.note(self, unsent_bytes, has_moved=has_moved)
 
     @_supervised
     def _resume_session(self) -> None:
@@ -374,7 +394,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def _must_wait(self) -> bool:
         """Whether the session's next command writes, and writers still wait."""
-        engine = self._node.engine
+        engine = self._engine
         return (
             self.session.state.waits_for_room and engine.writers_wait and not engine.write_refusal
         )
@@ -403,7 +423,7 @@ class ClientConnection(asyncio.Protocol):
             return  # release() and resume_writing() schedule the next turn
         messages = producer.pump(PUMP_BYTES)
         for damage in producer.damages:
-            self._node.log.info("backfill failed", peer=self.peer, reason=damage)
+            self._sessions.backfill_failed(self.peer, damage)
         producer.damages.clear()
         if messages:
             self._write_pieces(messages)
@@ -415,9 +435,9 @@ class ClientConnection(asyncio.Protocol):
         is_busy = state.answers or state.flush is not None or state.login is not None
         if state.is_closing and not (is_busy or self._held or self._outgoing):
             if state.close_reason in _ORDINARY_ENDS:
-                self._node.log.debug("connection closed", peer=self.peer, reason=state.close_reason)
+                self._sessions.closed_as_usual(self.peer, state.close_reason)
             elif not self._transport.is_closing():
-                self._node.log_refusal(
+                self._refusals.write(
                     "connection closed", self.peer_host, peer=self.peer, reason=state.close_reason
                 )
             self._transport.close()

@@ -52,5 +52,5 @@ class Newcomers:
         oldest.abort(f"{limit}{why} (setting connections_max)")
 
     def leave(self, newcomer: Newcomer) -> None:
-        """One is gone, or is a newcomer no more."""
+        """A newcomer is gone, or has logged in."""
         self._line.pop(newcomer, None)

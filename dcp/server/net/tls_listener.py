@@ -1,9 +1,9 @@
 """The key-value port with TLS: takes connections and counts them from their first byte on.
 
-asyncio's own server tells of a connection once its handshake is done. A handshake that is never
-finished would count nowhere, so connections are accepted here. While its handshake is under way, a
-connection is a newcomer (dcp.server.net.newcomers) and holds HANDSHAKE_BYTES
-(dcp.server.net.held_bytes), so it can be closed to make room.
+asyncio's own server reports a connection once its handshake is done. A handshake that never ends
+would not be counted, so connections are accepted here. During its handshake a connection is a
+newcomer (dcp.server.net.newcomers) and holds HANDSHAKE_BYTES (dcp.server.net.held_bytes), so it can
+be closed to make room.
 
 Invariants
 - a handshake is counted from its accept until it has become a connection or has failed;
@@ -17,12 +17,10 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from dcp.server.net.connection import ClientConnection
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
+from dcp.server.net.connection import ClientConnection, ConnectionParts
+from dcp.server.observe.event_log import EventLog
 
 ACCEPTS_PER_TURN: Final = 32
 ACCEPT_RETRY_S: Final = 1.0
@@ -40,8 +38,12 @@ class TlsHandshake:
     is_stranger = True
     waits_for_peer = True
 
-    def __init__(self, node: Node, accepted: socket.socket, address: Any) -> None:
-        self._node = node
+    def __init__(
+        self, parts: ConnectionParts, log: EventLog, accepted: socket.socket, address: Any
+    ) -> None:
+        self._parts = parts
+        self._connections = parts.connections
+        self._log = log
         self._socket = accepted
         self.peer_host = str(address[0])
         self.peer = f"{address[0]}:{address[1]}"
@@ -49,19 +51,17 @@ class TlsHandshake:
 
     def begin(self) -> bool:
         """Count it; return whether there is room for it."""
-        node = self._node
         self._is_under_way = True
-        node.handshakes.add(self)
-        node.newcomers.enter(self, node.connection_count)
+        self._connections.handshake_began(self)
         if self._is_under_way:
-            node.receive_buffers.note(self, HANDSHAKE_BYTES)
+            self._connections.receive_buffers.note(self, HANDSHAKE_BYTES)
         return self._is_under_way
 
     async def run(self, context: ssl.SSLContext, timeout_s: float) -> None:
         """Do the handshake; what it becomes is a `ClientConnection`."""
         try:
-            await self._node.loop.connect_accepted_socket(
-                lambda: ClientConnection(self._node, handshake=self),
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: ClientConnection(self._parts, end_handshake=self.has_ended),
                 self._socket,
                 ssl=context,
                 ssl_handshake_timeout=timeout_s,
@@ -69,7 +69,7 @@ class TlsHandshake:
             )
         except OSError as error:  # of TLS too
             reason = str(error) or type(error).__name__
-            self._node.log.debug("TLS handshake failed", peer=self.peer, reason=reason)
+            self._log.debug("TLS handshake failed", peer=self.peer, reason=reason)
         finally:
             self.has_ended()
 
@@ -77,13 +77,13 @@ class TlsHandshake:
         """It is done or has failed; may be called more than once."""
         if self._is_under_way:
             self._is_under_way = False
-            self._node.handshakes.discard(self)
-            self._node.newcomers.leave(self)
-            self._node.receive_buffers.forget(self)
+            self._connections.handshake_ended(self)
 
     def abort(self, reason: str) -> None:
         """Close now: the loop finds the connection at its end, and gives the handshake up."""
-        self._node.log_refusal("connection closed", self.peer_host, peer=self.peer, reason=reason)
+        self._parts.refusals.write(
+            "connection closed", self.peer_host, peer=self.peer, reason=reason
+        )
         self.has_ended()
         with contextlib.suppress(OSError):  # the peer may be gone
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -92,8 +92,16 @@ class TlsHandshake:
 class TlsListener:
     """One port with TLS."""
 
-    def __init__(self, node: Node, context: ssl.SSLContext, handshake_timeout_s: float) -> None:
-        self._node = node
+    def __init__(
+        self,
+        parts: ConnectionParts,
+        log: EventLog,
+        context: ssl.SSLContext,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._parts = parts
+        self._log = log
+        self._loop = asyncio.get_running_loop()
         self._context = context
         self._handshake_timeout_s = handshake_timeout_s
         self._listening: list[socket.socket] = []
@@ -102,7 +110,7 @@ class TlsListener:
 
     async def start(self, host: str, port: int, backlog: int) -> int:
         """Listen on every address of a host; return the (first) port. Raises OSError."""
-        found = await self._node.loop.getaddrinfo(
+        found = await self._loop.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         for family, kind, protocol, _name, address in dict.fromkeys(found):
@@ -123,7 +131,7 @@ class TlsListener:
         for retry in self._retries.values():
             retry.cancel()
         for listener in self._listening:
-            self._node.loop.remove_reader(listener)
+            self._loop.remove_reader(listener)
             listener.close()
         self._listening.clear()
         under_way = dict(self._handshakes)
@@ -134,23 +142,23 @@ class TlsListener:
 
     def _accept_from(self, listener: socket.socket) -> None:
         self._retries.pop(listener, None)
-        self._node.loop.add_reader(listener, self._accept, listener)
+        self._loop.add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        loop = self._node.loop
+        loop = self._loop
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._node.log.warning("no TLS connection can be taken", reason=str(error))
+                self._log.warning("no TLS connection can be taken", reason=str(error))
                 loop.remove_reader(listener)
                 retry = loop.call_later(ACCEPT_RETRY_S, self._accept_from, listener)
                 self._retries[listener] = retry
                 return
             accepted.setblocking(False)
-            handshake = TlsHandshake(self._node, accepted, address)
+            handshake = TlsHandshake(self._parts, self._log, accepted, address)
             if not handshake.begin():
                 accepted.close()
                 continue

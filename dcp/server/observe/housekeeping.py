@@ -1,7 +1,9 @@
-"""Housekeeping: what runs beside the commit path and must not end the server where it fails.
+"""Housekeeping: work beside the commit path whose failure must not end the server.
 
-Who calls it: the node. An exception that nobody expected is logged with its traceback and counted;
-the task goes on. Invariant: nothing that decides about an answer is run here.
+The node runs the pager and compaction here, the upkeep its steps. An exception that nobody expected
+is logged with its traceback and counted, and the task goes on.
+
+Invariant: nothing that decides about an answer is run here.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dcp.server.observe.meter import Meter
 
 TASKS: Final = ("access", "compaction", "expiry", "log limits", "read views")
 PAUSE_S: Final = 1.0
-"""Before a task that failed begins anew."""
+"""Pause before a task that failed begins anew."""
 
 
 class Housekeeping:
@@ -34,7 +36,7 @@ class Housekeeping:
             self._failed(name, error)
 
     async def repeat(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run work that never ends, until cancelled; where it fails, begin it anew."""
+        """Run work that never ends, until cancelled. If it fails, begin it anew."""
         while True:
             try:
                 await work()

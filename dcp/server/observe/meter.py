@@ -1,7 +1,7 @@
 """What the server counts while it runs: plain numbers, added to once per batch or commit group.
 
-Who writes: connections, the committer, the node. Who reads: dcp.server.report.metrics, when asked.
-Nothing here is done per operation; a batch costs some 0.3 us.
+Connections, the commit path, merging and compaction write here; dcp.server.report.metrics reads
+when it is asked. Nothing is counted per operation; a batch costs some 0.3 us.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Meter:
         self.groups = 0
         self.sync_seconds = Histogram()
         self.merge_failures = 0
-        """Attempts that the store had no room for, or that failed."""
+        """Attempts that failed, or that the store had no room for."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
         self.last_merge_s = 0.0
-        """What the store process took for it. A merge that waits for compaction's turn is no longer
-        merge: compaction's share is measured by this."""
+        """How long the store process took for the last one, without the wait for its turn.
+        Compaction's share is measured by this."""
         self.compaction_seconds = Histogram()
         """One turn; between two of them merges have theirs."""
         self.dropped_versions = 0

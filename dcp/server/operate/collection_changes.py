@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final
 
-from dcp.server.admin.node_view import CollectionsRefusedError
 from vbucket.engine.engine import Engine
 from vbucket.model.manifest import (
     Manifest,
@@ -19,6 +18,14 @@ from vbucket.model.manifest import (
 )
 
 _NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
+
+
+class CollectionsRefusedError(Exception):
+    """A scope or collection cannot be made or dropped; the text says why."""
+
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 class Collections:

@@ -1,7 +1,7 @@
 """What operators, and people who test consumers, do to a running node.
 
-Called by the admin interface. What changes a partition answers once it is durable; what concerns
-streams and faults acts at once and is forgotten with them.
+Called by the admin interface. What changes a partition answers once it is durable. What concerns
+streams and faults acts at once, and is forgotten with them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
+from dcp.server.net.after_commit import EndReasons
+from dcp.server.net.connections import Connections, OpenConnection
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.storage.compaction_schedule import Compaction
+from dcp.server.storage.merging import Merging
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import Fault, FaultTable
+from dcp.stream.active_stream import ActiveStream
+from dcp.stream.producer import Producer
 from dcp.stream.rate import RateLimit
 from dcp.wire.message import EndReason
 from dcp.wire.opcode import Opcode
@@ -20,16 +29,10 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket.engine import lifecycle
+from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import Branch, FloorError
 from vbucket.engine.mending import Mending
 from vbucket.engine.partition import VbState
-
-if TYPE_CHECKING:
-    from dcp.server.net.connection import ClientConnection
-    from dcp.server.node import Node
-    from dcp.stream.active_stream import ActiveStream
-    from dcp.stream.producer import Producer
-
 
 MERGE_WAIT_S: Final = 1.0
 """How long to wait for a merge before the memtable is looked at again."""
@@ -48,7 +51,7 @@ class WritesRefusedError(Exception):
 
 
 class _Found(NamedTuple):
-    connection: ClientConnection
+    connection: OpenConnection
     producer: Producer
     stream: ActiveStream
 
@@ -56,16 +59,38 @@ class _Found(NamedTuple):
 class Operations:
     """See the module."""
 
-    def __init__(self, node: Node, faults: FaultTable) -> None:
-        self._node = node
+    def __init__(
+        self,
+        engine: Engine,
+        connections: Connections,
+        merging: Merging,
+        compaction: Compaction,
+        commits: CommitWaiters,
+        faults: FaultTable,
+        end_reasons: EndReasons,
+        meter: Meter,
+        log: EventLog,
+        *,
+        kick: Callable[[], None],
+    ) -> None:
+        """`kick` has the committer write what is pending."""
+        self._engine = engine
+        self._connections = connections
+        self._merging = merging
+        self._compaction = compaction
+        self._commits = commits
         self._faults = faults
+        self._end_reasons = end_reasons
+        self._meter = meter
+        self._log = log
+        self._kick = kick
 
     # -- partitions ------------------------------------------------------------------------------
 
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
         """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
         self._refuse_while_full()
-        branch = self._node.engine.branch(vb_id, at_seqno)
+        branch = self._engine.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
 
@@ -85,9 +110,9 @@ class Operations:
         Raises BranchRefusedError, WritesRefusedError.
         """
         self._refuse_while_full()
-        branch = lifecycle.failover(self._node.engine, vb_id, lost_seqnos)
-        self._node.end_reasons[vb_id] = EndReason.STATE_CHANGED
-        self._node.meter.failovers += 1
+        branch = lifecycle.failover(self._engine, vb_id, lost_seqnos)
+        self._end_reasons[vb_id] = EndReason.STATE_CHANGED
+        self._meter.failovers += 1
         await self._durable("failover", branch)
         return _branch_document(branch)
 
@@ -97,14 +122,13 @@ class Operations:
         Raises WritesRefusedError.
         """
         self._refuse_while_full()
-        node = self._node
-        before = node.engine.partitions[vb_id].state
-        branch = lifecycle.set_state(node.engine, vb_id, state)
+        before = self._engine.partitions[vb_id].state
+        branch = lifecycle.set_state(self._engine, vb_id, state)
         if branch is not None:
-            node.end_reasons[vb_id] = EndReason.STATE_CHANGED
-        await node.until_committed(vb_id)
-        node.log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
-        part = node.engine.partitions[vb_id]
+            self._end_reasons[vb_id] = EndReason.STATE_CHANGED
+        await self._commits.until_partition(vb_id)
+        self._log.info("state", vb_id=vb_id, before=before.name.lower(), now=state.name.lower())
+        part = self._engine.partitions[vb_id]
         return {
             "vb": vb_id,
             "state": state.name.lower(),
@@ -118,10 +142,10 @@ class Operations:
         Raises PurgeRefusedError, WritesRefusedError.
         """
         self._refuse_while_full()
-        purge_seqno = lifecycle.purge(self._node.engine, vb_id, upto_seqno)
-        await self._node.until_committed(vb_id)
-        self._node.log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
-        high_seqno = self._node.engine.partitions[vb_id].high_seqno
+        purge_seqno = lifecycle.purge(self._engine, vb_id, upto_seqno)
+        await self._commits.until_partition(vb_id)
+        self._log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)
+        high_seqno = self._engine.partitions[vb_id].high_seqno
         return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
 
     async def mend_cas(self, vb_id: int) -> dict[str, Any]:
@@ -130,23 +154,22 @@ class Operations:
         Raises MendingRefusedError, StoreDamagedError, WritesRefusedError.
         """
         self._refuse_while_full()
-        node = self._node
-        mending = Mending(node.engine, vb_id, time.time_ns())
+        mending = Mending(self._engine, vb_id, time.time_ns())
         while not mending.step(time.time_ns()):
-            node.committer.kick()
+            self._kick()
             await asyncio.sleep(0)
-            while not node.engine.has_room:
+            while not self._engine.has_room:
                 self._refuse_while_full()
-                await node.merging.wait(MERGE_WAIT_S)
-        await node.until_committed(vb_id)
+                await self._merging.wait(MERGE_WAIT_S)
+        await self._commits.until_partition(vb_id)
         report = {
             "vb": vb_id,
             "documents": mending.documents,
             "deletions": mending.deletions,
             "cas_before": str(mending.before_cas),
-            "cas": str(node.engine.partitions[vb_id].max_cas),
+            "cas": str(self._engine.partitions[vb_id].max_cas),
         }
-        node.log.info("CAS mended", **report)
+        self._log.info("CAS mended", **report)
         return report
 
     async def compact(
@@ -156,39 +179,36 @@ class Operations:
 
         Raises CompactionError.
         """
-        compaction = self._node.compaction
-        windows = compaction.windows
+        windows = self._compaction.windows
         if history_s is not None:
             windows = windows._replace(history_ns=int(history_s * 1e9))
         if purge_age_s is not None:
             windows = windows._replace(purge_age_ns=int(purge_age_s * 1e9))
-        report = await compaction.compact(vb_ids, windows)
-        self._node.log.info("compacted on command", **report)
+        report = await self._compaction.compact(vb_ids, windows)
+        self._log.info("compacted on command", **report)
         return report
 
     async def explain(self, vb_id: int, question: Question) -> dict[str, Any]:
         """Say how a stream request would be answered, and why."""
-        await self._node.until_committed(vb_id)
-        part = self._node.engine.partitions[vb_id]
+        await self._commits.until_partition(vb_id)
+        part = self._engine.partitions[vb_id]
         told = explain(question, part.failover, part.high_seqno, part.purge_seqno)
         return {"vb": vb_id, **told.to_document()}
 
     def _refuse_while_full(self) -> None:
-        if self._node.engine.write_refusal:
-            raise WritesRefusedError(self._node.engine.write_refusal)
+        if self._engine.write_refusal:
+            raise WritesRefusedError(self._engine.write_refusal)
 
     async def _durable(self, event: str, branch: Branch) -> None:
-        await self._node.until_committed(branch.vb_id)
-        self._node.log.info(
-            event, vb_id=branch.vb_id, seqno=branch.seqno, undone=branch.undone_seqnos
-        )
+        await self._commits.until_partition(branch.vb_id)
+        self._log.info(event, vb_id=branch.vb_id, seqno=branch.seqno, undone=branch.undone_seqnos)
 
     # -- streams ---------------------------------------------------------------------------------
 
     def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
         """Return what the chosen streams do."""
         now_ns = time.monotonic_ns()
-        parts = self._node.engine.partitions
+        parts = self._engine.partitions
         return [
             {
                 "name": _name(found.producer),
@@ -211,7 +231,7 @@ class Operations:
         chosen = list(self._chosen(choice))
         for found in chosen:
             found.producer.end(found.stream, reason)
-        self._log("streams ended", choice, len(chosen), reason=reason.name.lower())
+        self._note("streams ended", choice, len(chosen), reason=reason.name.lower())
         return len(chosen)
 
     def limit_streams(self, choice: StreamChoice, bytes_per_s: int | None) -> int:
@@ -223,19 +243,19 @@ class Operations:
         for found in chosen:
             rate = None if bytes_per_s is None else RateLimit(bytes_per_s)
             found.producer.limit(found.stream, rate)
-        self._log("streams limited", choice, len(chosen), bytes_per_s=bytes_per_s)
+        self._note("streams limited", choice, len(chosen), bytes_per_s=bytes_per_s)
         return len(chosen)
 
     def drop_connections(self, choice: StreamChoice) -> int:
         """Cut the connections that have a chosen stream; return how many."""
         chosen = {found.connection for found in self._chosen(choice)}
-        self._log("connections dropped", choice, len(chosen))
+        self._note("connections dropped", choice, len(chosen))
         for connection in chosen:
             connection.abort("dropped by an operator")
         return len(chosen)
 
     def _chosen(self, choice: StreamChoice) -> Iterator[_Found]:
-        for connection in self._node.connections:
+        for connection in self._connections:
             producer = connection.session.state.producer
             if producer is None or choice.name not in {None, _name(producer)}:
                 continue
@@ -243,8 +263,8 @@ class Operations:
                 if choice.vb_id in {None, stream.vb_id}:
                     yield _Found(connection, producer, stream)
 
-    def _log(self, event: str, choice: StreamChoice, count: int, **fields: object) -> None:
-        self._node.log.info(event, name=choice.name, vb_id=choice.vb_id, count=count, **fields)
+    def _note(self, event: str, choice: StreamChoice, count: int, **fields: object) -> None:
+        self._log.info(event, name=choice.name, vb_id=choice.vb_id, count=count, **fields)
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -278,14 +298,14 @@ class Operations:
             rollback_seqno=rollback_seqno,
         )
         document = _fault_document(fault)
-        self._node.log.info("fault set", **document)
+        self._log.info("fault set", **document)
         return document
 
     def clear_faults(self, fault_id: int | None = None) -> int:
         """Take one rule away, or all; return how many there were."""
         cleared = self._faults.clear(fault_id)
         if cleared:
-            self._node.log.info("faults cleared", fault=fault_id, count=cleared)
+            self._log.info("faults cleared", fault=fault_id, count=cleared)
         return cleared
 
 

@@ -1,11 +1,11 @@
 """Dumps: the documents of a partition as of a seqno, as JSON lines, while writers go on.
 
-Called by the admin interface. A dump is a read view that is turned into text a slice at a time;
-the consumer's pace is the dump's, and nothing is gathered for one that is slow.
+Called by the admin interface. A dump is a read view that is turned into text, a slice at a time, as
+fast as the consumer reads; nothing is buffered for a slow one.
 
 A line is one document: `v` 1, `collection`, `key`, `value` (`key_encoding` and `value_encoding`
 "base64" mark what is not UTF-8), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A
-dump that cannot be finished ends with a line that has `error` instead.
+dump that cannot be finished ends with a line that has only `error`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import asyncio
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError
+from dcp.server.storage.waiters import CommitWaiters
+from vbucket.engine.engine import Engine
+from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError, Views
 from vbucket.model.manifest import collection_of, decode_leb128
 from vbucket.store.environment import StoreDamagedError
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
 
 SLICE_DOCUMENTS: Final = 100
 """Documents turned into text in one turn of the loop: 1 to 2 ms."""
@@ -31,16 +30,18 @@ SCHEMA_VERSION: Final = 1
 class Dumps:
     """See the module."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, engine: Engine, views: Views, commits: CommitWaiters) -> None:
+        self._engine = engine
+        self._views = views
+        self._commits = commits
 
     async def open(self, vb_id: int, at_seqno: int | None) -> ReadView:
         """Open the view for a dump; None: as of what is committed now. Raises ViewRefusedError."""
-        await self._node.until_committed(vb_id)
-        committed_seqno = self._node.engine.partitions[vb_id].committed_seqno
+        await self._commits.until_partition(vb_id)
+        committed_seqno = self._engine.partitions[vb_id].committed_seqno
         if at_seqno is not None and at_seqno > committed_seqno:
             raise ViewRefusedError(f"vb {vb_id} ends at seqno {committed_seqno}, below {at_seqno}")
-        return self._node.views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
+        return self._views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
 
     async def lines(self, view: ReadView) -> AsyncIterator[bytes]:
         """Yield the dump of a view, some lines at a time, and close the view."""
@@ -56,10 +57,10 @@ class Dumps:
             what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is not complete"
             yield _packed({"error": {"what": what, "why": str(error), "try": "dump it again"}})
         finally:
-            self._node.views.close(view)
+            self._views.close(view)
 
     def _line(self, shown: Shown) -> bytes:
-        engine = self._node.engine
+        engine = self._engine
         if not engine.is_reachable(shown.key):
             return b""
         meta = shown.meta

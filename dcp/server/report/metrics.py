@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -28,13 +28,11 @@ from prometheus_client.registry import Collector
 
 from dcp.server.observe.meter import REFUSAL_KINDS, Histogram
 from dcp.server.operate.operations import lag_of
+from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.stats import cas_ahead
 from dcp.server.storage.folder import log_path, store_path
 from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
-
-if TYPE_CHECKING:
-    from dcp.server.node import Node
 
 CONSUMERS_MAX: Final = 100
 """Consumers with a series of their own: those that lag most."""
@@ -53,26 +51,26 @@ class MetricSpec(NamedTuple):
     meaning: str
     bad: str
     """What a bad value looks like, and what it says."""
-    read: Callable[[Node], Samples | Histogram]
+    read: Callable[[MetricSources], Samples | Histogram]
 
 
-def _one(read: Callable[[Node], float]) -> Callable[[Node], Samples]:
-    return lambda node: [((), read(node))]
+def _one(read: Callable[[MetricSources], float]) -> Callable[[MetricSources], Samples]:
+    return lambda of: [((), read(of))]
 
 
-def _items(node: Node) -> float:
-    return sum(part.item_count for part in node.engine.partitions)
+def _items(of: MetricSources) -> float:
+    return sum(part.item_count for part in of.engine.partitions)
 
 
-def _states(node: Node) -> Samples:
+def _states(of: MetricSources) -> Samples:
     counts = dict.fromkeys(VbState, 0)
-    for part in node.engine.partitions:
+    for part in of.engine.partitions:
         counts[part.state] += 1
     return [((state.name.lower(),), count) for state, count in counts.items()]
 
 
-def _disk(node: Node) -> Samples:
-    paths = (("log", log_path(node.data_dir)), ("store", store_path(node.data_dir)))
+def _disk(of: MetricSources) -> Samples:
+    paths = (("log", log_path(of.about.data_dir)), ("store", store_path(of.about.data_dir)))
     return [((part,), _bytes_in(path)) for part, path in paths]
 
 
@@ -86,10 +84,10 @@ def _bytes_in(folder: Path) -> int:
     return size
 
 
-def _lags(node: Node) -> Samples:
+def _lags(of: MetricSources) -> Samples:
     lags: dict[str, int] = defaultdict(int)
-    parts = node.engine.partitions
-    for connection in node.connections:
+    parts = of.engine.partitions
+    for connection in of.connections:
         producer = connection.session.state.producer
         if producer is not None:
             name = producer.name.decode("utf-8", "replace")
@@ -100,18 +98,18 @@ def _lags(node: Node) -> Samples:
     return [((name,), lag) for name, lag in most]
 
 
-def _unacked(node: Node) -> float:
-    producers = (connection.session.state.producer for connection in node.connections)
+def _unacked(of: MetricSources) -> float:
+    producers = (connection.session.state.producer for connection in of.connections)
     return sum(producer.unacked_bytes for producer in producers if producer is not None)
 
 
-def _refusals(node: Node) -> Samples:
-    now = node.refusal_kind
+def _refusals(of: MetricSources) -> Samples:
+    now = of.health.refusal_kind
     return [((kind,), kind == now) for kind in REFUSAL_KINDS]
 
 
-def _build(node: Node) -> Samples:
-    return [((node.version, platform.python_version(), node.durability), 1)]
+def _build(of: MetricSources) -> Samples:
+    return [((of.about.version, platform.python_version(), of.about.durability), 1)]
 
 
 METRICS: Final[tuple[MetricSpec, ...]] = (
@@ -123,12 +121,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_uptime_seconds", "gauge", "seconds", (),
         "Time since the start.", "often small: the server restarts, see the log",
-        _one(lambda node: node.uptime_s),
+        _one(lambda of: of.about.uptime_s),
     ),
     MetricSpec(
         "dcpd_ready", "gauge", "", (),
         "1 while /readyz says that clients may be sent here.", "0 for longer than a start takes",
-        _one(lambda node: node.is_ready),
+        _one(lambda of: of.health.is_ready),
     ),
     MetricSpec(
         "dcpd_writes_refused", "gauge", "", ("reason",),
@@ -141,24 +139,24 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_writers_wait", "gauge", "", (),
         "1 while writes wait for a merge. They wait for the setting write_wait at most.",
         "often 1: the store is too slow for the writes",
-        _one(lambda node: node.engine.writers_wait),
+        _one(lambda of: of.engine.writers_wait),
     ),
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
         "above 0: `dcpctl status` names them, docs/operations.md says what to do",
-        _one(lambda node: len(node.engine.quarantined)),
+        _one(lambda of: len(of.engine.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
         "Connections that ended because of a bug.",
-        "above 0: please report what the log says", _one(lambda node: node.meter.session_failures),
+        "above 0: please report what the log says", _one(lambda of: of.meter.session_failures),
     ),
     MetricSpec(
         "dcpd_housekeeping_failures_total", "counter", "", ("task",),
         "Housekeeping tasks that failed and were restarted.",
         "above 0: please report what the log says",
-        lambda node: [((k,), count) for k, count in node.meter.housekeeping_failures.items()],
+        lambda of: [((k,), count) for k, count in of.meter.housekeeping_failures.items()],
     ),
     MetricSpec(
         "dcpd_items", "gauge", "", (),
@@ -172,27 +170,27 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_cas_ahead_vbuckets", "gauge", "", (),
         "Partitions whose CAS is further ahead of the clock than the setting cas_drift_max.",
         "above 0: run dcpctl vb mend-cas, unless the clock was just set back",
-        _one(lambda node: len(cas_ahead(node))),
+        _one(lambda of: len(cas_ahead(of.engine))),
     ),
     MetricSpec(
         "dcpd_connections", "gauge", "", (),
         "Open client connections.", "near the setting connections_max",
-        _one(lambda node: len(node.connections)),
+        _one(lambda of: len(of.connections)),
     ),
     MetricSpec(
         "dcpd_connections_opened_total", "counter", "", (),
         "Connections since the start.", "a steep rise: clients do not reuse connections",
-        _one(lambda node: node.connections_total),
+        _one(lambda of: of.connections.opened_total),
     ),
     MetricSpec(
         "dcpd_connections_pushed_out_total", "counter", "", ("setting",),
         "Connections closed to make room for others, by the limit that was reached.",
         "rising: a flood of connections, or a limit that is too small",
-        lambda node: _counted(
+        lambda of: _counted(
             {
-                "connections_max": node.newcomers.closed_total,
-                "receive_buffers_bytes_max": node.receive_buffers.closed_total,
-                "send_buffers_bytes_max": node.send_buffers.closed_total,
+                "connections_max": of.connections.newcomers.closed_total,
+                "receive_buffers_bytes_max": of.connections.receive_buffers.closed_total,
+                "send_buffers_bytes_max": of.connections.send_buffers.closed_total,
             }
         ),
     ),
@@ -200,158 +198,158 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_password_checks", "gauge", "", (),
         "Passwords that are being checked or wait for a check.",
         "at its limit: somebody guesses passwords, see the audit log",
-        _one(lambda node: node.access.logins.checks_under_way),
+        _one(lambda of: of.access.logins.checks_under_way),
     ),
     MetricSpec(
         "dcpd_receive_buffer_bytes", "gauge", "bytes", (),
         "Incomplete packets and handshakes of all connections.",
         "at the setting receive_buffers_bytes_max: connections that stand still are closed",
-        _one(lambda node: node.receive_buffers.held_bytes),
+        _one(lambda of: of.connections.receive_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_send_buffer_bytes", "gauge", "bytes", (),
         "Data that clients have not read, of all connections; sampled four times a second.",
         "at the setting send_buffers_bytes_max: connections that do not read are closed",
-        _one(lambda node: node.send_buffers.held_bytes),
+        _one(lambda of: of.connections.send_buffers.held_bytes),
     ),
     MetricSpec(
         "dcpd_admin_connections", "gauge", "", (),
         "Open connections to the admin interface, TLS handshakes included.",
         "at the setting admin_connections_max: somebody occupies the port",
-        _one(lambda node: len(node.listeners.admin_crowd)),
+        _one(lambda of: len(of.admin_crowd)),
     ),
     MetricSpec(
         "dcpd_admin_refusals_total", "counter", "", ("status",),
         "Refused requests to the admin interface, by HTTP status.",
         "rising 401: somebody guesses passwords; 403: a web page tries, or a name is missing in"
         " admin_hosts; 503: too many requests. The log has the reason",
-        lambda node: _counted(node.meter.admin_refusals),
+        lambda of: _counted(of.meter.admin_refusals),
     ),
     MetricSpec(
         "dcpd_admin_closed_total", "counter", "", ("reason",),
         "Connections to the admin interface that the server closed: late (the client did not send"
         " or read in time) or crowded (to make room for another).",
         "rising: somebody occupies the port; the log has the address",
-        lambda node: _counted(node.meter.admin_closed),
+        lambda of: _counted(of.meter.admin_closed),
     ),
     MetricSpec(
         "dcpd_received_bytes_total", "counter", "bytes", (),
         "Bytes read from clients.", "near the capacity of the network",
-        _one(lambda node: node.meter.received_bytes),
+        _one(lambda of: of.meter.received_bytes),
     ),
     MetricSpec(
         "dcpd_sent_bytes_total", "counter", "bytes", (),
         "Bytes written to clients, streams included.", "near the capacity of the network",
-        _one(lambda node: node.meter.sent_bytes),
+        _one(lambda of: of.meter.sent_bytes),
     ),
     MetricSpec(
         "dcpd_answers_total", "counter", "", (),
         "Responses to commands. A quiet command that succeeds has none.",
-        "a drop while traffic stays", _one(lambda node: node.meter.answers),
+        "a drop while traffic stays", _one(lambda of: of.meter.answers),
     ),
     MetricSpec(
         "dcpd_changes_total", "counter", "", (),
         "Committed changes: sets, deletions, expiries, and changes of partitions.",
-        "a drop while traffic stays", _one(lambda node: node.meter.changes),
+        "a drop while traffic stays", _one(lambda of: of.meter.changes),
     ),
     MetricSpec(
         "dcpd_answer_seconds", "histogram", "seconds", (),
         "Time from reading a batch of commands to writing its answers, with the commit. One"
         " observation per batch, not per command.",
         "a 99th percentile far above that of dcpd_sync_seconds: the loop is busy",
-        lambda node: node.meter.answer_seconds,
+        lambda of: of.meter.answer_seconds,
     ),
     MetricSpec(
         "dcpd_refusals_total", "counter", "", ("status",),
         "Commands refused with a reason. Misses and CAS mismatches do not count.",
         "rising: a client does something wrong; the log says which and why",
-        lambda node: _counted(node.meter.refusals),
+        lambda of: _counted(of.meter.refusals),
     ),
     MetricSpec(
         "dcpd_commit_groups_total", "counter", "", (),
         "Commit groups. Each is one append to the log.",
         "as many as dcpd_changes_total under load: no grouping happens",
-        _one(lambda node: node.meter.groups),
+        _one(lambda of: of.meter.groups),
     ),
     MetricSpec(
         "dcpd_sync_seconds", "histogram", "seconds", (),
         "Duration of one sync of the log.", "above 0.01 on an SSD: the disk is busy or failing",
-        lambda node: node.meter.sync_seconds,
+        lambda of: of.meter.sync_seconds,
     ),
     MetricSpec(
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        _one(lambda node: node.engine.active_bytes + node.engine.frozen_bytes),
+        _one(lambda of: of.engine.active_bytes + of.engine.frozen_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
         "Memory of the item cache, keys and objects included.",
         "at the setting item_cache_bytes with many misses: the cache is too small",
-        _one(lambda node: node.engine.item_cache.held_bytes),
+        _one(lambda of: of.engine.item_cache.held_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_hits_total", "counter", "", (),
         "Reads answered from the item cache. Reads of changes that are not merged yet do not"
         " count.",
         "few beside dcpd_item_cache_misses_total: see there",
-        _one(lambda node: node.engine.item_cache.hits),
+        _one(lambda of: of.engine.item_cache.hits),
     ),
     MetricSpec(
         "dcpd_item_cache_misses_total", "counter", "", (),
         "Reads that went to the store.",
         "as many as reads for long: the documents read do not fit into item_cache_bytes",
-        _one(lambda node: node.engine.item_cache.misses),
+        _one(lambda of: of.engine.item_cache.misses),
     ),
     MetricSpec(
         "dcpd_merges_total", "counter", "", (),
         "Merges of the log into the store.", "no rise while the log grows: the store process fails",
-        _one(lambda node: node.merging.count),
+        _one(lambda of: of.merging.count),
     ),
     MetricSpec(
         "dcpd_merge_failures_total", "counter", "", (),
         "Merges that failed or had no room in the store. Each is retried.",
         "rising: the store's disk is full or failing; writes will have to wait",
-        _one(lambda node: node.meter.merge_failures),
+        _one(lambda of: of.meter.merge_failures),
     ),
     MetricSpec(
         "dcpd_merge_seconds", "histogram", "seconds", (),
         "Duration of one merge in the store process.",
         "longer than filling the memtable takes: writes will have to wait",
-        lambda node: node.meter.merge_seconds,
+        lambda of: of.meter.merge_seconds,
     ),
     MetricSpec(
         "dcpd_merge_under_way_seconds", "gauge", "seconds", (),
         "Duration of the current merge so far, failed attempts included; 0: none runs.",
         "minutes: the store's disk is full, slow or failing",
-        _one(lambda node: node.merging.seconds_under_way),
+        _one(lambda of: of.merging.seconds_under_way),
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", _one(lambda node: node.engine.is_merging),
+        "1 while a merge runs.", "1 all the time", _one(lambda of: of.engine.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),
         "Duration of one turn of compaction in the store process. Merges run between turns.",
         "as long as dcpd_merge_seconds: merges wait for it",
-        lambda node: node.meter.compaction_seconds,
+        lambda of: of.meter.compaction_seconds,
     ),
     MetricSpec(
         "dcpd_compacted_versions_total", "counter", "", (),
         "Versions that compaction dropped: replaced ones and deletions.",
         "no rise while dcpd_disk_bytes grows: something holds compaction back, see the log",
-        _one(lambda node: node.meter.dropped_versions),
+        _one(lambda of: of.meter.dropped_versions),
     ),
     MetricSpec(
         "dcpd_compacted_tombstones_total", "counter", "", (),
         "Deletions that compaction dropped.", "no rise while many documents are deleted",
-        _one(lambda node: node.meter.dropped_tombstones),
+        _one(lambda of: of.meter.dropped_tombstones),
     ),
     MetricSpec(
         "dcpd_streams_too_slow_total", "counter", "", (),
         "Streams that ended with reason 4: they did not move while compaction waited for them.",
         "rising: a consumer hangs in the middle of a snapshot",
-        _one(lambda node: node.meter.streams_too_slow),
+        _one(lambda of: of.meter.streams_too_slow),
     ),
     MetricSpec(
         "dcpd_disk_bytes", "gauge", "bytes", ("part",),
@@ -361,25 +359,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_expired_total", "counter", "", ("by",),
         "Expired documents: found by the pager, or by an earlier access.",
         "far fewer than expected: merges are behind, or the setting expiry_interval is 0",
-        lambda node: [
-            (("access",), node.engine.expired_on_access), (("pager",), node.pager.expired),
+        lambda of: [
+            (("access",), of.engine.expired_on_access), (("pager",), of.pager.expired),
         ],
     ),
     MetricSpec(
         "dcpd_read_views", "gauge", "", (),
         "Open read views: range scans and dumps.",
         "near the maximum of 256: clients neither finish nor cancel scans",
-        _one(lambda node: len(node.views)),
+        _one(lambda of: len(of.views)),
     ),
     MetricSpec(
         "dcpd_dcp_connections", "gauge", "", (),
         "Open DCP connections.", "fewer than consumers",
-        _one(lambda node: node.hub.connection_count),
+        _one(lambda of: of.hub.connection_count),
     ),
     MetricSpec(
         "dcpd_dcp_streams", "gauge", "", (),
         "Open streams.", "not a multiple of 1,024: a consumer lacks partitions",
-        _one(lambda node: node.hub.stream_count),
+        _one(lambda of: of.hub.stream_count),
     ),
     MetricSpec(
         "dcpd_stream_lag_items", "gauge", "", ("consumer",),
@@ -396,33 +394,33 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Stream requests answered with ROLLBACK: branched, inside_snapshot, unknown_version,"
         " purged.",
         "unknown_version or purged: a consumer starts again at 0; was it away for too long?",
-        lambda node: _counted(node.meter.rollbacks),
+        lambda of: _counted(of.meter.rollbacks),
     ),
     MetricSpec(
         "dcpd_failovers_total", "counter", "", (),
-        "Simulated failovers.", "above 0 in production", _one(lambda node: node.meter.failovers),
+        "Simulated failovers.", "above 0 in production", _one(lambda of: of.meter.failovers),
     ),
     MetricSpec(
         "dcpd_faults_set", "gauge", "", (),
         "Active fault rules.", "above 0 in production",
-        _one(lambda node: len(node.faults.rules)),
+        _one(lambda of: len(of.faults.rules)),
     ),
     MetricSpec(
         "dcpd_faults_met_total", "counter", "", (),
         "Commands that matched a fault rule.", "above 0 in production",
-        _one(lambda node: node.meter.faults),
+        _one(lambda of: of.meter.faults),
     ),
     MetricSpec(
         "dcpd_log_lines_left_out_total", "counter", "", (),
         "Log lines about refusals that were suppressed because one peer caused too many.",
-        "rising: see dcpd_refusals_total", _one(lambda node: node.meter.suppressed_log_lines),
+        "rising: see dcpd_refusals_total", _one(lambda of: of.meter.suppressed_log_lines),
     ),
 )  # fmt: skip
 
 
-def _of_partitions(attribute: str) -> Callable[[Node], Samples]:
-    return lambda node: [
-        ((str(part.vb_id),), getattr(part, attribute)) for part in node.engine.partitions
+def _of_partitions(attribute: str) -> Callable[[MetricSources], Samples]:
+    return lambda of: [
+        ((str(part.vb_id),), getattr(part, attribute)) for part in of.engine.partitions
     ]
 
 
@@ -462,14 +460,14 @@ def _counted(counts: dict[str, int]) -> Samples:
 # -- for Prometheus --------------------------------------------------------------------------------
 
 
-class _NodeCollector(Collector):
-    def __init__(self, node: Node, specs: Iterable[MetricSpec]) -> None:
-        self._node = node
+class _Collector(Collector):
+    def __init__(self, of: MetricSources, specs: Iterable[MetricSpec]) -> None:
+        self._sources = of
         self._specs = specs
 
     def collect(self) -> Iterator[Metric]:
         for spec in self._specs:
-            yield _family(spec, spec.read(self._node))
+            yield _family(spec, spec.read(self._sources))
 
 
 def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
@@ -489,11 +487,11 @@ def _family(spec: MetricSpec, found: Samples | Histogram) -> Metric:
     return samples
 
 
-def page(node: Node, *, by_vbucket: bool) -> bytes:
+def page(of: MetricSources, *, by_vbucket: bool) -> bytes:
     """Return all metrics as text."""
     registry = CollectorRegistry(auto_describe=False)
     specs = (*METRICS, *VBUCKET_METRICS) if by_vbucket else METRICS
-    registry.register(_NodeCollector(node, specs))
+    registry.register(_Collector(of, specs))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 

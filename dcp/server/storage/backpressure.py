@@ -7,9 +7,8 @@
     ROOM -- full --> WAITING -- wait_s is over --> REFUSED
     WAITING, REFUSED -- a merge made room --> ROOM
 
-Who calls it: the node, after each commit group and after each merge. Reads, logins, NOOPs,
-acknowledgements and streams never wait for any of this: only sessions that meet a command which
-writes do.
+`update` is called after each commit group and after each merge. Only sessions that come to a
+command which writes wait. Reads, logins, NOOPs, acknowledgements and streams never do.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Backpressure:
     """See the module. Lives on one event loop.
 
     `wait_s` is the setting write_wait. `why` says why the store is behind, in words. `on_change` is
-    called after each step, with the reason where writes are refused and "" elsewhere.
+    called after each step, with the reason if writes are refused and "" if not.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Backpressure:
         self.pressure = Pressure.ROOM
 
     def update(self) -> None:
-        """Look how full the memtables are now."""
+        """Take note of how full the memtables are now."""
         is_full = self._engine.is_overfull
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
@@ -67,13 +66,21 @@ class Backpressure:
             self._on_change(self.pressure, "")
 
     def stop(self) -> None:
-        """Let no timer fire any more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+    def reword(self) -> None:
+        """Refuse with the present reason: a merge that only took long may have failed since."""
+        if self.pressure is Pressure.REFUSED:
+            self._engine.refuse_writes(self._refusal(), Hold.STORE_BEHIND)
+
+    def _refusal(self) -> str:
+        return f"writes are refused until the store has caught up: {self._why()}"
+
     def _refuse(self) -> None:
         self.pressure = Pressure.REFUSED
-        why = f"writes are refused until the store has caught up: {self._why()}"
+        why = self._refusal()
         self._engine.refuse_writes(why, Hold.STORE_BEHIND)
         self._on_change(self.pressure, why)

@@ -1,4 +1,4 @@
-"""Group commit: takes groups from the engine, puts them into the log, tells when they are there.
+"""Group commit: takes groups from the engine, writes them to the log, reports when they are there.
 
 All that arrives while a group is being written forms the next one. A small group is written by the
 loop itself, where handing it to a thread would take longer than the disk does; a larger one by the
@@ -8,8 +8,8 @@ zeros ahead of the log's end while small groups come: overwriting them takes a t
 Invariants
 - groups reach the log in the order of their numbers, one at a time;
 - `on_commit` runs on the loop, after the group is as safe as the durability asks for;
-- where the log has no room (`full_why`), the group stays and is tried again until there is some,
-  the same bytes, before anything that came later; nobody is answered meanwhile, nothing is lost;
+- if the log has no room (`full_why`), the group stays and is tried again with the same bytes until
+  there is room, before any later group; nobody is answered meanwhile, nothing is lost;
 - after any other failed write, after a failed sync, and after any exception that nobody expected,
   nothing is committed any more: `on_failure` ends the process, and the next start recovers.
 
@@ -47,11 +47,11 @@ MARK_S: Final = 0.1
 """How often the log's end mark is synced while groups are committed; also the time after the last
 one. It costs a tenth of a millisecond of the thread."""
 JOIN_S: Final = 2.0
-"""What the thread gets to end: a disk that does not answer keeps it for ever."""
+"""How long the thread may take to end: a disk that does not answer keeps it for ever."""
 
 
 class _Job(NamedTuple):
-    """Something for the thread to do, and what the loop does with its result."""
+    """Work for the thread, and what the loop does with its result."""
 
     work: Callable[[], Any]
     then: Callable[[Any], None]
@@ -101,7 +101,7 @@ class Committer:
         self._idle = asyncio.Event()
         self._idle.set()
         self.full_why = ""
-        """Why the log has no room for the group that waits, "" if none waits."""
+        """Why the log has no room for the waiting group; "" if no group waits."""
         self.is_synced = True
         """Whether everything in the log is on disk."""
 
@@ -123,7 +123,7 @@ class Committer:
 
     def sync_soon(self) -> None:
         """Sync what was appended, as a job of its own (`interval`): now, or after the group that
-        the thread has in its hands.
+        the thread is writing.
         """
         if self._has_failed or self.is_synced:
             return
@@ -319,3 +319,23 @@ class Committer:
 
 def _nothing(_: None) -> None:
     """Nothing is to be done after it."""
+
+
+class PeriodicSync:
+    """Syncs the log every `interval_s` (durability `interval`), until `stop`."""
+
+    def __init__(self, committer: Committer, interval_s: float) -> None:
+        self._committer = committer
+        self._interval_s = interval_s
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Sync now, and again and again."""
+        self._committer.sync_soon()
+        self._next = asyncio.get_running_loop().call_later(self._interval_s, self.start)
+
+    def stop(self) -> None:
+        """Sync no more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

@@ -1,34 +1,44 @@
-"""When the pager runs: every `expiry_interval`, a slice at a time, as long as something is due.
+"""When the pager runs: every `expiry_interval`, a slice at a time, while something is due.
 
-A slice takes about two milliseconds of the loop, and the next one waits until what it changed is
-committed; so writers and readers come in between, however much is due at once.
+A slice takes about two milliseconds of the loop. The next slice waits until the changes of this one
+are committed, so writers and readers get their turn in between, however much is due at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
-if TYPE_CHECKING:
-    from dcp.server.node import Node
+from dcp.server.observe.refusal_log import RefusalLog
+from dcp.server.storage.waiters import CommitWaiters
+from vbucket.engine.engine import Engine
+from vbucket.engine.expiry import Pager
 
 REST_S: Final = 0.002
 """What others get between two slices at least: about as long as a slice takes."""
 
 
-async def expire_when_due(node: Node, interval_s: float) -> None:
-    """Expire documents for ever, or until cancelled."""
-    pager = node.pager
+async def expire_when_due(
+    pager: Pager,
+    engine: Engine,
+    commits: CommitWaiters,
+    refusals: RefusalLog,
+    *,
+    kick: Callable[[], None],
+    interval_s: float,
+) -> None:
+    """Expire documents for ever, or until cancelled. `kick` has pending changes written."""
     while True:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
             # What is open now holds the slice's changes, and is committed with them.
-            if node.engine.has_pending:
-                await node.until_group_committed(node.engine.group)
+            if engine.has_pending:
+                await commits.until_group(engine.group)
             await asyncio.sleep(REST_S)
-        if node.engine.has_pending:
-            node.committer.kick()
+        if engine.has_pending:
+            kick()
         for damage in pager.damages:
-            node.log_refusal("expiry failed", "", reason=damage)
+            refusals.write("expiry failed", "", reason=damage)
         pager.damages.clear()

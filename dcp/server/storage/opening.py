@@ -1,11 +1,11 @@
 """What a node has on disk while it runs: the folder, the log, the store, and the engine over them.
 
-Who calls it: the node. It is opened in the order in which one part needs another, and closed in
-reverse, wherever it fails.
+The node opens and closes it. Each part is opened after those that it needs, and they are closed in
+reverse order, also when opening fails half-way.
 
 Invariants
 - the clean mark is on disk only while nothing is open;
-- what cannot be opened leaves nothing open, and the folder unlocked;
+- if a part cannot be opened, nothing stays open, and the folder is unlocked;
 - nothing is written into log or store before `begin` has returned.
 """
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from dcp.server.config.settings import Settings
 
 NODE_ID_BYTES: Final = 16
-READ_ONLY_TEXT: Final = (
-    "writes are refused until there is room on the server's disk: it started read-only"
-)
 
 
 class Storage:
@@ -93,7 +90,7 @@ class Storage:
             log.error("quarantined", vb_id=vb_id, reason=reason)
 
     def begin(self) -> str:
-        """Make the first writes. Return why there is no room for them, "" once they are made.
+        """Make the first writes. Return why they have no room, "" once they are made.
 
         Raises what Startup.begin raises, but for full disks.
         """

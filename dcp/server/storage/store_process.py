@@ -13,7 +13,7 @@ Invariants
 - requests are handled one after another, in order;
 - a request happens wholly or not at all, whenever the child dies;
 - a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs. A
-  transaction that the disk takes long for is no reason, because beats come from another thread;
+  transaction that takes the disk long does not count, because another thread sends the beats;
 - the child never outlives its server with effect: it is killed with it (Linux), ends at the end of
   its stdin, and commits nothing once its parent is another; until it is gone it holds the folder's
   lock, so that no new server opens the folder beside it.
@@ -70,8 +70,8 @@ PLAN_S: Final = 1.0
 """After this long a plan is continued with another request."""
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 30.0
-"""How long a child that has something to do may say nothing; many beats, so that a machine that
-swaps is given time."""
+"""How long a child that handles a request may be silent: many beats, because a machine that swaps
+needs time."""
 STOP_S: Final = 3.0
 """What a child gets to finish its request and end, before it is killed."""
 _GONE_S: Final = 1.0
@@ -85,11 +85,11 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
         StoreDamagedError, StoreFailedError, StoreFullError, UnknownFormatError,
     )
 }  # fmt: skip
-"""Errors that a request may end with and the child survives."""
+"""Errors that a request may end with. The child survives them."""
 
 
 class StoreProcessDiedError(Exception):
-    """The store process ended unexpectedly. What it was doing did not happen; start another."""
+    """The store process ended unexpectedly. Its request had no effect; start another process."""
 
 
 class StoreProcess:
@@ -106,8 +106,8 @@ class StoreProcess:
         """Length of the reply that is being read; 0 while that is not known."""
         self.merge_s = 0.0
         self.compact_s = 0.0
-        """How long the last merge, and the last turn of a compaction, took; without the wait for
-        what was asked before."""
+        """How long the last merge and the last turn of a compaction took, without the wait for the
+        requests before them."""
 
     @classmethod
     async def start(
@@ -173,9 +173,10 @@ class StoreProcess:
     ) -> SliceReport:
         """Compact these partitions for so long, or until all are done; what is reported is durable.
 
-        The floors are in the log. Other requests wait. `after_slice` is called between any two
-        transactions: who reads the store goes on to its newest state there, because pages that one
-        has freed can be used by the next but one only where nobody reads them. Raises as `merge`.
+        The floors must be in the log. Other requests wait. `after_slice` is called after each
+        transaction, for readers of the store to go on to its newest state: pages that one
+        transaction has freed can be used by the next but one only if nobody reads them. Raises as
+        `merge`.
         """
         todo = dict(floors)
         total = SliceReport([], 0, 0, [])
@@ -198,10 +199,10 @@ class StoreProcess:
         return used_bytes
 
     async def stop(self) -> bool:
-        """End the child after the request that it has; kill it where that takes longer than STOP_S.
+        """End the child after its present request; kill it if that takes longer than STOP_S.
 
-        Return whether it has gone: a killed process stays while the disk does not answer it. May be
-        repeated.
+        Return whether it has gone: a killed process stays while it waits for the disk. May be
+        called again.
         """
         import asyncio
 
@@ -218,7 +219,7 @@ class StoreProcess:
         return False
 
     def kill(self) -> None:
-        """End the child at once; what it was doing does not happen. `stop` waits for its end."""
+        """End the child at once; its request has no effect. `stop` waits for its end."""
         if self._process.returncode is None:
             self._process.kill()
 
@@ -227,7 +228,7 @@ class StoreProcess:
             return await self._ask(request)
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        """Make a request in one's turn."""
+        """Send a request and return its result. The caller has the turn."""
         import asyncio
 
         self._last_id += 1
@@ -265,8 +266,10 @@ class StoreProcess:
         await stdin.drain()
 
     async def _read(self) -> dict[str, Any]:
-        """Read the next reply or beat. One whose reading was cancelled is read on: either await may
-        be cancelled, and has taken nothing then.
+        """Read the next reply or beat.
+
+        Each await may be cancelled and has consumed nothing then, so the next call goes on with the
+        same message.
         """
         stdout = self._process.stdout
         assert stdout is not None
@@ -291,9 +294,9 @@ class StoreWork:
         self._planner = Planner()
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request says and return the reply; every error of `_ERRORS` becomes one.
+        """Do what a request says and return the reply; an error of `_ERRORS` becomes a reply.
 
-        Where the map is full it grows, and the operation is tried again from its beginning.
+        If the map is full it grows, and the operation is tried again from its beginning.
         """
         operation = OPERATIONS[request["op"]]
         try:

@@ -1,14 +1,15 @@
-"""Keeps a store process running: starts the first one, replaces one that died or stands still.
+"""Keeps a store process running: starts the first one, and replaces one that failed.
 
-Who calls it: whoever has work for the store process; the one who notices that it failed renews it.
+The queue of the store's work decides when (dcp.server.storage.store_queue).
+
+Invariant: no process begins to work after `stop`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
-from dcp.server.storage.store_process import StoreProcess
+from dcp.server.storage.store_process import StoreProcess, StoreProcessDiedError
 
 
 class StoreSupervisor:
@@ -17,7 +18,7 @@ class StoreSupervisor:
     def __init__(self, start: Callable[[], Awaitable[StoreProcess]]) -> None:
         self._start = start
         self._process: StoreProcess | None = None
-        self._renewing = asyncio.Lock()
+        self._is_stopped = False
 
     @property
     def process(self) -> StoreProcess:
@@ -30,15 +31,25 @@ class StoreSupervisor:
         self._process = await self._start()
 
     async def renew(self, failed: StoreProcess) -> None:
-        """Replace a process that died, or in which a commit failed: LMDB goes no further in it.
+        """Replace a process. Nothing happens if it was replaced already.
 
-        Nothing happens where somebody else has done it already. Raises OSError.
+        Raises OSError if another one cannot be started, StoreProcessDiedError after `stop`.
         """
-        async with self._renewing:
-            if self._process is failed:
-                await failed.stop()
-                self._process = await self._start()
+        if self._process is not failed:
+            return
+        await failed.stop()
+        self._check()
+        process = await self._start()
+        if self._is_stopped:
+            process.kill()
+        self._check()
+        self._process = process
 
     async def stop(self) -> bool:
         """End the process; return whether it has gone."""
+        self._is_stopped = True
         return self._process is None or await self._process.stop()
+
+    def _check(self) -> None:
+        if self._is_stopped:
+            raise StoreProcessDiedError("the server stops and starts no other store process")

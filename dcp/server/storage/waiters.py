@@ -1,30 +1,47 @@
-"""Who waits on the loop for a commit group: the admin interface, the pager, compaction.
+"""Waiting on the loop for a commit: the admin interface, the pager and compaction do.
 
-Connections do not wait here; their answers are released by the node, many with one group.
+Connections do not wait here. They release their answers all at once, many with one group
+(dcp.server.net.connections).
 
-Invariant: whoever stops waiting (its task was cancelled) keeps nobody else from going on.
+Invariant: a waiter whose task was cancelled keeps no other from going on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+from vbucket.engine.engine import Engine
 
 
 class CommitWaiters:
-    """See the module. Lives on one event loop."""
+    """See the module. Lives on one event loop. `kick` has the committer write what is pending."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine, kick: Callable[[], None]) -> None:
+        self._engine = engine
+        self._kick = kick
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         """By number of the group."""
 
+    async def until_partition(self, vb_id: int) -> None:
+        """Return once everything that was done to a partition is committed."""
+        await self.until_group(self._engine.partitions[vb_id].last_group)
+
+    async def until_group(self, group: int) -> None:
+        """Return once a commit group is committed."""
+        if group <= self._engine.committed_group:
+            return
+        self._kick()
+        await self.wait(group)
+
     async def wait(self, group: int) -> None:
-        """Return once `committed` was told of this group, or of a later one."""
+        """Return once `committed` was told of this group, or of a later one. Writes nothing."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(group, []).append(future)
         await future
 
     def committed(self, group: int) -> None:
-        """Let go on who waits for this group or an earlier one."""
+        """Let everybody go on who waits for this group or an earlier one."""
         for number in [number for number in self._waiting if number <= group]:
             for future in self._waiting.pop(number):
                 if not future.done():

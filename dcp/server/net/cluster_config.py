@@ -1,0 +1,53 @@
+"""The ports of the server, and the cluster configuration that tells clients of them."""
+
+from __future__ import annotations
+
+from vbucket.model.partition_map import PartitionMap, bucket_config, global_config
+
+
+class Ports:
+    """Where the server listens. The listeners fill them in; 0: nowhere, or not yet."""
+
+    def __init__(self) -> None:
+        self.kv = 0
+        self.admin = 0
+        self.kv_tls = 0
+        self.admin_tls = 0
+
+
+class ClusterConfig:
+    """The configuration of a cluster of one node, as clients of the field read it.
+
+    It can be asked once `publish` was called, when all ports are known.
+    """
+
+    def __init__(self, host: str, node_id: str) -> None:
+        self._host = host
+        self._node_id = node_id
+        self._map: PartitionMap
+        self._bucket_config: bytes
+        self._global_config: bytes
+
+    def publish(self, ports: Ports) -> None:
+        """Take over the ports."""
+        self._map = PartitionMap.single_node(
+            host=self._host,
+            kv_port=ports.kv,
+            admin_port=ports.admin,
+            kv_tls_port=ports.kv_tls,
+            admin_tls_port=ports.admin_tls,
+        )
+        self._bucket_config = bucket_config(self._map, bucket_uuid=self._node_id)
+        self._global_config = global_config(self._map)
+
+    def bucket_config(self) -> bytes:
+        """Return the bucket's configuration as JSON; "$HOST" stands for our address."""
+        return self._bucket_config
+
+    def global_config(self) -> bytes:
+        """Return the node's configuration without a bucket, as JSON."""
+        return self._global_config
+
+    def config_version(self) -> tuple[int, int]:
+        """Return (revEpoch, rev)."""
+        return self._map.rev_epoch, self._map.rev

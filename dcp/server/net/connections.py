@@ -1,0 +1,132 @@
+"""The open key-value connections, and what counts for all of them together.
+
+A connection enters and leaves by itself. The commit path releases answers here, the upkeep lets
+time pass, a stop finishes or aborts all, and operations look for streams.
+
+Invariants
+- a connection is in `open` from `connection_made` to `connection_lost`;
+- `waiting` is a part of `open`: connections with answers that wait for a commit;
+- a TLS handshake counts as a connection from its accept on, although it is not in `open`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Protocol
+
+from dcp.server.access.access import GuardedConnection
+from dcp.server.config.settings import Settings
+from dcp.server.net.held_bytes import HeldBytes, Holder, receive_buffers, send_buffers
+from dcp.server.net.newcomers import Newcomers
+
+
+class OpenConnection(GuardedConnection, Holder, Protocol):
+    """What others may know and do of a connection (dcp.server.net.connection)."""
+
+    peer: str
+    """Host and port, for logs."""
+    peer_host: str
+
+    def release(self, committed_group: int) -> bool:
+        """Send the answers whose group is committed; return whether any still wait."""
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; monotonic nanoseconds."""
+
+    def writers_may_go_on(self) -> None:
+        """Commands that write need not wait any longer: there is room, or they are refused."""
+
+    def finish(self, reason: str) -> None:
+        """Close once the answers to what was received are sent."""
+
+
+class Connections:
+    """See the module. Lives on one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.open: set[OpenConnection] = set()
+        self.waiting: set[OpenConnection] = set()
+        self._handshakes: set[Holder] = set()
+        self.newcomers = Newcomers(settings.connections_max)
+        self.receive_buffers: HeldBytes = receive_buffers(settings.receive_buffers_bytes_max)
+        self.send_buffers: HeldBytes = send_buffers(settings.send_buffers_bytes_max)
+        self.opened_total = 0
+        self._all_gone = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many connections are open, without handshakes."""
+        return len(self.open)
+
+    def __iter__(self) -> Iterator[OpenConnection]:
+        """Iterate over those that are open now; they may be closed meanwhile."""
+        return iter(tuple(self.open))
+
+    # -- called by connections and handshakes ------------------------------------------------------
+
+    def opened(self, connection: OpenConnection) -> None:
+        """Keep a connection. If there are too many, the oldest newcomer is closed, or this one."""
+        self.open.add(connection)
+        self.opened_total += 1
+        self.enter_newcomer(connection)
+
+    def closed(self, connection: OpenConnection) -> None:
+        """Forget a connection."""
+        self.open.discard(connection)
+        self.waiting.discard(connection)
+        self.newcomers.leave(connection)
+        self.receive_buffers.forget(connection)
+        self.send_buffers.forget(connection)
+        if not self.open:
+            self._all_gone.set()
+
+    def enter_newcomer(self, newcomer: Holder) -> None:
+        """Count a connection as one without a login."""
+        self.newcomers.enter(newcomer, len(self.open) + len(self._handshakes))
+
+    def handshake_began(self, handshake: Holder) -> None:
+        """Count a TLS handshake, or close it if there is no room for it."""
+        self._handshakes.add(handshake)
+        self.enter_newcomer(handshake)
+
+    def handshake_ended(self, handshake: Holder) -> None:
+        """A handshake has become a connection or has failed."""
+        self._handshakes.discard(handshake)
+        self.newcomers.leave(handshake)
+        self.receive_buffers.forget(handshake)
+
+    # -- what is done to all of them ---------------------------------------------------------------
+
+    def release(self, committed_group: int) -> None:
+        """Send the answers whose group is committed."""
+        waiting = self.waiting
+        if waiting:
+            self.waiting = {
+                connection for connection in waiting if connection.release(committed_group)
+            } | (self.waiting - waiting)
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; monotonic nanoseconds."""
+        for connection in self:
+            connection.tick(now_ns)
+
+    def writers_may_go_on(self) -> None:
+        """Commands that write need not wait any longer."""
+        for connection in self:
+            connection.writers_may_go_on()
+
+    def finish(self, reason: str) -> None:
+        """Close each one once the answers to what it has sent are gone."""
+        for connection in self:
+            connection.finish(reason)
+
+    def abort(self, reason: str) -> None:
+        """Close all now."""
+        for connection in self:
+            connection.abort(reason)
+
+    async def until_all_gone(self) -> None:
+        """Return once no connection is open."""
+        if self.open:
+            self._all_gone.clear()
+            await self._all_gone.wait()

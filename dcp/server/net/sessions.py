@@ -1,0 +1,95 @@
+"""Makes the sessions of connections, and takes what they note: for the log, the audit, the counts.
+
+Invariant: a session that fails ends its connection and nothing else, unless it left a change half
+applied. Then the server ends (`on_failure`), because going on would answer what is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dcp.server.access.access import Access
+from dcp.server.access.logins import PeerLogins
+from dcp.server.config.sources import is_loopback
+from dcp.server.observe.event_log import EventLog
+from dcp.server.observe.meter import Meter
+from dcp.server.observe.refusal_log import RefusalLog
+from dcp.session.faults import FaultTable
+from dcp.session.range_scans import RangeScans
+from dcp.session.state import NodeFacts, SessionState
+from dcp.stream.hub import StreamHub
+from vbucket.engine.engine import Engine
+
+Notes = list[tuple[str, dict[str, object]]]
+"""(event, fields), as SessionState.notes."""
+
+
+class Sessions:
+    """See the module."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        facts: NodeFacts,
+        access: Access,
+        faults: FaultTable,
+        scans: RangeScans,
+        meter: Meter,
+        log: EventLog,
+        refusals: RefusalLog,
+        *,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._facts = facts
+        self._access = access
+        self._faults = faults
+        self._scans = scans
+        self._meter = meter
+        self._log = log
+        self._refusals = refusals
+        self._on_failure = on_failure
+
+    def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
+        """Return the state of a new session for a peer."""
+        return SessionState(
+            engine=self._engine,
+            hub=self._hub,
+            facts=self._facts,
+            authenticator=logins,
+            peer_is_loopback=is_loopback(peer_host),
+            limits=self._access.limits,
+            takes_anonymous=self._access.takes_anonymous,
+            faults=self._faults,
+            scans=self._scans,
+        )
+
+    def leave(self, state: SessionState) -> None:
+        """The connection of a session is gone: end its range scans."""
+        self._scans.leave(state)
+
+    def note(self, peer: str, peer_host: str, notes: Notes, left_out: int) -> None:
+        """Log and count what a session noted, and how many notes it had to leave out."""
+        for event, fields in notes:
+            self._meter.noted(event, fields)
+            if event == "denied":
+                self._access.denied(peer, fields)
+            self._refusals.write(event, peer_host, peer=peer, **fields)
+        self._meter.suppressed_log_lines += left_out
+
+    def backfill_failed(self, peer: str, damage: str) -> None:
+        """A stream met damaged data, and ended."""
+        self._log.info("backfill failed", peer=peer, reason=damage)
+
+    def closed_as_usual(self, peer: str, reason: str) -> None:
+        """A connection came to an end that needs no line in the log by default."""
+        self._log.debug("connection closed", peer=peer, reason=reason)
+
+    def failed(self, error: Exception) -> None:
+        """A session met an exception that nobody expected."""
+        self._meter.session_failures += 1
+        self._log.failure("session failed", error)
+        if broken := self._engine.broken_invariant():
+            self._on_failure(RuntimeError(f"{broken}, because of {error!r}"))

@@ -1,0 +1,55 @@
+"""Four times a second: connections, rights and certificates, read views, log lines left out.
+
+Invariant: a step that fails is logged and counted (dcp.server.observe.housekeeping); the others go
+on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from dcp.server.access.access import Access
+from dcp.server.net.connections import Connections
+from dcp.server.observe.housekeeping import Housekeeping
+from dcp.server.observe.refusal_log import RefusalLog
+from vbucket.engine.read_view import Views
+
+TICK_S: Final = 0.25
+"""How often connections are looked at for NOOP, idleness and slow handshakes."""
+
+
+class Upkeep:
+    """See the module. Lives on one event loop."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        access: Access,
+        views: Views,
+        refusals: RefusalLog,
+        housekeeping: Housekeeping,
+    ) -> None:
+        self._connections = connections
+        self._access = access
+        self._views = views
+        self._refusals = refusals
+        self._housekeeping = housekeeping
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Do it now, and again and again until `stop`."""
+        self._next = asyncio.get_running_loop().call_later(TICK_S, self.start)
+        now_ns = time.monotonic_ns()
+        step = self._housekeeping.step
+        self._connections.tick(now_ns)
+        step("access", lambda: self._access.tick(self._connections))
+        step("read views", lambda: self._views.tick(now_ns))
+        step("log limits", lambda: self._refusals.tick(now_ns / 1e9))
+
+    def stop(self) -> None:
+        """Do it no more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None

@@ -1,0 +1,34 @@
+"""What a running server is: plain facts for the status, the statistics and the metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from dcp import __version__
+from dcp.server.config.settings import Settings
+from dcp.server.config.sources import shown
+
+
+class About:
+    """See the module. Made when the server starts."""
+
+    version = __version__
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._started_s = time.monotonic()
+        self.data_dir = Path(settings.data)
+        self.durability = settings.durability
+        self.pid = os.getpid()
+
+    @property
+    def uptime_s(self) -> int:
+        """Seconds since the start."""
+        return int(time.monotonic() - self._started_s)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as users write them."""
+        return shown(self._settings)

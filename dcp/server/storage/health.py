@@ -1,0 +1,84 @@
+"""Whether clients may be sent to this server, and whether it takes writes now.
+
+The node says when it is ready, the committer when the log has no room, backpressure when the store
+is behind. /readyz, the status, the metrics and everything that writes on its own ask here.
+
+Invariant: while the log has no room, or the server started read-only, the engine refuses writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from dcp.server.observe.event_log import EventLog
+from dcp.server.storage.backpressure import Pressure
+from vbucket.engine.engine import Engine
+
+READ_ONLY_TEXT: Final = (
+    "writes are refused until there is room on the server's disk: it started read-only"
+)
+LOG_FULL_TEXT: Final = "writes are refused until there is room for the server's log"
+
+
+class Health:
+    """See the module. `let_writers_go_on` wakes the connections whose commands wait for room."""
+
+    def __init__(
+        self, engine: Engine, log: EventLog, *, let_writers_go_on: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._log = log
+        self._let_writers_go_on = let_writers_go_on
+        self._log_full_why = ""
+        self._is_behind = False
+        """Whether writes are refused because the store is behind."""
+        self.is_ready = False
+        """Whether the server has started, and neither stops nor has failed."""
+        self.read_only_why = ""
+        """Why the first writes after the start have no room yet; "" once they are made."""
+
+    @property
+    def write_refusal(self) -> str:
+        """Why writes are refused now; "" if they are taken."""
+        return self.read_only_why or self._log_full_why or self._engine.write_refusal
+
+    @property
+    def refusal_kind(self) -> str:
+        """Which of `meter.REFUSAL_KINDS` this is; "" if writes are taken."""
+        if self.read_only_why:
+            return "read_only"
+        if self._log_full_why:
+            return "log_full"
+        return "store_behind" if self._engine.write_refusal else ""
+
+    def read_only(self, why: str) -> None:
+        """The disk has no room for the first writes, or has room now ("")."""
+        had_room, self.read_only_why = not self.read_only_why, why
+        if why and had_room:
+            self._engine.refuse_writes(READ_ONLY_TEXT)
+            self._log.error("started read-only", reason=why)
+        elif not why and not had_room:
+            self._engine.refuse_writes("")
+            self._log.info("the disk has room again, writes are taken")
+
+    def log_full(self, why: str) -> None:
+        """The log has no room for a group, or has room again ("")."""
+        self._log_full_why = why
+        if why:
+            self._engine.refuse_writes(LOG_FULL_TEXT)
+            self._log.error("log full", reason=why)
+        else:
+            self._engine.refuse_writes("")
+            self._log.info("log has room again")
+
+    def pressure_changed(self, pressure: Pressure, why: str) -> None:
+        """Backpressure took a step; `why` says why it refuses writes, "" if it does not."""
+        if why:
+            self._log.error("writes refused", reason=why)
+            self._is_behind = True
+        elif pressure is Pressure.ROOM and self._is_behind:
+            self._log.info("writes are taken again")
+            self._is_behind = False
+        if pressure is not Pressure.WAITING:
+            self._let_writers_go_on()

@@ -1,0 +1,102 @@
+"""How modules depend on each other, in ways that import-linter's layers do not cover.
+
+The graph is read from the sources. It holds every import, also those inside functions and under
+TYPE_CHECKING: a type that two modules need of each other is a circle, too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("dcp", "vbucket", "failover", "clients")
+NODE = "dcp.server.node"
+
+Graph = dict[str, set[str]]
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield what a module of this package imports: a module, or a module and a name in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")
+            origin = above[: len(above) + 1 - node.level] if node.level else []
+            origin += [node.module] if node.module else []
+            yield from (".".join([*origin, alias.name]) for alias in node.names)
+
+
+def import_graph(root: Path, packages: tuple[str, ...]) -> Graph:
+    """Return module -> the modules of these packages that it imports."""
+    paths = {
+        module_name(path, root): path
+        for package in packages
+        for path in sorted((root / package).rglob("*.py"))
+    }
+    graph: Graph = {}
+    for name, path in paths.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        names = imported_names(ast.parse(path.read_text()), package)
+        found = {full if full in paths else full.rpartition(".")[0] for full in names}
+        graph[name] = (found & paths.keys()) - {name}
+    return graph
+
+
+def circle_in(graph: Graph) -> list[str]:
+    """Return the modules of a circle of imports, the first one again at the end; [] without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])[::-1]
+    return []
+
+
+GRAPH = import_graph(ROOT, PACKAGES)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circle_in(GRAPH) == []
+
+
+def test_the_node_is_only_run_and_not_used() -> None:
+    """It knows all parts of the server; a part that knew it would know all others."""
+    users = {name for name, others in GRAPH.items() if NODE in others}
+    assert users == {"dcp.server.main"}
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    (package / "inner").mkdir(parents=True)
+    sources = {
+        "__init__.py": "",
+        "plain.py": "import pack.late\n",
+        "late.py": "def f():\n    from pack import typed\n    import os\n",
+        "typed.py": (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pack.inner import X\n"
+        ),
+        "inner/__init__.py": "from .relative import X\n",
+        "inner/relative.py": "from .. import plain\nX = 1\n",
+    }
+    for name, source in sources.items():
+        (package / name).write_text(source)
+    graph = import_graph(tmp_path, ("pack",))
+    assert graph == {
+        "pack": set(),
+        "pack.plain": {"pack.late"},
+        "pack.late": {"pack.typed"},
+        "pack.typed": {"pack.inner"},
+        "pack.inner": {"pack.inner.relative"},
+        "pack.inner.relative": {"pack.plain"},
+    }
+    assert len(circle_in(graph)) == len(graph)  # all but the package itself, and the first again
+    graph["pack.late"].clear()
+    assert circle_in(graph) == []
