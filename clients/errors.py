@@ -214,6 +214,15 @@ class ServerError(StatusError):
     """Any other refusal."""
 
 
+TRANSIENT: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
+"""Errors that another attempt may cure: a server restarts, or a partition moves.
+
+This concerns connections and streams. Whether one request may be repeated is `DcpdError.retry`.
+"""
+
+
 _CLASSES: dict[int, type[StatusError]] = {
     Status.KEY_ENOENT: NotFoundError,
     Status.KEY_EEXISTS: ExistsError,
@@ -231,6 +240,10 @@ _CLASSES: dict[int, type[StatusError]] = {
     Status.EBUSY: TemporaryError,
     Status.ETMPFAIL: TemporaryError,
 }
+TEMPORARY_STATUSES: Final = frozenset(
+    status for status, error_class in _CLASSES.items() if error_class is TemporaryError
+)
+"""Refusals after which the same request may be accepted a moment later. Nothing was done."""
 
 
 def error_from_status(

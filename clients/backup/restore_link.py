@@ -29,6 +29,7 @@ from clients.backup.restore_load import (
 )
 from clients.backup.run import STREAM_FEATURES
 from clients.errors import (
+    TEMPORARY_STATUSES,
     ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
@@ -65,7 +66,7 @@ ANSWER_TIMEOUT_S: Final = 60.0
 wait."""
 NOOP_OPAQUE: Final = 0xFFFF_FFFF
 
-_RETRIED: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.NOT_MY_VBUCKET})
+_RETRIED: Final = TEMPORARY_STATUSES | {Status.NOT_MY_VBUCKET}
 _FATAL: Final = frozenset({Status.EACCESS, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 _NEVER_WHOLE: Final = _FATAL
 """Statuses that the next packet of many frames would get too."""

@@ -29,7 +29,7 @@ from clients.backup.archive import Archive
 from clients.backup.archive_errors import ArchiveError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, RawChunk
-from clients.backup.dialing import TRANSIENT, Dialing, Home, NodePlace
+from clients.backup.dialing import Dialing, Home, NodePlace
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
@@ -38,6 +38,7 @@ from clients.backup.segment import Footer
 from clients.backup.segment_writer import SegmentWriter
 from clients.backup.zstd import LEVEL
 from clients.errors import (
+    TRANSIENT,
     DcpdError,
     OperationTimeoutError,
     StreamViolationError,

@@ -17,25 +17,13 @@ from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
-from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
-    DcpdError,
-    OperationTimeoutError,
-    TemporaryError,
-    TopologyError,
-)
+from clients.errors import TRANSIENT, DcpdError, TopologyError
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology, parse_topology, single_node
 
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_MAX_S: Final = 5.0
 """Pause between attempts to place partitions that no connection streams; doubles."""
-
-TRANSIENT: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-"""Failures after which placing is tried again."""
 
 Place = tuple[str, int]
 

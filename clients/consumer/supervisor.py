@@ -22,9 +22,9 @@ from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
-from clients.consumer.placement import TRANSIENT, Placement
+from clients.consumer.placement import Placement
 from clients.consumer.rollback_strategy import OnRollback, decide_rollback
-from clients.errors import AuthenticationError, DcpdError
+from clients.errors import TRANSIENT, AuthenticationError, DcpdError
 from clients.event import Rollback
 from clients.position import Position, gone_back
 

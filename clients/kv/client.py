@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar
 
 from clients.address import ServerAddress, parse_address
 from clients.errors import (
+    TEMPORARY_STATUSES,
     ConnectError,
     ConnectionLostError,
     DcpdError,
@@ -503,7 +504,7 @@ class KvClient:
                 if attempt == ATTEMPTS_MAX - 1:
                     raise
             else:
-                if frame.status not in _TEMPORARY or attempt == ATTEMPTS_MAX - 1:
+                if frame.status not in TEMPORARY_STATUSES or attempt == ATTEMPTS_MAX - 1:
                     return frame
             await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
@@ -523,9 +524,6 @@ class KvClient:
             raise error_from_status(
                 frame.status, operation, body=frame.value, vb_id=vb_id, node=node.name
             )
-
-
-_TEMPORARY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM})
 
 
 def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:

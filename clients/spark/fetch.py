@@ -12,14 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
-    DcpdError,
-    OperationTimeoutError,
-    TemporaryError,
-    TopologyError,
-)
+from clients.errors import TRANSIENT, DcpdError, TopologyError
 from clients.kv.sync_client import SyncKv
 from clients.link.blocking_link import SyncLink
 from clients.link.topology import Topology
@@ -31,11 +24,6 @@ PATIENCE_S: Final = 60.0
 """How long no change may come before a task gives up: a server's restart takes less."""
 RETRY_S: Final = 0.1
 """Pause before a connection or a stream is asked for again."""
-
-LOST: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-"""Errors after which another attempt may work: the server restarts, or a partition moves."""
 
 
 class StreamLink(SyncLink):
@@ -58,7 +46,7 @@ def topology_of(servers: Sequence[ServerAddress]) -> Topology:
         try:
             with SyncKv(address) as kv:
                 return kv.topology()
-        except LOST as error:
+        except TRANSIENT as error:
             problem = error
     assert problem is not None, "there is at least one server"
     raise problem
@@ -86,7 +74,7 @@ def fetch(
                     began = time.monotonic()  # how long Spark took for it is no waiting
                 left += reading.left
                 problem = problem or reading.problem
-        except LOST as error:
+        except TRANSIENT as error:
             left, problem = streams, error
         streams = left
         if streams:
@@ -140,7 +128,7 @@ class _Reading:
         self.left = streams
         try:
             link = StreamLink(self._address, timeout_s=PATIENCE_S)
-        except LOST as error:
+        except TRANSIENT as error:
             self.problem = error
             return
         with link:
@@ -168,7 +156,7 @@ class _Reading:
                         time.sleep(RETRY_S)
                         core.retry()
                     link.send(core.take_output())
-            except LOST as error:
+            except TRANSIENT as error:
                 self.problem = error
             finally:
                 self.left = core.unfinished()

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from clients.address import ServerAddress
 from clients.errors import (
+    TRANSIENT,
     ConnectError,
     TemporaryError,
     TopologyError,
@@ -22,7 +23,7 @@ from clients.errors import (
 from clients.link.blocking_link import SyncLink
 from clients.link.topology import ClusterNode, Topology
 from clients.position import Versions
-from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
+from clients.spark.fetch import RETRY_S, fetch, topology_of
 from clients.spark.plan import Facts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
@@ -121,7 +122,7 @@ class Survey:
         while True:
             try:
                 return ask()
-            except LOST:
+            except TRANSIENT:
                 self.close()
                 if time.monotonic() - began > PATIENCE_S:
                     raise
