@@ -22,7 +22,9 @@ from typing import NamedTuple
 from clients.backup.archive_errors import BackupError
 from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
-from clients.position import Position, rolled_back
+from clients.position import Position
+from clients.streaming.outcome import RollbackAsked
+from clients.streaming.rollback_rounds import next_round
 from dcp.wire.message import MarkerFlag
 
 
@@ -70,7 +72,9 @@ class Feed:
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
-        self.retry_at_ns = 0
+        self.opaque = 0
+        """Of its request, while that is under way or the stream open."""
+        self.retry_ns = self.retry_at_ns = 0
         self._chain = chain
         self._closed = legs
         self._versions_max = versions_max
@@ -172,12 +176,16 @@ class Feed:
             return self.position
         return position_of(self.chain(), self._versions_max)
 
-    def roll_back(self, server_seqno: int, *, is_exact: bool) -> None:
+    def stop(self) -> None:
+        """The stream is over: close its leg, and stand where the next request begins."""
+        position = self.request_position()
+        self.close_leg()
+        self.place(position)
+
+    def roll_back(self, asked: RollbackAsked, *, is_exact: bool) -> None:
         """Go to the newest whole state at or below what the server said."""
         before = self.request_position()
-        position = rolled_back(before, server_seqno, is_exact=is_exact)
-        step = (position.seqno, len(position.versions))
-        assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+        position = next_round(before, asked, is_exact=is_exact, vb_id=self.vb_id)
         self.close_leg()
         self.place(position)
         if position.seqno < before.seqno:

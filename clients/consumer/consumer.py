@@ -36,7 +36,7 @@ from typing import Any, Final, Literal
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
 from clients.consumer.batch_reader import BatchReader, Delivery
-from clients.consumer.core import BUFFER_BYTES, NOOP_INTERVAL_S, ConsumerCore
+from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
@@ -58,6 +58,7 @@ from clients.event import Event
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 from clients.position import Filter, Position
+from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S
 from clients.validator import StreamValidator
 
 STALL_S: Final = 60.0

@@ -14,12 +14,11 @@ Rules: docs/streams.md.
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
 from clients.position import Filter, Position
+from clients.streaming.stream_connection import VERSION_LOG
 
-VERSION_LOG: Final = b"x_version_log"
 SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
 PREVIOUS_VALUE: Final = b"x_previous_value"
@@ -61,8 +60,9 @@ class Extensions:
         return list(self._status)
 
     def answered(self, key: bytes, status: int) -> None:
-        """Take the server's answer to a control."""
-        self._status[key] = status
+        """Take the server's answer to a control; those of others mean nothing here."""
+        if key in self._status:
+            self._status[key] = status
 
     @property
     def has_version_lists(self) -> bool:
@@ -87,13 +87,9 @@ class Extensions:
         is_known = self._status[VERSION_LOG] is not None
         return not is_known and position.seqno > 0 and len(position.versions) > 1
 
-    def request_value(self, position: Position) -> bytes:
-        """Return the JSON value of a stream request from a position."""
+    def request_document(self) -> dict[str, object]:
+        """Return what goes with a stream request as JSON, beside the list of versions."""
         document = dict(self._filter)
-        if self.has_version_lists and position.seqno:
-            document["version_log"] = [
-                [str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions
-            ]
         if self.key_prefixes and self._status[KEY_PREFIX] == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
-        return json.dumps(document, separators=(",", ":")).encode() if document else b""
+        return document

@@ -91,7 +91,7 @@ class ConsumerSession:
 
     def flush(self) -> None:
         """Send what the core has to say, tell what it noted, and see to its next tick."""
-        if self.core.notes:
+        if self.core.streams.notes:
             self._tell_notes()
         if self.link.is_closed:
             return
@@ -126,7 +126,7 @@ class ConsumerSession:
         if not self.link.is_closed:
             self._asking.add(answer)
             try:
-                self.core.ask_high_seqnos(on_seqnos)
+                self.core.streams.connection.ask_high_seqnos(on_seqnos)
                 self.flush()
                 await asyncio.wait([answer], timeout=timeout_s)
             finally:
@@ -157,7 +157,7 @@ class ConsumerSession:
             timer.cancel()
 
     def _tell_notes(self) -> None:
-        notes, self.core.notes = self.core.notes, []
+        notes, self.core.streams.notes = self.core.streams.notes, []
         for kind, vb_id, text in notes:
             self._owner.metrics.note(kind)
             level = logging.INFO if kind in _QUIET else logging.WARNING
@@ -186,7 +186,7 @@ class ConsumerSession:
             if oldest_ns is not None and time.monotonic_ns() - oldest_ns > stall_s * 1e9:
                 self._give_up(f"a request was not answered within {stall_s:g} s")
                 return
-            self.core.ask_high_seqnos(self._restart_stalled)
+            self.core.streams.connection.ask_high_seqnos(self._restart_stalled)
             self.flush()
         self._arm("stall", stall_s, self._check_stalls)
 
@@ -194,7 +194,7 @@ class ConsumerSession:
         self.high_seqnos = high_seqnos
         if self.queued_bytes:
             return
-        stalled = self.core.restart_stalled(high_seqnos)
+        stalled = self.core.streams.restart_stalled(high_seqnos)
         for vb_id in stalled:
             self._stalls[vb_id] = self._stalls.get(vb_id, 0) + 1
         if any(count >= STALLS_MAX for count in self._stalls.values()):
@@ -212,7 +212,7 @@ class ConsumerSession:
         batch = self.core.receive(data, time.monotonic_ns())
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes or self.core.homeless:
+        if batch.events or batch.positions or batch.wire_bytes or self.core.streams.homeless:
             self._owner.take_batch(self, batch)
         failure = self.core.failure
         if failure is not None:
@@ -227,7 +227,7 @@ class ConsumerSession:
 
     def _on_lost(self, error: DcpdError) -> None:
         self._cancel_timers()
-        if self.core.notes:
+        if self.core.streams.notes:
             self._tell_notes()
         for answer in self._asking:
             answer.cancel()

@@ -93,14 +93,14 @@ class Supervisor:
         """The partitions that are followed and have not come to their end."""
         followed = set(self._placement.homeless) | set(self.paused) | set(self._held)
         for session in self._placement.sessions.values():
-            followed.update(session.core.unfinished(), session.core.held())
+            followed.update(session.core.streams.unfinished(), session.core.streams.held())
         return followed
 
     @property
     def is_finished(self) -> bool:
         """Whether every partition came to its end, or was refused for good."""
         return not (self._placement.homeless or self.paused or self._held) and all(
-            session.core.is_finished for session in self._placement.sessions.values()
+            session.core.streams.is_finished for session in self._placement.sessions.values()
         )
 
     async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
@@ -164,7 +164,7 @@ class Supervisor:
         self._reader.put(session, batch)
         if batch.events:
             self._placement.progress()
-        if session.core.homeless:
+        if session.core.streams.homeless:
             self._take_homeless(session)
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
@@ -176,8 +176,8 @@ class Supervisor:
         if isinstance(error, AuthenticationError):
             self.fail(error)
         self._take_homeless(session)
-        self._held.update(session.core.held())
-        self._placement.wanted(session.core.unfinished())
+        self._held.update(session.core.streams.held())
+        self._placement.wanted(session.core.streams.unfinished())
         self._reader.wake.set()
 
     def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
@@ -194,8 +194,8 @@ class Supervisor:
             self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
             return
         for session in self._placement.sessions.values():
-            if vb_id in session.core.held():
-                session.core.go_on(vb_id, position)
+            if vb_id in session.core.streams.held():
+                session.core.streams.go_on(vb_id, position)
                 session.flush()
                 return
         # Its connection was lost, or it was paused and resumed while the user decided.
@@ -210,7 +210,7 @@ class Supervisor:
             self.fail(error)
 
     def _take_homeless(self, session: ConsumerSession) -> None:
-        homeless, session.core.homeless = session.core.homeless, []
+        homeless, session.core.streams.homeless = session.core.streams.homeless, []
         for vb_id, wanted, config in homeless:
             self._placement.adopt(config, session.link.address.host)
             self._placement.wanted({vb_id: wanted})
@@ -221,7 +221,7 @@ class Supervisor:
             if vb_id in table:
                 return table.pop(vb_id)
         for session in self._placement.sessions.values():
-            wanted = session.core.remove(vb_id)
+            wanted = session.core.streams.remove(vb_id)
             if wanted is not None:
                 session.flush()
                 return wanted

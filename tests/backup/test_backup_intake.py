@@ -12,7 +12,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.errors import StreamViolationError, TemporaryError
+from clients.errors import RollbackRequiredError, StreamViolationError, TemporaryError
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.message import (
     FAILOVER_ENTRY,
@@ -293,7 +293,7 @@ def test_servers_that_break_the_rules():
     with pytest.raises(StreamViolationError, match="a marker 2 to 9 at seqno 1"):
         server.send(server.marker(3, 2, 9))
     server = Server({3: 9})
-    with pytest.raises(BackupError, match="rolls back from seqno 0"):
+    with pytest.raises(RollbackRequiredError, match="rolls back from seqno 0"):
         server.reply(3, Status.ROLLBACK, U64.pack(0))
     with pytest.raises(RemoteProtocolError):
         server.send(GARBAGE)
