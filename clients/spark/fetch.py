@@ -102,11 +102,12 @@ def _by_node(
 
 def _stuck(stream: Stream) -> DcpdError:
     problem = stream.problem
-    reason = f": {problem}" if problem else ", and its node does not send what comes"
+    reason = f": {problem.what}" if problem else ", and its node does not send what comes"
     return DcpdError(
         f"for {PATIENCE_S:g} s the partition stands at seqno {stream.seqno}, up to"
         f" {stream.end_seqno} is wanted{reason}",
         vb_id=stream.vb_id,
+        node=problem.node if problem else None,
         hint="Is it active on a node? See: dcpctl seqnos, dcpctl stream list",
     )
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from clients.position import Position, Ranges, Versions, rolled_back
+from clients.position import Position, Ranges, Versions
 from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
-from failover.history import FailoverLog, Version
+from clients.streaming.outcome import RollbackAsked
+from clients.streaming.rollback_rounds import log_of, next_round
+from failover.history import FailoverLog
 from failover.rollback import Question, decide
 
 TASK_ROWS_MIN: Final = 20_000
@@ -39,7 +41,7 @@ class Facts(NamedTuple):
     @property
     def log(self) -> FailoverLog:
         """The failover log."""
-        return FailoverLog(tuple(Version(vb_uuid, seqno) for vb_uuid, seqno in self.versions))
+        return log_of(self.versions, self.vb_id)
 
 
 class GoneBack(NamedTuple):
@@ -87,7 +89,8 @@ def start_of(entry: Entry, facts: Facts) -> Start:
     decision = decide(question, facts.log, facts.high_seqno, facts.purge_seqno)
     if decision.rollback_seqno is None:
         return Start(facts, entry, at, None)
-    back = rolled_back(at, decision.rollback_seqno, is_exact=True)
+    asked = RollbackAsked(decision.rollback_seqno, facts.versions)
+    back = next_round(at, asked, is_exact=True, vb_id=facts.vb_id)
     # What is held there is on the server's branch too, so its versions are ours from here on.
     position = back._replace(versions=trimmed(facts.versions, back.seqno) if back.seqno else ())
     gone_back = GoneBack(
@@ -236,19 +239,3 @@ def tasks_of(steps: Sequence[PlanStep], tasks_max: int) -> list[tuple[PlanStep, 
         tasks[-1].append(step)
         done += step_rows
     return [tuple(task) for task in tasks if task]
-
-
-def common_seqno(versions: Versions, seqno: int, server: Versions) -> int:
-    """Return up to which seqno the histories agree: of who stands at `seqno`, and of a server.
-
-    The newest version that both know decides, as in `failover.rollback`. A history without
-    versions is that of seqno 0, which everybody has.
-    """
-    log = FailoverLog(tuple(Version(vb_uuid, began) for vb_uuid, began in server))
-    upper = seqno
-    for vb_uuid, began in versions:
-        theirs = log.upper_of(vb_uuid, seqno)
-        if theirs is not None:
-            return min(upper, theirs)
-        upper = min(upper, began)
-    return 0
