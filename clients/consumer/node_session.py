@@ -47,6 +47,9 @@ class SessionOwner(Protocol):
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue what a session received."""
 
+    def take_config(self, session: ConsumerSession, config: bytes) -> None:
+        """Take over a cluster configuration that a server pushed."""
+
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
         """A connection is gone."""
 
@@ -214,6 +217,9 @@ class ConsumerSession:
         self._owner.metrics.wire_bytes += batch.wire_bytes
         if batch.events or batch.positions or batch.wire_bytes or self.core.streams.homeless:
             self._owner.take_batch(self, batch)
+        config, self.core.streams.pushed_config = self.core.streams.pushed_config, b""
+        if config:
+            self._owner.take_config(self, config)
         failure = self.core.failure
         if failure is not None:
             if isinstance(failure, ProtocolError):

@@ -77,7 +77,7 @@ class Supervisor:
             self._placer.cancel()
             await asyncio.gather(self._placer, return_exceptions=True)
             self._placer = None
-        self._placement.close()
+        await self._placement.close()
 
     def fail(self, error: BaseException) -> None:
         """End the iteration with an error, once what was received is handed out."""
@@ -163,9 +163,13 @@ class Supervisor:
         """Queue what a session received."""
         self._reader.put(session, batch)
         if batch.events:
-            self._placement.progress()
+            self._placement.progress(session)
         if session.core.streams.homeless:
             self._take_homeless(session)
+
+    def take_config(self, session: ConsumerSession, config: bytes) -> None:
+        """Take over a cluster configuration that a server pushed."""
+        self._placement.take_pushed(config, session.link.address.host)
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
         """A connection is gone: its partitions need a place."""

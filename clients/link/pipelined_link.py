@@ -27,7 +27,7 @@ from clients.errors import (
     DcpdError,
     OperationTimeoutError,
 )
-from clients.link.handshake import FEATURES, Handshake
+from clients.link.handshake import FEATURES, Handshake, is_config_push
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -256,7 +256,9 @@ class Link(asyncio.Protocol):
         batches = self._batches
         for frame in frames:
             if frame.is_request:
-                continue  # a push (configuration); not asked for, not needed
+                if self.handshake is not None and is_config_push(frame):
+                    self.handshake.config = frame.value
+                continue
             if not batches:
                 raise RemoteProtocolError(f"a reply with opaque {frame.opaque} to no request")
             batch = batches[0]

@@ -67,6 +67,11 @@ class Topology(NamedTuple):
             )
         return self.nodes[index]
 
+    def place_of(self, vb_id: int) -> tuple[str, int] | None:
+        """Return host and port of the node where the partition is active, None for none."""
+        index = self.vbucket_map[vb_id] if 0 <= vb_id < len(self.vbucket_map) else -1
+        return None if index < 0 else (self.nodes[index].host, self.nodes[index].kv_port)
+
     def is_newer_than(self, other: Topology | None) -> bool:
         """Whether this revision replaces `other`."""
         return other is None or self.revision > other.revision

@@ -28,6 +28,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from clients.errors import RollbackRequiredError, error_from_status
 from clients.link.frame_buffer import frame_at
+from clients.link.handshake import CONFIG_PUSH
 from clients.position import Position
 from clients.streaming.outcome import (
     Ahead,
@@ -63,8 +64,6 @@ NAME_BYTES_MAX: Final = 200
 """DCP_OPEN takes a name of 1 to so many bytes."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
-CONFIG_PUSH: Final = 0x01
-"""Opcode of a request by the server (magic 0x82): a new cluster configuration is its value."""
 
 # Numbers: a look-up in an enumeration for every frame would be a twentieth of its cost.
 _REQUEST: Final = int(Magic.REQUEST)
