@@ -93,6 +93,7 @@ class Link(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         link: Link | None = None
+        is_ready = False
         tls: SSLContext | None = None
         explain = ConnectError.of
         if address.is_tls:
@@ -105,6 +106,7 @@ class Link(asyncio.Protocol):
                     lambda: cls(address, features), address.host, address.port, ssl=tls
                 )
                 await link.ready
+                is_ready = True
         except TimeoutError:
             raise OperationTimeoutError(
                 f"no session within {timeout_s:g} s", node=address.node
@@ -113,7 +115,7 @@ class Link(asyncio.Protocol):
             raise explain(error, address.node) from error
         finally:
             # Timed out, refused or cancelled: nobody else knows of this connection.
-            if link is not None and (not link.ready.done() or link.ready.exception()):
+            if link is not None and not is_ready:
                 link.close()
         return link
 
