@@ -13,14 +13,14 @@
               +-------+--------- WAITING <---------------+
 
 Invariants
-- within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not:
-  `clients.validator` checks the rest);
+- within a stream seqnos rise and lie inside the announced snapshot; otherwise StreamViolationError
+  (`clients.validator` checks the rest);
 - the failover log of an accepted request replaces ours at once;
-- only bytes of server requests other than NOOP are acknowledged, after the user processed them;
-- every message of a stream carries the opaque of its request; messages with the opaque of a stream
-  that ended are counted and dropped;
-- what was taken of a read before the error that ended it (`failure`) is handed out: positions and
-  events stay together, and who goes on elsewhere leaves nothing out.
+- only messages of streams are acknowledged, after the user processed them;
+- every message of a stream carries the opaque of its request; messages of a stream that ended are
+  counted and dropped;
+- an error (`failure`) ends a read, and what came before it is handed out. Positions and events stay
+  together, so another connection goes on without a gap.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
 """
@@ -82,14 +82,14 @@ MUTATION_BYTES_MIN: Final = 55
 
 
 class Batch(NamedTuple):
-    """What one read brought: events in order, and where the touched partitions then stand."""
+    """What one read brought: events in order, and the positions of their partitions after them."""
 
     events: list[Event]
     positions: dict[int, Position]
     wire_bytes: int
-    """What flow control counts of it; `ConsumerCore.processed` gives it back to the server."""
+    """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
     markers: dict[int, tuple[int, int]]
-    """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
+    """Snapshots (start, end) that were open when it began, for `consumer_stream.advance`."""
     collections: tuple[int, ...] | None = None
     filter: Filter | None = None
     """Collections and filter of the streams that it opens, for the same function."""
@@ -146,7 +146,7 @@ class ConsumerCore:
         self._has_many = has_collections and collections != DEFAULT_ONLY
         """Keys belong to several collections: their first bytes say to which."""
         self._prefix_bytes = int(has_collections and not self._has_many)
-        """What begins every key and is of no interest."""
+        """Length of the collection id that begins every key."""
         self._buffer = FrameBuffer()
         self.failure: ProtocolError | DcpdError | None = None
         """Why the connection is over. Nothing may be given to `receive` any more."""
@@ -328,7 +328,7 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
-        """A seqno passed that has nothing for us."""
+        """The stream passed a seqno that has nothing for this consumer."""
         self._pass(stream, parse_advanced(frame))
 
     def _pass(self, stream: PartitionStream, seqno: int) -> None:
@@ -337,7 +337,7 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
-        """A scope or collection came or went; one of a kind that we do not know only passes."""
+        """A scope or collection was created or dropped; an event of an unknown kind is skipped."""
         if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
             raise RemoteProtocolError(f"a system event with extras of {len(frame.extras)} bytes")
         seqno, kind, version = SYSTEM_EVENT_EXTRAS.unpack(frame.extras)
@@ -356,7 +356,7 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_snapshot_end(self, stream: PartitionStream, frame: Frame) -> None:
-        """A snapshot is complete (x_snapshot_end); mostly its last change has said so already."""
+        """A snapshot is complete (x_snapshot_end). Usually its last change said so already."""
         end_seqno = parse_snapshot_end(frame)
         if not stream.marker_end and end_seqno == stream.seqno:
             return
@@ -369,11 +369,11 @@ class ConsumerCore:
         self._pass(stream, end_seqno)
 
     def on_previous_value(self, _stream: PartitionStream, frame: Frame) -> None:
-        """What the change that comes next replaces (x_previous_value)."""
+        """Keep the value that the next change replaces (x_previous_value)."""
         self._previous = (frame.opaque, parse_previous_value(frame)[0], frame.value)
 
     def _take_previous(self, stream: PartitionStream, opaque: int, seqno: int) -> bytes | None:
-        """Return what a change replaced, None where that was not told."""
+        """Return the value that a change replaced, None if the server did not send it."""
         if self._previous is None:
             return None
         previous, self._previous = self._previous, None

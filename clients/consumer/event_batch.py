@@ -20,7 +20,7 @@ class OpenBatch:
         self.begin()
 
     def begin(self) -> None:
-        """Start with nothing; what there was belongs to whoever has taken it."""
+        """Start empty. The previous events belong to their taker."""
         self.events: list[Event] = []
         self.touched: set[PartitionStream] = set()
         self.markers: dict[int, tuple[int, int]] = {}

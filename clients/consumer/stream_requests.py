@@ -5,8 +5,8 @@
 
 Invariants
 - a rollback goes down, in seqno or in the number of versions, so the rounds are bounded;
-- a stream that knows several versions is asked for once it is known whether the server takes the
-  whole list, so that the first answer is the final one where it does;
+- a stream that knows several versions waits for the server's answer to x_version_log. If the server
+  takes the list, its first answer is the final one;
 - a stream that is taken away is taken out of every table, and a late answer does nothing.
 """
 
@@ -153,7 +153,7 @@ class StreamRequests:
         )
 
     def go_on(self, vb_id: int, position: Position | None) -> None:
-        """Ask again for a partition that is held, from `position` (None: where it was put)."""
+        """Ask again for a held partition, from `position` or from where the rollback put it."""
         stream = self.by_vb[vb_id]
         assert stream.state is PartitionStreamState.HELD
         if position is not None:
@@ -162,9 +162,9 @@ class StreamRequests:
         self._again(stream)
 
     def remove(self, vb_id: int) -> Wanted | None:
-        """Stream a partition no more; return where it stands by what was received.
+        """Stop streaming a partition; return its position after everything that was received.
 
-        None where it is not streamed here, or came to its end.
+        None if it is not streamed here, or has come to its end.
         """
         stream = self.by_vb.pop(vb_id, None)
         if (
@@ -179,7 +179,7 @@ class StreamRequests:
         return wanted
 
     def _take_off(self, stream: PartitionStream) -> None:
-        """Forget what was asked for a stream, and close what the server has or will have of it."""
+        """Forget the requests of a stream, and close it at the server."""
         self.connection.forget(stream)
         for waiting in (self._awaiting_seqnos, self._awaiting_lists):
             if stream in waiting:
@@ -200,7 +200,7 @@ class StreamRequests:
     # -- asking for streams --------------------------------------------------------------------
 
     def _ask_for(self, streams: list[PartitionStream]) -> None:
-        """Ask for streams, after their high seqnos where those are needed first."""
+        """Ask for streams. Where their high seqnos are needed, ask for those first."""
         unsure = []
         for stream in streams:
             if not stream.has_position or (self._until_now and stream.target is None):
@@ -393,7 +393,7 @@ class StreamRequests:
             if stream.has_position:
                 self._request(stream)
             else:
-                # Where a connection before this one learned what "now" is, it is not later here.
+                # If an earlier connection learned what "now" is, it is not later here.
                 known = stream.now_seqno
                 stream.now_seqno = seqno if known is None else min(known, seqno)
                 self._ask_failover_log(stream, stream.now_seqno)
