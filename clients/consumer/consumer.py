@@ -75,24 +75,27 @@ class Consumer:
     datetime with a zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded
     when the consumer opens and written by `save`; with `save_every_s` also at that interval,
     without the events that the user is still working on. `until_now`: end when every partition has
-    reached the high seqno that it had at the start. `on_rollback`: "undo" goes back to the newest
-    complete state at or below what the server says, for users who can restore it; "restart" goes to
-    0, for users who build the partition anew; "fail" raises HistoryBranchedError. A function gets
-    the Rollback after everything before it is processed, and returns one of these, or a seqno: the
-    consumer goes back to the newest complete state at or below it. `rollback_to` "state" and
-    "beginning" are older names of the first two. `validate`: check every event
-    (StreamViolationError). `collections`: names ("scope.collection") or ids to follow, or one name;
-    "all" for everything; None for the default collection only. If it is given, system events come,
-    and events carry the id of their collection. A name is looked up once, because a collection that
-    is dropped and created again is another one. `key_prefixes`: only documents whose key begins
-    with one of them. The server filters if it can; otherwise the consumer does, with the same
-    result. `history`: every version of a document, not only the newest, as far back as the server
-    keeps them. `previous_values`: events carry the value that they replaced. A server without these
-    extensions streams as usual. `events_per_s`: hand out no faster; the server is slowed down with
-    it. `name`: of the DCP connections. A second consumer of the same name ends the first one's.
-    Members of a group get their number appended. `give_up_after_s`: how long to try to reach a
-    server again, None for ever; when the consumer opens, every node is tried once. `stall_s`: see
-    STALL_S.
+    reached the high seqno that it had at the start.
+    `on_rollback`: "undo" goes back to the newest complete state at or below what the server says,
+    for users who can restore it; "restart" goes to 0, for users who build the partition anew;
+    "fail" raises HistoryBranchedError. A function gets the Rollback after everything before it is
+    processed, and returns one of these, or a seqno: the consumer goes back to the newest complete
+    state at or below it. `rollback_to` "state" and "beginning" are older names of the first two.
+    `validate`: check every event (StreamViolationError).
+    `collections`: names ("scope.collection") or ids to follow, or one name; "all" for everything;
+    None for the default collection only. If it is given, system events come, and events carry the
+    id of their collection. A name is looked up once, because a collection that is dropped and
+    created again is another one.
+    `key_prefixes`: only documents whose key begins with one of them. The server filters if it can;
+    otherwise the consumer does, with the same result.
+    `history`: every version of a document, not only the newest, as far back as the server keeps
+    them. `previous_values`: events carry the value that they replaced. A server without these
+    extensions streams as usual.
+    `events_per_s`: hand out no faster; the server is slowed down with it.
+    `name`: of the DCP connections. A second consumer of the same name ends the first one's. Members
+    of a group get their number appended.
+    `give_up_after_s`: how long to try to reach a server again, None for ever; when the consumer
+    opens, every node is tried once. `stall_s`: see STALL_S.
     """
 
     def __init__(
