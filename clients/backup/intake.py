@@ -7,18 +7,18 @@
     pieces = intake.take_pieces()             # runs of frames, one slice each; after an error too
     send(intake.take_output())
 
-A backup needs no events: what it keeps are the frames as they came. So the loop reads of each
-frame its length, opaque and seqno, checks the order, and cuts whole runs of a stream out of the
-receive buffer at once.
+A backup keeps the frames as they came and needs no events. So the loop reads only length, opaque
+and seqno of each frame, checks the order, and cuts whole runs of a stream out of the buffer.
+`clients.streaming` does the rest of the protocol.
 
 Invariants
 - within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not);
-- feeds stand after what `take_pieces` gives, whatever `receive` raises: who goes on with them
-  (`abandon`) has taken that before;
+- feeds stand after the pieces of `take_pieces`, even if `receive` raises. So pieces are taken
+  before another connection continues the feeds (`abandon`);
 - every accepted request begins a leg (clients.backup.legs), with its failover log;
-- a rollback goes to the newest whole state that the archive holds at or below what the server
-  says, over all its versions and all its runs; it goes down, so the rounds are bounded;
-- what a run brings ends at the seqno that the partition had when the run asked: DONE.
+- a rollback goes to the newest whole state of the archive at or below what the server says, over
+  all its versions and runs. Every round goes down, so the rounds are bounded;
+- a partition is DONE at the high seqno that it had when the run asked for it.
 
 Rules: docs/streams.md. Time is an argument, in ns of any steady clock.
 """
@@ -47,9 +47,9 @@ from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
 from dcp.wire.opcode import Magic, Opcode
 
 RETRY_NS: Final = 200_000_000
-"""Pause before a stream is asked for again that the server could not give."""
+"""Pause before a stream is asked for again."""
 DAMAGES_MAX: Final = 3
-"""STREAM_ENDs for a damaged store that a run bears with per partition: it may be passing."""
+"""How often a stream of a partition may end because of a damaged store; it may be passing."""
 
 STORED: Final = {
     Magic.REQUEST << 8 | opcode: True
@@ -57,7 +57,7 @@ STORED: Final = {
         Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SYSTEM_EVENT,
     )
 }  # fmt: skip
-"""First two bytes of frames that are kept. All of them have their seqno right after the header."""
+"""First two bytes of frames that are kept. Their seqno is right after the header."""
 _HEAD: Final = Struct(">H6xII8xQ")
 """Magic and opcode, body length, opaque, seqno."""
 CHANGE_STREAMS: Final = b"change_streams"
@@ -130,7 +130,7 @@ class Intake:
             self._connection.acknowledge(self.wire_bytes - before)
 
     def take_pieces(self) -> list[Piece]:
-        """Return the changes that came, each once; of a read that raised, those before."""
+        """Return the new changes, each once; if a read raised, those before the error."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
@@ -148,7 +148,7 @@ class Intake:
         return self._connection.requests.take_output()
 
     def abandon(self) -> list[Feed]:
-        """The connection is gone: return the feeds that another one goes on with."""
+        """The connection is gone: return the feeds that another connection continues."""
         assert not self._pieces, "a leg ends at the last change that was handed out"
         left = [feed for feed in self.feeds.values() if feed.state is not FeedState.DONE]
         for feed in left:
@@ -161,7 +161,7 @@ class Intake:
     def _ask_seqnos(self) -> None:
         """Ask how far the idle partitions are; one question at a time, for all of them."""
         if self._awaiting is not None:
-            return  # its answer may be older than what made a feed idle: they are asked for next
+            return  # the pending answer may be too old; newly idle feeds are asked for next
         self._awaiting = [feed for feed in self.feeds.values() if feed.state is FeedState.IDLE]
         for feed in self._awaiting:
             feed.state = FeedState.ASKED
@@ -182,7 +182,7 @@ class Intake:
             self._ask_seqnos()
 
     def _again(self, feed: Feed) -> None:
-        """Ask at once, for the end that holds now: the one before may be gone."""
+        """Ask at once, for the present end: the old one may be gone."""
         feed.state = FeedState.IDLE
         self._ask_seqnos()
 
@@ -239,7 +239,7 @@ class Intake:
             )  # fmt: skip
 
     def on_message(self, feed: Feed, frame: Frame) -> None:
-        """Take a message of a stream that is not kept."""
+        """Take a message that is not kept."""
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
             feed.begin_snapshot(*parse_marker(frame))
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
@@ -249,10 +249,10 @@ class Intake:
             feed.advance(seqno, seqno, 0)
 
     def on_control(self, key: bytes, status: int) -> None:
-        """Nothing waits for what the server grants: `has_history` tells."""
+        """Do nothing: `has_history` has the answer."""
 
     def on_config(self, config: bytes) -> None:
-        """A stream of a partition that moves ends, and the run then looks for the new node."""
+        """Do nothing: when a partition moves its stream ends, and the run looks for it."""
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -317,9 +317,9 @@ class Intake:
 
 
 def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
-    """Let a feed go on over frames that leave seqnos out: up to the first gap, then the rest."""
+    """Advance a feed over frames with a gap in the seqnos: up to the first gap, then the rest."""
     dense, at, seqno = 0, 0, feed.seqno
-    while True:  # up to the gap, which is there
+    while True:  # there is a gap, so this ends
         _, body, _, next_seqno = _HEAD.unpack_from(data, at)
         if next_seqno != seqno + 1:
             break

@@ -58,7 +58,8 @@ class Dialed(NamedTuple):
 
 class _Dial(NamedTuple):
     task: asyncio.Task[Link]
-    vb_ids: list[int]
+    vb_ids: dict[int, None]
+    """The partitions that it is for, in the order in which they asked."""
 
 
 class Dials:
@@ -83,8 +84,8 @@ class Dials:
         if dial is None:
             task = asyncio.create_task(self.connect(place), name=f"consumer-dial-{place[1]}")
             task.add_done_callback(lambda _task: self._on_news())
-            dial = self._dials[place] = _Dial(task, [])
-        dial.vb_ids.extend(vb_id for vb_id in vb_ids if vb_id not in dial.vb_ids)
+            dial = self._dials[place] = _Dial(task, {})
+        dial.vb_ids.update(dict.fromkeys(vb_ids))
 
     async def wait(self) -> None:
         """Wait until a dial has ended, if there is one."""
@@ -93,17 +94,22 @@ class Dials:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def finished(self) -> list[Dialed]:
-        """Return the dials that have ended, each once. Raises what another attempt cannot cure."""
-        ended = [place for place, dial in self._dials.items() if dial.task.done()]
+        """Return the dials that have ended, each once.
+
+        Raises an error that another attempt cannot cure; the dials then stay, for `close`.
+        """
+        ended = {place: dial for place, dial in self._dials.items() if dial.task.done()}
+        for dial in ended.values():
+            error = dial.task.exception()
+            if error is not None and not isinstance(error, TRANSIENT):
+                raise error
         dialed = []
-        for place in ended:
-            task, vb_ids = self._dials.pop(place)
-            link, failure = None, None
-            try:
-                link = task.result()
-            except TRANSIENT as error:
-                failure = error
-            dialed.append(Dialed(place, vb_ids, link, failure))
+        for place, (task, vb_ids) in ended.items():
+            del self._dials[place]
+            failure = task.exception()
+            assert failure is None or isinstance(failure, TRANSIENT)
+            link = task.result() if failure is None else None
+            dialed.append(Dialed(place, list(vb_ids), link, failure))
         return dialed
 
     async def close(self) -> None:

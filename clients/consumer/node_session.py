@@ -1,11 +1,10 @@
-"""One node's connection of a consumer: bytes from the link to the core, answers and timers back.
+"""A consumer's connection to one node: hands bytes to the core, sends its output, runs its timers.
 
 Invariants
-- what the core has to say is sent after every call into it (`flush`), and what it noted is logged
-  and counted;
-- a connection on which nothing is heard for two NOOP intervals, or a request goes unanswered for
-  `stall_s`, is closed: its partitions find another one;
-- whether streams stall is judged only while nothing that was received waits for the user.
+- after every call into the core its output is sent and its notes are logged and counted (`flush`);
+- a connection is closed if nothing comes for two NOOP intervals, or a request is not answered for
+  `stall_s`. Its partitions are then placed again;
+- stalls are judged only while no received data waits for the user.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dcp.wire.frame import ProtocolError
 SILENT_NOOPS: Final = 2
 """NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
 QUEUE_WINDOWS: Final = 2
-"""Reading pauses at so many windows of undelivered bytes (a server that ignores flow control)."""
+"""Reading pauses at so many windows of undelivered bytes, if a server ignores flow control."""
 STALLS_MAX: Final = 3
 """Stalls of one partition after which the connection is made anew."""
 
 LOG: Final = logging.getLogger("dcpd.consumer")
 _QUIET: Final = frozenset({"retry"})
-"""Kinds of notes that are no warnings: they repeat, and the end of them is told."""
+"""Kinds of notes that are logged as information: they repeat."""
 
 
 class SessionOwner(Protocol):
-    """What a session needs of its consumer."""
+    """What a session needs of its supervisor."""
 
     name: str
     noop_interval_s: float
@@ -66,7 +65,7 @@ class ConsumerSession:
         self.queued_bytes = 0
         self.is_paused = False
         self.high_seqnos: dict[int, int] = {}
-        """What the server told last."""
+        """The server's last answer."""
         self._owner = owner
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tick_ns = 0
@@ -74,7 +73,7 @@ class ConsumerSession:
         self._has_heard = True
         self._stalls: dict[int, int] = {}
         self._asking: set[asyncio.Future[None]] = set()
-        """Who waits for high seqnos; told when the connection is lost, too."""
+        """Callers that wait for high seqnos; they are woken when the connection is lost, too."""
 
     def begin(self) -> None:
         """Take the connection over and ask for the partitions that were added."""
@@ -93,7 +92,7 @@ class ConsumerSession:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the core has to say, tell what it noted, and see to its next tick."""
+        """Send the core's output, log its notes, and arm the timer of its next tick."""
         if self.core.streams.notes:
             self._tell_notes()
         if self.link.is_closed:
@@ -118,7 +117,7 @@ class ConsumerSession:
         self.flush()
 
     async def ask_high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return the node's high seqnos by partition; {} where it does not answer in time."""
+        """Return the node's high seqnos by partition; {} if it does not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
@@ -173,7 +172,7 @@ class ConsumerSession:
         self.link.close()
 
     def _watch(self) -> None:
-        """Take the server for dead when it is silent for longer than two NOOPs are apart."""
+        """Give up a server that is silent for two NOOP intervals."""
         interval_s = SILENT_NOOPS * self._owner.noop_interval_s
         if not self._has_heard and not self.is_paused:
             self._give_up(f"nothing heard for {interval_s:g} s")
@@ -182,7 +181,7 @@ class ConsumerSession:
         self._arm("watch", interval_s, self._watch)
 
     def _check_stalls(self) -> None:
-        """Ask how far the server is, unless it is the user who holds everything up."""
+        """Ask for the server's high seqnos, unless the user holds everything up."""
         stall_s = self._owner.stall_s
         if not self.queued_bytes and not self.is_paused:
             oldest_ns = self.core.oldest_request_ns

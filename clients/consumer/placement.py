@@ -67,8 +67,13 @@ class Placement:
             self._work.set()
 
     def progress(self, session: ConsumerSession | None = None) -> None:
-        """Something came in from a node (None: any): the next pause is a short one again."""
-        self._refresh_pause.shorten()
+        """Something came in from a node (None: any): the next pause is a short one again.
+
+        While a partition has no node, the configuration is asked for ever more rarely: what other
+        partitions bring says nothing about it.
+        """
+        if session is None or not self.homeless:
+            self._refresh_pause.shorten()
         pauses = self._pauses
         for place in pauses if session is None else pauses.keys() & {_place_of(session)}:
             pauses[place].shorten()

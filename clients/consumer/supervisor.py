@@ -1,4 +1,4 @@
-"""Who looks after a consumer's partitions: their sessions, pausing, and rollbacks to be settled.
+"""Supervises a consumer's partitions: their sessions, pauses, and rollbacks to decide.
 
 Who calls it: `clients.consumer` for its user, sessions with what they received or lost, the reader
 (`clients.consumer.batch_reader`) when a rollback is next.
@@ -6,10 +6,10 @@ Who calls it: `clients.consumer` for its user, sessions with what they received 
 Invariants
 - a partition that is followed is in exactly one place: with a session's core, homeless
   (`clients.consumer.placement`), held, or paused;
-- what was received of a partition that is taken off is taken out of the queue: it comes again from
-  where the batch in hand ends;
-- a partition goes on from what was decided about its rollback, wherever it is by then;
-- nothing stops silently: an error that cannot be waited out ends the reader's iteration.
+- the queued events of a partition that is paused are dropped. They come again, from the end of the
+  current batch;
+- a partition continues from what was decided about its rollback, wherever it is by then;
+- nothing stops silently: an error that does not pass ends the reader's iteration.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Supervisor:
         await self._placement.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the iteration with an error, once what was received is handed out."""
+        """End the iteration with an error, after everything that was received is handed out."""
         if self._reader.failure is None:
             self._reader.failure = error
             LOG.error("%s: stops: %s", self.name, error)
@@ -104,7 +104,7 @@ class Supervisor:
         )
 
     async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return by followed partition the high seqno that its node tells now."""
+        """Return the current high seqno of each followed partition, asked from its node."""
         sessions = list(self._placement.sessions.values())
         told = await asyncio.gather(*(session.ask_high_seqnos(timeout_s) for session in sessions))
         followed = self.followed
@@ -113,7 +113,7 @@ class Supervisor:
         }
 
     def known_lag(self) -> dict[int, int]:
-        """Return by partition the high seqno known last less what was processed."""
+        """Return by partition the last known high seqno less what was processed."""
         done, followed = self._reader.processed(), self.followed
         return {
             vb_id: max(0, seqno - (done[vb_id].seqno if vb_id in done else seqno))
@@ -125,7 +125,7 @@ class Supervisor:
     # -- what the user steers ------------------------------------------------------------------
 
     def pause(self, vb_ids: Iterable[int]) -> None:
-        """Stop streaming partitions; what was received after the batch in hand is forgotten."""
+        """Stop streaming partitions; drop what was received after the current batch."""
         after = self._reader.after_batch()
         for vb_id in vb_ids:
             if vb_id in self.paused:
@@ -149,7 +149,7 @@ class Supervisor:
     # -- what the reader calls -----------------------------------------------------------------
 
     async def settle(self, batch: Batch, at: int) -> None:
-        """Settle what a rollback does, and let the partition go on."""
+        """Decide what a rollback does, and let the partition continue."""
         event = batch.events[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
@@ -193,7 +193,7 @@ class Supervisor:
     # -- inside --------------------------------------------------------------------------------
 
     def _go_on(self, vb_id: int, position: Position) -> None:
-        """Let a partition go on from a position, wherever it is by now."""
+        """Let a partition continue from a position, wherever it is by now."""
         if vb_id in self.paused:
             self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
             return
@@ -209,7 +209,7 @@ class Supervisor:
             self._placement.wanted({vb_id: Wanted(position, wanted.ceiling)})
 
     def _placer_ended(self, placer: asyncio.Task[None]) -> None:
-        """Placing ends with its consumer; if not, by a mistake of ours, that is told too."""
+        """Tell of an error that ended the placer; normally it runs as long as its consumer."""
         if not placer.cancelled() and (error := placer.exception()) is not None:
             self.fail(error)
 
@@ -220,7 +220,7 @@ class Supervisor:
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:
-        """Stop streaming a partition, wherever it is; None where it is not streamed."""
+        """Stop streaming a partition, wherever it is; None if it is not streamed."""
         for table in (self._placement.homeless, self._held):
             if vb_id in table:
                 return table.pop(vb_id)

@@ -1,12 +1,12 @@
-"""How every connection of ours begins, sans-IO: HELLO, SASL, SELECT_BUCKET, configuration.
+"""The beginning of every client connection, sans-IO: HELLO, SASL, SELECT_BUCKET, configuration.
 
     HELLO ─ SASL_AUTH PLAIN ─ SELECT_BUCKET ─ GET_CLUSTER_CONFIG              loopback: one write
     HELLO ─ SASL_LIST_MECHS → SASL_AUTH SCRAM → SASL_STEP → SELECT_BUCKET ─ …  elsewhere
 
-`begin()` gives the first bytes; each frame that comes back goes through `receive`, which gives the
-next bytes or b""; `is_done` says when the connection can be used. On loopback the password goes as
-PLAIN (it does not leave the machine, and SCRAM costs 15 ms of key derivation); elsewhere it never
-leaves it, SCRAM proves it, strongest hash first.
+`begin()` returns the first bytes. Each reply goes through `receive`, which returns the next bytes
+or b"". `is_done` says when the connection can be used. On loopback the password is sent with PLAIN:
+it does not leave the machine, and SCRAM costs 15 ms of key derivation. Elsewhere SCRAM proves the
+password without sending it, with the strongest hash that the server offers.
 
 Invariant: one reply per request, in order, with the request's opaque.
 """
@@ -76,7 +76,7 @@ class Handshake:
         self.features: frozenset[int] = frozenset()
         """What the server granted."""
         self.config = b""
-        """The bucket's configuration as JSON, b"" where the server has none."""
+        """The bucket's configuration as JSON, b"" if the server has none."""
         self.is_done = False
         self._is_loopback = is_loopback
         self._wants_config = wants_config

@@ -1,7 +1,7 @@
-"""An executor's reading: connections to the nodes that hold a task's partitions, tried again.
+"""Reads the changes of a task on an executor, from the nodes that hold its partitions.
 
-`clients.spark.fetch_core` decides; here are the sockets and the clock. A connection that is lost
-is made again, and goes on where it was, as long as that helps within `PATIENCE_S`.
+`clients.spark.fetch_core` decides; sockets and clock are here. A lost connection is made again, and
+the streams continue where they were. A task gives up after `PATIENCE_S` without a change.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fetch(
     history: bool = True,
     collection_ids: tuple[int, ...] = (0,),
 ) -> Iterator[Arrived]:
-    """Yield what the steps have to give. Raises DcpdError where that does not work out."""
+    """Yield the changes and rollbacks of the steps. Raises DcpdError if it has to give up."""
     streams = [Stream(step) for step in steps]
     began = time.monotonic()
     while streams:

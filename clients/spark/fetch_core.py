@@ -1,31 +1,32 @@
-"""An executor's connection: steps of a batch in, changes out. Sans-IO: bytes in, bytes out.
+"""An executor's connection, sans-IO: the steps of a batch in, their changes out.
 
     core = FetchCore(steps, name, ...)
     send(core.begin())
     arrived = core.receive(data)     # -> rollbacks and chunks of changes
     send(core.take_output())
-    ... until core.is_done, or core.failure says why this is over, or the connection is lost: then
-    a new core for core.unfinished()
+    ... until core.is_done, or core.failure says why the connection is over, or it is lost. Then
+    make a new core for core.unfinished().
 
     stream:  ASKED -> OPEN -> DONE         the end is reached, or nothing (more) of it is left
                ^   |    |
                +---+----+---> WAITING      asked again: ETMPFAIL, a broken stream, ...
 
 What a step gets
-- its rollback row first, once it is known that there is anything to read after it;
-- the changes above its start, up to its end or, where history branched below that since, up to
-  where the two part. No more: the next batch, planned from the end as it was, begins with the
-  rollback (see docs/spark.md, where it is shown why that is enough);
-- a start whose deletions were purged meanwhile: a rollback row to 0, and all that leads to the end;
-- where the history floor rose above its end meanwhile, the state as of the floor: what the server
-  can still show. The next batch brings what lies above the end again.
+- first its rollback row, when the server has accepted the stream;
+- the changes above its start, up to its end. If history has branched below the end since, up to
+  where the histories part: the next batch is planned from the old end and begins with the rollback
+  (docs/spark.md shows why that is enough);
+- if deletions below its start were purged meanwhile: a rollback row to 0, and everything up to the
+  end;
+- if the history floor rose above its end meanwhile: the state as of the floor, because the server
+  can show nothing older. The next batch brings what lies above the end again.
 
 Invariants
-- one stream request at a time per partition, each with an opaque of its own;
-- streams stand after what `receive` returned, also where a read ended in an error;
+- there is one stream request at a time per partition, each with its own opaque;
+- streams stand after what `receive` returned, even if the read ended in an error;
 - changes of a stream that was given up are dropped by their opaque;
-- a stream that goes on after a break asks from the last change that was handed out, in the
-  snapshot that it was in.
+- after a break, a stream is asked for from the last change that was handed out, in the snapshot
+  that it was in.
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ _IS_OVER: Final = frozenset({Verdict.DONE, Verdict.EMPTY})
 
 
 class StreamGoneError(DcpdError):
-    """What a task had handed out in part cannot be finished; a new attempt of the task can."""
+    """A task cannot finish what it has handed out in part; a new attempt of the task can."""
 
     default_hint = "Spark repeats the task; in local mode allow that with local[N,4]."
 
 
 class Snapshot(NamedTuple):
-    """The snapshot that a stream is in, as its marker said."""
+    """The current snapshot of a stream, from its marker."""
 
     start_seqno: int
     end_seqno: int
@@ -106,19 +107,20 @@ class Stream:
         self.step = step
         self.state = StreamState.WAITING
         self.start_seqno = self.seqno = step.start_seqno
-        """Where reading began, and the last seqno that was handed out."""
+        """The seqno at which reading began, and the last one that was handed out."""
         self.versions: Versions = step.start_versions
         self.end_seqno = step.end_seqno
         self.rollback_to = step.rollback_to
-        """The rollback row that is still to be handed out."""
+        """Seqno of the rollback row that is not handed out yet."""
         self.snapshot: Snapshot | None = None
         self.opaque = 0
-        """Of its request, while that is under way or the stream open."""
+        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.changes_opaque = 0
-        """Its changes carry this opaque. Those of a read are looked at after the stream's end."""
+        """Opaque of its changes. It is needed after the end of the stream: the changes of a read
+        are decoded last."""
         self.retry_ns = self.retry_at_ns = 0
         self.problem: DcpdError | None = None
-        """Why it did not go on when it last stopped; told if it does not go on for long."""
+        """Why it last stopped; part of the error if it does not continue for long."""
 
     @property
     def vb_id(self) -> int:
@@ -170,16 +172,16 @@ class FetchCore:
     ) -> None:
         self.node = node
         self.failure: DcpdError | None = None
-        """Why the connection is over; the caller raises it when it has what came before."""
+        """Why the connection is over; the caller raises it after handing out what came before."""
         self.moved: list[Stream] = []
-        """Streams whose partition is not here any more; the caller places them elsewhere."""
+        """Streams of partitions that left this node; the caller places them elsewhere."""
         self._streams = list(streams)
         for stream in self._streams:
             stream.state = StreamState.WAITING
             # Those of another connection may be somebody else's here.
             stream.opaque = stream.changes_opaque = 0
         self._by_opaque: dict[int, Stream] = {}
-        """By opaque: the stream that asked with it, and has not given it up."""
+        """By opaque: the stream whose changes carry it, unless it was given up."""
         self._versions_of: dict[int, Versions] = {}
         self._has_collections = has_collections
         self._filter: dict[str, Any] = {}
@@ -229,10 +231,10 @@ class FetchCore:
         return self._connection.requests.take_output()
 
     def receive(self, data: bytes) -> Arrived:
-        """Take what a read brought; return what is in it, up to what cannot be used.
+        """Take what a read brought; return its changes and rollbacks, up to the first error.
 
-        For that see `failure`: a DcpdError where the server refuses, ConnectError for what is no
-        packet, StreamGoneError. Raises StreamViolationError.
+        `failure` has the error: a DcpdError if the server refuses, ConnectError for bytes that are
+        no packet, StreamGoneError. Raises StreamViolationError.
         """
         assert self.failure is None
         changes = None
@@ -303,10 +305,10 @@ class FetchCore:
             stream.seqno = max(stream.seqno, SYSTEM_EVENT_EXTRAS.unpack(frame.extras)[0])
 
     def on_control(self, key: bytes, status: int) -> None:
-        """Nothing is wished for: what a task needs, it cannot do without."""
+        """Do nothing: a task needs all its controls, so none is optional."""
 
     def on_config(self, config: bytes) -> None:
-        """A task asks for the configuration whenever it connects."""
+        """Do nothing: a task asks for the configuration whenever it connects."""
 
     # -- requests and replies ------------------------------------------------------------------
 
@@ -333,7 +335,7 @@ class FetchCore:
             case Ended() if outcome.verdict in _IS_OVER:
                 stream.state = StreamState.DONE
             case Ended():
-                # Its last changes are in this very read: they are counted before it asks again.
+                # This read has its last changes: they are counted before it asks again.
                 told = reason_name(outcome.reason)
                 what = f"its stream ended with reason {outcome.reason} ({told})"
                 self._wait(stream, DcpdError(what, node=self.node))
@@ -357,8 +359,8 @@ class FetchCore:
             # that the server has too: a break asks with them.
             stream.versions = stream.step.end_versions
             return
-        # What a de-duplicated snapshot up to the old end leaves out may lie at or below the new
-        # one, so the stream is asked for again, with the end that both histories have.
+        # A de-duplicated snapshot up to the old end may leave out changes at or below the new end.
+        # So the stream is asked for again, with the end that both histories have.
         self._by_opaque.pop(stream.opaque)
         self._connection.forget(stream)
         stream.end_seqno = common

@@ -96,7 +96,7 @@ def read_table(
     """Return `current` (the documents) or `changes` (the log) of the table at `path`.
 
     With "delta" the rows come through the driver; Spark with delta-spark reads `path/current` too.
-    Raises DcpdError where there is no table.
+    Raises DcpdError if there is no table.
     """
     if table not in TABLES:
         raise ValueError(f"table takes {' or '.join(TABLES)}, not {table!r}")

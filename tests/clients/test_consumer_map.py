@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from scripted_peer import ScriptedPeer, config_of, reply
@@ -11,9 +12,13 @@ from test_consumer_steering import until
 
 from clients import Consumer, Mutation, Rollback, StreamOpened
 from clients.address import parse_address
-from clients.consumer.dials import Pause, first_link
-from clients.errors import ConnectError, OperationTimeoutError
+from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.dials import Dials, Pause, first_link
+from clients.consumer.partition_stream import Wanted
+from clients.consumer.placement import Placement
+from clients.errors import AuthenticationError, ConnectError, OperationTimeoutError
 from clients.link.pipelined_link import Link
+from clients.position import Position
 from dcp.wire.frame import pack_request
 from dcp.wire.message import pack_stream_end, parse_stream_request
 from dcp.wire.opcode import Opcode
@@ -203,6 +208,45 @@ def test_pauses_grow_and_become_short_again_after_a_success():
     assert pause.until_s == until_s, "one that has begun stays: two attempts are never at once"
     pause.begin(now_s)
     assert pause.until_s - now_s == pytest.approx(0.05)
+
+
+async def test_a_login_that_one_node_refuses_leaves_no_connection_to_another():
+    """Both dials have ended when they are looked at: the good link must not be forgotten."""
+
+    async def connect(place):
+        address = parse_address(f"dcpd://eve:x@127.0.0.1:{place[1]}")
+        return await Link.connect(address, timeout_s=5.0)
+
+    async with ScriptedPeer() as good, ScriptedPeer() as bad:
+        bad.handlers[Opcode.SASL_AUTH] = lambda frame: reply(frame, Status.AUTH_ERROR)
+        dials = Dials(connect, lambda: None)
+        for peer in (good, bad):
+            dials.start(("127.0.0.1", peer.port), [VB])
+        await asyncio.wait([dial.task for dial in dials._dials.values()])
+        with pytest.raises(AuthenticationError):
+            dials.finished()
+        await dials.close()
+        await until(lambda: not good._writers)
+
+
+async def test_busy_partitions_do_not_hasten_the_search_for_one_without_a_node():
+    placement = Placement(
+        parse_address("127.0.0.1:1"), ConsumerMetrics(), lambda _link: pytest.fail("no session"),
+        connect_timeout_s=1.0, give_up_after_s=None,
+    )  # fmt: skip
+    address = parse_address("127.0.0.1:1")
+    session = SimpleNamespace(link=SimpleNamespace(address=address))
+    pause = placement._refresh_pause
+    for at in (0.0, 1.0, 2.0):
+        pause.begin(at)
+    placement.homeless = {VB: Wanted(Position())}
+    placement.progress(session)
+    pause.begin(3.0)
+    assert pause.until_s == pytest.approx(3.4)
+    placement.homeless = {}
+    placement.progress(session)
+    pause.begin(4.0)
+    assert pause.until_s == pytest.approx(4.05)
 
 
 async def test_a_push_before_a_connection_streams_is_its_configuration():
