@@ -1,4 +1,4 @@
-"""Where a server is and who asks: `dcpd://user:password@host:port/bucket` or `host:port`.
+"""Addresses of servers with credentials: `dcpd://user:password@host:port/bucket` or `host:port`.
 
 Defaults: port 11210, user and password guest (a server accepts them from loopback only), bucket
 `default`. With TLS it is `dcpds://...` and port 11207; `?tls_ca=FILE` names the CA to trust instead
@@ -107,5 +107,5 @@ def _host_and_port(place: str, text: str, default_port: int) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own, so that a password does not leave it."""
+    """Whether an address is on this machine, so a password does not leave it."""
     return host == "localhost" or host.startswith("127.") or host in {"::1", "::ffff:127.0.0.1"}

@@ -1,9 +1,9 @@
-"""What can go wrong on the client's side, as one tree.
+"""The errors of the clients, as one tree.
 
     DcpdError                   .status .vb_id .key .node .retry .hint
     ├── ConnectError            nothing listens there, or it does not speak the protocol
-    ├── ConnectionLostError     the connection broke with requests under way: their outcome is open
-    ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is open
+    ├── ConnectionLostError     the connection broke with requests pending: their outcome is unknown
+    ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is unknown
     ├── AuthenticationError     user or password refused
     ├── TopologyError           the cluster configuration cannot be used
     ├── CheckpointError         a checkpoint is damaged, not one of ours, or of other documents
@@ -24,8 +24,9 @@
         ├── TemporaryError      0x82, 0x85, 0x86: nothing was done, try again later
         └── ServerError         any other status
 
-`str(error)` is one line that says what and where; `error.hint` is one that says what to try.
-`error.retry` is True where the same request may simply be sent again.
+`str(error)` says in one line what happened and where; `error.hint` says what to try.
+`error.retry` is True if the same request may simply be sent again. TRANSIENT lists the errors that
+another connection attempt may cure.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _REASONS: Final = {
 
 
 class DcpdError(Exception):
-    """Root of all errors that clients raise. Attributes are None where they make no sense."""
+    """Root of all errors that clients raise. Attributes that do not apply are None."""
 
     retry: ClassVar[bool] = False
     default_hint: ClassVar[str] = ""
@@ -87,7 +88,7 @@ class ConnectError(DcpdError):
 
     @classmethod
     def of(cls, error: OSError, node: str) -> ConnectError:
-        """Return the error for a connection that the system could not make."""
+        """Return the error for a failed connection attempt."""
         # asyncio says "Connect call failed (address)" where the socket module says the reason.
         name = errorcode.get(error.errno or 0)
         reason = _REASONS.get(name or "", error.strerror or str(error))
@@ -95,7 +96,7 @@ class ConnectError(DcpdError):
 
 
 class ConnectionLostError(DcpdError):
-    """The connection broke while requests were under way; a mutation may have been done."""
+    """The connection broke while requests were pending; a mutation may have been done."""
 
     default_hint = "Read the document back before repeating a write."
 
@@ -182,7 +183,7 @@ class RangeError(StatusError):
 
 
 class RollbackRequiredError(StatusError):
-    """History branched: the client holds what the server does not; back to `to_seqno`."""
+    """History branched: the client has to go back to `to_seqno`."""
 
     to_seqno: int = 0
 
@@ -214,6 +215,15 @@ class ServerError(StatusError):
     """Any other refusal."""
 
 
+TRANSIENT: Final = (
+    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
+)  # fmt: skip
+"""Errors that another attempt may cure: a server restarts, or a partition moves.
+
+This concerns connections and streams. Whether one request may be repeated is `DcpdError.retry`.
+"""
+
+
 _CLASSES: dict[int, type[StatusError]] = {
     Status.KEY_ENOENT: NotFoundError,
     Status.KEY_EEXISTS: ExistsError,
@@ -231,6 +241,10 @@ _CLASSES: dict[int, type[StatusError]] = {
     Status.EBUSY: TemporaryError,
     Status.ETMPFAIL: TemporaryError,
 }
+TEMPORARY_STATUSES: Final = frozenset(
+    status for status, error_class in _CLASSES.items() if error_class is TemporaryError
+)
+"""Refusals after which the same request may be accepted a moment later. Nothing was done."""
 
 
 def error_from_status(
@@ -245,8 +259,8 @@ def error_from_status(
 ) -> StatusError:
     """Return the error for a response's status.
 
-    `operation` is what was asked for, `body` the response's value (its JSON error context is used
-    where there is one), `cas` the CAS that the request named.
+    `operation` names the request, `body` is the value of the response (its JSON error context is
+    used if there is one), `cas` is the CAS of the request.
     """
     error_class = _CLASSES.get(status, ServerError)
     if error_class is ExistsError and cas:
@@ -254,7 +268,7 @@ def error_from_status(
     name, text = _described(status)
     context = error_context(body) if status != Status.NOT_MY_VBUCKET else ""
     if status == Status.KEY_EEXISTS and context in {"", text}:
-        # One status for two things; the request says which of them it is.
+        # The status means two things; the request says which.
         context = "CAS mismatch" if cas else "exists already"
     what = f"{operation}: {context or text} ({name + ' ' if name else ''}0x{status:02x})"
     error = error_class(what, status=status, vb_id=vb_id, key=key, node=node)
@@ -266,7 +280,7 @@ def error_from_status(
 
 
 def error_context(body: bytes) -> str:
-    """Return the text of a JSON error body ({"error": {"context": ...}}), "" where it is none."""
+    """Return the text of a JSON error body ({"error": {"context": ...}}), "" for other bodies."""
     if not body.startswith(b"{"):
         return ""
     import json
@@ -281,6 +295,6 @@ def error_context(body: bytes) -> str:
 
 
 def _described(status: int) -> tuple[str, str]:
-    """Return a status's name and meaning, ("", "unknown status") for one we do not know."""
+    """Return name and meaning of a status, ("", "unknown status") for an unknown one."""
     known = next((known for known in ERROR_TABLE if known == status), None)
     return ERROR_TABLE[known][:2] if known is not None else ("", "unknown status")

@@ -1,8 +1,8 @@
-"""What a consumer tells its user: the events of a stream.
+"""The events that a consumer hands out.
 
-One class per kind, so that `match` or `isinstance` tells them apart. They are msgspec structs
-without garbage collector tracking: they hold only bytes and numbers, never a cycle, and a consumer
-makes millions of them.
+There is a class for each kind, for `match` and `isinstance`. They are msgspec structs without
+garbage collector tracking: they hold only bytes and numbers, never a cycle, and a consumer makes
+millions of them.
 
 Keys are logical keys, without the collection id that the wire carries.
 """
@@ -27,7 +27,7 @@ class Mutation(msgspec.Struct, gc=False):
     expiry_s: int
     datatype: int = 0
     previous_value: bytes | None = None
-    """What it replaced, where that was asked for and there was something."""
+    """The value that it replaced, if that was asked for and there was one."""
     collection_id: int = 0
 
 
@@ -42,15 +42,15 @@ class Deletion(msgspec.Struct, gc=False):
     delete_time_s: int = 0
     is_expiry: bool = False
     previous_value: bytes | None = None
-    """What was deleted, where that was asked for."""
+    """The deleted value, if that was asked for."""
     collection_id: int = 0
 
 
 class SystemEvent(msgspec.Struct, gc=False):
-    """A scope or collection came or went (consumers of collections only).
+    """A scope or collection was created, changed or dropped (consumers of collections only).
 
-    `kind`: vbucket.model.manifest.SystemEventKind; `name` is "" where something was dropped;
-    `collection_id` is 0 where a scope is meant.
+    `kind`: vbucket.model.manifest.SystemEventKind; `name` is "" for a drop; `collection_id` is 0
+    for a scope.
     """
 
     vb_id: int
@@ -64,7 +64,7 @@ class SystemEvent(msgspec.Struct, gc=False):
 
 
 class SnapshotStart(msgspec.Struct, gc=False):
-    """What follows, up to `end_seqno`, is one snapshot of unique keys."""
+    """A snapshot of unique keys begins, and goes up to `end_seqno`."""
 
     vb_id: int
     start_seqno: int
@@ -73,14 +73,14 @@ class SnapshotStart(msgspec.Struct, gc=False):
 
 
 class SnapshotEnd(msgspec.Struct, gc=False):
-    """The snapshot is complete: what the consumer holds is the partition as of `end_seqno`."""
+    """The snapshot is complete: the consumer holds the partition as of `end_seqno`."""
 
     vb_id: int
     end_seqno: int
 
 
 class SeqnoAdvanced(msgspec.Struct, gc=False):
-    """The stream went on to `seqno` without a change that concerns this consumer."""
+    """The stream moved on to `seqno` without a change for this consumer."""
 
     vb_id: int
     seqno: int
@@ -89,7 +89,7 @@ class SeqnoAdvanced(msgspec.Struct, gc=False):
 class StreamOpened(msgspec.Struct, gc=False):
     """The server streams the partition. `failover_log`: (vb_uuid, seqno), newest first.
 
-    The stream goes on after `start_seqno`; a snapshot that was interrupted began at
+    The stream continues after `start_seqno`. If a snapshot was interrupted, it began at
     `snap_start_seqno`.
     """
 
@@ -100,12 +100,12 @@ class StreamOpened(msgspec.Struct, gc=False):
 
 
 class Rollback(msgspec.Struct, gc=False):
-    """History branched: undo what you have of the partition above `to_seqno`.
+    """History branched: undo what you hold of the partition above `to_seqno`.
 
-    `to_seqno` is a state that this consumer held completely: the end of the newest complete
-    snapshot at or below `server_seqno`, which is where the server's history parts from ours. What
-    you held then is what you must hold now, so keep each key's versions down to there, or take
-    the consumer's `rollback_to="beginning"`, with which `to_seqno` is always 0.
+    `to_seqno` is a state that this consumer held completely: the newest one at or below
+    `server_seqno`, where the server's history parts from ours. You must now hold exactly what you
+    held then. So keep older versions of each key down to there, or use `on_rollback="restart"`,
+    with which `to_seqno` is always 0.
     """
 
     vb_id: int
@@ -114,11 +114,11 @@ class Rollback(msgspec.Struct, gc=False):
     from_seqno: int
     reason: str
     failover_log: tuple[tuple[int, int], ...] = ()
-    """The server's, where it came with the answer: (vb_uuid, seqno), newest first."""
+    """The server's (vb_uuid, seqno), newest first; () if it did not come with the answer."""
 
 
 class StreamEnded(msgspec.Struct, gc=False):
-    """The stream of a partition ended. `will_resume`: the consumer asks for it again by itself."""
+    """The stream of a partition ended. `will_resume`: the consumer asks for it again."""
 
     vb_id: int
     reason: int
@@ -134,7 +134,7 @@ class StreamEnded(msgspec.Struct, gc=False):
 
 
 class StreamFailed(msgspec.Struct, gc=False):
-    """The server refused a stream for good (ERANGE, EACCESS, ...); this partition stands still."""
+    """The server refused a stream for good (EACCESS, for example). The partition stands still."""
 
     vb_id: int
     status: int

@@ -23,11 +23,11 @@ from clients.errors import CheckpointError
 MAP_BYTES: Final = 1 << 40
 """Address space, no disk."""
 READERS_MAX: Final = 126
-"""Readings at once (LMDB's own default): iterators over a mirror that nobody ended count."""
+"""Concurrent readers (LMDB's default). An iterator over a mirror counts until it ends."""
 _FORMAT_KEY: Final = b"\0format"
 _LOCK: Final = threading.Lock()
 _OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
-"""By process and file: its environment, and how many use it."""
+"""By process and file: the environment, and how many use it."""
 
 
 class LocalLmdb:
@@ -70,7 +70,7 @@ class LocalLmdb:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """Give a transaction: put, get, delete, cursor. All of it or nothing is kept."""
+        """Give a write transaction (put, get, delete, cursor), kept as a whole or not at all."""
         try:
             with self._opened_env().begin(write=True) as transaction:
                 yield transaction
@@ -79,7 +79,7 @@ class LocalLmdb:
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """Give a transaction that reads."""
+        """Give a read transaction."""
         try:
             with self._opened_env().begin() as transaction:
                 yield transaction
@@ -91,7 +91,7 @@ class LocalLmdb:
 
 
 def _opened(path: Path, *, is_durable: bool) -> tuple[tuple[int, str], Any]:
-    """Return the environment of a file: LMDB allows one in a process, so users share it."""
+    """Return the environment of a file. LMDB allows one per process, so users share it."""
     key = os.getpid(), str(path.resolve())
     with _LOCK:
         env, users = _OPEN.get(key, (None, 0))
@@ -105,7 +105,7 @@ def _opened(path: Path, *, is_durable: bool) -> tuple[tuple[int, str], Any]:
 
 
 def _closed(key: tuple[int, str]) -> None:
-    """A user of an environment is done with it; the last one closes it."""
+    """Release an environment; its last user closes it."""
     with _LOCK:
         env, users = _OPEN.pop(key)
         if users > 1:

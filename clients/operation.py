@@ -1,4 +1,4 @@
-"""Document commands: what goes out for an operation, and what its reply means. Pure.
+"""Document commands: packs operations, and reads their replies. Pure.
 
 An `Operation` is a plain tuple, because batches make thousands of them:
 
@@ -46,9 +46,9 @@ class Document(NamedTuple):
 
 
 class MutationResult(NamedTuple):
-    """Where a write landed: its CAS, and the partition, version and seqno of the change.
+    """The result of a write: its CAS, and the partition, version and seqno of the change.
 
-    `vb_uuid` and `seqno` are 0 where the server did not grant MUTATION_SEQNO.
+    `vb_uuid` and `seqno` are 0 if the server did not grant MUTATION_SEQNO.
     """
 
     cas: int
@@ -123,7 +123,7 @@ def pack_operations(
 
 
 def outcome_of(operation: Operation, vb_id: int, frame: Frame, node: str) -> Outcome:
-    """Return what a reply means; errors are returned, not raised."""
+    """Return the outcome that a reply means; errors are returned, not raised."""
     if frame.status:
         opcode, key, _, _, cas = operation
         return error_from_status(
@@ -153,7 +153,7 @@ def collection_id_of(frame: Frame, name: str, node: str) -> int:
 
 
 def parsed(parse: Callable[[bytes], _T], value: bytes, node: str) -> _T:
-    """Return what an answer says. Raises ConnectError for one that is cut short."""
+    """Return a parsed answer. Raises ConnectError if it is cut short."""
     try:
         return parse(value)
     except RemoteProtocolError as error:

@@ -1,21 +1,21 @@
-"""Where a consumer stands in a partition, and to where it can go back. Pure.
+"""Where a consumer stands in a partition, and how far it can go back. Pure.
 
 Invariants of a `Position`
-- snap_start <= seqno <= snap_end; equal when the consumer is between snapshots. A marker alone
-  does not move them: they change with the snapshot's first item, so that a reconnect between the
-  two asks for nothing that the server must refuse;
-- `versions` are newest first, as the server sent them with the last accepted request, none that
-  began above the position after a rollback;
-- `complete` are ranges (first seqno, last seqno), rising and apart: at every seqno in them the
-  consumer held the partition's whole state. Only to those it can go back: where a snapshot leaves
-  seqnos out, older versions of keys are missing until its end. A range begins at a snapshot's end
-  and goes on while seqnos come without a gap. Seqno 0 always counts;
-- `collections` are those that the stream was opened for: an id is never given again, so a name
-  that means another one by now is noticed;
+- snap_start <= seqno <= snap_end; all are equal between snapshots. A marker alone does not move
+  them: they change with the first item of the snapshot, so a reconnect between the two asks for
+  nothing that the server must refuse;
+- `versions` are newest first, as the server sent them with the last accepted request. After a
+  rollback there is none that began above the position;
+- `complete` are rising, separate ranges (first seqno, last seqno). At every seqno in them the
+  consumer held the whole state of the partition, and only there it can go back to: inside a
+  snapshot that leaves seqnos out, older versions of keys are missing until its end. A range begins
+  at the end of a snapshot and grows while seqnos come without a gap. Seqno 0 always counts;
+- `collections` are the ids that the stream was opened for. An id is never used again, so a name
+  that now means another collection is noticed;
 - `filter` is what the user asked for when the stream was opened. Resuming with another filter is
   refused, because it would skip documents without notice.
 
-Ranges are thinned out with age (`RANGES_MAX`): a rollback is mostly shallow.
+Old ranges are thinned out (`RANGES_MAX`), because most rollbacks are shallow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 RANGES_MAX: Final = 128
 """Ranges remembered before they are thinned out."""
 RANGES_NEWEST: Final = 16
-"""Of those, so many newest ones are all kept."""
+"""The newest so many are never thinned out."""
 
 Versions = tuple[tuple[int, int], ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -83,20 +83,20 @@ class Position(NamedTuple):
     snap_end: int = 0
     complete: Ranges = ()
     base_seqno: int = 0
-    """The consumer began here and never asked for what lies below (a start at "now")."""
+    """The consumer began here and never asked for anything below (a start at "now")."""
     collections: tuple[int, ...] | None = None
-    """Ids of the collections that it is a place in, () all; None: not known."""
+    """Ids of the collections that were followed, () for all; None: not known."""
     filter: Filter | None = None
     """Which documents were followed up to here; None: not known."""
 
     @property
     def vb_uuid(self) -> int:
-        """The version to name in a stream request; 0 at seqno 0 or where none is known."""
+        """The version to name in a stream request; 0 at seqno 0 or if none is known."""
         return self.versions[0][0] if self.versions and self.seqno else 0
 
 
 def thinned(complete: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the newest few and, of the older ones, the newest of each power of two of age."""
+    """Return the newest ranges, and of the older ones the newest of each power of two of age."""
     newest = complete[-1][1]
     older = {(newest - item[1]).bit_length(): item for item in complete[:-RANGES_NEWEST]}
     return sorted([*older.values(), *complete[-RANGES_NEWEST:]])
@@ -107,11 +107,11 @@ def rolled_back(
 ) -> Position:
     """Return where to ask again after the server said ROLLBACK(`server_seqno`).
 
-    The newest complete state at or below it, without versions that began above; where the server
-    knows none of our versions (seqno 0 and more versions are left), the newest version is given up
-    and the next older one tried from where it ended, so that the common part is not lost; unless
-    the answer `is_exact`, because the server saw all our versions. The result is below `position`
-    in seqno, or names fewer versions at the same one.
+    That is the newest complete state at or below it, without versions that began above. If the
+    server knows no version that it saw (it says 0), and older ones are left, the newest version is
+    given up and the next older one is tried from where it ended, so the common part is not lost.
+    This is not done if the answer `is_exact`, because the server saw all versions. The result is
+    below `position` in seqno, or has the same seqno and fewer versions.
     """
     if to_beginning:
         return Position()
@@ -119,7 +119,7 @@ def rolled_back(
     if server_seqno == 0 and len(versions) > 1 and not is_exact:
         limit, versions = min(versions[0][1], position.seqno), versions[1:]
     else:
-        # A server that names our own place or one above would have us ask the same for ever.
+        # If the server names our own seqno or one above, we would ask the same for ever.
         limit = min(server_seqno, position.seqno - 1)
     base_seqno = position.base_seqno
     if limit < base_seqno:
@@ -138,7 +138,7 @@ def rolled_back(
 
 
 def gone_back(position: Position, seqno: int) -> Position:
-    """Return the newest complete state of a position at or below `seqno`; at 0 the beginning."""
+    """Return the newest complete state at or below `seqno`; the beginning if there is none."""
     complete = clipped(position.complete, seqno)
     at = complete[-1][1] if complete else 0
     if not at or at < position.base_seqno:
@@ -157,7 +157,7 @@ def clipped(complete: Ranges, seqno: int) -> Ranges:
 
 
 def rollback_reason(before: Position, server_seqno: int, to_seqno: int) -> str:
-    """Return in words why a partition goes back, and why just there."""
+    """Return in words why a partition goes back, and why to that seqno."""
     known = f"version {before.vb_uuid}" if before.vb_uuid else "no version"
     if server_seqno:
         parts = f"the server's history parts from ours ({known}, seqno {before.seqno}) at seqno"

@@ -1,4 +1,4 @@
-"""`SyncConsumer` and `SyncMirror`: the same for programs without asyncio.
+"""`SyncConsumer` and `SyncMirror`: consumers and mirrors for programs without asyncio.
 
     with SyncConsumer("127.0.0.1:11210", store=CheckpointFile("state"), save_every_s=5) as changes:
         for event in changes: ...
@@ -6,12 +6,12 @@
     with SyncMirror("127.0.0.1:11210") as view:
         view["user:1"]
 
-An event loop runs in a thread of its own; errors come out where the caller waits. Leaving the block
-stops the loop, from any thread and in the middle of an iteration.
+An event loop runs in its own thread. Errors are raised where the caller waits. Leaving the block
+stops the loop, from any thread, even in the middle of an iteration.
 
-Any thread may call what is here, but for iterations: one at a time, the newest counts. Functions of
-the user that the consumer calls (`on_rollback`) run in the loop's thread, which cannot wait for
-itself: there these methods raise RuntimeError.
+All methods may be called from any thread. Only one iteration may run at a time, the newest. User
+functions that the consumer calls (`on_rollback`) run in the loop's thread, which cannot wait for
+itself, so these methods raise RuntimeError there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._is_stopped = False
         self._lock = threading.Lock()
-        """What is given to the loop is given before it is told to stop, or not at all."""
+        """Work is handed to the loop before the loop is told to stop, or not at all."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -57,7 +57,7 @@ class LoopThread:
     def call(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result; an interrupted caller cancels it.
 
-        Raises CancelledError (of concurrent.futures) where the loop was stopped meanwhile,
+        Raises CancelledError (of concurrent.futures) if the loop is stopped meanwhile, and
         RuntimeError in the loop's own thread.
         """
         try:
@@ -93,7 +93,7 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    """Cancel what else the loop has to do; who waits for it gets CancelledError."""
+    """Cancel the loop's other tasks; their callers get CancelledError."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -134,7 +134,7 @@ class _Looped(Generic[_Held]):
         self.close()
 
     def close(self) -> None:
-        """Close; whoever waits here, in whatever thread, comes to the end."""
+        """Close. Calls that wait in other threads end with it."""
         if self._thread is not None:
             self._thread.check_caller()
         thread, self._thread = self._thread, None
@@ -173,7 +173,7 @@ class SyncConsumer(_Looped[Consumer]):
         return self._iterate(self.consumer.batches())
 
     def deliveries(self) -> Iterator[Delivery]:
-        """Yield batches with the positions to keep beside what they do."""
+        """Yield batches with the positions to store together with their effects."""
         self._running()
         return self._iterate(self.consumer.deliveries())
 
@@ -236,7 +236,7 @@ class SyncMirror(_Looped[Mirror]):
         super().__init__(lambda: Mirror(*arguments, **options), "dcpd-mirror")
 
     def caught_up(self, timeout_s: float | None = None) -> None:
-        """Return when everything is here that the server had when this was called."""
+        """Return when the mirror has everything that the server had at the time of the call."""
         self._running().call(self._held.caught_up(timeout_s))
 
     def __getitem__(self, key: str | bytes) -> bytes:

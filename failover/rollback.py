@@ -1,7 +1,8 @@
 """The rule that answers a stream request with OK or ROLLBACK, and says why.
 
-Who calls it: the server for every stream request, replicas, backup and whoever explains a
-decision. One function, so that all of them agree.
+Who calls it: the server for every stream request, the Spark source when it plans a batch, and
+whoever explains a decision (`decide`); consumers, backups and Spark tasks, which compare their
+versions with a failover log that a server sent (`common_seqno`). One rule, so that all agree.
 
 Sources: kv_engine's rule for one vb_uuid (FailoverTable::needsRollback), and its generalisation to
 the client's whole list of versions, which needs one round where the other needs several or falls
@@ -20,6 +21,7 @@ answer is then OK, or 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -110,6 +112,18 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
             RollbackKind.PURGED,
         )
     return decision
+
+
+def common_seqno(versions: Sequence[tuple[int, int]], seqno: int, log: FailoverLog) -> int:
+    """Return up to which seqno two histories agree.
+
+    One is that of a client at `seqno`, which knows `versions` (newest first), the other that of
+    `log`. The newest version that both know decides. The result is at most `seqno`, and 0 if they
+    share no version.
+    """
+    question = Question(seqno, 0, seqno, seqno, tuple(versions))
+    known = _newest_known(question, log, seqno) if versions else None
+    return min(seqno, known.common_seqno) if known is not None else 0
 
 
 def _newest_known(question: Question, log: FailoverLog, high_seqno: int) -> _Known | None:

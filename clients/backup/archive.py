@@ -173,7 +173,7 @@ class Archive:
         return runs, run, found
 
     def next_run(self, runs: Sequence[RunRecord]) -> int:
-        """Return the number of the run after these. Raises ArchiveError where there is none."""
+        """Return the number of the run after these. Raises ArchiveError if there is none."""
         run = runs[-1].run + 1 if runs else 1
         if run > RUNS_MAX:
             raise ArchiveError(
@@ -338,7 +338,7 @@ def needed_files(runs: Sequence[RunRecord]) -> set[str]:
 def open_archive(url: str) -> Archive:
     """Return the archive at a path or fsspec URL.
 
-    Raises ArchiveError where there is none, MissingExtraError, ArchiveFormatError.
+    Raises ArchiveError if there is none, MissingExtraError, ArchiveFormatError.
     """
     archive = Archive(Place.of(url))
     try:
@@ -353,7 +353,7 @@ def open_archive(url: str) -> Archive:
 
 
 def create_archive(url: str, now_ns: int) -> Archive:
-    """Return the archive at a path or fsspec URL, a new one where there is none."""
+    """Return the archive at a path or fsspec URL; create it if there is none."""
     with suppress(ArchiveMissingError):
         return open_archive(url)
     place = Place.of(url)

@@ -1,4 +1,4 @@
-"""What can be wrong with an archive, in words."""
+"""The errors of archives and backup commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BackupError(DcpdError):
 
 
 class ArchiveError(BackupError):
-    """The archive cannot be used: it is not there, is none, or cannot be reached.
+    """The archive cannot be used: it does not exist, is no archive, or cannot be reached.
 
     `node` is its URL.
     """
@@ -45,10 +45,10 @@ class ArchiveDamagedError(ArchiveError):
 
 
 class PointError(BackupError):
-    """There is no such place in the archive's history."""
+    """There is no such point in the archive's history."""
 
 
 class MissingExtraError(BackupError):
-    """A package is not installed that this needs."""
+    """A package that the command needs is not installed."""
 
     default_hint = EXTRA_HINT

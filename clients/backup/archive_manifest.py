@@ -204,5 +204,5 @@ def _parse(magic: bytes, data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedError(str(error)) from error
     if not isinstance(document, dict):
-        raise DamagedError("the document is none")
+        raise DamagedError("the document has missing or wrong fields")
     return document

@@ -1,17 +1,17 @@
-"""From runs of frames to chunks: what is compressed and checksummed as one. Pure.
+"""Gathers runs of frames into chunks, which are compressed and checksummed as one. Pure.
 
-A partition's frames are gathered until there are CHUNK_BYTES of them: a chunk of its own. What is
-left of partitions that came to their end shares chunks, so that a run with few changes is a few
-chunks and not a thousand.
+The frames of a partition are gathered until there are CHUNK_BYTES of them, which become a chunk.
+The rests of partitions that have ended share chunks, so a run with few changes has a few chunks
+and not a thousand.
 
     chunk    frames of section 1, frames of section 2, ...
     section  consecutive changes of one partition and leg
 
 Invariants
-- the sections of a leg are in seqno order, in the order in which chunks are made: what a partition
-  has in the shared chunk that is open goes before a chunk of its own;
-- with each chunk go the legs of its partitions as of the last change in it: what a run that was
-  killed has of them once the chunk is on disk.
+- the sections of a leg are in seqno order over all chunks: if a partition has frames in the open
+  shared chunk, that chunk is finished before one of the partition's own;
+- a chunk carries the legs of its partitions as of its last change. If the run is killed, they are
+  what it has of them once the chunk is on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from clients.backup.legs import Leg
 from dcp.wire.frame import HEADER_BYTES
 
 CHUNK_BYTES: Final = 256 * 1024
-"""Raw bytes of a chunk: zstd gains little beyond, and a damaged one takes little with it."""
+"""Raw bytes of a chunk: larger ones compress little better, and lose more when damaged."""
 GATHERED_BYTES_MAX: Final = 48 * 1024 * 1024
 """Frames that wait for their chunk to be full, over all partitions; beyond, they share chunks."""
 
@@ -114,7 +114,7 @@ class Chunker:
             yield from self._share(vb_id)
 
     def flush(self) -> Iterator[RawChunk]:
-        """Nothing more comes at all."""
+        """Nothing more will come."""
         for vb_id in list(self._gathered):
             yield from self._share(vb_id)
         if self._shared:
@@ -136,7 +136,7 @@ class Chunker:
 def frames_of(data: bytes, section: Section) -> Iterator[tuple[int, int, int]]:
     """Yield (seqno, start, stop) of a section's frames in its chunk's bytes.
 
-    Raises ValueError where they are not what the section says.
+    Raises ValueError if they do not match the section.
     """
     unpack = FRAME_HEAD.unpack_from
     at, end = section.offset, section.offset + section.size_bytes

@@ -18,24 +18,12 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NamedTuple
 
 from clients.backup.feed import Feed
-from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
-    DcpdError,
-    OperationTimeoutError,
-    TemporaryError,
-    TopologyError,
-)
+from clients.errors import TRANSIENT, DcpdError, TopologyError
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0
-
-TRANSIENT: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-"""Errors after which another attempt makes sense."""
 
 NodePlace = tuple[str, int]
 """Host and port of a node."""

@@ -4,13 +4,13 @@
       ^       |  ROLLBACK, STREAM_END 6 |
       +-------+---- WAITING, GONE <-----+
 
-Who calls it: `clients.backup.intake`, which has the connection; feeds go from one to the next when
-a connection is lost.
+Who calls it: `clients.backup.intake`, which has the connection. When a connection is lost, its
+feeds go to another one.
 
 Invariants
 - snap_start <= seqno <= snap_end, as in `clients.position`;
-- the growing leg (`number` >= 0) begins where the accepted request began, and `ranges` tell at
-  which seqnos it is whole;
+- the growing leg (`number` >= 0) begins where the accepted request began; `ranges` are the seqnos
+  at which it is whole;
 - a rollback goes to the newest whole state of all runs at or below what the server says.
 """
 
@@ -22,7 +22,9 @@ from typing import NamedTuple
 from clients.backup.archive_errors import BackupError
 from clients.backup.legs import LEGS_MAX, Leg, Placed, end_of, position_of
 from clients.errors import StreamViolationError
-from clients.position import Position, rolled_back
+from clients.position import Position
+from clients.streaming.outcome import RollbackAsked
+from clients.streaming.rollback_rounds import next_round
 from dcp.wire.message import MarkerFlag
 
 
@@ -47,7 +49,7 @@ class Piece(NamedTuple):
     changes: int
     data: bytes
     legs: list[Leg]
-    """The run's legs of the partition as of the last change: what is saved once this is."""
+    """The run's legs of the partition as of the last change; they are saved with it."""
 
 
 class Feed:
@@ -61,7 +63,7 @@ class Feed:
         legs: list[Leg],
         versions_max: int | None = None,
     ) -> None:
-        """`chain`: the legs of all earlier runs; `legs`: those that this run has already."""
+        """`chain`: the legs of all earlier runs; `legs`: those of this run so far."""
         self.vb_id = vb_id
         self.run = run
         self.state = FeedState.IDLE
@@ -70,12 +72,14 @@ class Feed:
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
-        self.retry_at_ns = 0
+        self.opaque = 0
+        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
+        self.retry_ns = self.retry_at_ns = 0
         self._chain = chain
         self._closed = legs
         self._versions_max = versions_max
         self.number = -1
-        """Of the leg that grows; -1: none was begun in this process."""
+        """Number of the growing leg; -1: none was begun in this process."""
         self.place(position_of(self.chain(), versions_max))
         self.start_seqno = self.seqno
 
@@ -96,8 +100,9 @@ class Feed:
         return [*self._closed, self._leg()] if self.number >= 0 else list(self._closed)
 
     def news(self) -> list[Leg]:
-        """Return the legs of this run without those that say nothing new: no change, and the
-        versions that were known. An archive of many runs is mostly such partitions.
+        """Return the legs of this run that say something new: changes, or other versions.
+
+        In an archive of many runs, most partitions have none.
         """
         chain = list(self._chain)
         news: list[Leg] = []
@@ -123,7 +128,7 @@ class Feed:
         self.ranges: list[tuple[int, int]] = [(self.seqno, self.seqno)] if is_whole else []
 
     def close_leg(self) -> None:
-        """What grew is a leg like the others; nothing grows."""
+        """Close the growing leg; it becomes a leg like the others."""
         self._closed = self.legs()
         self.number = -1
         self.marker_start = self.marker_end = 0
@@ -142,7 +147,7 @@ class Feed:
         self.is_marker_new = True
 
     def advance(self, first_seqno: int, last_seqno: int, count: int) -> None:
-        """Go on over changes that came in one piece; 0 of them: nothing there is for us."""
+        """Advance over `count` changes that came in one piece; 0: none of them is for us."""
         if self.is_marker_new:
             self.is_marker_new = False
             if self.seqno >= self.snap_end:
@@ -150,14 +155,14 @@ class Feed:
             self.snap_end = self.marker_end
         ranges = self.ranges
         was_whole = bool(ranges) and ranges[-1][1] == self.seqno
-        # A gap is something that is not told any more: documents of a collection that was dropped
-        # since. In a snapshot of history too, the states between are not whole without them.
+        # A gap means that documents of a dropped collection are no longer streamed. Without them
+        # the states in between are not whole, not even in a snapshot of history.
         if was_whole and last_seqno - self.seqno == count:
             ranges[-1] = (ranges[-1][0], last_seqno)
             if self.is_history:
-                # Nothing is left out: it need not be told of as the middle of a snapshot.
+                # Nothing is left out, so a request from here need not name the snapshot.
                 self.snap_start = self.snap_end = last_seqno
-        elif last_seqno > self.snap_end:  # of a history that was whole up to here
+        elif last_seqno > self.snap_end:  # the history was whole up to here
             self.snap_start, self.snap_end = self.seqno, self.marker_end
         self.seqno = last_seqno
         if last_seqno == self.marker_end:
@@ -172,12 +177,16 @@ class Feed:
             return self.position
         return position_of(self.chain(), self._versions_max)
 
-    def roll_back(self, server_seqno: int, *, is_exact: bool) -> None:
+    def stop(self) -> None:
+        """The stream is over: close its leg, and stand where the next request begins."""
+        position = self.request_position()
+        self.close_leg()
+        self.place(position)
+
+    def roll_back(self, asked: RollbackAsked, *, is_exact: bool) -> None:
         """Go to the newest whole state at or below what the server said."""
         before = self.request_position()
-        position = rolled_back(before, server_seqno, is_exact=is_exact)
-        step = (position.seqno, len(position.versions))
-        assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+        position = next_round(before, asked, is_exact=is_exact, vb_id=self.vb_id)
         self.close_leg()
         self.place(position)
         if position.seqno < before.seqno:

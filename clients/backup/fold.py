@@ -1,16 +1,17 @@
-"""Merge and prune: old runs become the base of a newer one, and go.
+"""Merge and prune: folds old runs into the base of a newer one, and deletes them.
 
     runs 1 2 3 4 5      merge --through 3, or prune --keep 3
          [1 2 -> base of 3] 4 5
 
-The base of run K is what runs before K held as of their end: the newest version of each key, and
-those versions that later runs stand on (where a later run rolled a partition back into what is
-folded). Run K's own changes stay as they are. So as of run K and everything after it can be
-restored as before, and the next incremental goes on as before; places before the end of run K-1
-are gone, and a rollback into what was folded goes to its nearest kept state.
+The base of run K holds the state at the end of the runs before K: the newest version of each key,
+and older versions that later runs need because they rolled a partition back below that end. The
+changes of run K stay as they are. So run K and everything after it can be restored as before, and
+the next run continues as before. Points before the end of run K-1 are gone, and a rollback below it
+goes to the nearest state that was kept.
 
-Crash safety: the base's segments are written first, then run K's manifest, which names them and
-says which runs it stands for; what is not needed any more goes last (`Archive.sweep`).
+Crash safety: the segments of the base are written first, then the manifest of run K, which names
+them and the runs that it stands for. Files that are no longer needed are deleted last
+(`Archive.sweep`).
 """
 
 from __future__ import annotations

@@ -7,64 +7,49 @@
     pieces = intake.take_pieces()             # runs of frames, one slice each; after an error too
     send(intake.take_output())
 
-A backup needs no events: what it keeps are the frames as they came. So the loop reads of each
-frame its length, opaque and seqno, checks the order, and cuts whole runs of a stream out of the
-receive buffer at once.
+A backup keeps the frames as they came and needs no events. So the loop reads only length, opaque
+and seqno of each frame, checks the order, and cuts whole runs of a stream out of the buffer.
+`clients.streaming` does the rest of the protocol.
 
 Invariants
 - within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not);
-- feeds stand after what `take_pieces` gives, whatever `receive` raises: who goes on with them
-  (`abandon`) has taken that before;
+- feeds stand after the pieces of `take_pieces`, even if `receive` raises. So pieces are taken
+  before another connection continues the feeds (`abandon`);
 - every accepted request begins a leg (clients.backup.legs), with its failover log;
-- a rollback goes to the newest whole state that the archive holds at or below what the server
-  says, over all its versions and all its runs; it goes down, so the rounds are bounded;
-- what a run brings ends at the seqno that the partition had when the run asked: DONE.
+- a rollback goes to the newest whole state of the archive at or below what the server says, over
+  all its versions and runs. Every round goes down, so the rounds are bounded;
+- a partition is DONE at the high seqno that it had when the run asked for it.
 
 Rules: docs/streams.md. Time is an argument, in ns of any steady clock.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
 from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState, Piece
-from clients.errors import DcpdError, StreamViolationError, error_from_status
-from clients.link.frame_buffer import FrameBuffer, frame_at
-from dcp.wire.frame import (
-    HEADER_BYTES,
-    Frame,
-    pack_request,
-    pack_response,
+from clients.errors import DcpdError, StreamViolationError
+from clients.link.frame_buffer import FrameBuffer
+from clients.streaming.outcome import (
+    Ended,
+    Moved,
+    Opened,
+    Postponed,
+    RollbackAsked,
+    StreamOutcome,
 )
-from dcp.wire.message import (
-    U64,
-    EndReason,
-    OpenFlag,
-    StreamRequest,
-    pack_buffer_ack,
-    pack_control,
-    pack_open,
-    pack_stream_request,
-    parse_advanced,
-    parse_failover_log,
-    parse_marker,
-    parse_stream_end,
-    parse_vb_seqnos,
-)
+from clients.streaming.stream_connection import BUFFER_BYTES, VERSION_LOG, Setup, StreamConnection
+from clients.streaming.verdict import Verdict, reason_name
+from dcp.wire.frame import HEADER_BYTES, Frame
+from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
 from dcp.wire.opcode import Magic, Opcode
-from dcp.wire.status import Status
 
-BUFFER_BYTES: Final = 20 * 1024 * 1024
-"""Flow control window (gocbcore's)."""
-NOOP_INTERVAL_S: Final = 120
 RETRY_NS: Final = 200_000_000
-"""Pause before a stream is asked for again that the server could not give."""
+"""Pause before a stream is asked for again."""
 DAMAGES_MAX: Final = 3
-"""STREAM_ENDs for a damaged store that a run bears with per partition: it may be passing."""
+"""How often a stream of a partition may end because of a damaged store; it may be passing."""
 
 STORED: Final = {
     Magic.REQUEST << 8 | opcode: True
@@ -72,12 +57,11 @@ STORED: Final = {
         Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SYSTEM_EVENT,
     )
 }  # fmt: skip
-"""First two bytes of frames that are kept. All of them have their seqno right after the header."""
+"""First two bytes of frames that are kept. Their seqno is right after the header."""
 _HEAD: Final = Struct(">H6xII8xQ")
 """Magic and opcode, body length, opaque, seqno."""
-_RETRY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM})
-_VERSION_LOG: Final = b"x_version_log"
-_HISTORY: Final = b"change_streams"
+CHANGE_STREAMS: Final = b"change_streams"
+"""Control: every version of a document comes, not only the newest."""
 
 
 class Intake:
@@ -91,7 +75,6 @@ class Intake:
         buffer_bytes: int = BUFFER_BYTES,
         node: str | None = None,
     ) -> None:
-        assert 0 < len(name) <= 200, "DCP_OPEN takes a name of 1 to 200 bytes"
         self.node = node
         self.feeds: dict[int, Feed] = {}
         """By partition."""
@@ -101,47 +84,33 @@ class Intake:
         """Partitions that came to their end; the caller empties it."""
         self.wire_bytes = 0
         """Bytes of stream messages so far, as flow control counts them."""
-        self.has_version_lists = self.has_history = False
-        self._name = name
-        self._wants_history = history
-        self._buffer_bytes = buffer_bytes
-        self._open: dict[int, Feed] = {}
-        self._asked: dict[int, Feed] = {}
-        self._replies: dict[int, Callable[[Frame], None]] = {}
-        self._output: list[bytes] = []
-        self._next_opaque = 1
+        wished = [b"enable_expiry_opcode", VERSION_LOG]
+        if history:
+            wished.append(CHANGE_STREAMS)
+        flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
+        setup = Setup(name, flags, buffer_bytes, wished=tuple(wished))
+        self._connection: StreamConnection[Feed] = StreamConnection(setup, self, node)
         self._buffer = FrameBuffer()
-        self._unacked_bytes = 0
-        self._now_ns = 0
         self._pieces: list[Piece] = []
         self._awaiting: list[Feed] | None = None
         """Feeds that wait for the answer to GET_ALL_VB_SEQNOS; None: none was sent."""
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the server sends every version."""
+        return self._connection.has(CHANGE_STREAMS)
 
     # -- what the shell calls ------------------------------------------------------------------
 
     def begin(self) -> bytes:
         """Return the first bytes: DCP_OPEN, DCP_CONTROLs, and the question how far to go."""
-        flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
-        self._send(lambda opaque: pack_open(self._name, flags, opaque), self._checked("DCP_OPEN"))
-        for key, value in (
-            (b"enable_noop", b"true"),
-            (b"connection_buffer_size", str(self._buffer_bytes).encode()),
-        ):
-            operation = f"DCP_CONTROL {key.decode()}"
-            self._control(key, value, self._checked(operation))
-        for key, value in (
-            (b"set_noop_interval", str(NOOP_INTERVAL_S).encode()),
-            (b"enable_expiry_opcode", b"true"),
-            (_VERSION_LOG, b"true"),
-            *([(_HISTORY, b"true")] if self._wants_history else []),
-        ):
-            self._control(key, value, self._on_wish(key))
+        self._connection.begin()
         self._ask_seqnos()
         return self.take_output()
 
     def add(self, feed: Feed) -> None:
         """Stream a partition; before `begin`, or followed by `ask`."""
-        feed.state, feed.target = FeedState.IDLE, None
+        feed.state, feed.target, feed.opaque = FeedState.IDLE, None, 0
         self.feeds[feed.vb_id] = feed
 
     def ask(self) -> None:
@@ -153,28 +122,22 @@ class Intake:
 
         Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
         """
-        self._now_ns = now_ns
+        self._connection.requests.now_ns = now_ns
         buffer = self._buffer.take(data)
-        if buffer is None:
-            return
-        self._decode(buffer)
-        if self._unacked_bytes * 2 >= self._buffer_bytes:
-            self._output.append(pack_buffer_ack(self._unacked_bytes))
-            self._unacked_bytes = 0
+        if buffer is not None:
+            before = self.wire_bytes
+            self._decode(buffer)
+            self._connection.acknowledge(self.wire_bytes - before)
 
     def take_pieces(self) -> list[Piece]:
-        """Return the changes that came, each once; of a read that raised, those before."""
+        """Return the new changes, each once; if a read raised, those before the error."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def tick(self, now_ns: int) -> None:
         """Ask again for streams whose pause is over."""
-        self._now_ns = now_ns
-        due = [
-            feed
-            for feed in self.feeds.values()
-            if feed.state is FeedState.WAITING and feed.retry_at_ns <= now_ns
-        ]
+        self._connection.requests.now_ns = now_ns
+        due = self._connection.due(now_ns)
         for feed in due:
             feed.state = FeedState.IDLE
         if due:
@@ -182,17 +145,14 @@ class Intake:
 
     def take_output(self) -> bytes:
         """Return the bytes to send, each once."""
-        output, self._output = self._output, []
-        return b"".join(output)
+        return self._connection.requests.take_output()
 
     def abandon(self) -> list[Feed]:
-        """The connection is gone: return the feeds that another one goes on with."""
+        """The connection is gone: return the feeds that another connection continues."""
         assert not self._pieces, "a leg ends at the last change that was handed out"
         left = [feed for feed in self.feeds.values() if feed.state is not FeedState.DONE]
         for feed in left:
-            position = feed.request_position()
-            feed.close_leg()
-            feed.place(position)
+            feed.stop()
         self.feeds.clear()
         return left
 
@@ -201,18 +161,14 @@ class Intake:
     def _ask_seqnos(self) -> None:
         """Ask how far the idle partitions are; one question at a time, for all of them."""
         if self._awaiting is not None:
-            return  # its answer may be older than what made a feed idle: they are asked for next
+            return  # the pending answer may be too old; newly idle feeds are asked for next
         self._awaiting = [feed for feed in self.feeds.values() if feed.state is FeedState.IDLE]
         for feed in self._awaiting:
             feed.state = FeedState.ASKED
-        self._send(
-            lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), self._on_seqnos
-        )
+        self._connection.ask_high_seqnos(self._on_seqnos)
 
-    def _on_seqnos(self, frame: Frame) -> None:
+    def _on_seqnos(self, high: dict[int, int]) -> None:
         """The partitions' ends are known: ask for the streams up to there."""
-        self._checked("GET_ALL_VB_SEQNOS")(frame)
-        high = parse_vb_seqnos(frame.value)
         feeds, self._awaiting = self._awaiting or [], None
         for feed in feeds:
             seqno = high.get(feed.vb_id)
@@ -220,34 +176,19 @@ class Intake:
                 self._give_up(feed)
                 continue
             feed.target = seqno
-            self._request(feed)
+            position = feed.request_position()
+            self._connection.request(feed, position, max(seqno, position.seqno), {})
         if any(feed.state is FeedState.IDLE for feed in self.feeds.values()):
             self._ask_seqnos()
 
-    def _request(self, feed: Feed) -> None:
-        assert feed.target is not None
-        feed.state = FeedState.ASKED
-        position = feed.request_position()
-        request = StreamRequest(
-            0, position.seqno, max(feed.target, position.seqno), position.vb_uuid,
-            position.snap_start, position.snap_end,
-        )  # fmt: skip
-        value = b""
-        if self.has_version_lists and position.seqno:
-            log = [[str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions]
-            value = json.dumps({"version_log": log}, separators=(",", ":")).encode()
-        opaque = self._take_opaque()
-        self._asked[opaque] = feed
-        self._output.append(pack_stream_request(feed.vb_id, request, opaque, value))
-
     def _again(self, feed: Feed) -> None:
-        """Ask at once, for the end that holds now: the one before may be gone."""
+        """Ask at once, for the present end: the old one may be gone."""
         feed.state = FeedState.IDLE
         self._ask_seqnos()
 
     def _later(self, feed: Feed) -> None:
         feed.state = FeedState.WAITING
-        feed.retry_at_ns = self._now_ns + RETRY_NS
+        self._connection.later(feed, RETRY_NS, RETRY_NS)
 
     def _give_up(self, feed: Feed) -> None:
         """The node does not have the partition."""
@@ -255,61 +196,69 @@ class Intake:
         del self.feeds[feed.vb_id]
         self.gone.append(feed)
 
-    def _done(self, feed: Feed) -> None:
-        feed.state = FeedState.DONE
-        self.finished.append(feed)
+    # -- what becomes of streams -----------------------------------------------------------------
 
-    def _on_stream_reply(self, feed: Feed, frame: Frame) -> None:
-        status = frame.status
-        if status == Status.OK:
-            feed.open(tuple(parse_failover_log(frame.value)))
-            self._open[frame.opaque] = feed
-        elif status == Status.ROLLBACK and len(frame.value) >= 8:
-            if not feed.seqno:
-                raise BackupError("the server rolls back from seqno 0", vb_id=feed.vb_id)
-            server_seqno: int = U64.unpack_from(frame.value)[0]
-            feed.roll_back(server_seqno, is_exact=self.has_version_lists)
-            self._again(feed)
-        elif status == Status.NOT_MY_VBUCKET:
-            self._give_up(feed)
-        elif status in _RETRY:
-            self._later(feed)
-        else:
-            raise error_from_status(
-                status, f"stream request from seqno {feed.seqno}", body=frame.value,
-                vb_id=feed.vb_id, node=self.node,
-            )  # fmt: skip
+    def on_outcome(self, feed: Feed, outcome: StreamOutcome) -> None:
+        """Take the answer to a stream request, or the end of a stream."""
+        match outcome:
+            case Opened():
+                feed.open(outcome.versions)
+            case RollbackAsked():
+                feed.roll_back(outcome, is_exact=self._connection.has(VERSION_LOG))
+                self._again(feed)
+            case Moved():
+                self._give_up(feed)
+            case Postponed():
+                self._later(feed)
+            case Ended():
+                self._on_end(feed, outcome)
+            case _:
+                raise outcome.error
 
-    def _on_end(self, feed: Feed, frame: Frame) -> None:
-        reason = parse_stream_end(frame)
-        del self._open[frame.opaque]
-        if reason == EndReason.OK:
-            self._done(feed)
+    def _on_end(self, feed: Feed, ended: Ended) -> None:
+        verdict = ended.verdict
+        if verdict is Verdict.DONE:
+            feed.state = FeedState.DONE
+            self.finished.append(feed)
             return
-        position = feed.request_position()
-        feed.close_leg()
-        feed.place(position)
-        if reason == EndReason.ROLLBACK:
+        feed.stop()
+        if verdict is Verdict.BRANCHED:
             self._again(feed)
-        elif reason == EndReason.STATE_CHANGED:
+        elif verdict is Verdict.MOVED:
             self._give_up(feed)
-        elif reason == EndReason.BACKFILL_FAILED and feed.damages < DAMAGES_MAX:
+        elif verdict is Verdict.LATER:
+            self._later(feed)
+        elif verdict is Verdict.DAMAGED and feed.damages < DAMAGES_MAX:
             feed.damages += 1
             self._later(feed)
-        elif reason in {EndReason.DISCONNECTED, EndReason.TOO_SLOW}:
-            self._later(feed)
         else:
-            name = EndReason(reason).name if reason in set(EndReason) else "?"
+            name = reason_name(ended.reason).lower()
             raise BackupError(
-                f"the server ended the stream with reason {reason} ({name.lower()})",
+                f"the server ended the stream with reason {ended.reason} ({name})",
                 vb_id=feed.vb_id, node=self.node, hint="Its log says why.",
             )  # fmt: skip
+
+    def on_message(self, feed: Feed, frame: Frame) -> None:
+        """Take a message that is not kept."""
+        if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
+            feed.begin_snapshot(*parse_marker(frame))
+        elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
+            seqno = parse_advanced(frame)
+            if not feed.seqno < seqno <= feed.marker_end:
+                raise _misplaced(feed, feed.seqno, seqno)
+            feed.advance(seqno, seqno, 0)
+
+    def on_control(self, key: bytes, status: int) -> None:
+        """Do nothing: `has_history` has the answer."""
+
+    def on_config(self, config: bytes) -> None:
+        """Do nothing: when a partition moves its stream ends, and the run looks for it."""
 
     # -- decoding ------------------------------------------------------------------------------
 
     def _decode(self, buffer: bytes) -> None:
         """Take all complete frames of `buffer`."""
-        unpack, stored, streams = _HEAD.unpack_from, STORED, self._open
+        unpack, stored, streams = _HEAD.unpack_from, STORED, self._connection.open
         at, end, head_bytes = 0, len(buffer), _HEAD.size
         begin = first = last = count = limit = 0
         opaque_now, feed = -1, None
@@ -339,7 +288,7 @@ class Intake:
                 break
             feed = streams.get(opaque)
             if feed is None:  # of a stream that ended
-                self._count(stop - at)
+                self.wire_bytes += stop - at
                 at = stop
                 continue
             opaque_now, begin, first, last, limit = opaque, at, seqno, feed.seqno, feed.marker_end
@@ -353,88 +302,24 @@ class Intake:
         self._buffer.keep(buffer, at)
 
     def _take_run(self, feed: Feed, data: bytes, first: int, last: int, count: int) -> None:
-        self._count(len(data))
+        self.wire_bytes += len(data)
         if last - feed.seqno == count:
             feed.advance(first, last, count)
         else:
             _advance_over_gap(feed, data, last, count)
         self._pieces.append(Piece(feed.vb_id, feed.number, first, last, count, data, feed.legs()))
 
-    def _count(self, wire_bytes: int) -> None:
-        self.wire_bytes += wire_bytes
-        self._unacked_bytes += wire_bytes
-
     def _take_frame(self, buffer: bytes, at: int, end: int) -> int:
         """Take a frame that is not kept; return where it stops, 0 if it is not complete."""
-        found = frame_at(buffer, at, end)
-        if found is None:
-            return 0
-        frame, stop = found
-        if frame.magic == Magic.RESPONSE:
-            self._on_reply(frame)
-        elif frame.opcode == Opcode.DCP_NOOP:
-            self._output.append(pack_response(Opcode.DCP_NOOP, opaque=frame.opaque))
-        else:
-            self._count(stop - at)
-            feed = self._open.get(frame.opaque)
-            if feed is not None:
-                self._on_message(feed, frame)
+        stop, wire_bytes = self._connection.take_frame(buffer, at, end)
+        self.wire_bytes += wire_bytes
         return stop
-
-    def _on_message(self, feed: Feed, frame: Frame) -> None:
-        if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
-            feed.begin_snapshot(*parse_marker(frame))
-        elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
-            seqno = parse_advanced(frame)
-            if not feed.seqno < seqno <= feed.marker_end:
-                raise _misplaced(feed, feed.seqno, seqno)
-            feed.advance(seqno, seqno, 0)
-        elif frame.opcode == Opcode.DCP_STREAM_END:
-            self._on_end(feed, frame)
-
-    def _on_reply(self, frame: Frame) -> None:
-        feed = self._asked.pop(frame.opaque, None)
-        if feed is not None:
-            self._on_stream_reply(feed, frame)
-            return
-        handler = self._replies.pop(frame.opaque, None)
-        if handler is not None:
-            handler(frame)
-
-    def _on_wish(self, key: bytes) -> Callable[[Frame], None]:
-        def on_reply(frame: Frame) -> None:
-            if key == _VERSION_LOG:
-                self.has_version_lists = not frame.status
-            elif key == _HISTORY:
-                self.has_history = not frame.status
-
-        return on_reply
-
-    def _checked(self, operation: str) -> Callable[[Frame], None]:
-        def on_reply(frame: Frame) -> None:
-            if frame.status:
-                raise error_from_status(frame.status, operation, body=frame.value, node=self.node)
-
-        return on_reply
-
-    def _control(self, key: bytes, value: bytes, on_reply: Callable[[Frame], None]) -> None:
-        self._send(lambda opaque: pack_control(key, value, opaque), on_reply)
-
-    def _send(self, pack: Callable[[int], bytes], on_reply: Callable[[Frame], None]) -> None:
-        opaque = self._take_opaque()
-        self._replies[opaque] = on_reply
-        self._output.append(pack(opaque))
-
-    def _take_opaque(self) -> int:
-        opaque: int = self._next_opaque
-        self._next_opaque = opaque % 0xFFFF_FFFF + 1
-        return opaque
 
 
 def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
-    """Let a feed go on over frames that leave seqnos out: up to the first gap, then the rest."""
+    """Advance a feed over frames with a gap in the seqnos: up to the first gap, then the rest."""
     dense, at, seqno = 0, 0, feed.seqno
-    while True:  # up to the gap, which is there
+    while True:  # there is a gap, so this ends
         _, body, _, next_seqno = _HEAD.unpack_from(data, at)
         if next_seqno != seqno + 1:
             break

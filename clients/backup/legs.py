@@ -1,9 +1,9 @@
 """What an archive holds of one partition: legs, and what follows from them. Pure.
 
 A *leg* is what one accepted stream request brought: the changes in (from_seqno, to_seqno] of the
-history that its versions name. Legs follow each other; one that begins below the end of those
-before it says that history branched there: what they hold above it is out of the partition's
-history from then on, though still in the archive.
+history that its versions name. Legs follow each other. If a leg begins below the end of the legs
+before it, history branched there: what they hold above that seqno no longer belongs to the
+partition's history, although it is still in the archive.
 
     leg 0   0 ------------------- 100
     leg 1                 80 ------- 120      branched at 80: 81..100 of leg 0 are undone
@@ -11,12 +11,12 @@ history from then on, though still in the archive.
 
 Invariants
 - from_seqno <= the end of what is visible before; the first leg begins at 0;
-- `ranges` are rising and apart, in [from_seqno, to_seqno]: at each seqno in them the archive holds
-  the partition's whole state. A de-duplicated snapshot is whole at its end only; where every
-  version comes (history streams), every seqno is, up to the first that is left out: documents of
-  a collection that was dropped since are told no more;
-- a leg begins at a whole state, or goes on at the end of the one before it, in the middle of a
-  snapshot (snap_start < to_seqno < snap_end) that its connection broke in.
+- `ranges` are rising, separate ranges in [from_seqno, to_seqno]: at each seqno in them the archive
+  holds the whole state of the partition. A de-duplicated snapshot is whole only at its end. In a
+  history stream, where every version comes, every seqno is whole up to the first gap: documents of
+  a dropped collection are no longer streamed;
+- a leg begins at a whole state, or continues at the end of the leg before it, if the connection
+  broke in the middle of a snapshot (snap_start < to_seqno < snap_end).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Leg(NamedTuple):
 
     @classmethod
     def of(cls, document: Any) -> Leg:
-        """Return the leg of a document. Raises ValueError where it is none."""
+        """Return the leg of a document. Raises ValueError if the document is no leg."""
         try:
             number, from_seqno, to_seqno, snap_start, snap_end, versions, ranges = document
             leg = cls(

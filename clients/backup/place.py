@@ -1,12 +1,11 @@
 """The folder of an archive: files behind any fsspec URL, each written as a whole.
 
-Who calls it: `clients.backup.archive` and its lock, and exports for where they go to; nothing else
-knows of fsspec.
+Who calls it: `clients.backup.archive`, its lock, and exports. Nothing else uses fsspec.
 
 Invariants
-- local files are synced, then renamed; object stores show a file when it is whole; what another
-  file system shows half-written has no sound trailer and counts as not there;
-- a write that fails leaves nothing behind that takes room.
+- local files are synced, then renamed. Object stores show a file when it is whole. A file that
+  another file system shows half-written has no sound trailer and counts as missing;
+- a failed write leaves no file behind.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Place:
         return data
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file as a whole, durably where that is ours to see to. Raises ArchiveError."""
+        """Write a file as a whole, and durably if it is local. Raises ArchiveError."""
         try:
             if self.is_local:
                 _write_local(Path(self._root, path), data)
@@ -168,7 +167,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def io_error(url: str, what: str, error: OSError) -> BackupError:
-    """Return what a failed operation on files is told as."""
+    """Return the error for a failed operation on files."""
     hint = _HINTS.get(error.errno or 0)
     return ArchiveError(f"{what}: {error.strerror or error}", node=url, hint=hint)
 

@@ -7,8 +7,8 @@ A run shows the server's history as it was when the run ended. So
                     time is its CAS
     seqnos          of the newest run (or of --run N): up to there, in each partition that is named
 
-Where the archive does not hold the whole state at the very place (inside a de-duplicated
-snapshot), it is the newest whole state before it.
+If the archive does not hold the whole state at a point (inside a de-duplicated snapshot), the
+newest whole state before it counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECONDS: Final = re.compile(r"[0-9]{1,11}(\.[0-9]{1,9})?")
 
 
 class Point(NamedTuple):
-    """A place in the history; the newest run's end where nothing is said."""
+    """A point in the history; by default the end of the newest run."""
 
     run: int | None = None
     time_ns: int | None = None

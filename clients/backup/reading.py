@@ -1,12 +1,11 @@
 """A partition as of a point: the newest version of each key, read in two passes.
 
-The first pass finds which seqno is the newest of each key, the second one gives those frames, in
-seqno order. So what is in memory are one partition's keys and the chunks in use, never the values
-of a partition, and never the keys of two.
+The first pass finds the newest seqno of each key, the second one returns those frames in seqno
+order. So memory holds the keys of one partition and the chunks in use, never a partition's values.
 
-Damage: what cannot be read is named (`Damage`). A partition with damage is given as of its newest
-whole state before it, mostly an older one; with `salvage` it is all that can be read, and keys may
-come back in versions that were replaced or deleted.
+Damage is named (`Damage`). A partition with damage is read as of its newest whole state before the
+damage. With `salvage` everything that can be read is returned, and keys may come back in versions
+that were replaced or deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from clients.backup.segment import DamagedError, Footer, parse_chunk
 from clients.backup.strip import Stretch, Strip
 
 CACHE_BYTES: Final = 32 * 1024 * 1024
-"""Chunks that are kept: those of a partition are read twice, shared ones by many partitions."""
+"""Cached chunks: each is read twice, shared ones by many partitions."""
 
 STRIP_FRAMES_MAX: Final = 100_000
 """Frames whose places are kept from the first pass for the second, some 80 bytes each."""
@@ -38,7 +37,7 @@ Frame = tuple[bytes, int, int]
 
 
 class Damage(NamedTuple):
-    """What cannot be read: where it is, and what it held of a partition."""
+    """A part that cannot be read: where it is, and what it held of a partition."""
 
     path: str
     what: str
@@ -92,7 +91,7 @@ class Findings:
             self.earlier[view.vb_id] = (view.wanted_seqno, view.seqno)
 
     def check(self, url: str) -> None:
-        """Raise PointError where there was no state at all, and something was to be."""
+        """Raise PointError if no partition has a state at the point."""
         if self.earlier and not (self._has_state or self.damages):
             raise PointError(
                 f"of no partition does the archive hold a whole state at or before that point,"
@@ -108,7 +107,7 @@ class _Newest(NamedTuple):
     seqnos: dict[bytes, int]
     """Key -> seqno of its newest version."""
     is_all: bool
-    """No key was there twice, and no event took any away: these are all changes there are."""
+    """No key came twice and no event removed any, so these are all the changes."""
     stop_seqno: int
     """The first seqno that does not count; `_NO_STOP` if all do."""
     is_late: bool
@@ -127,7 +126,7 @@ class PointReader:
         self._salvage = salvage
         self._segments = {record.run: record.segments for record in runs}
         self._footers: dict[str, Footer | str] = {}
-        """By path; in words what is wrong with it where it cannot be read."""
+        """By path: the footer, or why it cannot be read."""
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._chunk_bytes = 0
         self._damaged_chunks: dict[tuple[str, int], str] = {}
@@ -269,7 +268,7 @@ class PointReader:
         return footer
 
     def _chunk(self, part: Part) -> bytes | None:
-        """Return a chunk's bytes, None where it is damaged."""
+        """Return a chunk's bytes, None if it is damaged."""
         offset, size_bytes = part.chunk
         place = (part.path, offset)
         data = self._chunks.get(place)

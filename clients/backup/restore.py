@@ -4,12 +4,12 @@
 
 Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes. A
 CAS that is too far ahead of the server's clock is replaced by one of its own, and counted.
-The server decides conflicts: a document or deletion that it has wins by a higher revision, or the
-same and a CAS that is not lower (`force`: the archive's wins always). What the archive does not
-know stays. So a restore can simply be run again.
+The server resolves conflicts: its own document or deletion wins if its revision is higher, or equal
+with a CAS that is not lower (with `force` the archive always wins). Documents that the archive does
+not have stay. So a restore can simply be run again.
 
-Frames go as the archive has them, a section at a time, where all of it is wanted and collections
-have the same ids; only else they are looked at one by one.
+If a whole section is wanted and collections have the same ids, its frames are sent as the archive
+has them. Otherwise they are looked at one by one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RestoreReport(NamedTuple):
     plan: RestorePlan
     written: int
     kept_newer: int
-    """Documents where the server's own version won."""
+    """Documents of which the server's own version won."""
     replaced_cas: int
     """Documents and deletions that have a CAS of the server's own: theirs was too far ahead of its
     clock."""
@@ -107,8 +107,8 @@ class _Counts:
 
 
 class Restore:
-    """One restore. `create`: makes a collection (scope.collection, max_ttl_s) that the server does
-    not have; without it a missing one is an error.
+    """One restore. `create(scope.collection, max_ttl_s)` creates a collection that the server does
+    not have; without it a missing collection is an error.
     """
 
     def __init__(

@@ -1,13 +1,12 @@
 """The connections of a restore: loads go out, refusals come back.
 
 Invariants
-- answers come in the order of loads; a load that went as single requests is done with the answer to
-  its NOOP, which says that all before it is done, durably where the server's durability says so;
-- at most UNDER_WAY_BYTES_MAX and LOADS_MAX are under way per node, or one load;
-- a server that can (X_FIT_META) gives a document a CAS of its own where the archive's is too far
-  ahead of its clock; those are counted;
-- what was refused for now is sent again; a packet that was refused as a whole goes as single
-  requests; what was refused for good is counted by its status, and the first of each kind is named.
+- answers come in the order of loads. A load in single requests is done when its NOOP is answered:
+  then everything before it is done, with the server's durability;
+- at most UNDER_WAY_BYTES_MAX and LOADS_MAX are pending per node, or one load;
+- a server with X_FIT_META replaces a CAS that is too far ahead of its clock; these are counted;
+- temporary refusals are sent again. A packet that was refused as a whole is sent as single
+  requests. Other refusals are counted by status, and the first of each kind is named.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from clients.backup.restore_load import (
 )
 from clients.backup.run import STREAM_FEATURES
 from clients.errors import (
+    TEMPORARY_STATUSES,
     ConnectionLostError,
     DcpdError,
     OperationTimeoutError,
@@ -59,13 +59,12 @@ LOADS_MAX: Final = 1024
 """The same as a number: loads of partitions that hold little."""
 RETRY_PAUSE_S: Final = 0.2
 RETRIES_MAX: Final = 50
-"""How often items are sent again that the server could not take for now: 10 s."""
+"""How often temporarily refused items are sent again: for 10 s."""
 ANSWER_TIMEOUT_S: Final = 60.0
-"""How long a node may neither answer anything nor take bytes: far longer than a slow disk makes it
-wait."""
+"""How long a node may neither answer nor take bytes: far longer than a slow disk needs."""
 NOOP_OPAQUE: Final = 0xFFFF_FFFF
 
-_RETRIED: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM, Status.NOT_MY_VBUCKET})
+_RETRIED: Final = TEMPORARY_STATUSES | {Status.NOT_MY_VBUCKET}
 _FATAL: Final = frozenset({Status.EACCESS, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 _NEVER_WHOLE: Final = _FATAL
 """Statuses that the next packet of many frames would get too."""
@@ -98,9 +97,9 @@ class RestoreWriter:
         self._topology = topology
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._again: list[Load] = []
-        """What the server could not take for now."""
+        """Items that were refused temporarily."""
         self._singly: list[Load] = []
-        """What it did not take as one packet."""
+        """Loads that were refused as one packet."""
         self._failure: DcpdError | None = None
 
     async def send(self, load: Load, *, may_be_whole: bool = True) -> None:
@@ -114,7 +113,7 @@ class RestoreWriter:
         await asyncio.sleep(0)  # for the transport: what follows may take the processor for long
 
     async def finish(self) -> None:
-        """Wait until all is answered; send again what was refused for now."""
+        """Wait until everything is answered; send temporarily refused items again."""
         for _ in range(RETRIES_MAX):
             await self._settle()
             while self._singly:

@@ -1,8 +1,8 @@
-"""What a restore sends: stored frames of one partition, as a load, and as requests. Pure.
+"""Packs stored frames of one partition into loads and requests of a restore. Pure.
 
-A load goes in one packet (X_PUT_FRAMES, an extension), or, to servers without it and where the
-packet was refused, as one SETQ_WITH_META or DELQ_WITH_META for each frame. With the option FIT_META
-a request of its own is not quiet: its answer tells the CAS that the document has.
+A load is sent in one packet (X_PUT_FRAMES, an extension). If the server does not know it, or
+refused the packet, each frame is sent as SETQ_WITH_META or DELQ_WITH_META. With the option FIT_META
+these are not quiet, because the answer carries the document's CAS.
 """
 
 from __future__ import annotations

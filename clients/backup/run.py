@@ -1,17 +1,17 @@
-"""A backup run, over asyncio: links to all nodes, chunks to a thread, a manifest at the end.
+"""A backup run, over asyncio: streams from all nodes, writes in a thread, ends with a manifest.
 
     server -> Link -> Intake -> Chunker -> queue -> thread: zstd, segment, write, read back
 
 Who calls it: `dcpctl backup run`, tests, the benchmark.
 
 Invariants
-- a segment that is written is complete in itself: a run that is killed goes on after the last
-  change of its last segment, at most an open segment is streamed again;
-- the manifest is written when every partition has reached the seqno that it had when the run
-  asked, and every segment was read back and found to be what was written;
+- a written segment is complete in itself. A killed run continues after the last change of its last
+  segment, so at most one open segment is streamed again;
+- the manifest is written when every partition has reached the high seqno that it had when the run
+  asked, and every segment was read back and found correct;
 - memory is bounded: chunks that wait for the thread (QUEUE_CHUNKS), an open segment
-  (segment_writer.SEGMENT_BYTES), partitions under way (chunk.GATHERED_BYTES_MAX). Reading stops
-  meanwhile, and the window of flow control then stops the server.
+  (segment_writer.SEGMENT_BYTES), gathered frames (chunk.GATHERED_BYTES_MAX). At the bound reading
+  stops, and flow control then stops the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from clients.backup.archive import Archive
 from clients.backup.archive_errors import ArchiveError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, RawChunk
-from clients.backup.dialing import TRANSIENT, Dialing, Home, NodePlace
+from clients.backup.dialing import Dialing, Home, NodePlace
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
@@ -38,6 +38,7 @@ from clients.backup.segment import Footer
 from clients.backup.segment_writer import SegmentWriter
 from clients.backup.zstd import LEVEL
 from clients.errors import (
+    TRANSIENT,
     DcpdError,
     OperationTimeoutError,
     StreamViolationError,
@@ -56,7 +57,7 @@ QUEUE_CHUNKS: Final = 64
 GIVE_UP_AFTER_S: Final = 60.0
 """How long a run tries to reach nodes and to place partitions without any progress."""
 ANSWER_TIMEOUT_S: Final = 10.0
-"""How long a server may take to tell its collections: it has them in memory."""
+"""How long a server may take to list its collections; it has them in memory."""
 TICK_S: Final = 0.1
 KEEP_S: Final = 5.0
 """How often a run checks whether the archive's lock needs renewal."""
@@ -102,7 +103,7 @@ class _Session:
         self.link.hand_over(self._on_bytes, self._on_lost)
 
     def flush(self) -> None:
-        """Send what the intake has to say."""
+        """Send the intake's output."""
         output = self.intake.take_output()
         if output:
             self.link.write(output)
@@ -186,7 +187,7 @@ class Backup:
     async def run(self) -> RunReport:
         """Back up; return when the manifest is written. Raises DcpdErrors.
 
-        What was streamed is kept when it fails: the next run goes on there.
+        If it fails, what was streamed is kept, and the next run continues there.
         """
         began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -218,7 +219,7 @@ class Backup:
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
-                # What waits after a failure has nothing to say that is not said.
+                # After a failure, the outcome of waiting chunks adds nothing.
                 await asyncio.gather(*self._queue, return_exceptions=True)
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
@@ -281,7 +282,7 @@ class Backup:
                 if dialing.is_idle:
                     dialing.reset()
             elif self._queue:
-                progress_at_s = now_s  # it is the archive that is slow, not the server
+                progress_at_s = now_s  # the archive is slow, not the server
             elif now_s - progress_at_s > self._give_up_after_s:
                 raise dialing.failure or OperationTimeoutError(
                     f"no change came for {self._give_up_after_s:g} s, and"
@@ -310,7 +311,7 @@ class Backup:
         return self._changes + self._done
 
     def _collect_lost(self, dialing: Dialing) -> None:
-        """Take the partitions of connections that are gone; raise what is not worth a retry."""
+        """Take the partitions of lost connections; raise errors that a retry does not cure."""
         for place, session in list(self._sessions.items()):
             if session.failure is None:
                 continue
@@ -361,7 +362,7 @@ class Backup:
         self._queue.append(self._loop.run_in_executor(self._executor, self._writer.add, chunk))
 
     def _check_queue(self) -> None:
-        """Forget what is written, raise what failed, read on when there is room."""
+        """Drop written chunks, raise errors of the thread, continue reading if there is room."""
         while self._queue and self._queue[0].done():
             self._queue.pop(0).result()
         if self._is_paused and len(self._queue) <= QUEUE_CHUNKS // 2:
@@ -423,7 +424,7 @@ class Backup:
 async def collections_of(link: Link) -> dict[int, tuple[str, int]]:
     """Return a server's collections: id -> (scope.collection, maximum time to live in s).
 
-    Raises OperationTimeoutError, StatusErrors, ArchiveError for what cannot be read.
+    Raises OperationTimeoutError, StatusErrors, and ArchiveError for an answer that cannot be read.
     """
     if not link.has_collections:
         return {0: ("_default._default", 0)}

@@ -1,4 +1,4 @@
-"""A segment: a file of chunks, with a table of what is where. Pure.
+"""A segment: a file of chunks with an index. Pure.
 
     segment   magic (8), chunk ..., footer, trailer
     chunk     u32 stored bytes, u32 raw bytes, u32 CRC-32C of the stored bytes; a zstd frame
@@ -9,8 +9,8 @@
 Sections are records of fixed size (`SECTION`), sorted by partition, so that those of one partition
 are found without unpacking the others: an archive of a thousand runs has a million of them.
 
-A segment without a sound trailer is one that was never finished. The last byte of both magics is
-the format version. Big-endian.
+A segment without a sound trailer was never finished. The last byte of both magics is the format
+version. All numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ and values have 20 MiB."""
 
 
 class DamagedError(Exception):
-    """Bytes are not what they should be; the text says why."""
+    """Bytes are damaged; the text says how."""
 
 
 class Footer(NamedTuple):
-    """What a segment says of itself."""
+    """The index of a segment."""
 
     run: int
     number: int

@@ -1,6 +1,6 @@
-"""Chunks in, segments written and read back: the part of a run that a thread does.
+"""Compresses chunks, and writes and reads back segments: the part of a run that a thread does.
 
-A segment that is written is complete in itself: what a killed run has of it is kept.
+A written segment is complete in itself, and survives if the run is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clients.backup.segment import Footer, SegmentBuilder
 from clients.backup.zstd import LEVEL
 
 SEGMENT_BYTES: Final = 16 * 1024 * 1024
-"""A segment is written when it has so many: what a killed run repeats, and what memory it takes."""
+"""Size of a segment: a killed run repeats at most so much, and this much memory is needed."""
 
 
 class SegmentWriter:
@@ -43,7 +43,7 @@ class SegmentWriter:
         self._level = level
         self._is_base = False
         self._has_failed = False
-        """A segment could not be written: whoever asked was told, and nothing more is."""
+        """A segment could not be written. The caller got the error; nothing more is written."""
         self._builder = self._new()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What of an archive is wanted: keys by prefix, collections by name, and where they go. Pure.
+"""Selects documents of an archive by key prefix and collection, and maps collections. Pure.
 
 Names are "scope.collection". Collections of the archive are known by the ids that keys carry; the
 names are those of the newest run in which an id was there.

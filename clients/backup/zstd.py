@@ -35,10 +35,10 @@ def decompress(data: bytes, size_bytes: int) -> bytes:
     zstd = _module()
     try:
         if zstd.get_frame_info(data).decompressed_size != size_bytes:
-            raise ValueError("another size than the one that is written beside it")
+            raise ValueError("its size is not the one that is written beside it")
         content: bytes = zstd.decompress(data)
     except zstd.ZstdError as error:
         raise ValueError(f"not zstd: {error}") from error
     if len(content) != size_bytes:
-        raise ValueError("another size than the one that is written beside it")
+        raise ValueError("its size is not the one that is written beside it")
     return content

@@ -9,8 +9,8 @@
 Version 1 had no collections, version 2 no filter; both are read.
 
 A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so a crash leaves the
-old or the new one. What cannot be read is a CheckpointError that says what to do, never a silent
-start from the beginning.
+old one or the new one. A file that cannot be read raises a CheckpointError that says what to do; a
+consumer never starts from the beginning silently.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ Checkpoint = dict[int, Position]
 
 
 class CheckpointStore(Protocol):
-    """Keeps one consumer's checkpoint. Called in a thread, never twice at once.
+    """Keeps the checkpoint of a consumer. It is called in a thread, one call at a time.
 
-    A store may have more: `save_changes(changed)`, which is then called instead of `save` with the
-    positions that are not saved yet; `is_whole` = True, where the store is one consumer's alone and
-    `save` replaces all that it has: then positions of partitions that are not followed now are
-    handed over with the others; `close()`, called when the consumer closes; `hidden_keys`,
-    beginnings of keys of the default collection that the consumer is not told of and that cause no
-    saving, where the store keeps its positions in the server that is followed.
+    A store may have more:
+    - `save_changes(changed)` is called instead of `save`, with the positions that changed;
+    - `is_whole = True` says that the store belongs to one consumer and `save` replaces everything.
+      Then `save` also gets the positions of partitions that are not followed now;
+    - `close()` is called when the consumer closes;
+    - `hidden_keys` are key prefixes of the default collection. The consumer neither hands out such
+      documents nor saves because of them. This is for stores in the followed server itself.
 
-    A consumer of a part of the partitions (`group`, `vbuckets`) takes only a store with one of the
+    A consumer of some of the partitions (`group`, `vbuckets`) takes only a store with one of the
     first two.
     """
 
@@ -63,7 +64,7 @@ class CheckpointStore(Protocol):
 
 
 class AsyncCheckpointStore(Protocol):
-    """The same for stores that wait on the network."""
+    """The same with async methods, for stores on the network."""
 
     async def load(self) -> Checkpoint:
         """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
@@ -136,14 +137,15 @@ class CheckpointFile:
 
 
 def encode_position(position: Position) -> bytes:
-    """Return one partition's position for a store of the user's own, a few hundred bytes at most
-    where history seldom branches.
+    """Return a position as bytes, for a store of your own.
+
+    It has a few hundred bytes, unless history branches often.
     """
     return cbor2.dumps(list(position))
 
 
 def decode_position(raw: bytes) -> Position:
-    """Return what `encode_position` made. Raises ValueError that says what is wrong."""
+    """Return the position in the bytes of `encode_position`. Raises ValueError with the reason."""
     return _position(0, _cbor(raw, "the position"))
 
 
@@ -185,7 +187,7 @@ def _cbor(raw: bytes, what: str) -> Any:
 
 
 def _position(vb_id: object, entry: Any) -> Position:
-    """Return one position with its invariants checked."""
+    """Return a position after checking its invariants."""
     where = f"partition {vb_id!r}: "
     if not isinstance(vb_id, int) or not 0 <= vb_id < 65536:
         raise ValueError(f"{where}not a partition")
@@ -236,7 +238,7 @@ def _collections(where: str, ids: Any) -> tuple[int, ...] | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in the folder durable."""
+    """Sync the folder, so that a rename in it is durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

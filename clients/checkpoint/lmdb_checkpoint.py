@@ -18,7 +18,7 @@ from clients.position import Position
 
 FORMAT: Final = "dcpd-checkpoints"
 NAME_BYTES_MAX: Final = 200
-"""LMDB's keys have 511 bytes at most; as in the server's own store of checkpoints."""
+"""The same limit as for checkpoints in the server; LMDB takes keys of up to 511 bytes."""
 
 
 class LmdbCheckpoint:

@@ -1,12 +1,11 @@
 """A checkpoint in the server itself: a document per partition, `_dcpd:checkpoint:NAME:VB`.
 
-Nothing else is needed to start a consumer anywhere, and members of a group can share it. The
-documents are ordinary ones of the default collection, so they are streamed like any other. A
-consumer with this store is not told of them (`hidden_keys`), and what is not told moves no
-checkpoint: saving causes changes, but those cause no saving.
+A consumer can start anywhere with it, and the members of a group can share it. The documents are
+ordinary documents of the default collection, so they are streamed like any other. A consumer with
+this store does not hand them out (`hidden_keys`), and they do not cause another save.
 
-A document is as durable as the server's answers are. Where history branches, an older position may
-come back: the consumer then starts from there, so delivery stays at least once.
+A document is as durable as the server's answers. If history branches, an older position may come
+back. The consumer then starts from there, so delivery is still at least once.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ NAME_BYTES_MAX: Final = 200
 
 
 class ServerCheckpoint:
-    """See the module. Opened when it is first used, closed with its consumer."""
+    """See the module. It opens on first use and closes with its consumer."""
 
     hidden_keys: Final = (KEY_PREFIX.encode(),)
-    """Keys that its consumer is not told of: those of others too, or two would keep each other
-    saving."""
+    """Key prefixes that the consumer does not hand out. They cover the checkpoints of others too,
+    otherwise two consumers would keep each other saving."""
 
     def __init__(self, server: str | ServerAddress, name: str) -> None:
         if not 0 < len(name.encode()) <= NAME_BYTES_MAX:
@@ -60,7 +59,7 @@ class ServerCheckpoint:
         return checkpoint
 
     async def save(self, checkpoint: Mapping[int, Position]) -> None:
-        """Write the positions; those of partitions that are not named stay."""
+        """Write the given positions; other partitions keep theirs."""
         await self.save_changes(checkpoint)
 
     async def save_changes(self, changed: Mapping[int, Position]) -> None:

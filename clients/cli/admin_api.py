@@ -1,4 +1,4 @@
-"""The server's admin HTTP API, for commands that the key-value protocol has no words for.
+"""The server's admin HTTP API, for commands that the key-value protocol does not have.
 
 The port comes from the cluster configuration, over the key-value connection; credentials are the
 same.
@@ -91,7 +91,7 @@ class AdminClient:
 
     @contextmanager
     def _connection(self) -> Iterator[HTTPConnection]:
-        """Connect, and say in our words what goes wrong meanwhile."""
+        """Connect, and turn errors into ConnectError and AdminError."""
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
         where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
@@ -106,7 +106,7 @@ class AdminClient:
         try:
             yield connection
         except BrokenPipeError:
-            raise  # of our own output: whoever reads it has seen enough
+            raise  # our own output was closed, by `head` for example
         except TimeoutError:
             raise OperationTimeoutError(
                 f"the admin port gave no answer within {timeout_s:g} s", node=self._place

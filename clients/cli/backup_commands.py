@@ -11,7 +11,7 @@ JSON (`-o json`), one object per command or line, `"v": 1`:
     restore  result (restored, partial, planned) and counts; damages, earlier, refused
     merge, prune, export: what was done
 
-Times are UTC. Progress goes to stderr where that is a terminal.
+Times are UTC. Progress goes to stderr if it is a terminal.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What a consumer hands out: the batch in hand, cut into pieces, and the positions after them.
+"""Hands batches out to the user of a consumer, in pieces, with the positions after them.
 
-    sessions -> queue -> batch in hand -> pieces -> the user
+    sessions -> queue -> current batch -> pieces -> the user
 
 Who calls it: `clients.consumer` for its user, `clients.consumer.supervisor` for the sessions.
 
 Invariants
-- events are handed out in the order in which they came, each once, whoever iterates: who leaves an
-  iteration in the middle of a batch gets the rest of it from the next one;
-- piece_start <= count <= len(batch): up to `_piece_start` the user came back for more, up to
-  `_count` events were handed out; no position that is told runs ahead of the latter;
-- a batch goes back to its session, and with it to flow control, when the user asks for the next;
-- only the iteration that was begun last may go on: two at once would each take the other's batch
-  for processed;
-- a rollback is settled once, also where who waited for it was cancelled before it was handed out.
+- events are handed out in the order in which they came, each once. If an iteration is left in the
+  middle of a batch, the next iteration gets the rest;
+- piece_start <= count <= len(batch): events up to `_piece_start` are processed, events up to
+  `_count` are handed out. No position is ahead of the latter;
+- a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
+- only the newest iteration may continue: two at once would each take the other's batch for
+  processed;
+- a rollback is settled once, even if the waiting caller was cancelled before it was handed out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from clients.validator import StreamValidator
 
 
 class Delivery(NamedTuple):
-    """Events, and where their partitions stand when all of them are processed.
+    """Events, and the positions of their partitions after them.
 
-    Write both in one transaction and start from what you wrote: every effect is there once.
+    Write both in one transaction and start from the written positions: every effect happens once.
     """
 
     events: list[Event]
@@ -44,7 +44,7 @@ class Delivery(NamedTuple):
 
 
 class Source(Protocol):
-    """What the reader needs of who looks after the streams."""
+    """What the reader needs of the supervisor of the streams."""
 
     asks: bool
     """Whether rollbacks are settled one by one, before they are handed out."""
@@ -54,7 +54,7 @@ class Source(Protocol):
         """Whether nothing can come any more."""
 
     async def settle(self, batch: Batch, at: int) -> None:
-        """Settle the rollback that a batch has at an index; all before it is processed."""
+        """Decide about the rollback at an index of a batch. Everything before it is processed."""
 
 
 class BatchReader:
@@ -69,14 +69,14 @@ class BatchReader:
     ) -> None:
         self.is_open = False
         self.is_paused = False
-        """The user holds everything."""
+        """The user paused everything."""
         self.failure: BaseException | None = None
-        """Raised when all that was received before it is handed out."""
+        """It is raised when everything that was received before it is handed out."""
         self.wake = asyncio.Event()
-        """Set it when something changed that `batches` waits for."""
+        """Set when something has changed that `batches` waits for."""
         self.pace = Pace(events_per_s)
         self.delivered: Checkpoint = {}
-        """Where the partitions stood when the batch in hand began."""
+        """The positions at the beginning of the current batch."""
         self._saver = saver
         self._metrics = metrics
         self._validator = validator
@@ -85,21 +85,21 @@ class BatchReader:
         self._piece_start = self._count = 0
         self._looked_at = 0
         self._settled: Rollback | None = None
-        """The one in the batch in hand that was settled last, as it is to be handed out."""
+        """The last rollback of the current batch that was settled, as it will be handed out."""
         self._is_single = False
         self._iteration: object = None
 
     # -- what comes in -------------------------------------------------------------------------
 
     def put(self, session: ConsumerSession, batch: Batch) -> None:
-        """Queue what a session received; what comes after a failure is not handed out."""
+        """Queue what a session received. Nothing is handed out after a failure."""
         if self.failure is not None:
             return
         self._queue.append((session, batch))
         self.wake.set()
 
     def forget(self, vb_ids: Iterable[int]) -> None:
-        """Take what was received of partitions out of the queue: it comes again."""
+        """Drop the queued events of partitions: they will come again."""
         gone = frozenset(vb_ids)
         for _, batch in self._queue:
             batch.events[:] = [event for event in batch.events if event.vb_id not in gone]
@@ -115,13 +115,13 @@ class BatchReader:
     # -- what goes out -------------------------------------------------------------------------
 
     async def batches(self, source: Source) -> AsyncIterator[list[Event]]:
-        """Yield events as they came, in pieces where they have to be cut.
+        """Yield events as they came, cut into pieces if necessary.
 
-        Raises RuntimeError where another iteration was begun meanwhile.
+        Raises RuntimeError if another iteration was begun meanwhile.
         """
         self._is_single = False
         iteration = self._iteration = object()
-        self.wake.set()  # another one that waits finds that it may not
+        self.wake.set()  # an older iteration that waits sees that it may not continue
         while True:
             self._check_newest(iteration)
             self._piece_start = self._count
@@ -145,7 +145,7 @@ class BatchReader:
                     self._check_newest(iteration)
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
-        """Yield the events of the piece that was handed out last, each as handed out now."""
+        """Yield the events of the last piece; each counts as handed out when it is yielded."""
         self._is_single = True
         for count, event in enumerate(piece, self._piece_start + 1):
             self._count = count
@@ -153,7 +153,7 @@ class BatchReader:
         self._is_single = False
 
     def handed_out(self, count: int) -> None:
-        """Count only the first `count` events of the piece in hand as handed out."""
+        """Count only the first `count` events of the current piece as handed out."""
         assert self._current is not None
         self._count = self._piece_start + count
 
@@ -164,15 +164,15 @@ class BatchReader:
         return self._positions_after(self._count)
 
     def processed(self) -> Checkpoint:
-        """Return the position of everything that the user came back from for more."""
+        """Return the position of all events that are processed: the user has asked for more."""
         return self._positions_after(self._count - 1 if self._is_single else self._piece_start)
 
     def after_batch(self) -> Checkpoint:
-        """Return the position after the batch in hand."""
+        """Return the position after the current batch."""
         return self._positions_after(None)
 
     def delivery(self, events: list[Event]) -> Delivery:
-        """Return the piece that was handed out last with the positions after it."""
+        """Return the last piece with the positions after it."""
         assert self._current is not None
         batch = self._current[1]
         if self._count == len(batch.events) and not self._piece_start:
@@ -181,7 +181,7 @@ class BatchReader:
         return Delivery(events, {vb_id: after[vb_id] for vb_id in {e.vb_id for e in events}})
 
     def _positions_after(self, count: int | None) -> Checkpoint:
-        """Return where everything stands after `count` events of the batch in hand, None: all."""
+        """Return the positions after `count` events of the current batch, None for all of it."""
         positions = dict(self.delivered)
         if self._current is not None:
             batch = self._current[1]
@@ -202,7 +202,7 @@ class BatchReader:
             )
 
     async def _settle(self, source: Source, batch: Batch, at: int) -> None:
-        """Let a rollback be decided. All before it is processed; its stream waits for that."""
+        """Have a rollback decided. Everything before it is processed, and its stream waits."""
         event = batch.events[at]
         if isinstance(event, Rollback) and event is not self._settled:
             await source.settle(batch, at)
@@ -211,7 +211,7 @@ class BatchReader:
             self._settled = settled
 
     def _piece_ends(self, events: list[Event], *, asks: bool) -> list[int]:
-        """Return where to cut a batch: for the rate, and before what has to be decided."""
+        """Return where to cut a batch: for the rate limit, and before rollbacks to decide."""
         ends = {len(events), *self.pace.cuts(len(events))}
         if asks:
             ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
@@ -220,7 +220,7 @@ class BatchReader:
     def _look_at(self, batch_events: list[Event], stop: int) -> None:
         """Check and count events that are handed out for the first time.
 
-        Raises StreamViolationError, and again where the user goes on after it.
+        Raises StreamViolationError, and again if the user continues after it.
         """
         events = batch_events[self._looked_at : stop]
         if self._validator is not None:
@@ -234,7 +234,7 @@ class BatchReader:
         )
 
     def _finish_current(self) -> None:
-        """The user asked for more, so what was handed out is processed."""
+        """The user asked for more, so everything that was handed out is processed."""
         if self._current is None:
             return
         session, batch = self._current

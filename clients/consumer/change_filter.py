@@ -1,11 +1,11 @@
-"""Leaving changes out on the client's side, so that it looks as if the server had. Pure.
+"""Leaves changes out on the client's side, with the same result as a server's filter. Pure.
 
-Three uses: prefixes of keys, where the server does not filter by them (x_key_prefix was refused);
-the checkpoints that consumers keep in the server itself; changes before the moment to start from,
-where the server could not tell its seqno.
+Three uses: key prefixes, if the server does not filter by them (it refused x_key_prefix); the
+checkpoints that consumers keep in the server itself; and changes before the start time, if the
+server could not say its seqno.
 
-Invariant: a change that is left out at a snapshot's end becomes a SeqnoAdvanced, as servers do it,
-so that a snapshot still reaches its end.
+Invariant: a change that is left out at the end of a snapshot becomes a SeqnoAdvanced, as servers do
+it, so the snapshot still reaches its end.
 """
 
 from __future__ import annotations

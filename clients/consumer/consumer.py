@@ -8,19 +8,20 @@
                 case Rollback(): ...          # undo what you hold above event.to_seqno
             await consumer.save()             # as often as you like: after what you processed
 
-What it sees to
-- one connection per node; partitions go to the node that holds them and move when they move;
-- a lost connection is made again with growing pauses and every stream resumes where it stood,
-  without gap or duplicate, in the middle of a snapshot too;
-- delivery is at least once over restarts (what came after the last saved checkpoint comes again),
-  exactly once within one `Consumer`, and effectively once for who writes `Delivery.positions` in
-  one transaction with what the events do (`deliveries`);
-- bytes are acknowledged when the next batch is asked for, so a slow user slows the server down
-  instead of filling memory;
-- nothing stops silently: what is out of the ordinary is logged (`dcpd.consumer`), counted
-  (`metrics`) and answered: docs/consumers.md has the list.
+What it does
+- It has one connection per node. Each partition is streamed from the node that holds it, and moves
+  with it.
+- A lost connection is made again, with growing pauses. Every stream resumes where it stood, without
+  gap or duplicate, even in the middle of a snapshot.
+- Delivery is at least once over restarts: what came after the last saved checkpoint comes again. It
+  is exactly once within one `Consumer`, and effectively once if you write `Delivery.positions` in
+  one transaction with the effects of the events (`deliveries`).
+- Bytes are acknowledged when the next batch is asked for. So a slow user slows the server down
+  instead of filling memory.
+- Nothing stops silently. Whatever is out of the ordinary is logged (`dcpd.consumer`), counted
+  (`metrics`) and acted upon; docs/consumers.md has the list.
 
-`checkpoint()` covers every event handed out so far, the current one included: call it when you are
+`checkpoint()` covers every event handed out so far, including the current one. Call it when you are
 done with that event.
 """
 
@@ -36,7 +37,7 @@ from typing import Any, Final, Literal
 from clients.address import ServerAddress, parse_address
 from clients.checkpoint.checkpoint import AsyncCheckpointStore, Checkpoint, CheckpointStore
 from clients.consumer.batch_reader import BatchReader, Delivery
-from clients.consumer.core import BUFFER_BYTES, NOOP_INTERVAL_S, ConsumerCore
+from clients.consumer.core import ConsumerCore
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.extensions import DEFAULT_ONLY
 from clients.consumer.group import Group
@@ -58,42 +59,43 @@ from clients.event import Event
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology
 from clients.position import Filter, Position
+from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S
 from clients.validator import StreamValidator
 
 STALL_S: Final = 60.0
-"""A stream that is behind and does not move, or a request without an answer, for so long is taken
-in hand."""
+"""A stream that is behind and does not move for so long is asked for again. A request that is not
+answered for so long ends its connection."""
 
 
 class Consumer:
-    """See the module. Raises ValueError for options that cannot be.
+    """See the module. Raises ValueError for options that contradict each other.
 
-    `vbuckets`: partitions to follow, None = all; `group`: those of a member of a static group.
-    `start`: where those begin that the checkpoint does not name: "beginning", "now", a datetime
-    (with a zone), or by partition a Position or a seqno (docs/consumers.md). `store`: loaded when
-    the consumer opens, written by `save`, and with `save_every_s` by itself, then without what the
-    user has in hand. `until_now`: end when every partition reached the high seqno that it had at
-    the start.
-    `on_rollback`: "undo" goes back to the newest complete state that was held at or below what the
-    server says, for users who can restore it; "restart" to 0, for users who then build the
-    partition anew; "fail" raises HistoryBranchedError; a function gets the Rollback when all before
-    it is processed, and returns one of these or a seqno to go back to (or a lower complete state).
-    `rollback_to` "state" and "beginning" are older names of the first two.
+    `vbuckets`: partitions to follow, None for all; `group`: those of a member of a static group.
+    `start`: where partitions begin that the checkpoint does not name: "beginning", "now", a
+    datetime with a zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded
+    when the consumer opens and written by `save`; with `save_every_s` also at that interval,
+    without the events that the user is still working on. `until_now`: end when every partition has
+    reached the high seqno that it had at the start.
+    `on_rollback`: "undo" goes back to the newest complete state at or below what the server says,
+    for users who can restore it; "restart" goes to 0, for users who build the partition anew;
+    "fail" raises HistoryBranchedError. A function gets the Rollback after everything before it is
+    processed, and returns one of these, or a seqno: the consumer goes back to the newest complete
+    state at or below it. `rollback_to` "state" and "beginning" are older names of the first two.
     `validate`: check every event (StreamViolationError).
-    `collections`: names ("scope.collection") or ids of those to follow, or one name; "all" for
-    everything; None is the default collection alone. Where it is given, system events come, and
-    events carry the id of their collection; a name is looked up once, because one that is dropped
-    and made again is another collection.
-    `key_prefixes`: only documents whose key begins with one of them. The server
-    filters where it can, else they are left out here: what comes is the same.
+    `collections`: names ("scope.collection") or ids to follow, or one name; "all" for everything;
+    None for the default collection only. If it is given, system events come, and events carry the
+    id of their collection. A name is looked up once, because a collection that is dropped and
+    created again is another one.
+    `key_prefixes`: only documents whose key begins with one of them. The server filters if it can;
+    otherwise the consumer does, with the same result.
     `history`: every version of a document, not only the newest, as far back as the server keeps
-    them. `previous_values`: events tell what they replaced. A server that knows neither sends what
-    it always does.
+    them. `previous_values`: events carry the value that they replaced. A server without these
+    extensions streams as usual.
     `events_per_s`: hand out no faster; the server is slowed down with it.
-    `name`: of the DCP connections; a second consumer of the same name ends the first one's. Members
-    of a group get their number added.
-    `give_up_after_s`: how long to try to reach the servers again, None = for ever; the first
-    connection is tried once. `stall_s`: see STALL_S.
+    `name`: of the DCP connections. A second consumer of the same name ends the first one's. Members
+    of a group get their number appended.
+    `give_up_after_s`: how long to try to reach a server again, None for ever; when the consumer
+    opens, every node is tried once. `stall_s`: see STALL_S.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Consumer:
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._was_closed = False
         self._older_than: dict[int, int] = {}
-        """By partition: a CAS below which changes are left out on this side."""
+        """By partition: changes with a CAS below it are left out."""
         self._core_options: dict[str, Any] = {
             "until_now": until_now, "history": history, "previous_values": previous_values,
             "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
@@ -189,7 +191,7 @@ class Consumer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the connections; only with `save_every_s` the checkpoint is saved by itself."""
+        """Close the connections. The checkpoint is saved only if `save_every_s` was given."""
         await self.close()
 
     async def open(self) -> None:
@@ -197,7 +199,7 @@ class Consumer:
 
         Raises CheckpointError, also for a checkpoint of another filter (collections, key_prefixes),
         ConnectError, AuthenticationError, TopologyError, ValueError, and
-        RuntimeError for one that was closed: what it received and did not hand out is in its way.
+        RuntimeError for a consumer that was closed: it may still hold events of its first life.
         """
         if self._reader.is_open:
             return
@@ -306,18 +308,18 @@ class Consumer:
         return self._reader.checkpoint()
 
     def processed(self) -> Checkpoint:
-        """Return the position of everything that the user came back from for more."""
+        """Return the position of all events that are processed: the user has asked for more."""
         return self._reader.processed()
 
     def handed_out(self, count: int) -> None:
         """Count only the first `count` events of the current batch as handed out.
 
-        For who reads `batches()` and stops in the middle of one.
+        Call this if you read `batches()` and stop in the middle of one.
         """
         self._reader.handed_out(count)
 
     def one_by_one(self, events: list[Event]) -> Iterator[Event]:
-        """Yield the events of what `batches()` yielded last, each as handed out when it is."""
+        """Yield the events of the last batch; each counts as handed out when it is yielded."""
         yield from self._reader.one_by_one(events)
 
     async def save(self) -> None:
@@ -327,10 +329,10 @@ class Consumer:
     # -- what the user steers ------------------------------------------------------------------
 
     def pause(self, vbuckets: Iterable[int] | None = None) -> None:
-        """Hand out nothing more (None), or nothing more of some partitions, after this batch.
+        """After this batch hand out nothing more (None), or nothing more of some partitions.
 
-        A paused partition costs nothing: its stream is closed. A whole pause lets the connections
-        stand; the server stops at the flow control window.
+        The stream of a paused partition is closed, so it costs nothing. If everything is paused,
+        the connections stay, and the server stops at the flow control window.
         """
         if vbuckets is None:
             self._reader.is_paused = True
@@ -350,22 +352,24 @@ class Consumer:
         return frozenset(self._supervisor.paused)
 
     async def lag(self, timeout_s: float = 5.0) -> dict[int, int]:
-        """Return by partition how many seqnos lie between what was processed and the server's end.
+        """Return by partition how many seqnos the user is behind the server.
 
-        Partitions that have no connection at the moment are not in it.
+        Partitions without a connection are left out.
         """
         await self.high_seqnos(timeout_s)
         return self._supervisor.known_lag()
 
     async def high_seqnos(self, timeout_s: float = 5.0) -> dict[int, int]:
-        """Return by partition the high seqno that its node tells now; see `lag`.
+        """Return by partition the current high seqno, asked from its node; see `lag`.
 
-        Partitions whose node does not answer in time are not in it: compare with `followed`.
+        Partitions whose node does not answer in time are left out: compare with `followed`.
         """
         return await self._supervisor.high_seqnos(timeout_s)
 
     def gauges(self) -> dict[str, int]:
-        """Return what `clients.consumer.counters.GAUGES` names, as known without asking anybody."""
+        """Return what `clients.consumer.counters.GAUGES` names, as last known, without a
+        request.
+        """
         return {
             "partitions": len(self.followed),
             "partitions_paused": len(self.paused),
@@ -390,7 +394,7 @@ class Consumer:
 
 
 def _name_of(name: str | None, group: Group | None) -> str:
-    """Return the name of the connections: two of one name would end each other."""
+    """Return the name of the connections. Two with the same name would end each other."""
     if group is not None:
         group.checked()
     if name is None:

@@ -13,14 +13,14 @@
               +-------+--------- WAITING <---------------+
 
 Invariants
-- within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not:
-  `clients.validator` checks the rest);
+- within a stream seqnos rise and lie inside the announced snapshot; otherwise StreamViolationError
+  (`clients.validator` checks the rest);
 - the failover log of an accepted request replaces ours at once;
-- only bytes of server requests other than NOOP are acknowledged, after the user processed them;
-- every message of a stream carries the opaque of its request; messages with the opaque of a stream
-  that ended are counted and dropped;
-- what was taken of a read before the error that ended it (`failure`) is handed out: positions and
-  events stay together, and who goes on elsewhere leaves nothing out.
+- only messages of streams are acknowledged, after the user processed them;
+- every message of a stream carries the opaque of its request; messages of a stream that ended are
+  counted and dropped;
+- an error (`failure`) ends a read, and what came before it is handed out. Positions and events stay
+  together, so another connection goes on without a gap.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
 """
@@ -33,16 +33,15 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from clients.consumer.change_filter import left_in
+from clients.consumer.event_batch import OpenBatch
 from clients.consumer.extensions import DEFAULT_ONLY, Extensions
 from clients.consumer.partition_stream import (
-    FINAL_STATES,
     PartitionStream,
     PartitionStreamState,
     Wanted,
     misplaced,
-    wanted_of,
 )
-from clients.consumer.stream_requests import Note, StreamRequests
+from clients.consumer.stream_requests import StreamRequests
 from clients.errors import DcpdError, StreamViolationError
 from clients.event import (
     Deletion,
@@ -51,12 +50,11 @@ from clients.event import (
     SeqnoAdvanced,
     SnapshotEnd,
     SnapshotStart,
-    StreamEnded,
     SystemEvent,
 )
-from clients.link.frame_buffer import FrameBuffer, frame_at
+from clients.link.frame_buffer import FrameBuffer
 from clients.position import Filter, Position
-from clients.streaming.pending_requests import ignored
+from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S, Setup
 from dcp.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -65,23 +63,16 @@ from dcp.wire.frame import (
 )
 from dcp.wire.message import (
     SYSTEM_EVENT_EXTRAS,
-    EndReason,
     OpenFlag,
-    pack_buffer_ack,
     parse_advanced,
     parse_deletion,
     parse_marker,
     parse_previous_value,
     parse_snapshot_end,
-    parse_stream_end,
 )
 from dcp.wire.opcode import Magic, Opcode
 from vbucket.model.manifest import decode_leb128, parse_system_event
 
-BUFFER_BYTES: Final = 20 * 1024 * 1024
-"""Default flow control window (gocbcore's)."""
-NOOP_INTERVAL_S: Final = 120
-"""How often the server shall send NOOP (java-dcp-client's)."""
 MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
 """Magic and opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS;
 by_seqno, rev_seqno, flags, expiration: one unpack for all that a mutation event needs."""
@@ -89,29 +80,22 @@ MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 MUTATION_BYTES_MIN: Final = 55
 """Header and the 31 bytes of a mutation's extras."""
 
-_FINAL: Final = EndReason.FILTER_EMPTY
-"""The one reason after which nothing can come any more: all that was asked for is dropped. After
-any other a stream is asked for again; where that is refused for good, StreamFailed says so."""
-
-
-_NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStreamState.HELD}
-
 
 class Batch(NamedTuple):
-    """What one read brought: events in order, and where the touched partitions then stand."""
+    """What one read brought: events in order, and the positions of their partitions after them."""
 
     events: list[Event]
     positions: dict[int, Position]
     wire_bytes: int
-    """What flow control counts of it; `ConsumerCore.processed` gives it back to the server."""
+    """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
     markers: dict[int, tuple[int, int]]
-    """Snapshots (start, end) that were under way when it began, for `consumer_stream.advance`."""
+    """Snapshots (start, end) that were open when it began, for `consumer_stream.advance`."""
     collections: tuple[int, ...] | None = None
     filter: Filter | None = None
     """Collections and filter of the streams that it opens, for the same function."""
 
 
-class ConsumerCore(StreamRequests):
+class ConsumerCore:
     """See the module. One per connection; partitions may be added while it runs."""
 
     def __init__(
@@ -133,7 +117,6 @@ class ConsumerCore(StreamRequests):
         asks_on_rollback: bool = False,
         node: str | None = None,
     ) -> None:
-        assert 0 < len(name) <= 200, "DCP_OPEN takes a name of 1 to 200 bytes"
         extensions = Extensions(
             has_collections=has_collections,
             collections=collections,
@@ -142,29 +125,31 @@ class ConsumerCore(StreamRequests):
             key_prefixes=key_prefixes,
             filter=filter,
         )
-        super().__init__(
-            extensions,
-            until_now=until_now,
-            rollback_to_beginning=rollback_to_beginning,
-            asks_on_rollback=asks_on_rollback,
-            node=node,
-        )
+        setup = Setup(
+            name, OpenFlag.PRODUCER, buffer_bytes, noop_interval_s,
+            wished=(b"send_stream_end_on_client_close_stream", *extensions.controls()),
+        )  # fmt: skip
+        self.node = node
+        self._batch = OpenBatch()
+        self.streams = StreamRequests(
+            setup, extensions, self._batch, self._on_message,
+            until_now=until_now, rollback_to_beginning=rollback_to_beginning,
+            asks_on_rollback=asks_on_rollback, node=node,
+        )  # fmt: skip
+        """What is asked for, and what becomes of it."""
+        self._connection = self.streams.connection
+        self._extensions = extensions
         self._hidden = hidden
-        """Beginnings of keys of the default collection that the user is not told of."""
+        """Prefixes of keys of the default collection that the user is not told of."""
         self._older_than = older_than
-        """By partition: the CAS below which changes are not told."""
-        self._name = name
+        """By partition: changes with a CAS below it are left out."""
         self._has_many = has_collections and collections != DEFAULT_ONLY
-        """Keys are of collections that only their first bytes tell."""
+        """Keys belong to several collections: their first bytes say to which."""
         self._prefix_bytes = int(has_collections and not self._has_many)
-        """What begins every key and is of no interest."""
-        self._buffer_bytes = buffer_bytes
-        self._noop_interval_s = noop_interval_s
+        """Length of the collection id that begins every key."""
         self._buffer = FrameBuffer()
-        self._unacked_bytes = 0
-        self._is_begun = False
         self.failure: ProtocolError | DcpdError | None = None
-        """The connection is over for this. Nothing may be given to `receive` any more."""
+        """Why the connection is over. Nothing may be given to `receive` any more."""
         self._previous: tuple[int, int, bytes] | None = None
         """Opaque and seqno of the change that comes next, and the value that it replaces."""
 
@@ -172,122 +157,93 @@ class ConsumerCore(StreamRequests):
 
     def begin(self, now_ns: int) -> bytes:
         """Return the first bytes: DCP_OPEN, DCP_CONTROLs and requests for all partitions added."""
-        requests = self._requests
-        requests.now_ns = now_ns
-        self._is_begun = True
-        window = str(self._buffer_bytes).encode()
-        needed = [(b"enable_noop", b"true"), (b"connection_buffer_size", window)]
-        requests.open(self._name, OpenFlag.PRODUCER, needed)
-        requests.control(b"set_noop_interval", f"{self._noop_interval_s:g}".encode(), ignored)
-        requests.control(b"send_stream_end_on_client_close_stream", b"true", ignored)
-        for key in self._extensions.controls():
-            self._send_extension(key)
-        self._ask_for(list(self._streams.values()))
+        self._connection.requests.now_ns = now_ns
+        self.streams.begin()
         return self.take_output()
 
     def add(self, vb_id: int, wanted: Wanted) -> None:
         """Stream a partition."""
-        assert vb_id not in self._streams or self._streams[vb_id].state is PartitionStreamState.GONE
-        stream = PartitionStream(vb_id, wanted.position)
-        stream.ceiling, stream.now_seqno = wanted.ceiling, wanted.now_seqno
-        self._streams[vb_id] = stream
-        if self._is_begun:
-            self._ask_for([stream])
+        self.streams.add(vb_id, wanted)
 
     def receive(self, data: bytes, now_ns: int) -> Batch:
-        """Take what a read brought in; where that is an error, all before it, and set `failure`.
+        """Take what a read brought in. After an error: everything before it, and set `failure`.
 
-        That is a RemoteProtocolError, StreamViolationError or any DcpdError.
+        The error is a RemoteProtocolError, StreamViolationError or any DcpdError.
         """
         assert self.failure is None
-        self._requests.now_ns = now_ns
-        self._events = []
+        self._connection.requests.now_ns = now_ns
+        batch = self._batch
+        batch.begin()
         buffer = self._buffer.take(data)
         if buffer is None:
-            return Batch(self._events, {}, 0, {})
-        self._touched = set()
-        self._markers = {}
+            return Batch(batch.events, {}, 0, {})
         try:
             wire_bytes = self._decode(buffer)
         except (ProtocolError, DcpdError) as error:
             self.failure, wire_bytes = error, 0  # nobody is left to acknowledge to
+        events = batch.events
         if self._has_many:
             try:
-                _split_keys(self._events)
+                _split_keys(events)
             except RemoteProtocolError as error:
                 # No position is known in the middle: nothing of the read, and nothing after it.
                 self.failure = error
                 return Batch([], {}, 0, {})
-        if self._extensions.leaves_out_here or self._hidden or self._older_than:
-            prefixes = self._extensions.key_prefixes if self._extensions.leaves_out_here else ()
-            self._events = left_in(self._events, prefixes, self._hidden, self._older_than)
-        positions = {stream.vb_id: stream.position() for stream in self._touched}
         opened = self._extensions
+        if opened.leaves_out_here or self._hidden or self._older_than:
+            prefixes = opened.key_prefixes if opened.leaves_out_here else ()
+            events = left_in(events, prefixes, self._hidden, self._older_than)
+        positions = {stream.vb_id: stream.position() for stream in batch.touched}
         return Batch(
-            self._events, positions, wire_bytes, self._markers, opened.collections, opened.filter
+            events, positions, wire_bytes, batch.markers, opened.collections, opened.filter
         )
 
     def processed(self, batch: Batch) -> None:
         """Note that the user is done with a batch; acknowledges at half the window."""
-        self._unacked_bytes += batch.wire_bytes
-        if self._buffer_bytes and self._unacked_bytes * 2 >= self._buffer_bytes:
-            self._requests.write(pack_buffer_ack(self._unacked_bytes))
-            self._unacked_bytes = 0
+        self._connection.acknowledge(batch.wire_bytes)
 
     def tick(self, now_ns: int) -> None:
         """Ask again for streams whose pause is over."""
-        self._requests.now_ns = now_ns
-        due = [stream for stream in self._waiting if stream.retry_at_ns <= now_ns]
-        self._waiting.difference_update(due)
-        self._ask_for(due)
+        self._connection.requests.now_ns = now_ns
+        self.streams.tick(now_ns)
 
     @property
     def next_tick_ns(self) -> int | None:
         """When `tick` has something to do, None when nothing waits."""
-        return min((stream.retry_at_ns for stream in self._waiting), default=None)
+        return self._connection.next_due_ns
+
+    @property
+    def oldest_request_ns(self) -> int | None:
+        """When the oldest request was sent that has no reply yet."""
+        return self._connection.requests.oldest_ns
 
     def take_output(self) -> bytes:
         """Return the bytes to send, each once."""
-        return self._requests.take_output()
+        return self._connection.requests.take_output()
 
     def positions(self) -> dict[int, Position]:
         """Return where each partition stands by what was received (processed or not)."""
         return {
             vb_id: stream.position()
-            for vb_id, stream in self._streams.items()
+            for vb_id, stream in self.streams.by_vb.items()
             if stream.has_position and stream.state is not PartitionStreamState.GONE
         }
-
-    def unfinished(self) -> dict[int, Wanted]:
-        """Return the partitions that another connection has to go on with, and from where."""
-        return {
-            vb_id: wanted_of(stream)
-            for vb_id, stream in self._streams.items()
-            if stream.state not in _NOT_STREAMED
-        }
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every partition came to its end (with `until_now`) or was refused for good."""
-        return all(
-            stream.state in FINAL_STATES or stream.state is PartitionStreamState.GONE
-            for stream in self._streams.values()
-        )
 
     # -- decoding ------------------------------------------------------------------------------
 
     def _decode(self, buffer: bytes) -> int:
         """Take all complete frames of `buffer`; return their bytes as flow control counts them."""
-        append = self._events.append
-        streams = self._open
+        append = self._batch.events.append
+        streams = self._connection.open
         unpack = MUTATION_HEAD.unpack_from
+        take_frame = self._connection.take_frame
         prefix_bytes = self._prefix_bytes
         at, end, uncounted = 0, len(buffer), 0
         opaque_now, stream = -1, None
         previous = self._previous
         while end - at >= HEADER_BYTES:
             if end - at < MUTATION_BYTES_MIN or buffer[at + 1] != Opcode.DCP_MUTATION:
-                stop, wire_bytes = self._take_frame(buffer, at, end)
+                stop, wire_bytes = take_frame(buffer, at, end)
                 if not stop:
                     break
                 uncounted += stop - at - wire_bytes
@@ -307,7 +263,7 @@ class ConsumerCore(StreamRequests):
             if opaque != opaque_now:
                 opaque_now, stream = opaque, streams.get(opaque)
                 if stream is not None:
-                    self._touch(stream)
+                    self._batch.touch(stream)
             if stream is not None:
                 if not stream.seqno < seqno <= stream.marker_end:
                     raise misplaced(stream, seqno)
@@ -331,23 +287,12 @@ class ConsumerCore(StreamRequests):
         self._buffer.keep(buffer, at)
         return at - uncounted
 
-    def _take_frame(self, buffer: bytes, at: int, end: int) -> tuple[int, int]:
-        """Take a frame other than a mutation.
-
-        Returns where it stops, 0 if it is not complete, and its bytes as flow control counts them.
-        """
-        found = frame_at(buffer, at, end)
-        if found is None:
-            return 0, 0
-        frame, stop = found
-        if self._requests.take(frame):
-            return stop, 0
+    def _on_message(self, stream: PartitionStream, frame: Frame) -> None:
+        """Take a message of an open stream that is neither a mutation nor its end."""
         handler = _MESSAGES.get(frame.opcode)
-        stream = self._open.get(frame.opaque)
-        if handler is not None and stream is not None:
-            self._touch(stream)
+        if handler is not None:
+            self._batch.touch(stream)
             handler(self, stream, frame)
-        return stop, stop - at
 
     # -- messages of a stream ------------------------------------------------------------------
 
@@ -366,7 +311,7 @@ class ConsumerCore(StreamRequests):
                 vb_id=stream.vb_id, node=self.node,
             )  # fmt: skip
         stream.begin_snapshot(marker.start_seqno, marker.end_seqno)
-        self._events.append(SnapshotStart(stream.vb_id, *marker))
+        self._batch.events.append(SnapshotStart(stream.vb_id, *marker))
 
     def on_deletion(self, stream: PartitionStream, frame: Frame) -> None:
         """A document was deleted or expired."""
@@ -375,7 +320,7 @@ class ConsumerCore(StreamRequests):
         is_expiry = frame.opcode == Opcode.DCP_EXPIRATION
         previous = self._take_previous(stream, frame.opaque, seqno)
         self._move(stream, seqno)
-        self._events.append(
+        self._batch.events.append(
             Deletion(
                 stream.vb_id, key, seqno, rev_seqno, frame.cas, delete_time_s, is_expiry, previous
             )
@@ -383,16 +328,16 @@ class ConsumerCore(StreamRequests):
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
-        """A seqno passed that has nothing for us."""
+        """The stream passed a seqno that has nothing for this consumer."""
         self._pass(stream, parse_advanced(frame))
 
     def _pass(self, stream: PartitionStream, seqno: int) -> None:
         self._move(stream, seqno)
-        self._events.append(SeqnoAdvanced(stream.vb_id, seqno))
+        self._batch.events.append(SeqnoAdvanced(stream.vb_id, seqno))
         self._complete_at(stream, seqno)
 
     def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
-        """A scope or collection came or went; one of a kind that we do not know only passes."""
+        """A scope or collection was created or dropped; an event of an unknown kind is skipped."""
         if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
             raise RemoteProtocolError(f"a system event with extras of {len(frame.extras)} bytes")
         seqno, kind, version = SYSTEM_EVENT_EXTRAS.unpack(frame.extras)
@@ -402,7 +347,7 @@ class ConsumerCore(StreamRequests):
             self._pass(stream, seqno)
             return
         self._move(stream, seqno)
-        self._events.append(
+        self._batch.events.append(
             SystemEvent(
                 stream.vb_id, seqno, kind, event.manifest_uid, event.scope_id, event.collection_id,
                 event.name, event.max_ttl_s,
@@ -411,7 +356,7 @@ class ConsumerCore(StreamRequests):
         self._complete_at(stream, seqno)
 
     def on_snapshot_end(self, stream: PartitionStream, frame: Frame) -> None:
-        """A snapshot is complete (x_snapshot_end); mostly its last change has said so already."""
+        """A snapshot is complete (x_snapshot_end). Usually its last change said so already."""
         end_seqno = parse_snapshot_end(frame)
         if not stream.marker_end and end_seqno == stream.seqno:
             return
@@ -424,11 +369,11 @@ class ConsumerCore(StreamRequests):
         self._pass(stream, end_seqno)
 
     def on_previous_value(self, _stream: PartitionStream, frame: Frame) -> None:
-        """What the change that comes next replaces (x_previous_value)."""
+        """Keep the value that the next change replaces (x_previous_value)."""
         self._previous = (frame.opaque, parse_previous_value(frame)[0], frame.value)
 
     def _take_previous(self, stream: PartitionStream, opaque: int, seqno: int) -> bytes | None:
-        """Return what a change replaced, None where that was not told."""
+        """Return the value that a change replaced, None if the server did not send it."""
         if self._previous is None:
             return None
         previous, self._previous = self._previous, None
@@ -439,29 +384,6 @@ class ConsumerCore(StreamRequests):
             )  # fmt: skip
         return previous[2]
 
-    def on_end(self, stream: PartitionStream, frame: Frame) -> None:
-        """The server ended the stream."""
-        reason = parse_stream_end(frame)
-        del self._open[frame.opaque]
-        stream.opaque = 0
-        stream.leave_snapshot()
-        is_whole = reason == EndReason.OK and stream.target is not None
-        will_resume = not is_whole and reason != _FINAL
-        ended = StreamEnded(stream.vb_id, reason, will_resume)
-        self._events.append(ended)
-        if not is_whole:
-            then = "asked for again" if will_resume else "for good"
-            text = f"{ended.reason_text} at seqno {stream.seqno}: {then}"
-            self.notes.append(Note(f"stream_end_{reason}", stream.vb_id, text))
-        if not will_resume:
-            stream.state = PartitionStreamState.DONE
-        elif reason == EndReason.STATE_CHANGED:
-            self._give_up(stream, b"")
-        elif reason == EndReason.ROLLBACK:
-            self._again(stream)
-        else:
-            self._retry_later(stream)
-
     def _move(self, stream: PartitionStream, seqno: int) -> None:
         if not stream.seqno < seqno <= stream.marker_end:
             raise misplaced(stream, seqno)
@@ -470,7 +392,7 @@ class ConsumerCore(StreamRequests):
     def _complete_at(self, stream: PartitionStream, seqno: int) -> None:
         if seqno == stream.marker_end:
             stream.complete_snapshot()
-            self._events.append(SnapshotEnd(stream.vb_id, seqno))
+            self._batch.events.append(SnapshotEnd(stream.vb_id, seqno))
 
 
 def _split_keys(events: list[Event]) -> None:
@@ -492,5 +414,4 @@ _MESSAGES: Final[dict[int, Callable[[ConsumerCore, PartitionStream, Frame], None
     Opcode.DCP_SYSTEM_EVENT: ConsumerCore.on_system_event,
     Opcode.DCP_SNAPSHOT_END: ConsumerCore.on_snapshot_end,
     Opcode.DCP_PREVIOUS_VALUE: ConsumerCore.on_previous_value,
-    Opcode.DCP_STREAM_END: ConsumerCore.on_end,
 }

@@ -1,11 +1,11 @@
-"""What a consumer counts: plain numbers to read at any time, and as Prometheus metrics on request.
+"""The counters of a consumer: plain numbers, and Prometheus metrics on request.
 
     consumer.metrics.rollbacks
     consumer.metrics.as_dict()
     export_prometheus(consumer)               # in the process's registry
 
-Counters only rise. Everything that is counted here beside changes, bytes and saves is logged by
-`logging.getLogger("dcpd.consumer")` as well, a line each.
+Counters only rise. Everything that is counted here except changes, bytes and saves is also logged,
+in a line of `logging.getLogger("dcpd.consumer")`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConsumerMetrics:
         self.stream_ends_by_reason: dict[int, int] = {}
 
     def note(self, kind: str) -> None:
-        """Count what the core noted."""
+        """Count a note of the core."""
         if kind.startswith("stream_end_"):
             reason = int(kind.removeprefix("stream_end_"))
             self.stream_ends += 1
@@ -78,7 +78,7 @@ class ConsumerMetrics:
 
 
 class Measured(Protocol):
-    """What is exported: a `clients.consumer.Consumer`."""
+    """What the export needs of a `clients.consumer.Consumer`."""
 
     name: str
     metrics: ConsumerMetrics
@@ -88,7 +88,7 @@ class Measured(Protocol):
 
 
 class _Collector:
-    """Reads a consumer whenever Prometheus asks."""
+    """Reads a consumer's numbers when Prometheus collects."""
 
     def __init__(self, consumer: Measured) -> None:
         self._consumer = consumer
@@ -113,7 +113,7 @@ class _Collector:
 def export_prometheus(consumer: Measured, registry: Any = None) -> Any:
     """Register a consumer's metrics (label `consumer`: its name); return the collector.
 
-    `registry` None: the process's own. Take it away with `registry.unregister(collector)`.
+    `registry` None: the default one. Undo it with `registry.unregister(collector)`.
     """
     from prometheus_client import REGISTRY
 

@@ -1,25 +1,24 @@
-"""What a consumer asks of a server beyond DCP, and what of it was granted. Pure.
+"""The extensions that a consumer asks for, and which of them the server granted. Pure.
 
-    x_version_log     a stream request may carry all versions that we know: one rollback is enough
+    x_version_log     a stream request may list all known versions, so one rollback is enough
     x_snapshot_end    a message after the last one of each snapshot
     change_streams    every version of a document, not only the newest (option `history`)
     x_previous_value  what a change replaced (option `previous_values`)
-    x_key_prefix      only keys that begin so (option `key_prefixes`); else they are left out here
+    x_key_prefix      only keys with a prefix (option `key_prefixes`); else the client filters
 
-Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and
-everything is as without it.
+Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and the
+connection works without it.
 
 Rules: docs/streams.md.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Final
 
 from clients.position import Filter, Position
+from clients.streaming.stream_connection import VERSION_LOG
 
-VERSION_LOG: Final = b"x_version_log"
 SNAPSHOT_END: Final = b"x_snapshot_end"
 CHANGE_STREAMS: Final = b"change_streams"
 PREVIOUS_VALUE: Final = b"x_previous_value"
@@ -61,8 +60,9 @@ class Extensions:
         return list(self._status)
 
     def answered(self, key: bytes, status: int) -> None:
-        """Take the server's answer to a control."""
-        self._status[key] = status
+        """Take the server's answer to a control. Controls that are no extension are ignored."""
+        if key in self._status:
+            self._status[key] = status
 
     @property
     def has_version_lists(self) -> bool:
@@ -71,29 +71,25 @@ class Extensions:
 
     @property
     def leaves_out_here(self) -> bool:
-        """Whether keys of other prefixes come and have to be left out on this side."""
+        """Whether the client has to filter by key prefix, because the server does not."""
         return bool(self.key_prefixes) and bool(self._status[KEY_PREFIX])
 
     def is_for(self, position: Position) -> bool:
-        """Whether a position is one in the collections that are followed, as far as it tells."""
+        """Whether a position belongs to the followed collections, as far as is known."""
         if position.collections is None or not position.seqno:
             return True
         return set(position.collections) == set(self.collections)
 
     def must_wait(self, position: Position) -> bool:
-        """Whether a request would have to say more than may be said yet."""
+        """Whether a request needs an extension that the server has not answered yet."""
         if self._status.get(KEY_PREFIX, 0) is None:
             return True
         is_known = self._status[VERSION_LOG] is not None
         return not is_known and position.seqno > 0 and len(position.versions) > 1
 
-    def request_value(self, position: Position) -> bytes:
-        """Return the JSON value of a stream request from a position."""
+    def request_document(self) -> dict[str, object]:
+        """Return what goes with a stream request as JSON, beside the list of versions."""
         document = dict(self._filter)
-        if self.has_version_lists and position.seqno:
-            document["version_log"] = [
-                [str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions
-            ]
         if self.key_prefixes and self._status[KEY_PREFIX] == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]
-        return json.dumps(document, separators=(",", ":")).encode() if document else b""
+        return document

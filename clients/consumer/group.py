@@ -1,12 +1,12 @@
-"""Static groups: member i of n follows every n-th partition. Nobody coordinates them.
+"""Static groups: member i of n follows every n-th partition. There is no coordinator.
 
     Consumer(server, group=Group(2, 5))
     Consumer(server, group=Group.from_environment())
 
-Members of one group cover each partition exactly once as long as all agree on `size`. To change the
-size, stop all members, then start them with the new one: a checkpoint is by partition, so where all
-members share a store (in the server, or a user's own) the new owner of a partition goes on where
-the old one stopped. A file or an LMDB file belongs to one member.
+The members cover each partition exactly once as long as all agree on `size`. To change the size,
+stop all members, then start them with the new size. Checkpoints are kept by partition: if all
+members share a store (in the server, or one of your own), the new owner of a partition continues
+where the old one stopped. A checkpoint file or LMDB file belongs to one member.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE_VARIABLE: Final = "DCPD_GROUP_SIZE"
 MEMBER_VARIABLES: Final = ("DCPD_GROUP_MEMBER", "JOB_COMPLETION_INDEX")
 """Variables that hold the member's number itself; the second is Kubernetes' for indexed jobs."""
 NAME_VARIABLES: Final = ("POD_NAME", "HOSTNAME")
-"""Variables that hold a name with the ordinal at its end, as a StatefulSet's pods have."""
+"""Variables with a name that ends with the ordinal, as the pods of a StatefulSet have."""
 _ORDINAL: Final = re.compile(r"-(\d+)$")
 
 
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Group:
-        """Return the place that the environment gives this process.
+        """Return the group and member that the environment names for this process.
 
         The size is DCPD_GROUP_SIZE; the member is DCPD_GROUP_MEMBER or JOB_COMPLETION_INDEX, or
         the ordinal at the end of POD_NAME or HOSTNAME ("indexer-3"). Raises ValueError that says
@@ -56,7 +56,7 @@ class Group(NamedTuple):
         )
 
     def checked(self) -> Group:
-        """Return itself. Raises ValueError where there is no such member."""
+        """Return the group. Raises ValueError if it has no such member."""
         if not 0 <= self.member < self.size:
             raise ValueError(
                 f"there is no member {self.member} in a group of {self.size}: 0 to {self.size - 1}"

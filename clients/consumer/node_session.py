@@ -1,11 +1,10 @@
-"""One node's connection of a consumer: bytes from the link to the core, answers and timers back.
+"""A consumer's connection to one node: hands bytes to the core, sends its output, runs its timers.
 
 Invariants
-- what the core has to say is sent after every call into it (`flush`), and what it noted is logged
-  and counted;
-- a connection on which nothing is heard for two NOOP intervals, or a request goes unanswered for
-  `stall_s`, is closed: its partitions find another one;
-- whether streams stall is judged only while nothing that was received waits for the user.
+- after every call into the core its output is sent and its notes are logged and counted (`flush`);
+- a connection is closed if nothing comes for two NOOP intervals, or a request is not answered for
+  `stall_s`. Its partitions are then placed again;
+- stalls are judged only while no received data waits for the user.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from dcp.wire.frame import ProtocolError
 SILENT_NOOPS: Final = 2
 """NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
 QUEUE_WINDOWS: Final = 2
-"""Reading pauses at so many windows of undelivered bytes (a server that ignores flow control)."""
+"""Reading pauses at so many windows of undelivered bytes, if a server ignores flow control."""
 STALLS_MAX: Final = 3
 """Stalls of one partition after which the connection is made anew."""
 
 LOG: Final = logging.getLogger("dcpd.consumer")
 _QUIET: Final = frozenset({"retry"})
-"""Kinds of notes that are no warnings: they repeat, and the end of them is told."""
+"""Kinds of notes that are logged as information: they repeat."""
 
 
 class SessionOwner(Protocol):
-    """What a session needs of its consumer."""
+    """What a session needs of its supervisor."""
 
     name: str
     noop_interval_s: float
@@ -46,6 +45,9 @@ class SessionOwner(Protocol):
 
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
         """Queue what a session received."""
+
+    def take_config(self, session: ConsumerSession, config: bytes) -> None:
+        """Take over a cluster configuration that a server pushed."""
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
         """A connection is gone."""
@@ -63,7 +65,7 @@ class ConsumerSession:
         self.queued_bytes = 0
         self.is_paused = False
         self.high_seqnos: dict[int, int] = {}
-        """What the server told last."""
+        """The server's last answer."""
         self._owner = owner
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tick_ns = 0
@@ -71,7 +73,7 @@ class ConsumerSession:
         self._has_heard = True
         self._stalls: dict[int, int] = {}
         self._asking: set[asyncio.Future[None]] = set()
-        """Who waits for high seqnos; told when the connection is lost, too."""
+        """Callers that wait for high seqnos; they are woken when the connection is lost, too."""
 
     def begin(self) -> None:
         """Take the connection over and ask for the partitions that were added."""
@@ -90,8 +92,8 @@ class ConsumerSession:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the core has to say, tell what it noted, and see to its next tick."""
-        if self.core.notes:
+        """Send the core's output, log its notes, and arm the timer of its next tick."""
+        if self.core.streams.notes:
             self._tell_notes()
         if self.link.is_closed:
             return
@@ -115,7 +117,7 @@ class ConsumerSession:
         self.flush()
 
     async def ask_high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return the node's high seqnos by partition; {} where it does not answer in time."""
+        """Return the node's high seqnos by partition; {} if it does not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
@@ -126,7 +128,7 @@ class ConsumerSession:
         if not self.link.is_closed:
             self._asking.add(answer)
             try:
-                self.core.ask_high_seqnos(on_seqnos)
+                self.core.streams.connection.ask_high_seqnos(on_seqnos)
                 self.flush()
                 await asyncio.wait([answer], timeout=timeout_s)
             finally:
@@ -157,7 +159,7 @@ class ConsumerSession:
             timer.cancel()
 
     def _tell_notes(self) -> None:
-        notes, self.core.notes = self.core.notes, []
+        notes, self.core.streams.notes = self.core.streams.notes, []
         for kind, vb_id, text in notes:
             self._owner.metrics.note(kind)
             level = logging.INFO if kind in _QUIET else logging.WARNING
@@ -170,7 +172,7 @@ class ConsumerSession:
         self.link.close()
 
     def _watch(self) -> None:
-        """Take the server for dead when it is silent for longer than two NOOPs are apart."""
+        """Give up a server that is silent for two NOOP intervals."""
         interval_s = SILENT_NOOPS * self._owner.noop_interval_s
         if not self._has_heard and not self.is_paused:
             self._give_up(f"nothing heard for {interval_s:g} s")
@@ -179,14 +181,14 @@ class ConsumerSession:
         self._arm("watch", interval_s, self._watch)
 
     def _check_stalls(self) -> None:
-        """Ask how far the server is, unless it is the user who holds everything up."""
+        """Ask for the server's high seqnos, unless the user holds everything up."""
         stall_s = self._owner.stall_s
         if not self.queued_bytes and not self.is_paused:
             oldest_ns = self.core.oldest_request_ns
             if oldest_ns is not None and time.monotonic_ns() - oldest_ns > stall_s * 1e9:
                 self._give_up(f"a request was not answered within {stall_s:g} s")
                 return
-            self.core.ask_high_seqnos(self._restart_stalled)
+            self.core.streams.connection.ask_high_seqnos(self._restart_stalled)
             self.flush()
         self._arm("stall", stall_s, self._check_stalls)
 
@@ -194,7 +196,7 @@ class ConsumerSession:
         self.high_seqnos = high_seqnos
         if self.queued_bytes:
             return
-        stalled = self.core.restart_stalled(high_seqnos)
+        stalled = self.core.streams.restart_stalled(high_seqnos)
         for vb_id in stalled:
             self._stalls[vb_id] = self._stalls.get(vb_id, 0) + 1
         if any(count >= STALLS_MAX for count in self._stalls.values()):
@@ -212,8 +214,11 @@ class ConsumerSession:
         batch = self.core.receive(data, time.monotonic_ns())
         self.queued_bytes += batch.wire_bytes
         self._owner.metrics.wire_bytes += batch.wire_bytes
-        if batch.events or batch.positions or batch.wire_bytes or self.core.homeless:
+        if batch.events or batch.positions or batch.wire_bytes or self.core.streams.homeless:
             self._owner.take_batch(self, batch)
+        config, self.core.streams.pushed_config = self.core.streams.pushed_config, b""
+        if config:
+            self._owner.take_config(self, config)
         failure = self.core.failure
         if failure is not None:
             if isinstance(failure, ProtocolError):
@@ -227,7 +232,7 @@ class ConsumerSession:
 
     def _on_lost(self, error: DcpdError) -> None:
         self._cancel_timers()
-        if self.core.notes:
+        if self.core.streams.notes:
             self._tell_notes()
         for answer in self._asking:
             answer.cancel()

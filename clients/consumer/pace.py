@@ -6,11 +6,11 @@ import asyncio
 from typing import Final
 
 PIECES_PER_S: Final = 10
-"""With a limit, what may be handed out in a second comes in so many pieces."""
+"""With a rate limit, the events of a second are handed out in so many pieces."""
 
 
 class Pace:
-    """`events_per_s` None: no limit."""
+    """See the module; `events_per_s` None means no limit."""
 
     def __init__(self, events_per_s: float | None) -> None:
         if events_per_s is not None and events_per_s <= 0:
@@ -26,7 +26,7 @@ class Pace:
         return range(step, count, step)
 
     async def wait(self, count: int) -> None:
-        """Return when the next `count` events may be handed out."""
+        """Wait until the next `count` events may be handed out."""
         if self._events_per_s is None:
             return
         loop = asyncio.get_running_loop()

@@ -50,10 +50,10 @@ FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED
 
 
 class Wanted(NamedTuple):
-    """From where a partition is to be streamed; None = from now.
+    """Where to stream a partition from; `position` None means from now.
 
-    `ceiling`: with `until_now`, the end that is known already; the stream ends there or lower.
-    `now_seqno`: where "now" was, if that is known already and the position not yet.
+    `ceiling`: with `until_now`, the known end; the stream ends there or lower.
+    `now_seqno`: the seqno of "now", if it is known before the position is.
     """
 
     position: Position | None
@@ -93,13 +93,13 @@ class PartitionStream:
         self.vb_id = vb_id
         self.state = PartitionStreamState.NEW
         self.target: int | None = None
-        """Where the stream shall end (until now); None: nowhere, or not known yet."""
+        """Seqno at which the stream ends (`until_now`); None: it has no end, or it is unknown."""
         self.ceiling: int | None = None
         """The target before a rollback: the new one is never above it."""
         self.now_seqno: int | None = None
         """See Wanted."""
         self.opaque = 0
-        """Of its request, while that is under way or the stream open."""
+        """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.retry_ns = 0
         self.retry_at_ns = 0
         self.marker_start = self.marker_end = 0
@@ -140,7 +140,7 @@ class PartitionStream:
         )
 
     def open(self, versions: Versions) -> None:
-        """The server accepted: its failover log is ours from now on."""
+        """The server accepted. Its failover log replaces ours."""
         self.state = PartitionStreamState.OPEN
         self.versions = versions
         self.retry_ns = 0
@@ -160,14 +160,14 @@ class PartitionStream:
         self.seqno = seqno
 
     def enter_snapshot(self, first_seqno: int) -> None:
-        """The first item of a snapshot is there; one that was interrupted keeps its start."""
+        """The first item of a snapshot came. An interrupted snapshot keeps its start."""
         self.is_marker_new = False
         if self.seqno >= self.snap_end:
             self.snap_start = min(self.marker_start, first_seqno)
         self.snap_end = self.marker_end
 
     def complete_snapshot(self) -> None:
-        """The last item of the snapshot is there: a whole state is held again."""
+        """The last item of the snapshot came: the consumer holds a complete state again."""
         self.snap_start = self.snap_end = self.seqno
         self.marker_end = 0
         if self.range_end < self.seqno:
@@ -177,13 +177,13 @@ class PartitionStream:
                 self.older_ranges = thinned(self.older_ranges)
 
     def leave_snapshot(self) -> None:
-        """Forget a marker whose snapshot will not go on in this stream."""
+        """Forget the marker; its snapshot does not continue in this stream."""
         self.marker_start = self.marker_end = 0
         self.is_marker_new = False
 
 
 def wanted_of(stream: PartitionStream) -> Wanted:
-    """Return what another connection has to ask for to go on with a stream."""
+    """Return what another connection needs to continue a stream."""
     ceiling = stream.ceiling if stream.target is None else stream.target
     if stream.has_position:
         return Wanted(stream.position(), ceiling)
@@ -191,7 +191,7 @@ def wanted_of(stream: PartitionStream) -> Wanted:
 
 
 def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
-    """Return the error for a change that does not belong where it came."""
+    """Return the error for a change whose seqno is outside the open snapshot or out of order."""
     if not stream.marker_end:
         what = f"a change with seqno {seqno} outside of any snapshot"
     else:
@@ -209,11 +209,11 @@ def advance(
     collections: tuple[int, ...] | None,
     filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
 ) -> None:
-    """Move `positions` by events, as the core itself does while it receives them.
+    """Move `positions` by events, as the core does while it receives them.
 
-    For a user who is in the middle of a batch; the end of a batch comes with its positions.
-    `markers`, `collections` and `filter` come from the batch: the snapshots announced before it,
-    and what the streams that it opens follow.
+    This gives the positions in the middle of a batch; those at its end come with the batch.
+    `markers`, `collections` and `filter` come from the batch: the snapshots that were open before
+    it, and what its new streams follow.
     """
     streams: dict[int, PartitionStream] = {}
     for event in events:
@@ -241,7 +241,7 @@ def advance(
 
 
 def _back_at(position: Position, seqno: int) -> Position:
-    """Return a position after a rollback to `seqno`, as far as the event tells."""
+    """Return a position after a rollback to `seqno`, as far as the event says."""
     if not seqno:
         return Position()
     versions = tuple(version for version in position.versions if version[1] <= seqno)

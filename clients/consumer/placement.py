@@ -1,43 +1,28 @@
-"""Which connection streams which partition: placing those that have none, node by node.
+"""Which connection streams which partition: finding a node for those that have none.
 
 Invariants
 - a partition that is followed is in exactly one place: with a session's core, in `homeless`, or
   with the consumer (held for a decision, paused);
-- the newest configuration heard of counts; where none is known, the first node that answers is
-  asked.
+- the newest configuration heard of counts, from whichever node it came. A stream whose partition
+  it puts on another node goes on there;
+- nodes are dialed independently: one that stands still delays only its own partitions;
+- two attempts at the same node are at least a pause apart.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from clients.address import ServerAddress
 from clients.consumer.counters import ConsumerMetrics
+from clients.consumer.dials import Dials, Pause, Place, first_link
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
-from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
-    DcpdError,
-    OperationTimeoutError,
-    TemporaryError,
-    TopologyError,
-)
+from clients.errors import TRANSIENT, DcpdError, TopologyError
+from clients.link.handshake import STREAM_FEATURES
 from clients.link.pipelined_link import Link
 from clients.link.topology import Topology, parse_topology, single_node
-
-BACKOFF_FIRST_S: Final = 0.05
-BACKOFF_MAX_S: Final = 5.0
-"""Pause between attempts to place partitions that no connection streams; doubles."""
-
-TRANSIENT: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-"""Failures after which placing is tried again."""
-
-Place = tuple[str, int]
 
 
 class Placement:
@@ -60,13 +45,18 @@ class Placement:
         self._make_session = make_session
         self._connect_timeout_s = connect_timeout_s
         self._give_up_after_s = give_up_after_s
-        self._backoff_s = BACKOFF_FIRST_S
         self._work = asyncio.Event()
+        self._dials = Dials(self._dial, self._work.set)
+        self._pauses: dict[Place, Pause] = {}
+        """By node: when partitions may be placed there again."""
+        self._refresh_pause = Pause()
+        self._is_stale = False
+        """The configuration has to be asked for again before the next attempt."""
         self._spare: dict[Place, Link] = {}
         self._revision: tuple[int, int] | None = None
         """Of the newest configuration ever taken over."""
         self._nodes: list[Place] = []
-        """Of the same one: who to ask where the first node is gone."""
+        """Of the same one: whom to ask if the first node is gone."""
 
     # -- what the consumer tells -----------------------------------------------------------------
 
@@ -76,13 +66,21 @@ class Placement:
             self.homeless.update(partitions)
             self._work.set()
 
-    def progress(self) -> None:
-        """Something came in: the next pause is a short one again."""
-        self._backoff_s = BACKOFF_FIRST_S
+    def progress(self, session: ConsumerSession | None = None) -> None:
+        """Something came in from a node (None: any): the next pause is a short one again.
+
+        While a partition has no node, the configuration is asked for ever more rarely: what other
+        partitions bring says nothing about it.
+        """
+        if session is None or not self.homeless:
+            self._refresh_pause.shorten()
+        pauses = self._pauses
+        for place in pauses if session is None else pauses.keys() & {_place_of(session)}:
+            pauses[place].shorten()
 
     def lost(self, session: ConsumerSession) -> bool:
         """A connection is gone. False where it was not one of ours any more."""
-        place = (session.link.address.host, session.link.address.port)
+        place = _place_of(session)
         if self.sessions.get(place) is not session:
             return False
         del self.sessions[place]
@@ -98,7 +96,8 @@ class Placement:
         topology = parse_topology(config, host, is_tls=self.address.is_tls)
         if not topology.is_newer_than(self.topology):
             return
-        if self._revision is not None and topology.revision > self._revision:
+        is_new = self._revision is not None and topology.revision > self._revision
+        if is_new:
             self._metrics.topology_changes += 1
             LOG.warning(
                 "new cluster configuration %s (was %s): %d nodes",
@@ -107,34 +106,59 @@ class Placement:
         self._revision = topology.revision
         self._nodes = [(node.host, node.kv_port) for node in topology.nodes]
         self.topology = topology
+        known = {*self._nodes, *self.sessions}
+        self._pauses = {place: pause for place, pause in self._pauses.items() if place in known}
+        if is_new:
+            self._move_streams(topology)
 
-    def close(self) -> None:
+    def take_pushed(self, config: bytes, host: str) -> None:
+        """Take over a configuration that nobody asked for; one that cannot be read is told of."""
+        try:
+            self.adopt(config, host)
+        except TopologyError as error:
+            LOG.warning("%s; what was known before still counts", error)
+
+    async def close(self) -> None:
         """Close all connections."""
         sessions, self.sessions = self.sessions, {}
         for session in sessions.values():
             session.close()
         self.close_spare()
+        await self._dials.close()
+
+    def _move_streams(self, topology: Topology) -> None:
+        """Take streams from nodes that do not have their partition any more.
+
+        A partition that no node has stays where it is until its stream ends. So does one that is
+        held for a decision.
+        """
+        for place, session in list(self.sessions.items()):
+            for vb_id in session.core.streams.unfinished():
+                if topology.place_of(vb_id) in {place, None}:
+                    continue
+                wanted = session.core.streams.remove(vb_id)
+                if wanted is not None:
+                    self._metrics.streams_moved += 1
+                    self.wanted({vb_id: wanted})
+            session.flush()
 
     # -- connections -----------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Ask the first node that answers; keep the connection for its streams."""
+        """Ask for the configuration: the first node that answers. Its connection is kept.
+
+        Raises what connecting raises where none answers.
+        """
         seed = (self.address.host, self.address.port)
         places = list(dict.fromkeys([seed, *self.sessions, *self._nodes]))
-        for number, place in enumerate(places, 1):
-            try:
-                link = await self._dial(place)
-            except TRANSIENT:
-                if number == len(places):
-                    raise
-                continue
-            self._keep_spare(place, link)
-            assert link.handshake is not None
-            if link.handshake.config:
-                self.adopt(link.handshake.config, place[0])
-            if self.topology is None:
-                self.topology = single_node(*place)
-            return
+        place, link = await first_link(self._dial, places)
+        self._keep_spare(place, link)
+        assert link.handshake is not None
+        if link.handshake.config:
+            self.adopt(link.handshake.config, place[0])
+        if self.topology is None:
+            self.topology = single_node(*place)
+        self._is_stale = False
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
         """Return a connection for each node that has some of the partitions, not yet streaming."""
@@ -143,61 +167,36 @@ class Placement:
         for vb_id in vb_ids:
             node = self.topology.node_of(vb_id)
             groups.setdefault((node.host, node.kv_port), []).append(vb_id)
-        found = []
-        for place, members in groups.items():
-            if place not in self._spare or self._spare[place].is_closed:
-                self._keep_spare(place, await self._dial(place))
-            found.append((self._spare[place], members))
-        return found
+
+        async def connect(place: Place) -> None:
+            self._keep_spare(place, await self._dial(place))
+
+        missing = [
+            place for place in groups if place not in self._spare or self._spare[place].is_closed
+        ]
+        for outcome in await asyncio.gather(*map(connect, missing), return_exceptions=True):
+            if outcome is not None:
+                raise outcome
+        return [(self._spare[place], members) for place, members in groups.items()]
 
     def any_link(self) -> Link:
         """Return a connection that does not stream yet."""
         return next(iter(self._spare.values()))
 
     async def place(self) -> None:
-        """Give each partition without a stream to the connection of its node.
+        """Give each partition without a stream to the connection of its node, at once.
 
         Raises the last error where some have no node, or one that cannot be reached; all others
         have their place by then.
         """
         if self.topology is None:
             await self.refresh()
-        assert self.topology is not None
-        groups: dict[Place, list[int]] = {}
-        failure: DcpdError | None = None
-        for vb_id in self.homeless:
-            try:
-                node = self.topology.node_of(vb_id)
-            except TopologyError as error:
-                failure = error
-                continue
-            groups.setdefault((node.host, node.kv_port), []).append(vb_id)
-        try:
-            for place, vb_ids in groups.items():
-                try:
-                    await self._place_at(place, vb_ids)
-                except TRANSIENT as error:
-                    failure = error
-        finally:
-            self.close_spare()
+        failure = self._assign(None)
+        while self._dials:
+            await self._dials.wait()
+            failure = self._collect() or failure
         if failure is not None:
             raise failure
-
-    async def _place_at(self, place: Place, vb_ids: list[int]) -> None:
-        """Stream homeless partitions from a node."""
-        session = self.sessions.get(place)
-        is_new = session is None
-        if session is None:
-            session = self._make_session(await self._take_link(place))
-        # Taken only now: while we connected, the user may have paused some of them.
-        partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
-        if not is_new:
-            session.add(partitions)
-            return
-        self.sessions[place] = session
-        for vb_id, wanted in partitions.items():
-            session.core.add(vb_id, wanted)
-        session.begin()
 
     async def keep_placed(
         self, on_failure: Callable[[DcpdError], None], on_placed: Callable[[], None]
@@ -206,41 +205,142 @@ class Placement:
         loop = asyncio.get_running_loop()
         failing_since: float | None = None
         while True:
-            await self._work.wait()
-            self._work.clear()
-            if not self.homeless:
-                failing_since = None
-                continue
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
+            await self._wait_for_work()
             try:
-                await self.place()
-            except TRANSIENT as error:
-                if failing_since is None:
-                    failing_since = loop.time()
-                LOG.warning(
-                    "%d partitions have no stream: %s; trying again", len(self.homeless), error
-                )
-                limit_s = self._give_up_after_s
-                if limit_s is not None and loop.time() - failing_since >= limit_s:
-                    on_failure(error)
-                    return
-                self.topology = None
+                failure = await self._round(loop.time())
             except DcpdError as error:
                 on_failure(error)
                 return
-            else:
+            if failure is not None:
+                if failing_since is None:
+                    failing_since = loop.time()
+                LOG.warning(
+                    "%d partitions have no stream: %s; trying again", len(self.homeless), failure
+                )
+                limit_s = self._give_up_after_s
+                if limit_s is not None and loop.time() - failing_since >= limit_s:
+                    on_failure(failure)
+                    return
+            elif not self.homeless:
                 failing_since = None
             on_placed()
-            if self.homeless:
-                self._work.set()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    async def _round(self, now_s: float) -> DcpdError | None:
+        """Place what can be placed now; return an error that another round may cure.
+
+        Raises other DcpdErrors.
+        """
+        failure = self._collect()
+        is_known = self.topology is not None and not self._is_stale
+        if self.homeless and not is_known and now_s >= self._refresh_pause.until_s:
+            self._refresh_pause.begin(now_s)
+            try:
+                await self.refresh()
+            except TRANSIENT as error:
+                return error
+        if self.topology is None:
+            return failure
+        return self._assign(now_s) or failure
+
+    def _collect(self) -> DcpdError | None:
+        """Begin a session with each link that is ready; return why another one is not."""
+        failure = None
+        now_s = asyncio.get_running_loop().time()
+        for place, vb_ids, link, problem in self._dials.finished():
+            if link is None:
+                failure = problem
+                self._pause_of(place).begin(now_s)
+                self._is_stale = True  # the node may be gone for good
+            else:
+                self._begin(place, link, vb_ids)
+        return failure
+
+    def _assign(self, now_s: float | None) -> DcpdError | None:
+        """Give homeless partitions to sessions and dials; leave those whose node has a pause.
+
+        `now_s` None: without regard to pauses. Returns the error of partitions without a node.
+        """
+        assert self.topology is not None
+        groups: dict[Place, list[int]] = {}
+        failure: DcpdError | None = None
+        for vb_id in self.homeless:
+            try:
+                node = self.topology.node_of(vb_id)
+            except TopologyError as error:
+                failure = error
+                self._is_stale = True
+                continue
+            groups.setdefault((node.host, node.kv_port), []).append(vb_id)
+        for place, vb_ids in groups.items():
+            if place in self._dials:
+                self._dials.start(place, vb_ids)
+                continue
+            if now_s is not None:
+                pause = self._pause_of(place)
+                if now_s < pause.until_s:
+                    continue
+                pause.begin(now_s)
+            if place in self.sessions:
+                partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids}
+                self.sessions[place].add(partitions)
+                continue
+            spare = self._spare.pop(place, None)
+            if spare is None or spare.is_closed:
+                self._dials.start(place, vb_ids)
+            else:
+                self._begin(place, spare, vb_ids)
+        self.close_spare()
+        return failure
+
+    def _begin(self, place: Place, link: Link, vb_ids: list[int]) -> None:
+        """Stream partitions over a new connection."""
+        # Taken only now: meanwhile the user may have paused some of them.
+        partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
+        if not partitions or place in self.sessions:
+            link.close()
+            self.homeless.update(partitions)
+            return
+        session = self.sessions[place] = self._make_session(link)
+        for vb_id, wanted in partitions.items():
+            session.core.add(vb_id, wanted)
+        session.begin()
+        assert link.handshake is not None
+        if link.handshake.config:
+            self.take_pushed(link.handshake.config, place[0])
+
+    async def _wait_for_work(self) -> None:
+        """Wait until something is wanted, a dial has ended, or a pause is over."""
+        try:
+            async with asyncio.timeout_at(self._next_attempt_s()):
+                await self._work.wait()
+        except TimeoutError:
+            pass
+        self._work.clear()
+
+    def _next_attempt_s(self) -> float | None:
+        """Return when a homeless partition can be placed next; None: not by waiting alone."""
+        if not self.homeless:
+            return None
+        topology = self.topology
+        places = {topology.place_of(vb_id) for vb_id in self.homeless} if topology else set()
+        times_s = [
+            self._pause_of(place).until_s
+            for place in places
+            if place is not None and place not in self._dials
+        ]
+        if topology is None or self._is_stale:
+            times_s.append(self._refresh_pause.until_s)
+        return min(times_s, default=None)
+
+    def _pause_of(self, place: Place) -> Pause:
+        return self._pauses.setdefault(place, Pause())
 
     async def _dial(self, place: Place) -> Link:
-        return await Link.connect(self.address.at(*place), timeout_s=self._connect_timeout_s)
-
-    async def _take_link(self, place: Place) -> Link:
-        link = self._spare.pop(place, None)
-        return await self._dial(place) if link is None or link.is_closed else link
+        return await Link.connect(
+            self.address.at(*place), timeout_s=self._connect_timeout_s, features=STREAM_FEATURES
+        )
 
     def _keep_spare(self, place: Place, link: Link) -> None:
         before = self._spare.pop(place, None)
@@ -253,3 +353,7 @@ class Placement:
         spare, self._spare = self._spare, {}
         for link in spare.values():
             link.close()
+
+
+def _place_of(session: ConsumerSession) -> Place:
+    return session.link.address.host, session.link.address.port

@@ -1,5 +1,6 @@
-"""What a consumer does when history branched: the user's strategy, applied to one rollback. Pure
-but for the user's own function.
+"""Applies the user's strategy (`on_rollback`) to a rollback.
+
+Pure, except for the function of the user.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from clients.event import Rollback
 from clients.position import Position, gone_back
 
 Decision = Literal["undo", "restart", "fail"] | int
-"""What to do: go back to the state that the event names, to 0, not at all (HistoryBranchedError),
-or to the newest complete state at or below a seqno."""
+"""What to do: "undo" goes back to the state that the event names, "restart" to 0, "fail" raises
+HistoryBranchedError; a seqno means the newest complete state at or below it."""
 _WORDS: Final = ("undo", "restart", "fail")
 OnRollback = (
     Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
@@ -22,7 +23,7 @@ OnRollback = (
 
 
 def check_strategy(strategy: OnRollback) -> OnRollback:
-    """Return it. Raises ValueError for a word that is none, before any history branches."""
+    """Return the strategy. Raises ValueError if it is not a known word or a function."""
     if not callable(strategy) and strategy not in _WORDS:
         raise ValueError(
             f"on_rollback {strategy!r}: {', '.join(map(repr, _WORDS))}, or a function of the"
@@ -39,7 +40,7 @@ class Decided(NamedTuple):
 
 
 async def decide_rollback(strategy: OnRollback, event: Rollback, position: Position) -> Decided:
-    """Settle one rollback; `position` is where the event puts the partition.
+    """Decide about one rollback; `position` is where the event puts the partition.
 
     Raises HistoryBranchedError.
     """

@@ -1,12 +1,12 @@
-"""When and what a consumer saves of its checkpoint.
+"""Decides when a consumer saves its checkpoint, and which positions.
 
 Invariants
-- what is saved by itself is what the user came back from, never what is in hand;
-- a store that can write some positions gets only those that differ from what it has; one that
-  cannot gets those of other partitions too only where it says that it is this consumer's alone;
-- where the store says that keys are hidden, a partition of which nothing else was told is not
-  written, so that saving does not cause saving;
-- one save at a time, also where who waited for one was cancelled: a thread cannot be.
+- an automatic save covers what the user has processed, never the events that the user works on;
+- a store with `save_changes` gets only positions that changed. A store without it gets the
+  positions of other partitions too, but only if it belongs to this consumer alone (`is_whole`);
+- a partition in which only hidden keys changed is not written, so saving does not cause saving;
+- there is one save at a time, even if the caller that waited for it was cancelled: a thread cannot
+  be cancelled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Saver:
         self._lock = asyncio.Lock()
         self.hidden_keys: tuple[bytes, ...] = getattr(store, "hidden_keys", ())
         self._told: set[int] = set()
-        """With hidden keys: partitions of which something was told since their last save."""
+        """With hidden keys: partitions with events for the user since their last save."""
 
     async def load(self) -> Checkpoint:
         """Return what was saved last. Raises CheckpointError."""
@@ -57,7 +57,7 @@ class Saver:
         return dict(self._saved)
 
     def moved(self, events: Iterable[Event], before: Checkpoint, after: Checkpoint) -> None:
-        """Take note of what was processed, from where to where the partitions came by it."""
+        """Note that events were processed, with the positions before and after them."""
         if not self.hidden_keys:
             return
         for event in events:
@@ -74,13 +74,13 @@ class Saver:
         return None if self._every_s is None else max(0.0, self._next_s - time.monotonic())
 
     async def save_when_due(self, checkpoint: Checkpoint) -> None:
-        """Save by itself, at the times that the user chose."""
+        """Save if the interval that the user chose is over."""
         if self._every_s is not None and time.monotonic() >= self._next_s:
             await self.save_by_itself(checkpoint)
             self._next_s = time.monotonic() + self._every_s
 
     async def save_by_itself(self, checkpoint: Checkpoint) -> None:
-        """Save where the user asked for that; what fails is logged and tried again later."""
+        """Save if the user chose an interval. A failure is logged, and tried again later."""
         if self._every_s is None:
             return
         try:
@@ -115,14 +115,14 @@ class Saver:
             self._metrics.positions_saved += len(changed)
 
     async def close(self) -> None:
-        """Close the store, where it can be closed."""
+        """Close the store if it has a `close`."""
         close = getattr(self._store, "close", None)
         if close is not None:
             await self._call(close)
 
     @staticmethod
     async def _call(function: Any, *arguments: Any) -> Any:
-        """Call a store's method: one that waits on the network here, any other in a thread."""
+        """Call a method of the store: an async one directly, any other in a thread."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
@@ -132,9 +132,9 @@ class Saver:
 
 
 def check_store(store: object, *, is_part: bool) -> None:
-    """Refuse what cannot keep a checkpoint, of a consumer that follows only a part of a server.
+    """Raise ValueError for a store that cannot keep the checkpoint of such a consumer.
 
-    Raises ValueError.
+    `is_part`: the consumer follows only some of the partitions.
     """
     if not (hasattr(store, "load") and hasattr(store, "save")):
         raise ValueError(f"store {store!r}: it has load and save, as CheckpointFile(path) has")
@@ -151,12 +151,12 @@ def _is_whole(store: object) -> bool:
 
 
 def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None, Filter | None]:
-    """Return what of a position is not moved by changes, hidden ones among them."""
+    """Return the parts of a position that changes do not move, not even hidden ones."""
     return position.versions, position.collections, position.filter
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:
-    """Call a function in a thread; who is cancelled meanwhile leaves when it is done."""
+    """Call a function in a thread. A caller that is cancelled still waits for its end."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

@@ -1,11 +1,11 @@
-"""Which streams do not move although they should. Pure.
+"""Finds streams that do not move although they are behind. Pure.
 
-Who calls it: a consumer's connection, at regular times, with the high seqnos that the server told,
-and only while nothing that was received waits for the user: who is slow himself stalls nothing.
+Who calls it: a consumer's connection, at regular intervals, with the server's high seqnos. It calls
+only while no received data waits for the user, so a slow user is not taken for a stalled stream.
 
-A stream counts as stalled when it was behind the server's high seqno at one check and has not moved
-by the next. A server works through long backlogs in turns, so a stream that has not shown anything
-yet has `PATIENCE` checks while other streams move.
+A stream counts as stalled if it was behind the server's high seqno at one check and has not moved
+by the next. A server works through long backlogs in turns, so a stream that has sent nothing yet
+has `PATIENCE` checks while other streams move.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from clients.consumer.partition_stream import PartitionStream
 
 PATIENCE: Final = 5
-"""Checks without a message that a stream has for its first one while others are served."""
+"""Checks that a stream may wait for its first message while other streams move."""
 
 
 class StallWatch:
@@ -24,7 +24,7 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int, int, bool]] = {}
-        """By partition: opaque, seqno, checks that found it behind there, whether it ever moved."""
+        """By partition: opaque, seqno, how often it was found behind, whether it ever moved."""
 
     def check(
         self, streams: Iterable[tuple[int, PartitionStream]], high_seqnos: Mapping[int, int]

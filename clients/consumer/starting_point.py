@@ -1,15 +1,15 @@
-"""Where a consumer begins that has no checkpoint: from words of its user to positions.
+"""Turns the option `start` into positions, for partitions without a checkpoint.
 
     "beginning"             the partition from seqno 0
-    "now"                   what comes after the request (the core finds the place)
-    {vb: seqno}             what comes after that seqno of the partition's present history
-    {vb: Position}          a position that was kept somewhere
-    datetime (with a zone)  every change at or after that moment
+    "now"                   changes after the request (the core finds the position)
+    {vb: seqno}             changes after that seqno of the partition's present history
+    {vb: Position}          a position that was kept elsewhere
+    datetime (with a zone)  every change at or after that time
 
-A moment is found by CAS, which holds the time of a change and rises with the seqnos of a partition:
-the server is asked for the seqno right before the first change whose CAS is not older (STAT group
-`seqno-at`). A server that does not know that streams the partition from the beginning, and changes
-that are older are left out on this side.
+A time is looked up by CAS, which holds the time of a change and rises with the seqnos of a
+partition. The server returns the seqno right before the first change at or after the time (STAT
+group `seqno-at`). From a server without that group, the partition is streamed from the beginning,
+and the client leaves older changes out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
 QUESTIONS_AT_ONCE: Final = 64
-"""Questions under way on a connection: each takes the server some twenty reads."""
+"""Concurrent questions on one connection: each costs the server some twenty reads."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNKNOWN: Final = frozenset({Status.KEY_ENOENT, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 
@@ -49,7 +49,7 @@ def time_ns_of(moment: datetime) -> int:
 
 
 def check_start(start: Start) -> Start:
-    """Return it; what could not be found later is refused at once. Raises ValueError."""
+    """Return the option. Raises ValueError for one that can never be resolved."""
     if isinstance(start, datetime):
         time_ns_of(start)
     elif isinstance(start, Mapping):
@@ -73,11 +73,11 @@ class Starts(NamedTuple):
 
     positions: dict[int, Position | None]
     older_than: dict[int, int]
-    """By partition: the CAS below which changes are to be left out on this side."""
+    """By partition: the client leaves out changes with a CAS below it."""
 
 
 async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> Starts:
-    """Return where partitions begin that have no checkpoint. Asks their nodes where it has to."""
+    """Return where partitions without a checkpoint begin; ask their nodes if necessary."""
     positions: dict[int, Position | None] = dict.fromkeys(vb_ids, Position())
     older_than: dict[int, int] = {}
     if start == "now":
@@ -102,13 +102,13 @@ async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> 
 
 
 Chosen = Literal["all"] | list[str | int] | None
-"""Collections by name or id; None: the default one alone."""
+"""Collections by name or id; None: the default collection only."""
 
 
 def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
-    """Return what was given, one or several, kept for as long as the consumer lives.
+    """Return the chosen collections as a list of the consumer's own.
 
-    Raises ValueError for none at all.
+    Raises ValueError for an empty choice.
     """
     if given is None or given == "all":
         return "all" if given else None
@@ -135,7 +135,7 @@ async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
 
 
 def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]:
-    """Return prefixes of keys as bytes, from one or several. Raises ValueError."""
+    """Return one or several key prefixes as bytes. Raises ValueError for an empty one."""
     several = [given] if isinstance(given, str | bytes) else list(given)
     prefixes = tuple(item.encode() if isinstance(item, str) else item for item in several)
     if not all(prefixes):
@@ -144,9 +144,9 @@ def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]
 
 
 async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, int] | None:
-    """Return the seqno that each partition had right before a moment.
+    """Return the seqno of each partition right before a time.
 
-    None where the server cannot tell. Raises StatusError.
+    None if the server does not know the question. Raises StatusError.
     """
     found: dict[int, int] = {}
     for at in range(0, len(vb_ids), QUESTIONS_AT_ONCE):
@@ -172,7 +172,7 @@ async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, in
 async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
     """Return positions after the given seqnos in the partitions' present histories.
 
-    Raises TopologyError where the node does not have a partition, StatusError, ConnectError.
+    Raises TopologyError if the node does not have a partition, StatusError, ConnectError.
     """
     wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
     positions = dict.fromkeys(seqnos, Position())

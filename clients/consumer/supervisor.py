@@ -1,4 +1,4 @@
-"""Who looks after a consumer's partitions: their sessions, pausing, and rollbacks to be settled.
+"""Supervises a consumer's partitions: their sessions, pauses, and rollbacks to decide.
 
 Who calls it: `clients.consumer` for its user, sessions with what they received or lost, the reader
 (`clients.consumer.batch_reader`) when a rollback is next.
@@ -6,10 +6,10 @@ Who calls it: `clients.consumer` for its user, sessions with what they received 
 Invariants
 - a partition that is followed is in exactly one place: with a session's core, homeless
   (`clients.consumer.placement`), held, or paused;
-- what was received of a partition that is taken off is taken out of the queue: it comes again from
-  where the batch in hand ends;
-- a partition goes on from what was decided about its rollback, wherever it is by then;
-- nothing stops silently: an error that cannot be waited out ends the reader's iteration.
+- the queued events of a partition that is paused are dropped. They come again, from the end of the
+  current batch;
+- a partition continues from what was decided about its rollback, wherever it is by then;
+- nothing stops silently: an error that does not pass ends the reader's iteration.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from clients.consumer.core import Batch
 from clients.consumer.counters import ConsumerMetrics
 from clients.consumer.node_session import LOG, ConsumerSession
 from clients.consumer.partition_stream import Wanted
-from clients.consumer.placement import TRANSIENT, Placement
+from clients.consumer.placement import Placement
 from clients.consumer.rollback_strategy import OnRollback, decide_rollback
-from clients.errors import AuthenticationError, DcpdError
+from clients.errors import TRANSIENT, AuthenticationError, DcpdError
 from clients.event import Rollback
 from clients.position import Position, gone_back
 
@@ -77,10 +77,10 @@ class Supervisor:
             self._placer.cancel()
             await asyncio.gather(self._placer, return_exceptions=True)
             self._placer = None
-        self._placement.close()
+        await self._placement.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the iteration with an error, once what was received is handed out."""
+        """End the iteration with an error, after everything that was received is handed out."""
         if self._reader.failure is None:
             self._reader.failure = error
             LOG.error("%s: stops: %s", self.name, error)
@@ -93,18 +93,18 @@ class Supervisor:
         """The partitions that are followed and have not come to their end."""
         followed = set(self._placement.homeless) | set(self.paused) | set(self._held)
         for session in self._placement.sessions.values():
-            followed.update(session.core.unfinished(), session.core.held())
+            followed.update(session.core.streams.unfinished(), session.core.streams.held())
         return followed
 
     @property
     def is_finished(self) -> bool:
         """Whether every partition came to its end, or was refused for good."""
         return not (self._placement.homeless or self.paused or self._held) and all(
-            session.core.is_finished for session in self._placement.sessions.values()
+            session.core.streams.is_finished for session in self._placement.sessions.values()
         )
 
     async def high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return by followed partition the high seqno that its node tells now."""
+        """Return the current high seqno of each followed partition, asked from its node."""
         sessions = list(self._placement.sessions.values())
         told = await asyncio.gather(*(session.ask_high_seqnos(timeout_s) for session in sessions))
         followed = self.followed
@@ -113,7 +113,7 @@ class Supervisor:
         }
 
     def known_lag(self) -> dict[int, int]:
-        """Return by partition the high seqno known last less what was processed."""
+        """Return by partition the last known high seqno less what was processed."""
         done, followed = self._reader.processed(), self.followed
         return {
             vb_id: max(0, seqno - (done[vb_id].seqno if vb_id in done else seqno))
@@ -125,7 +125,7 @@ class Supervisor:
     # -- what the user steers ------------------------------------------------------------------
 
     def pause(self, vb_ids: Iterable[int]) -> None:
-        """Stop streaming partitions; what was received after the batch in hand is forgotten."""
+        """Stop streaming partitions; drop what was received after the current batch."""
         after = self._reader.after_batch()
         for vb_id in vb_ids:
             if vb_id in self.paused:
@@ -149,7 +149,7 @@ class Supervisor:
     # -- what the reader calls -----------------------------------------------------------------
 
     async def settle(self, batch: Batch, at: int) -> None:
-        """Settle what a rollback does, and let the partition go on."""
+        """Decide what a rollback does, and let the partition continue."""
         event = batch.events[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
@@ -163,9 +163,13 @@ class Supervisor:
         """Queue what a session received."""
         self._reader.put(session, batch)
         if batch.events:
-            self._placement.progress()
-        if session.core.homeless:
+            self._placement.progress(session)
+        if session.core.streams.homeless:
             self._take_homeless(session)
+
+    def take_config(self, session: ConsumerSession, config: bytes) -> None:
+        """Take over a cluster configuration that a server pushed."""
+        self._placement.take_pushed(config, session.link.address.host)
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
         """A connection is gone: its partitions need a place."""
@@ -176,8 +180,8 @@ class Supervisor:
         if isinstance(error, AuthenticationError):
             self.fail(error)
         self._take_homeless(session)
-        self._held.update(session.core.held())
-        self._placement.wanted(session.core.unfinished())
+        self._held.update(session.core.streams.held())
+        self._placement.wanted(session.core.streams.unfinished())
         self._reader.wake.set()
 
     def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
@@ -189,13 +193,13 @@ class Supervisor:
     # -- inside --------------------------------------------------------------------------------
 
     def _go_on(self, vb_id: int, position: Position) -> None:
-        """Let a partition go on from a position, wherever it is by now."""
+        """Let a partition continue from a position, wherever it is by now."""
         if vb_id in self.paused:
             self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
             return
         for session in self._placement.sessions.values():
-            if vb_id in session.core.held():
-                session.core.go_on(vb_id, position)
+            if vb_id in session.core.streams.held():
+                session.core.streams.go_on(vb_id, position)
                 session.flush()
                 return
         # Its connection was lost, or it was paused and resumed while the user decided.
@@ -205,23 +209,23 @@ class Supervisor:
             self._placement.wanted({vb_id: Wanted(position, wanted.ceiling)})
 
     def _placer_ended(self, placer: asyncio.Task[None]) -> None:
-        """Placing ends with its consumer; if not, by a mistake of ours, that is told too."""
+        """Tell of an error that ended the placer; normally it runs as long as its consumer."""
         if not placer.cancelled() and (error := placer.exception()) is not None:
             self.fail(error)
 
     def _take_homeless(self, session: ConsumerSession) -> None:
-        homeless, session.core.homeless = session.core.homeless, []
+        homeless, session.core.streams.homeless = session.core.streams.homeless, []
         for vb_id, wanted, config in homeless:
             self._placement.adopt(config, session.link.address.host)
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:
-        """Stop streaming a partition, wherever it is; None where it is not streamed."""
+        """Stop streaming a partition, wherever it is; None if it is not streamed."""
         for table in (self._placement.homeless, self._held):
             if vb_id in table:
                 return table.pop(vb_id)
         for session in self._placement.sessions.values():
-            wanted = session.core.remove(vb_id)
+            wanted = session.core.streams.remove(vb_id)
             if wanted is not None:
                 session.flush()
                 return wanted

@@ -8,15 +8,15 @@
                 batch.set(f"k{n}", b"v")
         failed = [r for r in batch.results if isinstance(r, DcpdError)]
 
-What it sees to
-- every operation goes to the node that holds its partition; NOT_MY_VBUCKET brings a newer
-  configuration (from its body, else asked for) and the operation is sent again;
-- a node that cannot be reached: the others are asked for a newer configuration;
-- TemporaryError: nothing was done, so it is sent again too, after a pause; both up to
-  `ATTEMPTS_MAX` times within the timeout;
-- after a lost connection only reads are repeated. A mutation whose reply did not come raises
-  ConnectionLostError: it may or may not have been done;
-- a batch reports per operation: a result or a DcpdError, in the order of the operations.
+What it does
+- Every operation goes to the node that holds its partition. After NOT_MY_VBUCKET it takes a newer
+  configuration, from the answer's body or by asking for it, and sends the operation again.
+- If a node cannot be reached, it asks the others for a newer configuration.
+- After a TemporaryError nothing was done, so it sends the operation again after a pause. Both
+  happen up to `ATTEMPTS_MAX` times within the timeout.
+- After a lost connection only reads are repeated. A mutation without a reply raises
+  ConnectionLostError: it may or may not have been done.
+- A batch returns a result or a DcpdError for each operation, in the order of the operations.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar
 
 from clients.address import ServerAddress, parse_address
 from clients.errors import (
+    TEMPORARY_STATUSES,
     ConnectError,
     ConnectionLostError,
     DcpdError,
@@ -66,7 +67,7 @@ from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.model.manifest import encode_leb128
 
 ATTEMPTS_MAX: Final = 6
-"""Times that one operation is sent at most."""
+"""How often one operation is sent at most."""
 BACKOFF_S: Final = 0.02
 """Pause before the second attempt; doubles with each (0.02 ... 0.64 s)."""
 BATCH_OPERATIONS_MAX: Final = 4096
@@ -161,8 +162,9 @@ class KvClient:
     def collection(self, name: str) -> KvClient:
         """Return a client for the documents of a collection, "scope.collection".
 
-        It shares this one's connections and ends with it. Operations raise UnknownCollectionError
-        where there is no such collection; one that was dropped and made again is found again.
+        It shares the connections of this client and ends with it. Operations raise
+        UnknownCollectionError if there is no such collection. A collection that was dropped and
+        created again is found again.
         """
         other = copy(self)
         other.collection_name = name
@@ -184,21 +186,21 @@ class KvClient:
     async def set(
         self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0, cas: int = 0
     ) -> MutationResult:
-        """Store a document; with a CAS only over that version (CasMismatchError)."""
+        """Store a document; with a CAS only if it still has that CAS (CasMismatchError)."""
         operation = store_operation(Opcode.SET, key, value, flags, expiry_s, cas)
         return _expect(MutationResult, await self._one(operation))
 
     async def add(
         self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0
     ) -> MutationResult:
-        """Store a document that must be new. Raises ExistsError."""
+        """Store a new document. Raises ExistsError."""
         operation = store_operation(Opcode.ADD, key, value, flags, expiry_s)
         return _expect(MutationResult, await self._one(operation))
 
     async def replace(
         self, key: bytes | str, value: bytes, *, flags: int = 0, expiry_s: int = 0, cas: int = 0
     ) -> MutationResult:
-        """Store a document that must be there. Raises NotFoundError or CasMismatchError."""
+        """Store an existing document. Raises NotFoundError or CasMismatchError."""
         operation = store_operation(Opcode.REPLACE, key, value, flags, expiry_s, cas)
         return _expect(MutationResult, await self._one(operation))
 
@@ -246,7 +248,7 @@ class KvClient:
     async def execute(self, operations: list[Operation]) -> list[Outcome]:
         """Send operations together; return one result or error per operation, in order.
 
-        Replies that did not come give OperationTimeoutError or ConnectionLostError for theirs.
+        An operation without a reply gets OperationTimeoutError or ConnectionLostError.
         """
         results: list[Outcome | None] = [None] * len(operations)
         for start in range(0, len(operations), BATCH_OPERATIONS_MAX * CHUNKS_IN_FLIGHT):
@@ -280,7 +282,7 @@ class KvClient:
         return parsed(parse_failover_log, frame.value, node.name)
 
     async def stats(self, group: str = "", *, node: ClusterNode | None = None) -> dict[str, str]:
-        """Return a node's statistics, by name; the first node's where none is named."""
+        """Return the statistics of a node, by name; without a name those of the first node."""
         at = node or (await self._nodes())[0]
         link = await self._link((at.host, at.kv_port))
         frames = await self._in_time(link.request_stat(group.encode()), at.name)
@@ -298,7 +300,7 @@ class KvClient:
     async def _execute_window(
         self, operations: list[Operation], indexes: range, results: list[Outcome | None]
     ) -> None:
-        """Send the operations at `indexes`, again where that is right; fill `results`."""
+        """Send the operations at `indexes`, repeat those that may be repeated, fill `results`."""
         pending: list[int] = list(indexes)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
@@ -317,7 +319,7 @@ class KvClient:
             pending = [index for index in pending if _may_repeat(operations[index], results[index])]
             if not pending or attempt == ATTEMPTS_MAX - 1 or loop.time() >= deadline:
                 return
-            # What is not learned costs another attempt, and no operation its outcome.
+            # A failure here costs another attempt; no operation loses its outcome.
             with suppress(DcpdError, TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._learn_from(results, pending)
@@ -325,7 +327,7 @@ class KvClient:
     async def _send_to_nodes(
         self, operations: list[Operation], pending: list[int], results: list[Outcome | None]
     ) -> None:
-        """Send each operation to the node of its partition and put the outcomes in place."""
+        """Send each operation to the node of its partition and store the outcomes."""
         try:
             topology = await self._topology()
         except DcpdError as error:
@@ -401,7 +403,10 @@ class KvClient:
                 results[index] = outcome_of(operations[index], vb_ids[place], frame, node.name)
 
     async def _prefix(self, link: Link) -> bytes:
-        """Return what keys begin with. Raises UnknownCollectionError, UnsupportedError."""
+        """Return the collection prefix of keys.
+
+        Raises UnknownCollectionError, UnsupportedError.
+        """
         name = self.collection_name
         if name is None:
             return DEFAULT_COLLECTION_PREFIX
@@ -436,7 +441,7 @@ class KvClient:
             await self._learn_elsewhere(lost)
 
     async def _learn_elsewhere(self, lost: Collection[str | None]) -> None:
-        """Ask another node: partitions of one that cannot be reached may have moved."""
+        """Ask another node for the configuration: partitions of a lost node may have moved."""
         for node in await self._nodes():
             if node.name not in lost:
                 with suppress(DcpdError):
@@ -464,7 +469,7 @@ class KvClient:
         return (await self._topology()).nodes
 
     async def _link(self, place: tuple[str, int]) -> Link:
-        """Return the open connection to a node, made anew where it broke."""
+        """Return the connection to a node; make a new one if it broke."""
         link = self._links.get(place)
         if link is not None and not link.is_closed:
             return link
@@ -493,7 +498,7 @@ class KvClient:
     async def _ask(
         self, node: ClusterNode, opcode: Opcode, *, vb_id: int = 0, extras: bytes = b""
     ) -> Frame:
-        """Send an idempotent command; after a lost connection once more."""
+        """Send an idempotent command, again after a lost connection or a temporary refusal."""
         for attempt in range(ATTEMPTS_MAX):
             try:
                 link = await self._link((node.host, node.kv_port))
@@ -503,7 +508,7 @@ class KvClient:
                 if attempt == ATTEMPTS_MAX - 1:
                     raise
             else:
-                if frame.status not in _TEMPORARY or attempt == ATTEMPTS_MAX - 1:
+                if frame.status not in TEMPORARY_STATUSES or attempt == ATTEMPTS_MAX - 1:
                     return frame
             await asyncio.sleep(BACKOFF_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
@@ -525,11 +530,8 @@ class KvClient:
             )
 
 
-_TEMPORARY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY, Status.ENOMEM})
-
-
 def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:
-    """Whether sending again is safe: nothing was done, or the operation only reads."""
+    """Whether an operation may be repeated: nothing was done, or it only reads."""
     if isinstance(outcome, NotMyVbucketError | TemporaryError | ConnectError):
         return True
     if isinstance(outcome, UnknownCollectionError):
@@ -538,7 +540,7 @@ def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:
 
 
 def _chunks(operations: list[Operation], indexes: list[int]) -> list[tuple[int, int]]:
-    """Cut a batch into writes of bounded operations and bytes."""
+    """Cut a batch into writes with a bounded number of operations and bytes."""
     chunks = []
     start = size = 0
     for place, index in enumerate(indexes):
@@ -552,7 +554,7 @@ def _chunks(operations: list[Operation], indexes: list[int]) -> list[tuple[int, 
 
 
 def _expect(kind: type[_T], outcome: Outcome) -> _T:
-    """Return the outcome as what the operation gives, or raise the error that it is."""
+    """Return the outcome as the expected type; raise it if it is an error."""
     if isinstance(outcome, DcpdError):
         raise outcome
     assert isinstance(outcome, kind)

@@ -3,10 +3,10 @@
     with SyncKv(parse_address("127.0.0.1:11210")) as kv:
         kv.set(b"user:1", b"Ada")
 
-The server that was named gets an operation first; where its partition is elsewhere
-(NOT_MY_VBUCKET), the configuration says where, and it goes there. Temporary refusals are repeated
-with growing pauses, both up to `ATTEMPTS_MAX` times. Where a node cannot be reached, the next
-operation begins at the server that was named again: its partitions may have moved.
+An operation goes to the named server first. If the partition is on another node (NOT_MY_VBUCKET),
+the configuration says on which, and the operation goes there. Temporary refusals are repeated with
+growing pauses. Both happen up to `ATTEMPTS_MAX` times. After a node could not be reached, the next
+operation starts at the named server again, because partitions may have moved.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SyncKv:
         return dict(sorted(seqnos.items()))
 
     def stats(self, group: str = "") -> dict[str, str]:
-        """Return the statistics of the server that was named."""
+        """Return the statistics of the named server."""
         frames = self._seed().request_stat(group.encode())
         if frames and frames[-1].status:
             _check(frames[-1], f"stat {group!r}", self.address.node)
@@ -179,7 +179,7 @@ class SyncKv:
         return outcome_of(operation, vb_id, link.exchange(packet, opaque), link.node)
 
     def _learn(self, refusal: NotMyVbucketError, host: str) -> None:
-        """Adopt the configuration that came with a refusal, or ask for it."""
+        """Take over the configuration that came with a refusal, or ask for it."""
         from clients.link.topology import parse_topology
 
         if not refusal.config:

@@ -1,8 +1,8 @@
 """One connection over a blocking socket, for commands that must start fast.
 
-Who uses it: `clients.kv.sync_client`, for dcpctl. It imports no asyncio (that alone is 60 ms), and
-SCRAM only where a server is not on loopback. The session start is the same `clients.link.handshake`
-that the asyncio link has.
+Who uses it: `clients.kv.sync_client`, for dcpctl. It does not import asyncio (60 ms), and imports
+SCRAM only if the server is not on loopback. The handshake is that of the asyncio link,
+`clients.link.handshake`.
 
 Invariant: replies come in the order of the requests, each with its request's opaque.
 """
@@ -35,7 +35,7 @@ class SyncLink:
         self._frames: deque[Frame] = deque()
         self._next_opaque = 1
         self.is_usable = True
-        """Not while a request is under way: where it was given up, its reply may still come."""
+        """False while a request is pending: if it is given up, its reply may still come."""
         try:
             self._socket = socket.create_connection((address.host, address.port), timeout_s)
         except TimeoutError:

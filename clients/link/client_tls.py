@@ -1,6 +1,6 @@
-"""TLS of the clients: the context of a connection, and what its failures mean.
+"""TLS of the clients: the context of a connection, and errors for its failures.
 
-Imported only where an address asks for TLS: `ssl` takes 20 ms to load, which dcpctl can save.
+It is imported only for addresses with TLS: `ssl` takes 20 ms to load, which dcpctl can save.
 
 TLS 1.2 at least; certificate and host name are always checked.
 """
@@ -16,7 +16,7 @@ from clients.errors import ConnectError
 def client_context(address: ServerAddress) -> ssl.SSLContext:
     """Return the context for connections to a server.
 
-    Raises ConnectError where a file that the address names cannot be used.
+    Raises ConnectError if a file that the address names cannot be used.
     """
     try:
         context = ssl.create_default_context(cafile=address.tls_ca or None)
@@ -25,7 +25,7 @@ def client_context(address: ServerAddress) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if address.tls_cert:
         try:
-            # The password would be asked for on the terminal.
+            # Without this, OpenSSL asks for the password on the terminal.
             context.load_cert_chain(address.tls_cert, password=lambda: "")
         except OSError as error:
             raise _bad_file("certificate", address.tls_cert, error, address.node) from error

@@ -1,12 +1,13 @@
-"""Bytes of a stream between reads, and single frames out of them: what every decoder of ours shares
-that goes over changes by itself. Pure.
+"""Buffers the bytes of a stream between reads, and takes single frames out of them. Pure.
+
+The decoders of consumers, backups and Spark tasks share it; they go over changes themselves.
 
     data = buffer.take(read)            # None: no whole frame is there yet
     ... frame_at(data, at, len(data)) ...
     buffer.keep(data, at)               # what is left, from `at` on
 
-Invariant: what is kept is one incomplete frame, and it is joined only when all of it is there, so
-that a large frame in many reads is copied once.
+Invariant: only one incomplete frame is kept. Its parts are joined when all of it is there, so a
+large frame that comes in many reads is copied once.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class FrameBuffer:
         self._needed_bytes = HEADER_BYTES
 
     def take(self, data: bytes) -> bytes | None:
-        """Return all that came since the last whole frame, None where that cannot be one."""
+        """Return all bytes since the last whole frame, None if they are too few for a frame."""
         self._chunks.append(data)
         self._size_bytes += len(data)
         return None if self._size_bytes < self._needed_bytes else b"".join(self._chunks)
 
     def keep(self, data: bytes, at: int) -> None:
-        """Keep what is left of `data`; learn how long the frame that it begins will be.
+        """Keep the rest of `data`, the beginning of a frame, and note how long that frame is.
 
-        Raises RemoteProtocolError where that is longer than any frame.
+        Raises RemoteProtocolError if it is longer than any frame may be.
         """
         self._size_bytes = len(data) - at
         self._chunks = [data[at:]] if self._size_bytes else []
@@ -47,9 +48,9 @@ class FrameBuffer:
 
 
 def frame_at(data: bytes, at: int, end: int) -> tuple[Frame, int] | None:
-    """Return the frame that begins at `at` and where it stops, None if it is not complete.
+    """Return the frame at `at` and where it stops, None if it is not complete.
 
-    Raises RemoteProtocolError where none can begin so.
+    Raises RemoteProtocolError if the bytes cannot be a frame.
     """
     magic, opcode, key_len, extras_len, datatype, status, body, opaque, cas = HEADER.unpack_from(
         data, at

@@ -1,12 +1,12 @@
-"""How every connection of ours begins, sans-IO: HELLO, SASL, SELECT_BUCKET, configuration.
+"""The beginning of every client connection, sans-IO: HELLO, SASL, SELECT_BUCKET, configuration.
 
     HELLO ─ SASL_AUTH PLAIN ─ SELECT_BUCKET ─ GET_CLUSTER_CONFIG              loopback: one write
     HELLO ─ SASL_LIST_MECHS → SASL_AUTH SCRAM → SASL_STEP → SELECT_BUCKET ─ …  elsewhere
 
-`begin()` gives the first bytes; each frame that comes back goes through `receive`, which gives the
-next bytes or b""; `is_done` says when the connection can be used. On loopback the password goes as
-PLAIN (it does not leave the machine, and SCRAM costs 15 ms of key derivation); elsewhere it never
-leaves it, SCRAM proves it, strongest hash first.
+`begin()` returns the first bytes. Each reply goes through `receive`, which returns the next bytes
+or b"". `is_done` says when the connection can be used. On loopback the password is sent with PLAIN:
+it does not leave the machine, and SCRAM costs 15 ms of key derivation. Elsewhere SCRAM proves the
+password without sending it, with the strongest hash that the server offers.
 
 Invariant: one reply per request, in order, with the request's opaque.
 """
@@ -22,7 +22,7 @@ from clients.address import ServerAddress
 from clients.errors import AuthenticationError, ConnectError, error_from_status
 from dcp.wire.feature import Feature
 from dcp.wire.frame import Frame, pack_request
-from dcp.wire.opcode import Opcode
+from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
 
 FEATURES: Final = (
@@ -34,6 +34,14 @@ FEATURES: Final = (
     Feature.DEDUPE_NOT_MY_VBUCKET,
 )
 
+CONFIG_PUSH: Final = 0x01
+"""Opcode of a request by the server (magic 0x82): a new cluster configuration is its value."""
+CLUSTERMAP_CHANGE_NOTIFICATION: Final = 0x0D
+"""Feature: the server sends each new configuration by itself. It takes DUPLEX."""
+
+STREAM_FEATURES: Final = (*FEATURES, Feature.DUPLEX, CLUSTERMAP_CHANGE_NOTIFICATION)
+"""What a consumer's connection asks for."""
+
 AGENT: Final = b'{"a":"dcpd-python/0.1"}'
 
 _SCRAM_MECHANISMS: Final = {
@@ -44,6 +52,12 @@ _SCRAM_MECHANISMS: Final = {
 """Name on this wire -> name in RFC 5802 and 7677, strongest first."""
 
 _AUTH_REFUSED: Final = frozenset({Status.AUTH_ERROR, Status.EACCESS, Status.KEY_ENOENT})
+
+
+def is_config_push(frame: Frame) -> bool:
+    """Whether a server sends a new configuration by itself."""
+    is_push = frame.magic == Magic.SERVER_REQUEST and frame.opcode == CONFIG_PUSH
+    return is_push and bool(frame.value)
 
 
 class Handshake:
@@ -62,7 +76,7 @@ class Handshake:
         self.features: frozenset[int] = frozenset()
         """What the server granted."""
         self.config = b""
-        """The bucket's configuration as JSON, b"" where the server has none."""
+        """The bucket's configuration as JSON, b"" if the server has none."""
         self.is_done = False
         self._is_loopback = is_loopback
         self._wants_config = wants_config
@@ -91,6 +105,9 @@ class Handshake:
 
         Raises AuthenticationError, ConnectError or a StatusError: close the connection then.
         """
+        if is_config_push(frame):
+            self.config = frame.value
+            return b""
         if not self._expected or self._expected[0] != (frame.opcode, frame.opaque):
             raise ConnectError(
                 f"the server answered opcode 0x{frame.opcode:02x} out of turn",

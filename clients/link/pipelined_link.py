@@ -1,13 +1,13 @@
 """One connection over asyncio: pipelined requests, replies in order.
 
-Who uses it: `clients.kv` for commands, `clients.consumer` which takes the bytes over once the
-handshake is through.
+Who uses it: `clients.kv` for commands; consumers, backups and restores, which take over the bytes
+after the handshake.
 
 Invariants
-- replies come in the order of the requests, each with its request's opaque; anything else closes
-  the connection (the server's contract, and what keeps a late reply from meeting the wrong caller);
-- a future per batch, never one per operation;
-- a caller that gave up (timeout) leaves its place in the queue: its replies are dropped when they
+- replies come in the order of the requests, each with the opaque of its request. Anything else
+  closes the connection, so a late reply never reaches the wrong caller;
+- there is a future per batch, not per operation;
+- the batch of a caller that gave up (timeout) stays in the queue; its replies are dropped when they
   come.
 
 Limits: a frame as in `dcp.wire.frame`; writers wait while the transport's buffer is full.
@@ -27,7 +27,7 @@ from clients.errors import (
     DcpdError,
     OperationTimeoutError,
 )
-from clients.link.handshake import FEATURES, Handshake
+from clients.link.handshake import FEATURES, Handshake, is_config_push
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, RemoteProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 5.0
 OPAQUE_MASK: Final = 0xFFFF_FFFF
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
-"""Unsent bytes at which writers wait: a batch or two, so that a slow server bounds us."""
+"""Unsent bytes at which writers wait: a batch or two, so a slow server does not fill memory."""
 
 
 class _Batch:
@@ -93,6 +93,7 @@ class Link(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         link: Link | None = None
+        is_ready = False
         tls: SSLContext | None = None
         explain = ConnectError.of
         if address.is_tls:
@@ -105,6 +106,7 @@ class Link(asyncio.Protocol):
                     lambda: cls(address, features), address.host, address.port, ssl=tls
                 )
                 await link.ready
+                is_ready = True
         except TimeoutError:
             raise OperationTimeoutError(
                 f"no session within {timeout_s:g} s", node=address.node
@@ -112,8 +114,8 @@ class Link(asyncio.Protocol):
         except OSError as error:
             raise explain(error, address.node) from error
         finally:
-            # Timed out, refused or cancelled: nobody else knows of this connection.
-            if link is not None and (not link.ready.done() or link.ready.exception()):
+            # After a timeout, a refusal or a cancellation, no one else can close it.
+            if link is not None and not is_ready:
                 link.close()
         return link
 
@@ -169,7 +171,7 @@ class Link(asyncio.Protocol):
     def hand_over(
         self, take_bytes: Callable[[bytes], None], on_lost: Callable[[DcpdError], None]
     ) -> None:
-        """From now on give all bytes to `take_bytes` and call `on_lost` once at the end."""
+        """From now on hand all bytes to `take_bytes`, and call `on_lost` once at the end."""
         assert not self._batches
         self._take_bytes = take_bytes
         self._on_lost = on_lost
@@ -234,13 +236,13 @@ class Link(asyncio.Protocol):
         self._can_write.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail whatever waits."""
+        """Fail all waiting requests."""
         self._fail(self._lost(f"the connection was lost: {exc or 'closed by the server'}"))
 
     # -- inside --------------------------------------------------------------------------------
 
     def _shake(self, handshake: Handshake, frames: list[Frame]) -> list[Frame]:
-        """Give frames to the handshake; return those that came after its end."""
+        """Hand frames to the handshake; return those that came after its end."""
         for index, frame in enumerate(frames):
             reply = handshake.receive(frame)
             if reply and self._transport is not None:
@@ -256,7 +258,9 @@ class Link(asyncio.Protocol):
         batches = self._batches
         for frame in frames:
             if frame.is_request:
-                continue  # a push (configuration); not asked for, not needed
+                if self.handshake is not None and is_config_push(frame):
+                    self.handshake.config = frame.value
+                continue
             if not batches:
                 raise RemoteProtocolError(f"a reply with opaque {frame.opaque} to no request")
             batch = batches[0]
@@ -281,7 +285,7 @@ class Link(asyncio.Protocol):
         return ConnectionLostError(what, node=self.node)
 
     def _fail(self, error: DcpdError) -> None:
-        """Close for good; every waiter gets `error`."""
+        """Close; all waiting requests fail with `error`."""
         if self.is_closed:
             return
         self.is_closed = True

@@ -1,8 +1,8 @@
-"""Which node holds which partition: the cluster configuration as clients read it. Pure.
+"""The cluster configuration as clients read it: which node holds which partition. Pure.
 
-Source: what the official clients' parsers need. `nodes` says how many nodes serve the bucket, the
-first entries of `nodesExt` say where they listen, `vBucketMap` names a node by its index; `$HOST`
-stands for the host that the client used.
+The format is what the official clients parse. `nodes` are the nodes that serve the bucket, the
+first entries of `nodesExt` say where they listen, and `vBucketMap` names a node by its index.
+`$HOST` stands for the host that the client used.
 
 Invariants
 - `vbucket_map` has one entry per partition, each -1 or an index into `nodes`;
@@ -19,9 +19,9 @@ from vbucket.model.ids import NUM_VBUCKETS
 
 
 class ClusterNode(NamedTuple):
-    """A node that serves the bucket. `mgmt_port` is the admin HTTP API's, 0 = none.
+    """A node that serves the bucket. `mgmt_port` is that of the admin HTTP API, 0 for none.
 
-    Both are the ports of TLS where the configuration was read for a client with TLS.
+    For a client with TLS, both are TLS ports.
     """
 
     host: str
@@ -51,7 +51,7 @@ class Topology(NamedTuple):
     def node_of(self, vb_id: int) -> ClusterNode:
         """Return the node where the partition is active.
 
-        Raises TopologyError where there is none or no such partition.
+        Raises TopologyError if there is no such node, or no such partition.
         """
         if not 0 <= vb_id < len(self.vbucket_map):
             raise TopologyError(
@@ -67,20 +67,25 @@ class Topology(NamedTuple):
             )
         return self.nodes[index]
 
+    def place_of(self, vb_id: int) -> tuple[str, int] | None:
+        """Return host and port of the node where the partition is active, None for none."""
+        index = self.vbucket_map[vb_id] if 0 <= vb_id < len(self.vbucket_map) else -1
+        return None if index < 0 else (self.nodes[index].host, self.nodes[index].kv_port)
+
     def is_newer_than(self, other: Topology | None) -> bool:
         """Whether this revision replaces `other`."""
         return other is None or self.revision > other.revision
 
 
 def single_node(host: str, kv_port: int, num_vbuckets: int = NUM_VBUCKETS) -> Topology:
-    """Return the topology of a server that gave no configuration: one node, all partitions."""
+    """Return the topology of a server without a configuration: one node, all partitions."""
     return Topology((0, 0), (ClusterNode(host, kv_port),), (0,) * num_vbuckets)
 
 
 def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Topology:
     """Return the configuration that a node at `origin_host` sent, as bytes of JSON.
 
-    With `is_tls` the nodes are told with their ports for TLS.
+    With `is_tls` the nodes have their TLS ports.
 
     Raises TopologyError saying what is missing.
     """

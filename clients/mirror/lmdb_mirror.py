@@ -6,9 +6,9 @@
     p vb                   -> position
     w                      -> what it is a mirror of: collection id (u32), prefixes of keys
 
-Because the positions are written with what the events did, a mirror that is killed at any moment
-goes on exactly where it was. A batch is written on the caller's own thread: LMDB beside a busy
-thread is slow (every put gives up the interpreter lock).
+Positions are written together with the effects of the events, so a mirror that is killed continues
+exactly where it was. A batch is written on the caller's thread: beside a busy thread LMDB is slow,
+because every put releases the interpreter lock.
 """
 
 from __future__ import annotations

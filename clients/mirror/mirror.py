@@ -1,14 +1,14 @@
-"""`Mirror`: the documents of a server, here, kept up to date.
+"""`Mirror`: a local copy of a server's documents that is kept up to date.
 
     async with Mirror("127.0.0.1:11210") as view:
         view["user:1"]                       # bytes; KeyError where there is no such document
 
-It is caught up with the server when the block begins. With a path it is kept in an LMDB file and
-goes on exactly where it was, whenever it was stopped or killed.
+It has caught up with the server when the block begins. With a path it is kept in an LMDB file and
+continues exactly where it was, even after a kill.
 
-When history branches, the mirror undoes exactly what the server undid, by a journal of what each
-change replaced. A branch that goes further back than the journal of a partition (`journal_max`
-changes) lets that partition come anew.
+When history branches, the mirror undoes exactly what the server undid, with a journal of the values
+that changes replaced. If the branch goes further back than the journal of a partition
+(`journal_max` changes), that partition is loaded again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 LOOK_AGAIN_S: Final = 0.1
-"""How often `caught_up` looks where nothing comes that would tell it."""
+"""How often `caught_up` looks while no event comes."""
 
 
 class Mirror:
@@ -71,7 +71,7 @@ class Mirror:
         self._num_vbuckets = NUM_VBUCKETS
         self._was_opened = False
         self.consumer: Consumer
-        """What follows the server: its metrics, lag and more. There once the mirror is open."""
+        """The consumer that follows the server (metrics, lag). Set when the mirror is open."""
 
     async def __aenter__(self) -> Mirror:
         """Connect, and catch up with the server as it is now."""
@@ -114,7 +114,7 @@ class Mirror:
         await self.consumer.open()
 
     async def close(self) -> None:
-        """Stop following. What is in a file stays there."""
+        """Stop following. A file keeps its content."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -126,7 +126,7 @@ class Mirror:
             self._store.close()
 
     async def caught_up(self, timeout_s: float | None = None) -> None:
-        """Return when everything is here that the server had when this was called.
+        """Return when the mirror has everything that the server had at the time of the call.
 
         Raises OperationTimeoutError, and the error that stopped the mirror.
         """
@@ -145,7 +145,7 @@ class Mirror:
             if targets is None and len(asked) == len(self.consumer.followed):
                 targets = asked
             elif targets is not None:
-                # A branch may have lowered what there is to wait for.
+                # A branch may have lowered the seqnos to wait for.
                 targets = {vb: min(seqno, asked.get(vb, seqno)) for vb, seqno in targets.items()}
             if targets is not None:
                 done = self.consumer.processed()
@@ -154,7 +154,7 @@ class Mirror:
                     for vb_id, seqno in targets.items()
                     if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
                 }
-            # A refused stream is not followed any more; once the event is here, it is an error.
+            # A refused stream is no longer followed; when its event comes, it is an error.
             is_refused = self.consumer.metrics.streams_failed > 0
             is_behind = targets is None or bool(targets) or is_refused
             if is_behind:

@@ -1,17 +1,17 @@
-"""What a mirror of partitions does with events: documents, and a journal that undoes them. Pure.
+"""Applies events to the documents of a mirror, with a journal to undo them. Pure.
 
-    change            the key's value before goes into the journal, the new one into the store
+    change            the old value of the key goes into the journal, the new one into the store
     rollback          the journal is undone down to the seqno, or the partition is emptied
-    collection drop   the partition's documents go, by the journal too
+    collection drop   the partition's documents are deleted, through the journal too
 
 Invariants
 - undoing the journal down to seqno S gives exactly what the mirror held at S, for every S at or
   above the partition's floor;
 - a partition's journal has at most `journal_max` entries after a batch; the floor is the seqno of
-  the newest entry that was dropped, 0 where none was;
+  the newest entry that was dropped, 0 if none was;
 - documents, journal and positions change together, in one `changing()` of the store.
 
-Where the documents are is the store's affair: `MemoryStore` here, or `clients.mirror.lmdb_mirror`.
+The store holds the documents: `MemoryStore` here, or `clients.mirror.lmdb_mirror`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ JOURNAL_MAX: Final = 10_000
 
 
 class Changing(Protocol):
-    """What may be done to a store inside of `changing()`."""
+    """The changes that a store allows inside `changing()`."""
 
     def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
-        """Set a document, or delete it (None); what was there goes into the journal."""
+        """Set a document, or delete it (None); the old value goes into the journal."""
 
     def undo(self, vb_id: int, to_seqno: int) -> None:
         """Undo and drop the journal's entries above a seqno, the newest first."""
@@ -64,10 +64,10 @@ class MirrorStore(Protocol):
         """Return the positions that were kept last."""
 
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
-        """Be a mirror of these documents from now on; one of others is emptied, and says False."""
+        """Become a mirror of these documents. A mirror of others is emptied and returns False."""
 
     def get(self, vb_id: int, key: bytes) -> bytes | None:
-        """Return a value, None where there is none."""
+        """Return a value, None if there is no such document."""
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield all documents, in no order."""
@@ -76,7 +76,7 @@ class MirrorStore(Protocol):
         """Return the number of documents."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release all resources."""
 
 
 def take(
@@ -87,7 +87,7 @@ def take(
     collection_id: int = 0,
     journal_max: int = JOURNAL_MAX,
 ) -> None:
-    """Let a store follow one batch of events, and keep the positions after them."""
+    """Apply a batch of events to a store, and keep the positions after them."""
     touched = set()
     with store.changing() as change:
         for event in events:
@@ -128,7 +128,7 @@ class MemoryStore:
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:
-        """Give itself. It changes at once: what fails here ends the mirror, and all this."""
+        """Give the store itself. Changes apply at once: an error ends the mirror and its data."""
         yield self
 
     def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:

@@ -1,9 +1,8 @@
-"""From the bytes of a stream to columns: no Python object per change.
+"""Turns the bytes of a stream into columns, without a Python object per change.
 
-What a connection brings is a row of packets, one after the other. Their places are found in a
-loop (each packet tells the length of the next); everything else is done for all of them at once:
-numbers are gathered by numpy, and keys and values are the second and third piece of each packet
-when the whole buffer is taken as one Arrow array of pieces.
+A connection brings packets, one after the other. A loop finds their places; everything else is done
+for all of them at once. numpy gathers the numbers. Keys and values are the second and third piece
+of each packet when the whole buffer is taken as one Arrow array of pieces.
 
     HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | value      (docs of the wire: frame)
 
@@ -196,7 +195,7 @@ def record_batch(
     """Return changes as a batch with exactly this schema.
 
     `names`: collection id -> what the column `collection` says; None: there is no such column.
-    Raises DcpdError where text is wanted of bytes that are none.
+    Raises DcpdError if text is wanted and the bytes are not UTF-8.
     """
     heads = changes.heads
     is_set = changes.ops == 0

@@ -1,7 +1,7 @@
-"""An executor's reading: connections to the nodes that hold a task's partitions, tried again.
+"""Reads the changes of a task on an executor, from the nodes that hold its partitions.
 
-`clients.spark.fetch_core` decides; here are the sockets and the clock. A connection that is lost
-is made again, and goes on where it was, as long as that helps within `PATIENCE_S`.
+`clients.spark.fetch_core` decides; sockets and clock are here. A lost connection is made again, and
+the streams continue where they were. A task gives up after `PATIENCE_S` without a change.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from clients.address import ServerAddress
-from clients.errors import (
-    ConnectError,
-    ConnectionLostError,
-    DcpdError,
-    OperationTimeoutError,
-    TemporaryError,
-    TopologyError,
-)
+from clients.errors import TRANSIENT, DcpdError, TopologyError
 from clients.kv.sync_client import SyncKv
 from clients.link.blocking_link import SyncLink
 from clients.link.topology import Topology
@@ -31,11 +24,6 @@ PATIENCE_S: Final = 60.0
 """How long no change may come before a task gives up: a server's restart takes less."""
 RETRY_S: Final = 0.1
 """Pause before a connection or a stream is asked for again."""
-
-LOST: Final = (
-    ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
-)  # fmt: skip
-"""Errors after which another attempt may work: the server restarts, or a partition moves."""
 
 
 class StreamLink(SyncLink):
@@ -58,7 +46,7 @@ def topology_of(servers: Sequence[ServerAddress]) -> Topology:
         try:
             with SyncKv(address) as kv:
                 return kv.topology()
-        except LOST as error:
+        except TRANSIENT as error:
             problem = error
     assert problem is not None, "there is at least one server"
     raise problem
@@ -71,7 +59,7 @@ def fetch(
     history: bool = True,
     collection_ids: tuple[int, ...] = (0,),
 ) -> Iterator[Arrived]:
-    """Yield what the steps have to give. Raises DcpdError where that does not work out."""
+    """Yield the changes and rollbacks of the steps. Raises DcpdError if it has to give up."""
     streams = [Stream(step) for step in steps]
     began = time.monotonic()
     while streams:
@@ -86,7 +74,7 @@ def fetch(
                     began = time.monotonic()  # how long Spark took for it is no waiting
                 left += reading.left
                 problem = problem or reading.problem
-        except LOST as error:
+        except TRANSIENT as error:
             left, problem = streams, error
         streams = left
         if streams:
@@ -114,11 +102,12 @@ def _by_node(
 
 def _stuck(stream: Stream) -> DcpdError:
     problem = stream.problem
-    reason = f": {problem}" if problem else ", and its node does not send what comes"
+    reason = f": {problem.what}" if problem else ", and its node does not send what comes"
     return DcpdError(
         f"for {PATIENCE_S:g} s the partition stands at seqno {stream.seqno}, up to"
         f" {stream.end_seqno} is wanted{reason}",
         vb_id=stream.vb_id,
+        node=problem.node if problem else None,
         hint="Is it active on a node? See: dcpctl seqnos, dcpctl stream list",
     )
 
@@ -140,7 +129,7 @@ class _Reading:
         self.left = streams
         try:
             link = StreamLink(self._address, timeout_s=PATIENCE_S)
-        except LOST as error:
+        except TRANSIENT as error:
             self.problem = error
             return
         with link:
@@ -168,7 +157,7 @@ class _Reading:
                         time.sleep(RETRY_S)
                         core.retry()
                     link.send(core.take_output())
-            except LOST as error:
+            except TRANSIENT as error:
                 self.problem = error
             finally:
                 self.left = core.unfinished()

@@ -1,4 +1,4 @@
-"""Whether there is a Java that Spark runs on. Spark's own words about it help nobody."""
+"""Checks for a Java that Spark runs on, because Spark's own error does not help."""
 
 from __future__ import annotations
 

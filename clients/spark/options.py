@@ -195,7 +195,7 @@ def _starting(text: str) -> str | Offset | int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError("it is none of these") from None
+        raise ValueError("it is not one of these") from None
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     since = moment - datetime(1970, 1, 1, tzinfo=UTC)
     return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000

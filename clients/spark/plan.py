@@ -5,11 +5,11 @@
     what to read                                     -> tasks                  (`tasks_of`)
 
 Invariants
-- an end is a state that the server can show: never below what it purged or keeps de-duplicated
-  only (its history floor), unless that is where the partition stands anyway;
-- a rollback goes to where the histories part, or below to a state that the query held completely;
-- `steps_between` depends on the two offsets alone: a batch that Spark repeats is planned the same,
-  whatever happened on the server meanwhile. What is left of it then, the reader finds out.
+- an end is a state that the server can show: it is not below the purge seqno or the history floor,
+  unless the partition stands there already;
+- a rollback goes to where the histories part, or to a complete state of the query below;
+- `steps_between` depends only on the two offsets. So a batch that Spark repeats is planned in the
+  same way, whatever happened on the server meanwhile. The reader finds out what is left of it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from clients.position import Position, Ranges, Versions, rolled_back
+from clients.position import Position, Ranges, Versions
 from clients.spark.offset import COLLECTIONS, NOTHING, Entry, Offset, decode, entry_at, trimmed
-from failover.history import FailoverLog, Version
+from clients.streaming.outcome import RollbackAsked
+from clients.streaming.rollback_rounds import log_of, next_round
+from failover.history import FailoverLog
 from failover.rollback import Question, decide
 
 TASK_ROWS_MIN: Final = 20_000
@@ -27,7 +29,7 @@ TASK_ROWS_MIN: Final = 20_000
 
 
 class Facts(NamedTuple):
-    """What a node says of a partition, at one moment."""
+    """What a node says about a partition at one moment."""
 
     vb_id: int
     high_seqno: int
@@ -39,11 +41,11 @@ class Facts(NamedTuple):
     @property
     def log(self) -> FailoverLog:
         """The failover log."""
-        return FailoverLog(tuple(Version(vb_uuid, seqno) for vb_uuid, seqno in self.versions))
+        return log_of(self.versions, self.vb_id)
 
 
 class GoneBack(NamedTuple):
-    """A partition that has to go back, for whoever wants to be told."""
+    """A partition that has to go back, for logs and metrics."""
 
     vb_id: int
     from_seqno: int
@@ -66,7 +68,7 @@ class PlanStep(NamedTuple):
 
 
 class Start(NamedTuple):
-    """From where a partition goes on, with what is known of it."""
+    """Where a partition continues, with what is known about it."""
 
     facts: Facts
     entry: Entry
@@ -81,14 +83,15 @@ class Start(NamedTuple):
 
 
 def start_of(entry: Entry, facts: Facts) -> Start:
-    """Return from where a partition goes on: the same rule that the server answers by."""
+    """Return where a partition continues, by the rule that the server uses too."""
     at = entry.position
     question = Question(at.seqno, at.vb_uuid, at.seqno, at.seqno, at.versions)
     decision = decide(question, facts.log, facts.high_seqno, facts.purge_seqno)
     if decision.rollback_seqno is None:
         return Start(facts, entry, at, None)
-    back = rolled_back(at, decision.rollback_seqno, is_exact=True)
-    # What is held there is on the server's branch too, so its versions are ours from here on.
+    asked = RollbackAsked(decision.rollback_seqno, facts.versions)
+    back = next_round(at, asked, is_exact=True, vb_id=facts.vb_id)
+    # That state is on the server's branch too, so its versions are ours from here on.
     position = back._replace(versions=trimmed(facts.versions, back.seqno) if back.seqno else ())
     gone_back = GoneBack(
         facts.vb_id, at.seqno, back.seqno, at.versions, facts.versions, decision.reason
@@ -236,19 +239,3 @@ def tasks_of(steps: Sequence[PlanStep], tasks_max: int) -> list[tuple[PlanStep, 
         tasks[-1].append(step)
         done += step_rows
     return [tuple(task) for task in tasks if task]
-
-
-def common_seqno(versions: Versions, seqno: int, server: Versions) -> int:
-    """Return up to which seqno the histories agree: of who stands at `seqno`, and of a server.
-
-    The newest version that both know decides, as in `failover.rollback`. A history without
-    versions is that of seqno 0, which everybody has.
-    """
-    log = FailoverLog(tuple(Version(vb_uuid, began) for vb_uuid, began in server))
-    upper = seqno
-    for vb_uuid, began in versions:
-        theirs = log.upper_of(vb_uuid, seqno)
-        if theirs is not None:
-            return min(upper, theirs)
-        upper = min(upper, began)
-    return 0

@@ -11,8 +11,10 @@ server had when the batch was read; docs/spark.md shows why.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 from clients.errors import DcpdError
 from clients.spark.sink_rules import TableWriter
@@ -64,12 +66,12 @@ def apply_changes(
         )
     writer = TableWriter(_query_of(batch_df) if query is None else query, take_over_from)
     if format == "parquet":
-        from clients.spark import sink_parquet
+        from clients.spark.sink_parquet import apply_batch
 
         if storage_options:
             raise ValueError("storage_options are for format='delta'; parquet takes a folder")
         # A relative path is the driver's: executors have other working folders.
-        sink_parquet.apply_batch(batch_df, Path(path).absolute(), buckets, writer)
+        apply_batch(batch_df, Path(path).absolute(), buckets, writer)
         return
     _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {}, writer)
 
@@ -94,7 +96,7 @@ def read_table(
     """Return `current` (the documents) or `changes` (the log) of the table at `path`.
 
     With "delta" the rows come through the driver; Spark with delta-spark reads `path/current` too.
-    Raises DcpdError where there is no table.
+    Raises DcpdError if there is no table.
     """
     if table not in TABLES:
         raise ValueError(f"table takes {' or '.join(TABLES)}, not {table!r}")
@@ -102,20 +104,19 @@ def read_table(
         return spark.createDataFrame(_delta().rows_of(path, table, storage_options or {}))
     if format != "parquet":
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
-    from clients.spark import sink_parquet
+    from clients.spark.sink_parquet import files_of
 
-    files = sink_parquet.files_of(Path(path).absolute(), table)
+    files = files_of(Path(path).absolute(), table)
     if not files:
         raise DcpdError(f"the table at {path} has no rows in {table} yet")
     return spark.read.parquet(*files)
 
 
-def _delta() -> Any:
+def _delta() -> ModuleType:
     try:
-        from clients.spark import sink_delta
+        return import_module("clients.spark.sink_delta")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"format='delta' needs the package {error.name}: pip install 'dcpd[spark]'",
             name=error.name,
         ) from error
-    return sink_delta

@@ -50,7 +50,7 @@ QUERY_PROPERTY: Final = "dcpd.query"
 APPLIED: Final = "applied"
 _DESCRIPTION: Final = "Change log of dcpd in {buckets} buckets"
 _BUCKETS: Final = re.compile(r"Change log of dcpd in (\d+) buckets")
-"""Where a log says how many buckets it was made with: whoever names another number means others."""
+"""Property with the number of buckets of a log; batches with another number are refused."""
 _PREDICATE_PARTITIONS: Final = 128
 """Partitions in one predicate: each is a term of an expression that is worked off recursively."""
 
@@ -58,7 +58,7 @@ _PREDICATE_PARTITIONS: Final = 128
 def apply_batch(
     batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: TableWriter
 ) -> None:
-    """Apply a batch of rows. Raises DcpdError where the tables belong to another query."""
+    """Apply a batch of rows. Raises DcpdError if the tables belong to another query."""
     tables = _Tables(path, dict(options), buckets, writer)
     tables.own()
     if not batch.num_rows:

@@ -69,7 +69,7 @@ class LogFile(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """The files of a bucket; `current` is "" where there is no document."""
+    """The files of a bucket; `current` is "" if there is no document."""
 
     changes: tuple[LogFile, ...] = ()
     current: str = ""
@@ -106,7 +106,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def load_manifest(files: TableFiles) -> TableManifest | None:
-    """Return a table's manifest, None where there is no table. Raises DcpdError."""
+    """Return a table's manifest, None if there is no table. Raises DcpdError."""
     try:
         text = files.read(MANIFEST)
     except FileNotFoundError:
@@ -126,8 +126,8 @@ def load_manifest(files: TableFiles) -> TableManifest | None:
 def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) -> None:
     """Apply a batch (a DataFrame): one Spark job writes the files, then the manifest counts them.
 
-    Raises DcpdError where the table is of another format, belongs to another query, or somebody
-    else writes it too.
+    Raises DcpdError if the table has another format, belongs to another query, or is written by
+    another program at the same time.
     """
     files = TableFiles(path)
     manifest = open_table(files, buckets, writer)

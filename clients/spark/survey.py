@@ -1,8 +1,8 @@
-"""What the driver asks the nodes: how far every partition is, and through which versions it went.
+"""Asks the nodes for the state of each partition: its seqnos and its versions. For the driver.
 
-Invariant: the facts of a partition are those of one moment. Seqnos, purge seqno, history floor and
-the newest version come in one answer; the failover log, asked for after it, counts only if it has
-that newest version.
+Invariant: the facts of a partition are from one moment. Seqnos, purge seqno, history floor and the
+newest version come in one answer. The failover log, asked for afterwards, counts only if it begins
+with that version.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from clients.address import ServerAddress
 from clients.errors import (
+    TRANSIENT,
     ConnectError,
     TemporaryError,
     TopologyError,
@@ -22,7 +23,7 @@ from clients.errors import (
 from clients.link.blocking_link import SyncLink
 from clients.link.topology import ClusterNode, Topology
 from clients.position import Versions
-from clients.spark.fetch import LOST, RETRY_S, fetch, topology_of
+from clients.spark.fetch import RETRY_S, fetch, topology_of
 from clients.spark.plan import Facts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
@@ -30,7 +31,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
 PATIENCE_S: Final = 30.0
-"""How long the driver waits for servers that are down: a restart takes less."""
+"""How long the driver waits for servers that are down; a restart takes less."""
 SURVEYS_MAX: Final = 8
 """Times that a node is asked again because a version began in between."""
 LOGS_ONE_BY_ONE_MAX: Final = 32
@@ -121,7 +122,7 @@ class Survey:
         while True:
             try:
                 return ask()
-            except LOST:
+            except TRANSIENT:
                 self.close()
                 if time.monotonic() - began > PATIENCE_S:
                     raise
@@ -174,7 +175,7 @@ class Survey:
         return found
 
     def _all(self, found: dict[int, _T], *, all_of_them: bool) -> dict[int, _T]:
-        """Return what was found. Raises TopologyError where all is wanted and some is missing."""
+        """Return what was found. Raises TopologyError if all is wanted and some is missing."""
         missing = sorted(self._partitions.difference(found)) if all_of_them else []
         if missing:
             names = ", ".join(map(str, missing[:NAMED_MAX])) + ", ..." * (len(missing) > NAMED_MAX)
@@ -268,7 +269,7 @@ class Survey:
 
 
 def _parsed(parse: Callable[[bytes], _T], value: bytes, node: ClusterNode) -> _T:
-    """Return what an answer says. Raises ConnectError for one that is cut short."""
+    """Return a parsed answer. Raises ConnectError if it is cut short."""
     try:
         return parse(value)
     except RemoteProtocolError as error:

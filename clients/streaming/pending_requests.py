@@ -1,4 +1,4 @@
-"""What is asked over one DCP connection, and whose each reply is. Sans-IO.
+"""The requests of one DCP connection, and who takes the reply to each. Sans-IO.
 
     requests = PendingRequests(node)
     requests.open(b"name", OpenFlag.PRODUCER, [(b"enable_noop", b"true")])
@@ -7,8 +7,8 @@
     for frame in received:
         if not requests.take(frame): ...          # a message of a stream
 
-Invariant: each request has an opaque of its own, and one handler, called once; a reply to what was
-forgotten means nothing.
+Invariant: each request has its own opaque and one handler, which is called once. The reply to a
+forgotten request is ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PendingRequests:
     def __init__(self, node: str | None) -> None:
         self.node = node
         self.now_ns = 0
-        """When what is sent next is sent; for who has a clock and wants `oldest_ns`."""
+        """The present time, set by a caller that has a clock and reads `oldest_ns`."""
         self._pending: dict[int, tuple[OnReply, int]] = {}
-        """By opaque: who takes the reply, and when the request was sent; the oldest first."""
+        """By opaque: the handler of the reply, and when the request was sent; the oldest first."""
         self._output: list[bytes] = []
         self._next_opaque = 1
 
@@ -41,11 +41,11 @@ class PendingRequests:
         return b"".join(output)
 
     def write(self, packet: bytes) -> None:
-        """Send what has no reply."""
+        """Send a packet that has no reply."""
         self._output.append(packet)
 
     def send(self, pack: Callable[[int], bytes], on_reply: OnReply) -> int:
-        """Send the request that `pack` makes of its opaque; return that."""
+        """Send the request that `pack` makes from an opaque; return the opaque."""
         opaque = self._next_opaque
         self._next_opaque = opaque % 0xFFFF_FFFF + 1
         self._pending[opaque] = on_reply, self.now_ns
@@ -53,7 +53,7 @@ class PendingRequests:
         return opaque
 
     def open(self, name: bytes, flags: int, controls: Iterable[tuple[bytes, bytes]]) -> None:
-        """Send DCP_OPEN and controls that the server has to know."""
+        """Send DCP_OPEN and controls; it is an error if the server refuses one of them."""
         self.send(lambda opaque: pack_open(name, flags, opaque), self.accepted("DCP_OPEN"))
         for key, value in controls:
             self.control(key, value, self.accepted(f"DCP_CONTROL {key.decode()}"))
@@ -63,16 +63,16 @@ class PendingRequests:
         self.send(lambda opaque: pack_control(key, value, opaque), on_reply)
 
     def close_stream(self, vb_id: int) -> None:
-        """Close a stream; one that is gone already is as good."""
+        """Close a stream. It is no error if it has ended already."""
         close = Opcode.DCP_CLOSE_STREAM
         self.send(lambda opaque: pack_request(close, vb_id=vb_id, opaque=opaque), ignored)
 
     def forget(self, opaque: int) -> None:
-        """Let the reply to a request mean nothing."""
+        """Ignore the reply to a request."""
         self._pending.pop(opaque, None)
 
     def take(self, frame: Frame) -> bool:
-        """Give a reply to who waits for it, answer a NOOP; False for anything else."""
+        """Hand a reply to its handler, or answer a NOOP. Returns False for any other frame."""
         if frame.magic == Magic.RESPONSE:
             on_reply, _ = self._pending.pop(frame.opaque, (ignored, 0))
             on_reply(frame)
@@ -88,11 +88,11 @@ class PendingRequests:
         return next((sent_ns for _, sent_ns in self._pending.values()), None)
 
     def accepted(self, operation: str) -> OnReply:
-        """Return a handler for which any status but OK is an error, that of the operation."""
+        """Return a handler that raises a StatusError for any status but OK."""
         return lambda frame: self.check(frame, operation)
 
     def check(self, frame: Frame, operation: str, vb_id: int | None = None) -> None:
-        """Raise a StatusError for a reply that is none of success."""
+        """Raise a StatusError if a reply has another status than OK."""
         if frame.status:
             raise error_from_status(
                 frame.status, operation, body=frame.value, vb_id=vb_id, node=self.node
@@ -100,4 +100,4 @@ class PendingRequests:
 
 
 def ignored(_frame: Frame) -> None:
-    """Any reply is right."""
+    """Take any reply; it does not matter."""

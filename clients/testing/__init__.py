@@ -25,7 +25,7 @@ __all__ = ["DcpServer", "ServerRefusedError", "ServerStartError", "dcp_server"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import pytest only for who asks for the fixture."""
+    """Import pytest only when the fixture is used."""
     if name == "dcp_server":
         from clients.testing.fixture import dcp_server
 

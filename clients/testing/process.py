@@ -1,7 +1,7 @@
-"""`DcpServer`: a dcpd process on free ports, and what can be done to it on purpose.
+"""`DcpServer`: a dcpd process on free ports, with calls that disturb it on purpose.
 
-It starts in a fifth of a second. Calls return when they have taken effect; what changes a partition
-is durable then. A refused call raises ServerRefusedError with the server's own words.
+It starts in a fifth of a second. A call returns when it has taken effect; changes of a partition
+are durable then. A refused call raises ServerRefusedError with the server's message.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class DcpServer:
         return output
 
     def kill(self) -> int:
-        """End the server as a power cut of the process does (SIGKILL)."""
+        """Kill the server (SIGKILL)."""
         return self._end(signal.SIGKILL)
 
     def stop(self) -> int:
@@ -202,8 +202,8 @@ class DcpServer:
     def branch(self, vb: int, at: int, *, or_zero: bool = False) -> dict[str, Any]:
         """Undo a partition's changes above seqno `at` and begin a new version there.
 
-        Streams end with reason 6 (rollback); who holds more gets a ROLLBACK when it asks again.
-        `or_zero`: where history does not reach so far, at 0; "reason" says why.
+        Streams end with reason 6 (rollback). A consumer that holds more gets a ROLLBACK when it
+        asks again. `or_zero`: go to 0 if history does not reach back to `at`; "reason" says why.
         """
         return self._of_partition(vb, "branch", at=at, or_zero=or_zero or None)
 
@@ -277,11 +277,11 @@ class DcpServer:
         return self._of_streams("stall", name=name, vb=vb)
 
     def resume_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Let slowed or stalled streams go again."""
+        """Let slowed or stalled streams continue."""
         return self._of_streams("resume", name=name, vb=vb)
 
     def drop_connections(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Cut the connections that have such a stream, without a word."""
+        """Cut the connections that have such a stream, without a STREAM_END."""
         return self._of_streams("drop", name=name, vb=vb)
 
     def _of_streams(self, action: str, **body: Any) -> int:

@@ -12,7 +12,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
-from clients.errors import StreamViolationError, TemporaryError
+from clients.errors import RollbackRequiredError, StreamViolationError, TemporaryError
 from dcp.wire.frame import FrameDecoder, RemoteProtocolError, pack_request, pack_response
 from dcp.wire.message import (
     FAILOVER_ENTRY,
@@ -23,6 +23,7 @@ from dcp.wire.message import (
     SnapshotMarker,
     pack_marker,
     pack_stream_end,
+    parse_stream_request,
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -293,7 +294,7 @@ def test_servers_that_break_the_rules():
     with pytest.raises(StreamViolationError, match="a marker 2 to 9 at seqno 1"):
         server.send(server.marker(3, 2, 9))
     server = Server({3: 9})
-    with pytest.raises(BackupError, match="rolls back from seqno 0"):
+    with pytest.raises(RollbackRequiredError, match="rolls back from seqno 0"):
         server.reply(3, Status.ROLLBACK, U64.pack(0))
     with pytest.raises(RemoteProtocolError):
         server.send(GARBAGE)
@@ -308,3 +309,15 @@ def test_what_a_server_cannot_give_now_is_asked_for_later():
     server.intake.tick(10**12)
     server.answer(server.intake.take_output())
     assert len(server.requests) == 2
+
+
+def test_a_rollback_leaves_nothing_that_the_servers_failover_log_does_not_have():
+    """The server says 3, but its history parts from the archive's at 2: `failover.rollback`."""
+    server = Server({3: 4}, history=True)
+    server.reply(3)
+    server.send(server.marker(3, 0, 4, flags=0x32) + server.mutations(3, 1, 2, 3, 4))
+    server.send(server.end(3, EndReason.ROLLBACK))
+    branched = FAILOVER_ENTRY.pack(UUID + 1, 2) + ONE_VERSION
+    server.reply(3, Status.ROLLBACK, U64.pack(3) + branched)
+    assert parse_stream_request(server.requests[-1].extras).start_seqno == 2
+    assert server.feeds[3].rollbacks == [(4, 2)]

@@ -241,7 +241,7 @@ def test_rollback_at_zero_is_a_failure_and_no_loop():
     session = Session()
     (event,) = session.reply(session.stream_request(), Status.ROLLBACK, value=bytes(8))
     assert isinstance(event, StreamFailed)
-    assert session.core.is_finished
+    assert session.core.streams.is_finished
 
 
 def test_temporary_refusal_is_repeated_later_with_growing_pauses():
@@ -266,7 +266,7 @@ def test_out_of_range_at_the_beginning_is_told_and_stands_still():
     assert "seqno 0" in event.what
     assert "beyond the end" in event.what
     assert event.hint
-    assert session.core.is_finished
+    assert session.core.streams.is_finished
 
 
 @pytest.mark.parametrize(("high", "to_seqno"), [(0, 0), (5, 4), (3, 0), (9, 0), (20, 0)])
@@ -281,7 +281,7 @@ def test_a_checkpoint_ahead_of_the_server_goes_back_to_what_both_have(high, to_s
     assert (event.from_seqno, event.to_seqno) == (9, to_seqno)
     assert f"the server is at {high}" in event.reason
     assert parse_stream_request(session.stream_request().extras)[1] == to_seqno
-    assert [note.kind for note in session.core.notes] == ["ahead", "rollback"]
+    assert [note.kind for note in session.core.streams.notes] == ["ahead", "rollback"]
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -301,9 +301,9 @@ def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until
     assert isinstance(event, Rollback)
     assert (event.from_seqno, event.to_seqno) == (9, 0)
     assert "in collections 8, followed are 9" in event.reason
-    assert [note.kind for note in session.core.notes] == ["rollback"]
+    assert [note.kind for note in session.core.streams.notes] == ["rollback"]
     if asks:
-        session.core.go_on(17, None)
+        session.core.streams.go_on(17, None)
         session.sent = session.decoder.feed(session.core.take_output())
     if until_now:
         (question,) = session.sent
@@ -325,7 +325,7 @@ def test_a_place_in_the_same_collections_or_unknown_ones_is_gone_on_from(collect
 def test_partition_that_is_elsewhere_is_handed_back():
     session = Session({17: Wanted(Position(((77, 0),), 9, 9, 9))})
     session.reply(session.stream_request(), Status.NOT_MY_VBUCKET, value=b"{}")
-    ((vb_id, wanted, config),) = session.core.homeless
+    ((vb_id, wanted, config),) = session.core.streams.homeless
     assert (vb_id, wanted.position.seqno, config) == (17, 9, b"{}")
     assert session.core.positions() == {}
 
@@ -350,8 +350,8 @@ def test_ended_stream_is_asked_for_again(reason, again):
     session.feed(session.marker(0, 5) + session.mutation(2))
     (event,) = session.feed(pack_stream_end(17, session.opaque, reason))
     assert event == StreamEnded(17, reason, will_resume=True)
-    assert session.core.notes[0].kind == f"stream_end_{reason}"
-    assert bool(session.core.homeless) == (again == "homeless")
+    assert session.core.streams.notes[0].kind == f"stream_end_{reason}"
+    assert bool(session.core.streams.homeless) == (again == "homeless")
     assert (session.core.next_tick_ns is not None) == (again == "later")
     session.core.tick(10**12)
     frames = session.sent + session.decoder.feed(session.core.take_output())
@@ -376,9 +376,9 @@ def test_until_now_ends_where_the_partition_was():
     assert parse_stream_request(request.extras).end_seqno == 5
     session.accept()
     session.feed(session.marker(0, 5) + session.mutation(5))
-    assert not session.core.is_finished
+    assert not session.core.streams.is_finished
     session.feed(pack_stream_end(17, session.opaque, 0))
-    assert session.core.is_finished
+    assert session.core.streams.is_finished
 
 
 def test_until_now_after_a_rollback_has_a_new_end_and_never_a_later_one():
@@ -398,7 +398,7 @@ def test_until_now_keeps_an_end_that_is_known_already():
     session = Session({17: Wanted(Position(), ceiling=4)}, until_now=True)
     session.reply(session.open_requests[-1], value=high_seqnos(v17=9))
     assert parse_stream_request(session.stream_request().extras).end_seqno == 4
-    assert session.core.unfinished() == {17: Wanted(Position(complete=((0, 0),)), 4)}
+    assert session.core.streams.unfinished() == {17: Wanted(Position(complete=((0, 0),)), 4)}
 
 
 def test_from_now_begins_at_the_high_seqno_of_the_current_version():
@@ -417,7 +417,7 @@ def test_now_is_not_later_on_the_connection_after_the_one_that_learned_it(high, 
     first = Session({17: Wanted(None)})
     first.reply(first.open_requests[-1], value=high_seqnos(v17=6))
     # It is lost before the failover log is there.
-    second = Session(first.core.unfinished())
+    second = Session(first.core.streams.unfinished())
     second.reply(second.open_requests[-1], value=high_seqnos(v17=high))
     (ask,) = second.sent
     second.reply(ask, value=pack_failover_log(LOG))
@@ -427,7 +427,7 @@ def test_now_is_not_later_on_the_connection_after_the_one_that_learned_it(high, 
 def test_one_question_serves_all_and_who_is_taken_off_meanwhile_is_not_asked_for():
     session = Session({vb_id: Wanted(Position()) for vb_id in (17, 18)}, until_now=True)
     session.core.add(19, Wanted(Position()))
-    session.core.remove(18)
+    session.core.streams.remove(18)
     session.open_requests += session.decoder.feed(session.core.take_output())
     (question,) = [f for f in session.open_requests if f.opcode == Opcode.GET_ALL_VB_SEQNOS]
     session.reply(question, value=high_seqnos(v17=5, v18=5, v19=5))
@@ -438,7 +438,7 @@ def test_one_question_serves_all_and_who_is_taken_off_meanwhile_is_not_asked_for
 def test_partition_without_a_high_seqno_is_elsewhere():
     session = Session({17: Wanted(None)})
     session.reply(session.open_requests[-1], value=high_seqnos(v3=6))
-    assert session.core.homeless == [(17, Wanted(None), b"")]
+    assert session.core.streams.homeless == [(17, Wanted(None), b"")]
 
 
 # -- refusals of bad peers -------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_rollback_that_saw_all_versions_is_final():
 
 def test_a_stream_that_is_taken_off_before_it_could_be_asked_for_is_not_asked_for():
     silent = Silent(HELD)
-    assert silent.core.remove(VB) is not None
+    assert silent.core.streams.remove(VB) is not None
     silent.answer(b"x_version_log", Status.OK)
     assert silent.stream_requests() == []
 
@@ -102,7 +102,7 @@ def test_a_version_that_cost_nothing_is_given_up_without_an_event():
     (asked,) = [f for f in silent.requests if f.opcode == Opcode.DCP_STREAM_REQ]
     reply = pack_response(asked.opcode, Status.ROLLBACK, opaque=asked.opaque, value=U64.pack(0))
     assert silent.core.receive(reply, 0).events == []
-    assert silent.core.notes == []
+    assert silent.core.streams.notes == []
     (again,) = FrameDecoder().feed(silent.core.take_output())
     request = parse_stream_request(again.extras)
     assert (request.start_seqno, request.vb_uuid) == (100, 88)

@@ -18,7 +18,7 @@ from dcp.wire.status import Status
 def read_of(session, *frames):
     """Feed several frames at once; return the batch and where another connection would go on."""
     batch = session.core.receive(b"".join(frames), 0)
-    (wanted,) = session.core.unfinished().values()
+    (wanted,) = session.core.streams.unfinished().values()
     return batch, wanted.position
 
 
@@ -26,7 +26,7 @@ def read_of(session, *frames):
 def test_what_came_before_an_error_reply_in_the_same_read_is_handed_out(status):
     session = Session()
     session.accept()
-    session.core.ask_high_seqnos(lambda _seqnos: None)
+    session.core.streams.connection.ask_high_seqnos(lambda _seqnos: None)
     (question,) = session.decoder.feed(session.core.take_output())
     batch, position = read_of(
         session, session.marker(0, 5), session.mutation(1), session.mutation(2),

@@ -117,13 +117,13 @@ class ConsumerPair(RuleBasedStateMachine):
     @rule()
     def decide(self):
         """The user says what becomes of partitions that were rolled back."""
-        for vb_id in self.core.held():
-            self.core.go_on(vb_id, None)
+        for vb_id in self.core.streams.held():
+            self.core.streams.go_on(vb_id, None)
 
     @rule(vb_id=st.sampled_from(VB_IDS))
     def take_off_and_on(self, vb_id):
         """The user pauses a partition and resumes it, with anything under way."""
-        wanted = self.core.remove(vb_id)
+        wanted = self.core.streams.remove(vb_id)
         assert wanted is not None
         self.core.add(vb_id, wanted)
 
@@ -132,14 +132,14 @@ class ConsumerPair(RuleBasedStateMachine):
         """As after a stall that was none."""
         high = dict.fromkeys(VB_IDS, 10**9)
         for _ in range(2):
-            self.core.restart_stalled(high)
+            self.core.streams.restart_stalled(high)
 
     @rule(kept=st.integers(0, 400))
     def cut(self, kept):
         """The connection breaks with bytes under way."""
         self.receive(self.exchange()[:kept], 0)
         self.peer.session.state.producer and self.peer.session.state.producer.close()
-        self.connect_consumer(self.core.unfinished() | self.core.held())
+        self.connect_consumer(self.core.streams.unfinished() | self.core.streams.held())
 
     @rule(kept=st.integers(0, 400))
     def crash(self, kept):
@@ -147,7 +147,7 @@ class ConsumerPair(RuleBasedStateMachine):
         self.receive(self.exchange()[:kept], 0)
         self.node.crash()
         self.connect_writer()
-        self.connect_consumer(self.core.unfinished() | self.core.held())
+        self.connect_consumer(self.core.streams.unfinished() | self.core.streams.held())
 
     # -- delivery ------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class ConsumerPair(RuleBasedStateMachine):
     @invariant()
     def nothing_is_unplaced(self):
         if hasattr(self, "core"):
-            assert not self.core.homeless
+            assert not self.core.streams.homeless
 
     def teardown(self):
         if not hasattr(self, "core"):

@@ -89,7 +89,7 @@ async def test_a_dead_node_keeps_no_partition_from_a_live_one(unused_tcp_port):
             await placement.place()
         assert [set(session.partitions) for session in made] == [{2, 3}]
         assert set(placement.homeless) == {0, 1}
-        placement.close()
+        await placement.close()
 
 
 async def test_another_node_is_asked_where_the_first_one_is_gone(unused_tcp_port):
@@ -103,7 +103,7 @@ async def test_another_node_is_asked_where_the_first_one_is_gone(unused_tcp_port
         peer.config = config_of([peer.port], rev=2)
         await placement.refresh()
         assert placement.topology.node_of(5).kv_port == peer.port
-        placement.close()
+        await placement.close()
 
 
 async def test_an_error_of_ours_ends_the_iteration(server, monkeypatch):
@@ -112,7 +112,7 @@ async def test_an_error_of_ours_ends_the_iteration(server, monkeypatch):
         async def breaks():
             raise ZeroDivisionError("a mistake of ours")
 
-        monkeypatch.setattr(consumer._placement, "place", breaks)
+        monkeypatch.setattr(consumer._placement, "refresh", breaks)
         for session in consumer._placement.sessions.values():
             session.link._transport.abort()
         with pytest.raises(ZeroDivisionError, match="of ours"):

@@ -11,12 +11,12 @@ from clients.spark.plan import (
     TASK_ROWS_MIN,
     Facts,
     PlanStep,
-    common_seqno,
     next_entries,
     start_of,
     steps_between,
     tasks_of,
 )
+from clients.streaming.rollback_rounds import agreed_seqno
 
 V1, V2, V3 = 0xA1, 0xB2, 0xC3
 
@@ -195,7 +195,7 @@ def test_what_a_query_holds_is_always_the_servers_history(seed, history, rows_ma
         for step in steps_between(start, end):
             if step.rollback_to is not None:
                 del held[step.rollback_to :]
-            upto = common_seqno(step.end_versions, step.end_seqno, server.versions)
+            upto = agreed_seqno(step.end_versions, step.end_seqno, server.versions)
             if upto > step.start_seqno:
                 assert len(held) >= step.start_seqno
                 held[step.start_seqno :] = server.items[step.start_seqno : upto]
@@ -231,7 +231,7 @@ def test_a_start_at_a_seqno_never_asks_for_what_lies_below():
 )
 def test_how_much_of_a_planned_step_is_left(server, common):
     step = PlanStep(0, 2, ((V1, 0),), 10, ((V2, 6), (V1, 0)))
-    assert common_seqno(step.end_versions, step.end_seqno, server) == common
+    assert agreed_seqno(step.end_versions, step.end_seqno, server) == common
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Connections to nodes that are being made, for a consumer. None of them waits for another.
+
+    dials.start(place, [3, 4])         # at most one per node
+    for dialed in dials.finished(): ...
+    link = await first_link(dials.connect, places)      # the first node that answers
+
+Invariants
+- a dial ends with a link or an error after the timeout of `connect`, whatever the node does;
+- a link that nobody takes is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from clients.errors import TRANSIENT, DcpdError
+from clients.link.pipelined_link import Link
+
+STAGGER_S: Final = 0.25
+"""How long one node has to answer before the next one is asked too. A node that stands still costs
+this much, one that refuses nothing."""
+PAUSE_FIRST_S: Final = 0.05
+PAUSE_MAX_S: Final = 5.0
+"""Pause between two attempts at the same node: doubles from the first to the longest."""
+
+Place = tuple[str, int]
+"""Host and port of a node."""
+Connect = Callable[[Place], Coroutine[Any, Any, Link]]
+
+
+class Pause:
+    """When the next attempt is due."""
+
+    def __init__(self) -> None:
+        self.until_s = 0.0
+        self._next_s = PAUSE_FIRST_S
+
+    def begin(self, now_s: float) -> None:
+        """Pause, longer each time."""
+        self.until_s = now_s + self._next_s
+        self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
+
+    def shorten(self) -> None:
+        """Let the next pause be a short one again; one that has begun stays."""
+        self._next_s = PAUSE_FIRST_S
+
+
+class Dialed(NamedTuple):
+    """How a dial ended."""
+
+    place: Place
+    vb_ids: list[int]
+    link: Link | None
+    failure: DcpdError | None
+
+
+class _Dial(NamedTuple):
+    task: asyncio.Task[Link]
+    vb_ids: dict[int, None]
+    """The partitions that it is for, in the order in which they asked."""
+
+
+class Dials:
+    """See the module. `on_news` is called when a dial has ended."""
+
+    def __init__(self, connect: Connect, on_news: Callable[[], None]) -> None:
+        self.connect = connect
+        self._on_news = on_news
+        self._dials: dict[Place, _Dial] = {}
+
+    def __contains__(self, place: Place) -> bool:
+        """Whether a node is being dialed."""
+        return place in self._dials
+
+    def __len__(self) -> int:
+        """How many dials are under way."""
+        return len(self._dials)
+
+    def start(self, place: Place, vb_ids: Iterable[int]) -> None:
+        """Connect to a node for some partitions; a dial that is under way takes them on."""
+        dial = self._dials.get(place)
+        if dial is None:
+            task = asyncio.create_task(self.connect(place), name=f"consumer-dial-{place[1]}")
+            task.add_done_callback(lambda _task: self._on_news())
+            dial = self._dials[place] = _Dial(task, {})
+        dial.vb_ids.update(dict.fromkeys(vb_ids))
+
+    async def wait(self) -> None:
+        """Wait until a dial has ended, if there is one."""
+        if self._dials:
+            tasks = [dial.task for dial in self._dials.values()]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    def finished(self) -> list[Dialed]:
+        """Return the dials that have ended, each once.
+
+        Raises an error that another attempt cannot cure; the dials then stay, for `close`.
+        """
+        ended = {place: dial for place, dial in self._dials.items() if dial.task.done()}
+        for dial in ended.values():
+            error = dial.task.exception()
+            if error is not None and not isinstance(error, TRANSIENT):
+                raise error
+        dialed = []
+        for place, (task, vb_ids) in ended.items():
+            del self._dials[place]
+            failure = task.exception()
+            assert failure is None or isinstance(failure, TRANSIENT)
+            link = task.result() if failure is None else None
+            dialed.append(Dialed(place, list(vb_ids), link, failure))
+        return dialed
+
+    async def close(self) -> None:
+        """Give up all dials."""
+        dials, self._dials = self._dials, {}
+        await _give_up([dial.task for dial in dials.values()])
+
+
+async def first_link(connect: Connect, places: Sequence[Place]) -> tuple[Place, Link]:
+    """Connect to the first of the nodes that answers. They are asked in order, STAGGER_S apart.
+
+    Raises the last node's error where none answers, and at once an error that is not transient.
+    """
+    tasks: dict[asyncio.Task[Link], Place] = {}
+    failure: DcpdError | None = None
+    left = list(places)
+    try:
+        while left or tasks:
+            if left:
+                place = left.pop(0)
+                tasks[asyncio.create_task(connect(place))] = place
+            timeout_s = STAGGER_S if left else None
+            done, _ = await asyncio.wait(
+                tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                place = tasks[task]
+                try:
+                    link = task.result()
+                except TRANSIENT as error:
+                    failure = error
+                    del tasks[task]
+                    continue
+                del tasks[task]
+                return place, link
+        assert failure is not None, "there is at least one node"
+        raise failure
+    finally:
+        await _give_up(list(tasks))
+
+
+async def _give_up(tasks: list[asyncio.Task[Link]]) -> None:
+    """Cancel dials, and close what they have connected already."""
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Link):
+            result.close()

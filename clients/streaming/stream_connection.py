@@ -1,0 +1,308 @@
+"""One DCP connection of a client, without its changes: requests out, outcomes of streams in.
+
+    connection = StreamConnection(Setup(b"name"), owner, node)
+    connection.begin()                                   # DCP_OPEN and controls
+    connection.request(stream, position, end_seqno, {})
+    send(connection.requests.take_output())
+    stop, wire_bytes = connection.take_frame(buffer, at, end)    # for frames that are no changes
+    connection.acknowledge(wire_bytes)                   # when their user is done with them
+
+`owner.on_outcome` gets what becomes of streams (`clients.streaming.outcome`). Other messages of
+open streams go to `owner.on_message`. The owner decodes changes itself: `open` has the stream by
+the opaque that its messages carry.
+
+Invariants
+- a stream has one request under way, or is open, under its `opaque`; otherwise that is 0;
+- messages with another opaque belong to a stream that ended, and are dropped;
+- the answer to a forgotten request does nothing;
+- the server's window is acknowledged when half of it is used up, so it never runs dry.
+
+Time is an argument, in ns of any steady clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from clients.errors import RollbackRequiredError, error_from_status
+from clients.link.frame_buffer import frame_at
+from clients.link.handshake import CONFIG_PUSH
+from clients.position import Position
+from clients.streaming.outcome import (
+    Ahead,
+    Ended,
+    Moved,
+    Opened,
+    Postponed,
+    Refused,
+    RollbackAsked,
+    StreamOutcome,
+)
+from clients.streaming.pending_requests import PendingRequests, ignored
+from clients.streaming.verdict import Verdict, verdict_of_end, verdict_of_status
+from dcp.wire.frame import Frame, pack_request
+from dcp.wire.message import (
+    U64,
+    OpenFlag,
+    StreamRequest,
+    pack_buffer_ack,
+    pack_stream_request,
+    parse_failover_log,
+    parse_stream_end,
+    parse_vb_seqnos,
+)
+from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
+
+BUFFER_BYTES: Final = 20 * 1024 * 1024
+"""Default flow control window (gocbcore's)."""
+NOOP_INTERVAL_S: Final = 120
+"""How often the server shall send NOOP (java-dcp-client's)."""
+NAME_BYTES_MAX: Final = 200
+"""DCP_OPEN takes a name of 1 to so many bytes."""
+VERSION_LOG: Final = b"x_version_log"
+"""Control: a stream request may list all versions that the client knows."""
+
+# Numbers: a look-up in an enumeration for every frame would be a twentieth of its cost.
+_REQUEST: Final = int(Magic.REQUEST)
+_SERVER_REQUEST: Final = int(Magic.SERVER_REQUEST)
+_NOOP: Final = int(Opcode.DCP_NOOP)
+_STREAM_END: Final = int(Opcode.DCP_STREAM_END)
+
+
+class PartitionStream(Protocol):
+    """What the connection needs of a partition's stream."""
+
+    opaque: int
+    retry_ns: int
+    """The pause before the last attempt, 0 after a success."""
+    retry_at_ns: int
+
+    @property
+    def vb_id(self) -> int:
+        """The partition."""
+
+
+S = TypeVar("S", bound=PartitionStream)
+S_contra = TypeVar("S_contra", bound=PartitionStream, contravariant=True)
+
+
+class StreamOwner(Protocol[S_contra]):
+    """Who uses the connection."""
+
+    def on_outcome(self, stream: S_contra, outcome: StreamOutcome) -> None:
+        """Take the answer to a stream request, or the end of a stream."""
+
+    def on_message(self, stream: S_contra, frame: Frame) -> None:
+        """Take another message of an open stream."""
+
+    def on_control(self, key: bytes, status: int) -> None:
+        """Take the answer to a control that was wished for."""
+
+    def on_config(self, config: bytes) -> None:
+        """Take a cluster configuration that the server pushed."""
+
+
+class Setup(NamedTuple):
+    """How a connection is opened."""
+
+    name: bytes
+    flags: int = OpenFlag.PRODUCER
+    window_bytes: int | None = None
+    """Bytes that may be sent without an acknowledgement; None: no flow control."""
+    noop_interval_s: float = NOOP_INTERVAL_S
+    needed: tuple[bytes, ...] = ()
+    """Controls that are set to "true". The connection is of no use if the server refuses one."""
+    wished: tuple[bytes, ...] = ()
+    """Controls that are set to "true" if the server knows them."""
+
+
+class StreamConnection(Generic[S]):
+    """See the module."""
+
+    def __init__(self, setup: Setup, owner: StreamOwner[S], node: str | None) -> None:
+        assert 0 < len(setup.name) <= NAME_BYTES_MAX, "DCP_OPEN takes a name of 1 to 200 bytes"
+        self.node = node
+        self.requests = PendingRequests(node)
+        self.open: dict[int, S] = {}
+        """By opaque: streams that were accepted and have not ended."""
+        self.granted: dict[bytes, int | None] = dict.fromkeys(setup.wished)
+        """Status of each control that was wished for; None: not answered yet."""
+        self._setup = setup
+        self._owner = owner
+        self._on_message = owner.on_message
+        self._waiting: set[S] = set()
+        self._unacked_bytes = 0
+
+    # -- set-up --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Send DCP_OPEN and the controls."""
+        setup, requests = self._setup, self.requests
+        needed = [(b"enable_noop", b"true")]
+        if setup.window_bytes is not None:
+            needed.append((b"connection_buffer_size", str(setup.window_bytes).encode()))
+        needed += [(key, b"true") for key in setup.needed]
+        requests.open(setup.name, setup.flags, needed)
+        requests.control(b"set_noop_interval", f"{setup.noop_interval_s:g}".encode(), ignored)
+        for key in setup.wished:
+            requests.control(key, b"true", self._taker_of(key))
+
+    def _taker_of(self, key: bytes) -> Callable[[Frame], None]:
+        def take_answer(frame: Frame) -> None:
+            self.granted[key] = frame.status
+            self._owner.on_control(key, frame.status)
+
+        return take_answer
+
+    def has(self, key: bytes) -> bool:
+        """Whether the server granted a control; those that are needed count as granted."""
+        return key in self._setup.needed or self.granted.get(key, 1) == 0
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def request(
+        self, stream: S, position: Position, end_seqno: int, document: Mapping[str, Any]
+    ) -> None:
+        """Ask for a stream from a position up to a seqno.
+
+        `document` goes with it as JSON. The list of versions is added if the server takes it.
+        """
+        what = StreamRequest(
+            0, position.seqno, end_seqno, position.vb_uuid, position.snap_start, position.snap_end
+        )
+        if position.vb_uuid and self.has(VERSION_LOG):
+            log = [[str(vb_uuid), str(seqno)] for vb_uuid, seqno in position.versions]
+            document = {**document, "version_log": log}
+        value = json.dumps(document, separators=(",", ":")).encode() if document else b""
+        stream.opaque = self.requests.send(
+            lambda opaque: pack_stream_request(stream.vb_id, what, opaque, value),
+            lambda frame: self._on_answer(stream, what, frame),
+        )
+
+    def forget(self, stream: S) -> None:
+        """Take a stream off: its request, what the server streams of it, and its next attempt."""
+        self._waiting.discard(stream)
+        if stream.opaque:
+            self.requests.forget(stream.opaque)
+            self.open.pop(stream.opaque, None)
+            stream.opaque = 0
+            self.requests.close_stream(stream.vb_id)
+
+    def ask_high_seqnos(self, on_seqnos: Callable[[dict[int, int]], None]) -> None:
+        """Ask for the high seqnos of the node's partitions."""
+
+        def on_reply(frame: Frame) -> None:
+            self.requests.check(frame, "GET_ALL_VB_SEQNOS")
+            on_seqnos(parse_vb_seqnos(frame.value))
+
+        self.requests.send(
+            lambda opaque: pack_request(Opcode.GET_ALL_VB_SEQNOS, opaque=opaque), on_reply
+        )
+
+    # -- asking again --------------------------------------------------------------------------
+
+    def later(self, stream: S, first_ns: int, longest_ns: int) -> None:
+        """Let a stream wait for its next attempt. The pause doubles from the first to the longest.
+
+        It begins anew when the stream opens.
+        """
+        stream.retry_ns = min(max(first_ns, stream.retry_ns * 2), longest_ns)
+        stream.retry_at_ns = self.requests.now_ns + stream.retry_ns
+        self._waiting.add(stream)
+
+    def due(self, now_ns: int) -> list[S]:
+        """Return the streams whose pause is over, each once, in the order of their pauses' ends."""
+        due = [stream for stream in self._waiting if stream.retry_at_ns <= now_ns]
+        self._waiting.difference_update(due)
+        return sorted(due, key=lambda stream: (stream.retry_at_ns, stream.vb_id))
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When a pause ends next, None when nothing waits."""
+        return min((stream.retry_at_ns for stream in self._waiting), default=None)
+
+    # -- what comes in -------------------------------------------------------------------------
+
+    def take_frame(self, buffer: bytes, at: int, end: int) -> tuple[int, int]:
+        """Take the frame at `at`, which is no change, or one of a stream that is not open.
+
+        Returns where it stops, 0 if it is not complete, and its bytes as flow control counts them.
+        """
+        found = frame_at(buffer, at, end)
+        if found is None:
+            return 0, 0
+        frame, stop = found
+        magic, opcode = frame[:2]
+        if magic == _REQUEST and opcode != _NOOP:
+            stream = self.open.get(frame.opaque)
+            if stream is not None:
+                if opcode == _STREAM_END:
+                    self._on_end(stream, frame)
+                else:
+                    self._on_message(stream, frame)
+            return stop, stop - at
+        if magic != _SERVER_REQUEST:
+            self.requests.take(frame)
+        elif opcode == CONFIG_PUSH and frame.value:
+            self._owner.on_config(frame.value)
+        return stop, 0
+
+    def acknowledge(self, wire_bytes: int) -> None:
+        """Note that bytes of stream messages are done with."""
+        window_bytes = self._setup.window_bytes
+        if window_bytes:
+            self._unacked_bytes += wire_bytes
+            if self._unacked_bytes * 2 >= window_bytes:
+                self.requests.write(pack_buffer_ack(self._unacked_bytes))
+                self._unacked_bytes = 0
+
+    def _on_answer(self, stream: S, asked: StreamRequest, frame: Frame) -> None:
+        verdict = verdict_of_status(frame.status, len(frame.value))
+        stream.opaque = 0
+        outcome: StreamOutcome
+        if verdict is Verdict.OPENED:
+            versions = tuple(parse_failover_log(frame.value))
+            stream.opaque, stream.retry_ns = frame.opaque, 0
+            self.open[frame.opaque] = stream
+            outcome = Opened(versions)
+        elif verdict is Verdict.BRANCHED and asked.start_seqno:
+            log = frame.value[8:] if self.has(VERSION_LOG) else b""
+            outcome = RollbackAsked(
+                U64.unpack_from(frame.value)[0], tuple(parse_failover_log(log)) if log else ()
+            )
+        elif verdict is Verdict.MOVED:
+            outcome = Moved(frame.value)
+        else:
+            outcome = self._refusal(stream, asked, frame, verdict)
+        self._owner.on_outcome(stream, outcome)
+
+    def _refusal(
+        self, stream: S, asked: StreamRequest, frame: Frame, verdict: Verdict
+    ) -> Postponed | Ahead | Refused:
+        if verdict is Verdict.BRANCHED:
+            return Refused(
+                RollbackRequiredError(
+                    "the server rolls back from seqno 0, where nothing is held",
+                    status=Status.ROLLBACK, vb_id=stream.vb_id, node=self.node,
+                    hint="The server is at fault.",
+                )
+            )  # fmt: skip
+        error = error_from_status(
+            frame.status,
+            f"stream request from seqno {asked.start_seqno} (snapshot {asked.snap_start_seqno} to"
+            f" {asked.snap_end_seqno})",
+            body=frame.value, vb_id=stream.vb_id, node=self.node,
+        )  # fmt: skip
+        kinds: dict[Verdict, type[Postponed | Ahead]] = {
+            Verdict.LATER: Postponed, Verdict.AHEAD: Ahead,
+        }  # fmt: skip
+        return kinds.get(verdict, Refused)(error)
+
+    def _on_end(self, stream: S, frame: Frame) -> None:
+        reason = parse_stream_end(frame)
+        del self.open[frame.opaque]
+        stream.opaque = 0
+        self._owner.on_outcome(stream, Ended(reason, verdict_of_end(reason)))

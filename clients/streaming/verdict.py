@@ -1,0 +1,83 @@
+"""What the answer to a stream request means, and what the end of a stream means. Pure.
+
+One table for each. A status or reason that is not in its table is REFUSED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Final
+
+from clients.errors import TEMPORARY_STATUSES
+from dcp.wire.message import EndReason
+from dcp.wire.status import Status
+
+
+class Verdict(Enum):
+    """What follows for a stream."""
+
+    OPENED = auto()
+    """The server streams from the position that was asked for."""
+    BRANCHED = auto()
+    """History branched: the client has to go back, or may find out by asking again."""
+    MOVED = auto()
+    """Another node has the partition."""
+    LATER = auto()
+    """The same request may work after a pause."""
+    AHEAD = auto()
+    """The position lies above what the server has."""
+    DONE = auto()
+    """The end that was asked for is reached."""
+    EMPTY = auto()
+    """Nothing can come any more: all collections that were asked for are dropped."""
+    DAMAGED = auto()
+    """The server could not read what it stored. That may be passing."""
+    REFUSED = auto()
+    """The server does not want to, or says something that is not known here."""
+
+
+STATUS_VERDICTS: Final[Mapping[int, Verdict]] = MappingProxyType(
+    {
+        Status.OK: Verdict.OPENED,
+        Status.ROLLBACK: Verdict.BRANCHED,
+        Status.NOT_MY_VBUCKET: Verdict.MOVED,
+        Status.ERANGE: Verdict.AHEAD,
+        **dict.fromkeys(TEMPORARY_STATUSES, Verdict.LATER),
+    }
+)
+"""Status of an answer to DCP_STREAM_REQ."""
+
+END_VERDICTS: Final[Mapping[int, Verdict]] = MappingProxyType(
+    {
+        EndReason.OK: Verdict.DONE,
+        EndReason.FILTER_EMPTY: Verdict.EMPTY,
+        EndReason.ROLLBACK: Verdict.BRANCHED,
+        EndReason.STATE_CHANGED: Verdict.MOVED,
+        EndReason.DISCONNECTED: Verdict.LATER,
+        EndReason.TOO_SLOW: Verdict.LATER,
+        EndReason.BACKFILL_FAILED: Verdict.DAMAGED,
+    }
+)
+"""Reason of a DCP_STREAM_END."""
+
+_END_REASONS: Final = frozenset(EndReason)
+
+
+def verdict_of_status(status: int, body_bytes: int) -> Verdict:
+    """Return what an answer with a body of `body_bytes` means."""
+    verdict = STATUS_VERDICTS.get(status, Verdict.REFUSED)
+    if verdict is Verdict.BRANCHED and body_bytes < 8:
+        return Verdict.REFUSED  # it does not say to where
+    return verdict
+
+
+def verdict_of_end(reason: int) -> Verdict:
+    """Return what a stream end means."""
+    return END_VERDICTS.get(reason, Verdict.REFUSED)
+
+
+def reason_name(reason: int) -> str:
+    """Return the name of an end reason, "?" for one that is not known."""
+    return EndReason(reason).name if reason in _END_REASONS else "?"
