@@ -336,8 +336,8 @@ class Node:
     def _merge_what_is_replayed(self) -> None:
         """A merge also brings a store of an older format up to this one."""
         format_version = self._storage.node.format_version
-        if self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION:
-            self.engine.freeze()
+        if self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION:
+            self.engine.keyspace.freeze()
             self._rotated(self._storage.writer.rotate())
         self.backpressure.update()
 
@@ -360,7 +360,7 @@ class Node:
 
     async def until_group_committed(self, group: int) -> None:
         """Return when a commit group is committed."""
-        if group <= self.engine.committed_group:
+        if group <= self.engine.keyspace.committed_group:
             return
         self.committer.kick()
         await self._waiters.wait(group)
@@ -402,7 +402,7 @@ class Node:
 
     def _merged(self) -> None:
         self.backpressure.update()
-        if self.engine.has_pending:
+        if self.engine.keyspace.has_pending:
             self.committer.kick()
 
     def _pressure_changed(self, pressure: Pressure, why: str) -> None:
@@ -522,7 +522,7 @@ class Node:
         """
         self.meter.session_failures += 1
         self.log.failure("session failed", error)
-        if broken := self.engine.broken_invariant():
+        if broken := self.engine.keyspace.broken_invariant():
             self._fail(RuntimeError(f"{broken}, because of {error!r}"))
 
     def log_notes(

@@ -343,7 +343,7 @@ class Producer:
         """Send the stream's next messages; queue it again if there are more."""
         stream.is_queued = False
         part = self._engine.partitions[stream.vb_id]
-        if part.branch_group > self._engine.committed_group:
+        if part.branch_group > self._engine.keyspace.committed_group:
             self._admit()
             return 0  # the hub ends or wakes the stream when the branch is committed
         if part.history_floor > part.committed_seqno:

@@ -82,7 +82,7 @@ class Takeover:
         if self.step is TakeoverStep.SENDING:
             self.step = TakeoverStep.PENDING_ASKED
             return VbState.PENDING
-        is_durable = engine.committed_group >= part.last_group
+        is_durable = engine.keyspace.committed_group >= part.last_group
         if self.step is TakeoverStep.DRAINING and is_durable:
             self.step = TakeoverStep.ACTIVE_ASKED
             return VbState.ACTIVE

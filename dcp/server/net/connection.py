@@ -138,7 +138,7 @@ class ClientConnection(asyncio.Protocol):
         producer = self.session.state.producer
         if producer is not None:
             producer.close()
-        if self._node.engine.has_pending:
+        if self._node.engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failure amid commands left
             # what was done before it: that must not wait for the next writer.
             self._node.committer.kick()
@@ -288,14 +288,14 @@ class ClientConnection(asyncio.Protocol):
             self._meter.answers += len(state.answers)
             data = b"".join(state.answers)
             state.answers.clear()
-            if self._held or state.wait_group > node.engine.committed_group:
+            if self._held or state.wait_group > node.engine.keyspace.committed_group:
                 self._held.append((state.wait_group, data, self.heard_ns))
                 self._held_bytes += len(data)
                 node.waiting.add(self)
             else:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
-        if node.engine.has_pending:
+        if node.engine.keyspace.has_pending:
             if len(node.connections) == 1 and not (state.is_full or state.is_closing):
                 node.committer.kick_now()  # nobody else could add to the group
             else:

@@ -65,7 +65,7 @@ class Operations:
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
         """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
         self._refuse_while_full()
-        branch = self._node.engine.branch(vb_id, at_seqno)
+        branch = self._node.engine.keyspace.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
 
@@ -135,7 +135,7 @@ class Operations:
         while not mending.step(time.time_ns()):
             node.committer.kick()
             await asyncio.sleep(0)
-            while not node.engine.has_room:
+            while not node.engine.keyspace.has_room:
                 self._refuse_while_full()
                 await node.merging.wait(MERGE_WAIT_S)
         await node.until_committed(vb_id)

@@ -147,7 +147,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged: they take no writes, merges leave them out.",
         "above 0: `dcpctl status` names them, docs/operations.md says what to do",
-        _one(lambda node: len(node.engine.quarantined)),
+        _one(lambda node: len(node.engine.keyspace.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
@@ -281,7 +281,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        _one(lambda node: node.engine.active_bytes + node.engine.frozen_bytes),
+        _one(lambda node: node.engine.keyspace.active_bytes + node.engine.keyspace.frozen_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
@@ -327,7 +327,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", _one(lambda node: node.engine.is_merging),
+        "1 while a merge runs.", "1 all the time",
+        _one(lambda node: node.engine.keyspace.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),

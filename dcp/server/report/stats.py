@@ -58,13 +58,13 @@ def status_document(node: Node) -> dict[str, Any]:
         "connections": len(node.connections),
         "dcp_connections": node.hub.connection_count,
         "dcp_streams": node.hub.stream_count,
-        "memtable_bytes": node.engine.active_bytes + node.engine.frozen_bytes,
+        "memtable_bytes": node.engine.keyspace.active_bytes + node.engine.keyspace.frozen_bytes,
         "merges": node.merging.count,
         "merge_seconds": round(node.merging.seconds_under_way, 1),
         "write_refusal": node.write_refusal,
         "merge_trouble": node.merging.trouble,
         "cas_ahead": cas_ahead(node),
-        "quarantined": {str(vb_id): why for vb_id, why in node.engine.quarantined.items()},
+        "quarantined": {str(vb_id): why for vb_id, why in node.engine.keyspace.quarantined.items()},
     }
 
 
@@ -88,10 +88,10 @@ def _server(node: Node) -> Stats:
         ("curr_items", str(sum(part.item_count for part in engine.partitions))),
         ("ep_durability", node.durability),
         ("ep_data_folder", str(node.data_dir)),
-        ("ep_log_groups", str(engine.committed_group)),
-        ("ep_memtable_bytes", str(engine.active_bytes + engine.frozen_bytes)),
+        ("ep_log_groups", str(engine.keyspace.committed_group)),
+        ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
         ("ep_merges", str(node.merging.count)),
-        ("ep_merge_running", str(int(engine.is_merging))),
+        ("ep_merge_running", str(int(engine.keyspace.is_merging))),
         ("ep_cas_ahead_vbuckets", str(len(cas_ahead(node)))),
         ("ep_dcp_producers", str(node.hub.connection_count)),
         ("ep_dcp_streams", str(node.hub.stream_count)),
@@ -176,7 +176,7 @@ def _seqno_at(node: Node, arguments: list[str]) -> Stats | None:
     if part.mended is not None and time_ns > part.mended.time_ns:
         after_seqno = min(part.mended.seqno, part.committed_seqno)
     seqno = seqno_before(
-        node.engine.frames, vb_id, part.committed_seqno, time_ns, after_seqno=after_seqno
+        node.engine.versions.frames, vb_id, part.committed_seqno, time_ns, after_seqno=after_seqno
     )
     return [
         (f"vb_{vb_id}:seqno_at", str(seqno)),

@@ -1,11 +1,9 @@
 """When partitions are compacted, and how the three parties to it work together.
 
-    plan      the store process finds out which floors are worth raising
-    (vbucket.upkeep.retention) raise     the engine takes them on, as far as streams under way and
-    read views allow, and the
+    plan      the store process finds out which floors are worth raising      (vbucket.upkeep.retention)
+    raise     the engine takes them on, as far as streams under way and read views allow, and the
               log has them; no rollback goes below them from then on          (dcp.stream.pins)
-    compact   the store process drops what they allow, in slices
-    (vbucket.upkeep.compaction)
+    compact   the store process drops what they allow, in slices              (vbucket.upkeep.compaction)
 
 Invariants
 - one compaction at a time; merges and compaction's slices take turns in the store process;
@@ -103,9 +101,9 @@ class Compaction:
         the store has more to drop, and every `compact_interval`, because time goes by.
         """
         while True:
-            if self._node.engine.merged_group == self._planned_group:
+            if self._node.engine.keyspace.merged_group == self._planned_group:
                 await self._node.merging.wait(self._interval_s)
-            self._planned_group = self._node.engine.merged_group
+            self._planned_group = self._node.engine.keyspace.merged_group
             try:
                 async with self._turn:
                     await self._go_on()
@@ -178,14 +176,14 @@ class Compaction:
             for step in steps[first : first + RAISED_AT_ONCE]:
                 self._held.pop(step.vb_id, None)
                 part = engine.partitions[step.vb_id]
-                is_whole = step.vb_id not in engine.quarantined
+                is_whole = step.vb_id not in engine.keyspace.quarantined
                 if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
                     continue  # it is planned again
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
                 floors = Floors(may.floor, may.purge)
                 if floors != before:
-                    engine.raise_floor(step.vb_id, *floors)
+                    engine.keyspace.raise_floor(step.vb_id, *floors)
                 if floors != before or not is_repeated:
                     self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
                 if (may.floor, may.purge) < (step.floor, step.purge):
@@ -193,7 +191,7 @@ class Compaction:
                 for stream in may.blockers:
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
-            if engine.has_pending:
+            if engine.keyspace.has_pending:
                 self._node.committer.kick()
             await asyncio.sleep(0)
 

@@ -24,10 +24,10 @@ async def expire_when_due(node: Node, interval_s: float) -> None:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
             # What is open now holds the slice's changes, and is committed with them.
-            if node.engine.has_pending:
-                await node.until_group_committed(node.engine.group)
+            if node.engine.keyspace.has_pending:
+                await node.until_group_committed(node.engine.keyspace.group)
             await asyncio.sleep(REST_S)
-        if node.engine.has_pending:
+        if node.engine.keyspace.has_pending:
             node.committer.kick()
         for damage in pager.damages:
             node.log_refusal("expiry failed", "", reason=damage)
