@@ -113,11 +113,11 @@ class CoreNode:
         return session
 
     def commit(self) -> None:
-        group = self.engine.take_group()
+        group = self.engine.keyspace.take_group()
         if group is not None:
             self.writer.append(group.number, group.payload)
             self.writer.sync()
-            self.engine.group_committed(group)
+            self.engine.keyspace.group_committed(group)
             self.hub.committed(group.high_seqnos)
 
     def follow(self, value: bytes = b"") -> tuple[Session, Producer]:
@@ -143,15 +143,15 @@ class CoreNode:
     def merge(self) -> tuple[int, float]:
         """Merge all that is in memory; return entries and the processor's seconds."""
         self.commit()
-        self.engine.freeze()
+        self.engine.keyspace.freeze()
         self.writer.rotate()
         device = self.writer.device
         segments = [(number, device.read(number)) for number in device.segments()[:-1]]
         began = time.process_time()
         report = merge(self.env, segments)
         seconds = time.process_time() - began
-        self.engine.merged(report)
-        self.engine.drop_frozen(0, NUM_VBUCKETS)
+        self.engine.keyspace.merged(report)
+        self.engine.keyspace.drop_frozen(0, NUM_VBUCKETS)
         for number, _ in segments:
             device.delete(number)
         return report.entries, seconds
@@ -208,9 +208,9 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> fl
     for batch in workload.batches("binary", indexes(9, keys, count), BATCH, pool):
         writer.receive(batch, NOW_NS)
         writer.state.answers.clear()
-        group = node.engine.take_group()
+        group = node.engine.keyspace.take_group()
         assert group is not None
-        node.engine.group_committed(group)
+        node.engine.keyspace.group_committed(group)
         began = time.process_time()
         node.hub.committed(group.high_seqnos)
         while producer.has_output:

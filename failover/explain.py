@@ -1,7 +1,7 @@
-"""The answer to a stream request, with all that it was decided from. For people.
+"""Explains the answer to a stream request to people, with the data it is based on.
 
-Who calls it: the admin API and `dcpctl explain rollback`; the second also against servers that only
-speak DCP. The rule itself is failover.rollback, the order of the checks is that of STREAM_REQ.
+Who calls it: the admin API, and `dcpctl explain rollback`, which also works against servers that
+only speak DCP. `failover.rollback` has the rule. The checks come in the order of STREAM_REQ.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class VersionRow(NamedTuple):
     vb_uuid: int
     from_seqno: int
     upto_seqno: int
-    """The last seqno of this version: where the next newer one began, or the high seqno."""
+    """The last seqno of this version: the start of the next newer one, or the high seqno."""
     is_asked_for: bool
-    """Whether the client named it."""
+    """Whether the client named this version."""
 
 
 class Explanation(NamedTuple):

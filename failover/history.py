@@ -1,21 +1,21 @@
-"""The failover log: which versions of a partition its history went through, and where each began.
+"""The failover log: the versions of a partition, and the seqno at which each began.
 
-A version is a stretch of history with a name: writes between the seqno at which it began and the
-seqno at which the next newer one began belong to it. Two nodes, or a server and a client, that
-know the same version have the same writes up to the smaller of the two places where it ended.
-That is all a rollback decision needs (failover/rollback.py).
+A version is a named stretch of history. It has the writes from the seqno at which it began up to
+the seqno at which the next newer version began. If two parties know the same version, they have
+the same writes up to the lower of the two seqnos at which it ended for them. A rollback decision
+needs nothing else (failover/rollback.py).
 
-Who calls it: the engine (keeps one log per partition), sessions (send it), clients and replicas
-(take over the log of an accepted stream request, at once and durably).
+Who calls it: the keyspace keeps one log per partition, sessions send it, and clients store the log
+of each stream that they open.
 
 Invariants, asserted when a log is made
 - 1 to FAILOVER_ENTRIES_MAX entries, newest first
-- seqnos do not rise towards older entries; equal ones are right: a version that ended where it
-  began stays known, so that whoever followed it is sent back to that seqno and not to 0
-- uuids are not 0 and distinct
+- seqnos do not rise towards older entries. Equal seqnos are valid: a version without writes stays
+  in the log, so its followers roll back to its seqno and not to 0
+- uuids are not 0 and are distinct
 
-A log may be newer than the data beside it: a replica stores its master's log before the changes
-arrive. Whoever makes a version goes through `branch`, which drops what lies above.
+A client's log may be newer than its data: it stores the log before the changes arrive. New versions
+are made with `branch`, which drops the versions that began above.
 
 The rules are those of kv_engine's failover table.
 """
@@ -45,7 +45,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FailoverLog:
-    """The versions of one partition, newest first. Immutable: changes give a new log."""
+    """The versions of one partition, newest first. Immutable: a change returns a new log."""
 
     entries: tuple[Version, ...]
 
@@ -55,14 +55,14 @@ class FailoverLog:
 
     @classmethod
     def create(cls, vb_uuid: int, epoch: int = 0) -> FailoverLog:
-        """Return the log of a partition that is new: one version that begins at seqno 0."""
+        """Return the log of a new partition: one version that begins at seqno 0."""
         return cls((Version(vb_uuid, 0, epoch),))
 
     @classmethod
     def from_document(cls, document: object) -> FailoverLog:
-        """Return the log stored as `to_document` gave it; an entry may lack its epoch (0).
+        """Return the log from its `to_document` form; a missing epoch is 0.
 
-        Raises ValueError saying which entry is wrong and why.
+        Raises ValueError that says which entry is wrong and why.
         """
         if not isinstance(document, list | tuple):
             raise ValueError(
@@ -81,18 +81,18 @@ class FailoverLog:
         return self.entries[0]
 
     def branch(self, vb_uuid: int, seqno: int, epoch: int = 0) -> FailoverLog:
-        """Return the log after a new version began at `seqno`.
+        """Return the log with a new version that begins at `seqno`.
 
-        Versions that began above `seqno` are not part of this history and go; one that began at
-        `seqno` itself is and stays. The oldest entry goes when there are too many.
+        Versions that began above `seqno` are removed: they are not part of this history. One that
+        began at `seqno` stays. If there are too many entries, the oldest is removed.
         """
         kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
         return FailoverLog((Version(vb_uuid, seqno, epoch), *kept)[:FAILOVER_ENTRIES_MAX])
 
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
-        """Return the last seqno of a version in this history; None for an unknown version.
+        """Return the last seqno of a version; None if the version is unknown.
 
-        That is where the next newer version began, or `high_seqno` for the newest.
+        That is the start of the next newer version, or `high_seqno` for the newest.
         """
         upper = high_seqno
         for entry in self.entries:

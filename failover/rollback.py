@@ -1,22 +1,21 @@
 """The rule that answers a stream request with OK or ROLLBACK, and says why.
 
 Who calls it: the server for every stream request, the Spark source when it plans a batch, and
-whoever explains a decision (`decide`); consumers, backups and Spark tasks, which compare their
-versions with a failover log that a server sent (`common_seqno`). One rule, so that all agree.
+`failover.explain` (`decide`); consumers, backups and Spark tasks, which compare their versions with
+a failover log that a server sent (`common_seqno`). They share one rule so that they agree.
 
-Sources: kv_engine's rule for one vb_uuid (FailoverTable::needsRollback), and its generalisation to
-the client's whole list of versions, which needs one round where the other needs several or falls
-back to 0.
+Sources: kv_engine's rule for one vb_uuid (FailoverTable::needsRollback), extended to a client's
+list of versions. With a list one round is enough; with one vb_uuid it takes several, or a rollback
+to 0.
 
-What the caller sees to
-- snap_start <= start <= snap_end (ERANGE otherwise), asserted here
-- `high_seqno` is that of the partition's log, never the high watermark
-- a client that has seen more than this node holds or has committed, because the node is behind and
-  not because history branched, is told to retry (ETMPFAIL) before this rule is asked
+The caller ensures that
+- snap_start <= start <= snap_end (the answer is ERANGE otherwise); asserted here
+- `high_seqno` is that of the partition's log, not the high watermark
+- a client that is ahead of a node which merely lags behind gets ETMPFAIL before this rule is asked
 
-What a client does with ROLLBACK(r): it restores a state it held at or below r, forgets versions
-that began above that state, and asks again from there; from 0 it asks with vb_uuid 0. The next
-answer is then OK, or 0.
+A client handles ROLLBACK(r) like this: it restores a state at or below r, forgets the versions that
+began above that state, and asks again from there (from 0 with vb_uuid 0). The next answer is OK
+or 0.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from failover.history import FailoverLog
 class Question(NamedTuple):
     """What a client says it holds: the position of one stream request.
 
-    The client holds everything up to `snap_start_seqno`, of the snapshot that goes on to
-    `snap_end_seqno` what lies at or below `start_seqno`, on the branch that `vb_uuid` names.
+    The client holds everything up to `snap_start_seqno`. Of the snapshot that ends at
+    `snap_end_seqno` it holds what lies at or below `start_seqno`. `vb_uuid` names its branch.
     """
 
     start_seqno: int
@@ -44,31 +43,31 @@ class Question(NamedTuple):
     strict: bool = False
     """Check the vb_uuid at seqno 0 too (stream request flag 0x20)."""
     ignore_purged: bool = False
-    """Purged tombstones do not matter to this client (flag 0x80)."""
+    """The client does not need purged tombstones (flag 0x80)."""
     client_purge_seqno: int = 0
-    """The purge seqno under which the client's data was sent to it; 0: it does not say."""
+    """The purge seqno at the time the client got its data; 0: not given."""
 
 
 class RollbackKind(StrEnum):
     """Why a client has to go back."""
 
     PURGED = "purged"
-    """Deletions that it may have missed are gone."""
+    """The client may have missed deletions that have been purged."""
     UNKNOWN_VERSION = "unknown_version"
-    """No version that it knows is in the failover log."""
+    """The failover log has none of the client's versions."""
     BRANCHED = "branched"
-    """It holds changes that this history does not have."""
+    """The client holds changes that are not part of this history."""
     INSIDE_SNAPSHOT = "inside_snapshot"
-    """History branched inside the snapshot that it holds in part."""
+    """History branched inside a snapshot that the client holds in part."""
 
 
 class Decision(NamedTuple):
-    """The answer: None for no rollback, else the seqno to go back to; and the reason in words."""
+    """The seqno to roll back to (None: no rollback), and the reason in words."""
 
     rollback_seqno: int | None
     reason: str
     kind: RollbackKind | None = None
-    """The reason in one word, for counting; None where there is no rollback."""
+    """The reason in one word, for counters; None if there is no rollback."""
 
 
 class _Known(NamedTuple):
@@ -80,7 +79,7 @@ class _Known(NamedTuple):
 
 
 def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: int) -> Decision:
-    """Decide whether a stream may go on where the client stands, or how far it must go back.
+    """Decide whether a stream may continue at the client's position, or how far it must roll back.
 
     `log`, `high_seqno` and `purge_seqno` are the partition's own.
     """
@@ -103,8 +102,8 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
         return Decision(0, _unknown_reason(question, log), RollbackKind.UNKNOWN_VERSION)
     decision = _place(question, known)
     back_to = decision.rollback_seqno
-    # With a list the next round would only say 0. A client that names our own purge seqno would
-    # be let through in the next round, though that seqno tells of newer data than it then holds.
+    # With a list of versions the next round would answer 0 anyway. A client that names our own
+    # purge seqno would pass the next round, but after the rollback its data is older than that.
     if back_to and back_to < purge and (question.versions or told_purge == purge):
         return Decision(
             0,
@@ -133,8 +132,8 @@ def _newest_known(question: Question, log: FailoverLog, high_seqno: int) -> _Kno
         if upper is None:
             return None
         return _Known(question.vb_uuid, upper, f"goes up to seqno {upper} here")
-    # The newest version is unbounded, not bounded by `start`: a client in the middle of a
-    # snapshot would otherwise be rolled back for nothing.
+    # `start` does not bound the newest version. Otherwise a client in the middle of a snapshot
+    # would be rolled back for no reason.
     client_upper: int | None = None
     for vb_uuid, seqno in question.versions:
         upper = log.upper_of(vb_uuid, high_seqno)
@@ -148,11 +147,11 @@ def _newest_known(question: Question, log: FailoverLog, high_seqno: int) -> _Kno
 
 
 def _place(question: Question, known: _Known) -> Decision:
-    """Decide within a history that both sides know: steps 4 and 5 of the rule."""
+    """Decide for a version that both sides know."""
     start, _, snap_start, snap_end = question[:4]
     held = f"snapshot {snap_start} to {snap_end}"
     if start == snap_start:
-        snap_end = start  # nothing of that snapshot is held
+        snap_end = start  # the client holds nothing of that snapshot
     common = known.common_seqno
     version = f"version {known.vb_uuid}, which {known.ended}"
     if snap_end <= common:
@@ -160,7 +159,7 @@ def _place(question: Question, known: _Known) -> Decision:
             None, f"The client stands at seqno {start} ({held}) on {version}: nothing differs."
         )
     if start == snap_end:
-        snap_start = start  # the whole snapshot is held
+        snap_start = start  # the client holds the whole snapshot
     if common < snap_start:
         return Decision(
             common,

@@ -179,11 +179,12 @@ class Node:
     def _merge_what_is_replayed(self) -> None:
         """A merge also brings a store of an older format up to this one."""
         format_version = self._storage.node.format_version
-        wants_merge = self.engine.wants_freeze or format_version < STORE_FORMAT_VERSION
-        if wants_merge and self.engine.has_pending:
-            self.engine.merge_soon()  # changes came while the store started: after their group
+        wants_merge = self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION
+        if wants_merge and self.engine.keyspace.has_pending:
+            # Changes came while the store started: after their group.
+            self.engine.keyspace.merge_soon()
         elif wants_merge:
-            self.engine.freeze()
+            self.engine.keyspace.freeze()
             self._merge_before(self._storage.writer.rotate())
         self._committer.kick()
         self._backpressure.update()

@@ -47,7 +47,7 @@ class CollectionCommands:
         """Answer the manifest."""
         state = self._state
         state.observes_manifest()
-        document = json.dumps(state.engine.manifest.json(), separators=(",", ":"))
+        document = json.dumps(state.engine.keyspace.manifest.json(), separators=(",", ":"))
         state.answer(request, value=document.encode(), is_json=True)
 
     def set_manifest(self, request: Frame) -> None:
@@ -59,7 +59,7 @@ class CollectionCommands:
             return
         try:
             document = msgspec.json.decode(request.value, type=dict)
-            after = manifest_from_json(engine.manifest, document)
+            after = manifest_from_json(engine.keyspace.manifest, document)
         except InvalidManifestError as error:
             state.refuse(request, Status.EINVAL, str(error))
             return
@@ -69,8 +69,8 @@ class CollectionCommands:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             state.refuse(request, Status.EINVAL, f"the manifest is not a JSON object: {error}")
             return
-        if after != engine.manifest:
-            engine.set_manifest(after)
+        if after != engine.keyspace.manifest:
+            engine.keyspace.set_manifest(after)
         state.observes_manifest()
         state.note("manifest set", uid=after.uid)
         state.answer(request)
@@ -82,7 +82,7 @@ class CollectionCommands:
             context = 'name a collection as "scope.collection", in the key or in the value'
             self._state.refuse(request, Status.EINVAL, context)
             return
-        manifest = self._state.engine.manifest
+        manifest = self._state.engine.keyspace.manifest
         if manifest.scope_id(path.partition(".")[0]) is None:
             self._answer_id(request, None, Status.UNKNOWN_SCOPE)
         else:
@@ -95,7 +95,7 @@ class CollectionCommands:
             context = "name a scope, in the key or in the value"
             self._state.refuse(request, Status.EINVAL, context)
             return
-        scope_id = self._state.engine.manifest.scope_id(path.partition(".")[0])
+        scope_id = self._state.engine.keyspace.manifest.scope_id(path.partition(".")[0])
         self._answer_id(request, scope_id, Status.UNKNOWN_SCOPE)
 
     def _path_of(self, request: Frame) -> str | None:
@@ -110,5 +110,5 @@ class CollectionCommands:
         if found is None:
             state.answer(request, status, value=state.manifest_uid_body(), is_json=True)
             return
-        extras = COLLECTION_ID_EXTRAS.pack(state.engine.manifest.uid, found)
+        extras = COLLECTION_ID_EXTRAS.pack(state.engine.keyspace.manifest.uid, found)
         state.answer(request, extras=extras)

@@ -176,7 +176,7 @@ class DocumentCommands:
         if status:
             self.refuse_outcome(opcode, opaque, status, vb_id)
             return
-        state.wait_group = self._engine.group
+        state.wait_group = self._engine.keyspace.group
         if is_quiet:
             return
         if state.has_mutation_tokens:
@@ -234,7 +234,7 @@ class DocumentCommands:
             )
             position = body_end
         if position > first:
-            state.wait_group = engine.group
+            state.wait_group = engine.keyspace.group
         return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
@@ -323,7 +323,7 @@ class DocumentCommands:
         if status:
             self.refuse_outcome(opcode, opaque, status, vb_id)
             return
-        state.wait_group = self._engine.group
+        state.wait_group = self._engine.keyspace.group
         if opcode == Opcode.DELETEQ:
             return
         if state.hashes_keys:
@@ -371,7 +371,7 @@ class DocumentCommands:
             return
         entry = engine.document_entry(part, key)
         last_group = part.last_group
-        if last_group > engine.committed_group and last_group > state.wait_group:
+        if last_group > engine.keyspace.committed_group and last_group > state.wait_group:
             state.wait_group = last_group
         if entry is None:
             if opcode not in _QUIET_READS:
@@ -409,7 +409,7 @@ class DocumentCommands:
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
         has_json = state.has_json
-        committed_group, wait_group = engine.committed_group, state.wait_group
+        committed_group, wait_group = engine.keyspace.committed_group, state.wait_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
             head, others, vb_id, body_len, opaque = _unpack_get(buffer, position)
@@ -467,7 +467,7 @@ class DocumentCommands:
         expiry = absolute_expiry(expiry, self.now_s)
         if not key[0]:
             return expiry
-        return self._capped(self._engine.manifest.collections[collection_of(key)], expiry)
+        return self._capped(self._engine.keyspace.manifest.collections[collection_of(key)], expiry)
 
     def _capped(self, collection: Collection, expiry: int) -> int:
         """Return an absolute expiry, not later than the collection allows."""
@@ -552,7 +552,7 @@ class DocumentCommands:
         if len(key) == id_bytes:
             self.refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
             return None
-        collection = self._engine.manifest.collections.get(collection_id)
+        collection = self._engine.keyspace.manifest.collections.get(collection_id)
         if collection is None:
             state = self._state
             state.observes_manifest()

@@ -117,7 +117,7 @@ class PutFramesCommand:
 
     def _unknown(self, frames: Frames) -> list[int]:
         """Return the indexes of the frames whose collection is not there."""
-        known = self._state.engine.manifest.collections
+        known = self._state.engine.keyspace.manifest.collections
         return [at for at, key in enumerate(frames.keys) if collection_of(key) not in known]
 
     def _refuse_outcome(self, request: Frame, status: int) -> None:

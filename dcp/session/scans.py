@@ -140,7 +140,11 @@ class ScanCommands:
         except ValueError as error:
             why = f'"collection" is an id as hexadecimal, not {text[:20]!r}'
             raise _RefusedError(Status.EINVAL, why) from error
-        return collection_id if collection_id in self._state.engine.manifest.collections else None
+        return (
+            collection_id
+            if collection_id in self._state.engine.keyspace.manifest.collections
+            else None
+        )
 
     def _check_requirements(
         self, part: Partition, required: _Requirements | msgspec.UnsetType
@@ -212,7 +216,7 @@ class ScanCommands:
         shared = 0
         while shared < min(len(start), len(end)) and start[shared] == end[shared]:
             shared += 1
-        path = state.engine.manifest.path_of(collection_id)
+        path = state.engine.keyspace.manifest.path_of(collection_id)
         denial = state.rights.denial(Opcode.GET, path, start[:shared])
         if denial is not None:
             raise _RefusedError(
@@ -237,7 +241,7 @@ class ScanCommands:
         if self._active_partition(request) is None:
             scans.end(scan_id)
             return
-        if scan.collection_id not in state.engine.manifest.collections:
+        if scan.collection_id not in state.engine.keyspace.manifest.collections:
             scans.end(scan_id)
             self._refuse_collection(request)
             return

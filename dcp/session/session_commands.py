@@ -240,7 +240,7 @@ class ConnectionCommands:
         engine = state.engine
         parts = [part for part in engine.partitions if part.state in states]
         for part in parts:
-            if part.branch_group > engine.committed_group:
+            if part.branch_group > engine.keyspace.committed_group:
                 state.observes_history(
                     part.vb_id
                 )  # the branch has lowered its committed_seqno already
@@ -257,14 +257,14 @@ class ConnectionCommands:
         state = self._state
         engine = state.engine
         if len(extras) != 8:
-            if state.has_collections or not engine.manifest.uid:
+            if state.has_collections or not engine.keyspace.manifest.uid:
                 return lambda part: part.committed_seqno
-            return lambda part: engine.collection_seqno(part.vb_id, DEFAULT_COLLECTION)
+            return lambda part: engine.keyspace.collection_seqno(part.vb_id, DEFAULT_COLLECTION)
         state.observes_manifest()
         collection_id = int.from_bytes(extras[4:], "big")
-        if collection_id not in engine.manifest.collections:
+        if collection_id not in engine.keyspace.manifest.collections:
             return None
-        return lambda part: engine.collection_seqno(part.vb_id, collection_id)
+        return lambda part: engine.keyspace.collection_seqno(part.vb_id, collection_id)
 
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first."""

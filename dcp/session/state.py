@@ -248,7 +248,7 @@ class SessionState:
     def collection_named_by(self, wire_key: bytes) -> str | None:
         """Return "scope.collection" of a key that carries its id, None where there is none."""
         decoded = decode_leb128(wire_key)
-        manifest = self.engine.manifest
+        manifest = self.engine.keyspace.manifest
         if decoded is None or decoded[0] not in manifest.collections:
             return None
         return manifest.path_of(decoded[0])
@@ -328,7 +328,7 @@ class SessionState:
             return
         self.flush = None
         last_group = max(part.last_group for part in engine.partitions)
-        if last_group > engine.committed_group:
+        if last_group > engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, last_group)
         if self.flush_answers.done:
             self.answers.append(self.flush_answers.done)
@@ -340,17 +340,17 @@ class SessionState:
 
     def manifest_uid_body(self) -> bytes:
         """Return the body of an answer that a collection or scope is not known."""
-        return b'{"manifest_uid":"%x"}' % self.engine.manifest.uid
+        return b'{"manifest_uid":"%x"}' % self.engine.keyspace.manifest.uid
 
     def observes_manifest(self) -> None:
         """The next answers tell of the collections manifest: they wait until it is committed."""
-        if self.engine.manifest_group > self.engine.committed_group:
-            self.wait_group = max(self.wait_group, self.engine.manifest_group)
+        if self.engine.keyspace.manifest_group > self.engine.keyspace.committed_group:
+            self.wait_group = max(self.wait_group, self.engine.keyspace.manifest_group)
 
     def observes(self, vb_id: int) -> None:
         """The next answers tell of this partition: they wait until what they tell is committed."""
         last_group = self.engine.partitions[vb_id].last_group
-        if last_group > self.engine.committed_group:
+        if last_group > self.engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, last_group)
 
     def observes_history(self, vb_id: int) -> None:
@@ -359,7 +359,7 @@ class SessionState:
         """
         self.observes(vb_id)
         branch_group = self.engine.partitions[vb_id].branch_group
-        if branch_group > self.engine.committed_group:
+        if branch_group > self.engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, branch_group)
 
 

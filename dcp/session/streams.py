@@ -252,7 +252,7 @@ class DcpCommands:
         if not told.document or not state.has_collections:
             return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
         state.observes_manifest()
-        return filter_of(told.document, state.engine.manifest, told.key_prefixes)
+        return filter_of(told.document, state.engine.keyspace.manifest, told.key_prefixes)
 
     def close_stream(self, request: Frame) -> None:
         """End a stream; STREAM_END follows where the client asked for it by control."""
@@ -379,8 +379,8 @@ class DcpCommands:
         engine = self._state.engine
         return max(
             (
-                engine.collection_seqno(part.vb_id, collection_id)
-                for collection_id in stream_filter.collection_ids(engine.manifest)
+                engine.keyspace.collection_seqno(part.vb_id, collection_id)
+                for collection_id in stream_filter.collection_ids(engine.keyspace.manifest)
             ),
             default=0,
         )

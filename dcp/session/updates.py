@@ -203,7 +203,7 @@ class UpdateCommands:
         if status:
             self._documents.refuse_outcome(request.opcode, request.opaque, status, vb_id)
             return
-        state.wait_group = state.engine.group
+        state.wait_group = state.engine.keyspace.group
         if request.opcode in QUIET_FORMS:
             return
         extras = b""

@@ -124,7 +124,7 @@ class WithMetaCommands:
         if status:
             self._refuse(opcode, opaque, status, vb_id, meta_cas)
             return
-        state.wait_group = state.engine.group
+        state.wait_group = state.engine.keyspace.group
         if opcode not in QUIET_FORMS:
             token = b""
             if state.has_mutation_tokens:

@@ -364,7 +364,7 @@ class Producer:
         if rate is not None and rate.allowance_bytes <= 0:
             return _RATE_LIMITED if rate.bytes_per_s else _STALLED
         if (
-            part.branch_group > self._engine.committed_group
+            part.branch_group > self._engine.keyspace.committed_group
             or part.history_floor > part.committed_seqno
         ):
             return _WAITS_FOR_COMMIT

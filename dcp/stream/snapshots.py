@@ -74,14 +74,14 @@ class SnapshotWriter:
         stream.limit_seqno = limit = self._limit_of(stream, part)
         end_seqno = self._shown_end(stream, part, limit)
         stream.accepts = stream.filter.accepts(
-            self._engine.committed_manifest, start_seqno, part.tally.other_high_seqno
+            self._engine.keyspace.committed_manifest, start_seqno, part.tally.other_high_seqno
         )
         flags = _DISK if stream.is_backlog else _MEMORY
         stream.is_history = self._terms.has_history and start_seqno > part.history_floor
         if stream.is_history:
             flags |= _HISTORY
         if not stream.is_history and end_seqno > start_seqno:
-            stream.skip = self._engine.superseded(stream.vb_id, start_seqno, end_seqno)
+            stream.skip = self._engine.versions.superseded(stream.vb_id, start_seqno, end_seqno)
         if stream.takeover is not None and not stream.is_backlog:
             flags |= _ACK
             stream.takeover.has_open_marker = True
@@ -103,14 +103,14 @@ class SnapshotWriter:
             and not skips_deletions
         )  # fmt: skip
         if takes_runs and self.plain is not None:
-            run = self._engine.runs(
+            run = self._engine.versions.runs(
                 stream.vb_id, stream.next_seqno, end_seqno, stream.opaque, stream.skip, bytes_max,
                 self.plain,
             )  # fmt: skip
             if run is not None:
                 out += run.pieces
                 return run.wire_bytes + self._go_on(stream, out, run.next_seqno, run.last_seqno)
-        batch = self._engine.frames(
+        batch = self._engine.versions.frames(
             stream.vb_id, stream.next_seqno, end_seqno, stream.opaque_bytes, stream.skip, bytes_max,
             stream.accepts,
         )  # fmt: skip
@@ -169,7 +169,7 @@ class SnapshotWriter:
         """
         if stream.filter.may_advance or part.tally.other_high_seqno < stream.next_seqno:
             return limit
-        return self._engine.default_seqno_at(stream.vb_id, limit)
+        return self._engine.keyspace.default_seqno_at(stream.vb_id, limit)
 
     def pass_over(self, stream: ActiveStream, part: Partition) -> bool:
         """Skip seqnos that hold nothing for the stream, so that no empty snapshot is announced.
@@ -213,7 +213,7 @@ class SnapshotWriter:
     def _previous_value(self, stream: ActiveStream, frame: bytes) -> bytes | None:
         """Return the message that tells what a stored frame's change replaced, None if nothing."""
         by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
-        found = self._engine.previous_value(stream.vb_id, by_seqno)
+        found = self._engine.versions.previous_value(stream.vb_id, by_seqno)
         if found is None:
             return None
         prev_seqno, datatype, value = found

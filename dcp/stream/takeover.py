@@ -84,7 +84,7 @@ class Takeover:
         assert not self.is_waiting
         return (
             self.step is TakeoverStep.SENDING
-            or engine.committed_group >= engine.partitions[vb_id].last_group
+            or engine.keyspace.committed_group >= engine.partitions[vb_id].last_group
         )
 
     def next_state(self) -> VbState:

@@ -37,7 +37,7 @@ def histories():
 
     def branch(at):
         for vb_id in VB_IDS:
-            node.engine.branch(vb_id, at)
+            node.engine.keyspace.branch(vb_id, at)
         node.commit()
 
     write(0, DOCUMENTS - 40)
@@ -91,7 +91,7 @@ def test_de_duplicated_archives_go_back_to_an_earlier_run():
             writer.set(5, b"\0k%d" % (number % 50), b"%d.%d" % (run, number) + VALUE)
         node.commit()
         back_up(node, archive, [5], history=False)
-    node.engine.branch(5, 250)
+    node.engine.keyspace.branch(5, 250)
     for number in range(10):
         writer.set(5, b"\0new%d" % number, VALUE)
     node.commit()

@@ -94,17 +94,17 @@ class Story:
         self.node.commit()
 
     def create(self):
-        if "more" not in str(self.node.engine.manifest):
-            self.node.engine.set_manifest(
-                self.node.engine.manifest.create_collection("_default", "more")
+        if "more" not in str(self.node.engine.keyspace.manifest):
+            self.node.engine.keyspace.set_manifest(
+                self.node.engine.keyspace.manifest.create_collection("_default", "more")
             )
             self.note()
 
     def drop(self):
-        if 8 in self.node.engine.manifest.collections:
+        if 8 in self.node.engine.keyspace.manifest.collections:
             self.has_dropped = True
-            self.node.engine.set_manifest(
-                self.node.engine.manifest.drop_collection("_default", "more")
+            self.node.engine.keyspace.set_manifest(
+                self.node.engine.keyspace.manifest.drop_collection("_default", "more")
             )
             self.note()
 
@@ -113,7 +113,7 @@ class Story:
 
     def branch(self, vb_id, back):
         at = max(0, self.node.engine.partitions[vb_id].high_seqno - back)
-        self.node.engine.branch(vb_id, at)
+        self.node.engine.keyspace.branch(vb_id, at)
         self.node.commit()
         states = self.states[vb_id]
         for seqno in [seqno for seqno in states if seqno > at]:

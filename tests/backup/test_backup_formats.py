@@ -48,12 +48,14 @@ def write_golden(folder: Path) -> None:
         writer.set(5, b"\0k%d" % (number % 4), b"first %d" % number)
     writer.set(1023, b"\0last", b"\xff\x00")
     back_up(node, archive, VB_IDS, history=False)
-    node.engine.set_manifest(node.engine.manifest.create_collection("_default", "more"))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.create_collection("_default", "more")
+    )
     writer.set(5, b"\x08in more", b"{}")
     writer.delete(5, b"\0k1")
     node.now_ns += 10**9
     back_up(node, archive, VB_IDS)
-    node.engine.branch(5, 7)
+    node.engine.keyspace.branch(5, 7)
     writer.set(5, b"\0after", b"the branch")
     node.now_ns += 10**9
     back_up(node, archive, VB_IDS)

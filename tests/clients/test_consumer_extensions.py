@@ -242,7 +242,7 @@ def follow_after_three_branches(*, is_aware: bool) -> tuple[int, list[int]]:
     (oldest,) = pair.position().versions
     held = pair.position()._replace(versions=((0xB, 48), (0xA, 44), oldest))
     for at_seqno, high_seqno in ((40, 60), (30, 55), (45, 70)):
-        node.engine.branch(VB, at_seqno)
+        node.engine.keyspace.branch(VB, at_seqno)
         node.commit()
         write_up_to(node, high_seqno, b"after %d" % at_seqno, keys=1000)
     pair.peer.producer.close()

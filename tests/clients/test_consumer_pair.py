@@ -100,7 +100,7 @@ class ConsumerPair(RuleBasedStateMachine):
     def branch(self, vb_id, back):
         high_seqno = self.node.engine.partitions[vb_id].high_seqno
         try:
-            self.node.engine.branch(vb_id, max(0, high_seqno - back))
+            self.node.engine.keyspace.branch(vb_id, max(0, high_seqno - back))
         except BranchRefusedError:
             return
         self.node.commit()

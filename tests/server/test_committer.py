@@ -29,7 +29,7 @@ class Server:
     def __init__(self, *, syncs_groups: bool = True, memtable_bytes: int = 64 << 20) -> None:
         self.node = MemoryNode()
         self.engine, self.device = self.node.engine, self.node.device
-        self.engine._memtable_bytes_max = memtable_bytes
+        self.engine.keyspace._memtable_bytes_max = memtable_bytes
         self.committed: list[int] = []
         self.rotated: list[int] = []
         self.full: list[str] = []
@@ -48,7 +48,7 @@ class Server:
         self.is_stopped = False
 
     def _commit(self, group: CommitGroup) -> None:
-        assert group.number == self.engine.committed_group
+        assert group.number == self.engine.keyspace.committed_group
         self.committed.append(group.number)
 
     def set(self, key: bytes, size: int = 3) -> None:
@@ -101,7 +101,7 @@ async def test_a_group_waits_for_room_and_goes_before_what_came_later(
             assert server.committed == []
         server.set(b"second", size)
         await server.committer.drain()
-        await server.until(lambda: not server.engine.has_pending)
+        await server.until(lambda: not server.engine.keyspace.has_pending)
         await server.until(lambda: not server.committer.full_why)
         server.full = ["", ""]
     assert server.committed == list(range(1, len(server.committed) + 1))
@@ -225,7 +225,7 @@ async def test_a_branch_is_synced_whatever_the_durability(branches: bool) -> Non
     await server.committer.drain()
     assert server.device.unsynced_bytes
     if branches:
-        server.engine.branch(VB, 1)
+        server.engine.keyspace.branch(VB, 1)
     else:
         server.set(b"k")
     server.committer.kick()
@@ -243,7 +243,7 @@ async def test_a_due_sync_comes_before_the_next_group() -> None:
     sync = server.device.sync
 
     def noted_sync() -> None:
-        synced_after.append(server.engine.committed_group)
+        synced_after.append(server.engine.keyspace.committed_group)
         sync()
 
     def commit(group: CommitGroup) -> None:
@@ -275,7 +275,7 @@ async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, 
     server.set(b"another")
     await server.committer.drain()
     assert len(server.failures) == 1
-    assert not server.engine.has_pending or server.engine.committed_group == 1
+    assert not server.engine.keyspace.has_pending or server.engine.keyspace.committed_group == 1
 
 
 async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> None:

@@ -45,7 +45,7 @@ class Compacting:
 
     def branch(self, at_seqno: int) -> None:
         """Branch as the server does: the store has the new failover log at once."""
-        self.node.engine.branch(VB, at_seqno)
+        self.node.engine.keyspace.branch(VB, at_seqno)
         self.node.commit()
         log = self.node.engine.partitions[VB].failover.to_document()
         with self.node.env.write() as write:

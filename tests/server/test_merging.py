@@ -78,7 +78,7 @@ class Shell:
         return Process(self.node, start)
 
     def kick(self) -> None:
-        if self.node.engine.is_merging:
+        if self.node.engine.keyspace.is_merging:
             return
         self.node.begin_merge()
         self.task = asyncio.ensure_future(self.merging.merge(self.node.device.segments()[-1]))

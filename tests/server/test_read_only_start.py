@@ -120,7 +120,7 @@ async def test_changes_that_come_while_the_store_starts_wait_for_their_group(
 
         async def start_with_a_change() -> None:
             client.send(set_packet(b"late", b"v"))
-            await until_here(lambda: node.engine.has_pending)
+            await until_here(lambda: node.engine.keyspace.has_pending)
             await start()
 
         monkeypatch.setattr(node.store, "start", start_with_a_change)

@@ -287,10 +287,10 @@ async def test_only_versions_that_are_committed_reach_the_store(
 ) -> None:
     """A partition branches again while the group of its first branch is being written."""
     logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
-    node.engine.branch(VB, 5)
-    group = node.engine.take_group()
+    node.engine.keyspace.branch(VB, 5)
+    group = node.engine.keyspace.take_group()
     assert group is not None
-    node.engine.branch(VB, 3)
+    node.engine.keyspace.branch(VB, 3)
     node.finish(group)
     (process,) = bench.processes
     logs.save_soon(VB)
@@ -311,7 +311,7 @@ async def test_a_partition_that_branches_again_and_again_is_written_once(
     logs.save_soon(1)  # which waits for its turn
     await turns()
     for seqno in (8, 6, 4):
-        node.engine.branch(VB, seqno)
+        node.engine.keyspace.branch(VB, seqno)
         node.commit()
         logs.save_soon(VB)
     bench.may_end.set()
@@ -357,7 +357,7 @@ async def test_floors_are_those_of_the_moment_in_which_a_compaction_begins(
     await turns()
     compacting = asyncio.create_task(work._compact())
     await turns()
-    node.engine.branch(VB, 7)
+    node.engine.keyspace.branch(VB, 7)
     bench.may_end.set()
     await running
     assert await compacting == (0, 0)

@@ -23,8 +23,10 @@ async def test_who_waits_for_a_partition_has_it_written() -> None:
     node.engine.store(SET, 5, b"\0k", b"\0kv", 0, 0, 0, 0)
     waiting = asyncio.create_task(waiters.until_partition(5))
     await asyncio.sleep(0)
-    assert node.engine.committed_group == node.engine.partitions[5].last_group, "it was kicked"
-    waiters.committed(node.engine.committed_group)
+    assert node.engine.keyspace.committed_group == node.engine.partitions[5].last_group, (
+        "it was kicked"
+    )
+    waiters.committed(node.engine.keyspace.committed_group)
     await waiting
 
 

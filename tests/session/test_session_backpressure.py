@@ -60,7 +60,7 @@ def test_every_command_that_writes_waits(node: MemoryNode, peer: Peer, opcode: i
     assert receive(peer, NOOP + request + NOOP)[0].opcode == Opcode.NOOP
     assert peer.state.waits_for_room
     assert peer.state.is_full
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_reads_are_answered_and_so_is_what_comes_before_a_write(
@@ -120,7 +120,7 @@ def test_an_expired_document_is_gone_without_a_change(node: MemoryNode, peer: Pe
     node.now_ns += 20 * 10**9
     (found,) = receive(peer, pack_request(Opcode.GET, vb_id=VB, key=b"t"))
     assert found.status == Status.KEY_ENOENT
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_streams_and_their_acknowledgements_go_on(node: MemoryNode, peer: Peer) -> None:
@@ -177,7 +177,7 @@ def test_the_text_protocol_waits_in_the_same_way(node: MemoryNode, command: byte
     node.engine.let_writers_wait()
     assert receive_text(b"get k\r\n" + command + b"get k\r\n") == b"END\r\n"
     assert peer.state.waits_for_room
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
     node.engine.refuse_writes(WHY, Hold.STORE_BEHIND)
     answers = receive_text(b"version\r\n")
     assert b"VERSION" in answers

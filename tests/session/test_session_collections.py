@@ -25,9 +25,9 @@ ANSWER = "{:016x}{:08x}"
 def node() -> MemoryNode:
     """Collections inventory.hotel (8, at most an hour) and _default.note (9)."""
     node = MemoryNode()
-    manifest = node.engine.manifest.create_scope("inventory")
+    manifest = node.engine.keyspace.manifest.create_scope("inventory")
     manifest = manifest.create_collection("inventory", "hotel", 3600)
-    node.engine.set_manifest(manifest.create_collection("_default", "note"))
+    node.engine.keyspace.set_manifest(manifest.create_collection("_default", "note"))
     node.commit()
     return node
 
@@ -40,7 +40,7 @@ def peer(node: MemoryNode) -> Peer:
 
 
 def drop(node: MemoryNode, scope: str, name: str) -> None:
-    node.engine.set_manifest(node.engine.manifest.drop_collection(scope, name))
+    node.engine.keyspace.set_manifest(node.engine.keyspace.manifest.drop_collection(scope, name))
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -131,10 +131,10 @@ def test_a_manifest_is_taken_over_and_told_to_every_partition(node: MemoryNode, 
     assert manifest_of(peer) == document
     assert {part.high_seqno for part in node.engine.partitions} == {5}
     assert set_manifest(peer, document).status == Status.OK, "the same again changes nothing"
-    assert node.engine.take_group() is None
+    assert node.engine.keyspace.take_group() is None
     node.crash()
-    assert node.engine.manifest.json() == document
-    assert node.engine.manifest.next_collection_id == 0x200
+    assert node.engine.keyspace.manifest.json() == document
+    assert node.engine.keyspace.manifest.next_collection_id == 0x200
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_a_manifest_is_taken_over_and_told_to_every_partition(node: MemoryNode, 
 def test_manifests_that_are_refused(
     node: MemoryNode, peer: Peer, value: bytes, status: Status
 ) -> None:
-    before = node.engine.manifest
+    before = node.engine.keyspace.manifest
     frame = peer.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=value)
     assert frame.status == status
     assert json.loads(frame.value)["error"]["context"]
-    assert node.engine.manifest == before
+    assert node.engine.keyspace.manifest == before
 
 
 # -- documents -------------------------------------------------------------------------------------

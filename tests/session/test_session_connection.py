@@ -429,7 +429,7 @@ def test_both_opcodes_answer_the_failover_log_newest_first(node: MemoryNode, pee
     for n in range(3):
         peer.set(VB, b"%d" % n, b"v")
     first = node.engine.partitions[VB].vb_uuid
-    second = node.engine.branch(VB, 2).failover.current.vb_uuid
+    second = node.engine.keyspace.branch(VB, 2).failover.current.vb_uuid
     node.commit()
     expected = b"".join(FAILOVER_ENTRY.pack(*pair) for pair in ((second, 2), (first, 0)))
     assert peer.ask(Opcode.GET_FAILOVER_LOG, vb_id=VB).value == expected
@@ -466,12 +466,12 @@ def test_observe_seqno_of_the_current_version(node: MemoryNode, peer: Peer) -> N
 def test_observe_seqno_tells_committed_from_persisted(node: MemoryNode, peer: Peer) -> None:
     peer.hello()
     peer.set(VB, b"k", b"v")
-    group = node.engine.take_group()
+    group = node.engine.keyspace.take_group()
     assert group is not None
-    node.engine.group_committed(group, is_synced=False)
+    node.engine.keyspace.group_committed(group, is_synced=False)
     vb_uuid = node.engine.partitions[VB].vb_uuid
     assert OBSERVE_CURRENT.unpack(observe(peer, vb_uuid).value)[3:] == (0, 1)
-    node.engine.synced()
+    node.engine.keyspace.synced()
     assert OBSERVE_CURRENT.unpack(observe(peer, vb_uuid).value)[3:] == (1, 1)
 
 
@@ -482,8 +482,8 @@ def test_observe_seqno_of_an_older_version_tells_where_the_next_began(
     for n in range(5):
         peer.set(VB, b"%d" % n, b"v")
     oldest = node.engine.partitions[VB].vb_uuid
-    older = node.engine.branch(VB, 4).failover.current.vb_uuid
-    current = node.engine.branch(VB, 3).failover.current.vb_uuid
+    older = node.engine.keyspace.branch(VB, 4).failover.current.vb_uuid
+    current = node.engine.keyspace.branch(VB, 3).failover.current.vb_uuid
     peer.set(VB, b"k", b"v")
     node.commit()
     answer = observe(peer, oldest)

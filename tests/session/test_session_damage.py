@@ -58,7 +58,7 @@ def test_a_store_over_a_damaged_record_changes_nothing() -> None:
     flip(node, BY_KEY_TABLE)
     assert peer.set(VB, b"\0a", b"new").status == Status.EINTERNAL
     assert node.engine.partitions[VB].high_seqno == 2
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_a_damaged_record_refuses_its_store_alone_among_many() -> None:
@@ -82,8 +82,8 @@ def test_a_damaged_record_refuses_its_store_alone_among_many() -> None:
 def test_a_damaged_record_of_a_capped_collection_refuses_its_store_alone_among_many() -> None:
     """Such a SET is stored with another expiry than it asks for; what follows it is untouched."""
     node = MemoryNode()
-    manifest = node.engine.manifest.create_collection("_default", "short", 3600)
-    node.engine.set_manifest(manifest)
+    manifest = node.engine.keyspace.manifest.create_collection("_default", "short", 3600)
+    node.engine.keyspace.set_manifest(manifest)
     peer = node.connect()
     peer.hello(0x04, 0x07, 0x12)
     peer.set(VB, b"\x08a", b"old")
@@ -111,7 +111,7 @@ def test_a_store_that_keeps_an_expiry_which_is_damaged_is_refused(opcode: Opcode
     (refused,) = peer.send(head + body)
     assert (refused.status, refused.opaque) == (Status.EINTERNAL, 9)
     assert b"damaged" in refused.value
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_the_text_protocol_says_so_and_ends() -> None:
@@ -145,7 +145,7 @@ def test_a_branch_over_a_damaged_block_changes_nothing() -> None:
     part = node.engine.partitions[VB]
     before = (part.high_seqno, part.item_count, part.failover)
     with pytest.raises((StoreDamagedError, BranchRefusedError)):
-        node.engine.branch(VB, 1)
+        node.engine.keyspace.branch(VB, 1)
     assert (part.high_seqno, part.item_count, part.failover) == before
 
 

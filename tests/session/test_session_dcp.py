@@ -390,9 +390,9 @@ def test_11_to_latest_ends_at_the_high_seqno(node: MemoryNode, peer: Peer) -> No
 def test_11_disk_only_ends_at_the_persisted_seqno(node: MemoryNode, peer: Peer) -> None:
     write(node, 3)
     peer.set(VB, b"unsynced", b"v")
-    group = node.engine.take_group()
+    group = node.engine.keyspace.take_group()
     assert group is not None
-    node.engine.group_committed(group, is_synced=False)
+    node.engine.keyspace.group_committed(group, is_synced=False)
     assert peer.stream(VB, flags=0x02).status == Status.OK
     *frames, end = peer.drain()
     assert seqnos_of(frames) == [1, 2, 3]
@@ -419,8 +419,8 @@ def test_12_the_limit_of_streams_comes_last(node: MemoryNode) -> None:
 
 def test_13_ok_carries_the_failover_log_newest_first(node: MemoryNode, peer: Peer) -> None:
     first = write(node, 5)
-    second = node.engine.branch(VB, 4).failover.current.vb_uuid
-    third = node.engine.branch(VB, 4).failover.current.vb_uuid
+    second = node.engine.keyspace.branch(VB, 4).failover.current.vb_uuid
+    third = node.engine.keyspace.branch(VB, 4).failover.current.vb_uuid
     node.commit()
     answer = peer.stream(VB, opaque=0xABCD)
     assert (answer.status, answer.opaque) == (Status.OK, 0xABCD)
@@ -467,7 +467,7 @@ def test_worked_cases_with_high_seqno_3(
 
 def test_a_branch_sends_its_followers_back_to_where_it_began(node: MemoryNode, peer: Peer) -> None:
     old = write(node, 10)
-    new = node.engine.branch(VB, 9).failover.current.vb_uuid
+    new = node.engine.keyspace.branch(VB, 9).failover.current.vb_uuid
     node.commit()
     assert rollback_of(peer.stream(VB, 10, uuid=old)) == 9
     answer = peer.stream(VB, 9, uuid=old)
@@ -478,9 +478,9 @@ def test_a_branch_sends_its_followers_back_to_where_it_began(node: MemoryNode, p
 
 def test_a_version_that_a_deeper_branch_dropped_is_unknown(node: MemoryNode, peer: Peer) -> None:
     first = write(node, 10)
-    second = node.engine.branch(VB, 8).failover.current.vb_uuid
+    second = node.engine.keyspace.branch(VB, 8).failover.current.vb_uuid
     write(node, 4)
-    third = node.engine.branch(VB, 5).failover.current.vb_uuid
+    third = node.engine.keyspace.branch(VB, 5).failover.current.vb_uuid
     node.commit()
     assert rollback_of(peer.stream(VB, 12, uuid=second)) == 0, "dropped: it began above 5"
     assert rollback_of(peer.stream(VB, 10, uuid=first)) == 5
@@ -493,7 +493,7 @@ def test_after_a_branch_that_is_merged_and_restarted_the_answer_is_the_same(
 ) -> None:
     old = write(node, 10)
     node.merge()
-    node.engine.branch(VB, 6)
+    node.engine.keyspace.branch(VB, 6)
     node.merge()
     node.crash()
     peer = node.connect()

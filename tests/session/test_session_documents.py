@@ -63,7 +63,7 @@ def history(node: MemoryNode, vb_id: int = VB) -> list[Frame]:
     frames: list[bytes] = []
     seqno = 1
     while seqno <= high:
-        batch = node.engine.frames(vb_id, seqno, high, bytes(4), (), 1 << 30)
+        batch = node.engine.versions.frames(vb_id, seqno, high, bytes(4), (), 1 << 30)
         frames += batch.frames
         seqno = batch.next_seqno
     return FrameDecoder().feed(b"".join(frames))

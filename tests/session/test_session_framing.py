@@ -54,7 +54,7 @@ def test_stores_wait_while_the_answers_are_enough(
     peer.session.receive(b"".join(requests), node.now_ns)
     assert peer.state.is_full
     assert len(peer.state.answers) == 1
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
     statuses = [answer.status for answer in peer.send(b"")]
     assert statuses == [Status.NOT_MY_VBUCKET, Status.OK, Status.OK, Status.OK]
 
@@ -318,8 +318,8 @@ def outcome(pieces: list[bytes], node: MemoryNode | None = None) -> Outcome:
     after = [part.high_seqno for part in node.engine.partitions[:2]]
     if peer.state.producer is not None:
         peer.state.producer.close()
-    group = node.engine.take_group()
-    wait_group = peer.state.wait_group - node.engine.committed_group
+    group = node.engine.keyspace.take_group()
+    wait_group = peer.state.wait_group - node.engine.keyspace.committed_group
     node.crash()
     entries = b"" if group is None else group.payload
     return Outcome(b"".join(answers), peer.state.is_closing, after, entries, wait_group)

@@ -54,17 +54,17 @@ def test_a_refusal_says_why_and_waits_for_nothing() -> None:
 
 def test_the_manifest_stays_and_says_why() -> None:
     node, peer = new_peer()
-    before = node.engine.manifest
+    before = node.engine.keyspace.manifest
     document = json.dumps(before.create_scope("inventory").json()).encode()
     node.engine.refuse_writes(WHY)
     refused = peer.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=document)
     assert refused.status == Status.ETMPFAIL
     assert json.loads(refused.value)["error"]["context"] == WHY
-    assert node.engine.manifest is before
-    assert not node.engine.has_pending
+    assert node.engine.keyspace.manifest is before
+    assert not node.engine.keyspace.has_pending
     node.engine.refuse_writes("")
     assert peer.ask(Opcode.SET_COLLECTIONS_MANIFEST, value=document).status == Status.OK
-    assert node.engine.manifest.scope_id("inventory") is not None
+    assert node.engine.keyspace.manifest.scope_id("inventory") is not None
 
 
 def test_the_text_protocol_says_why() -> None:
@@ -87,10 +87,10 @@ def test_an_expired_document_is_gone_without_a_change() -> None:
     node.now_ns += 20 * 10**9
     assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
     assert peer.ask(Opcode.GET_META, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
     node.engine.refuse_writes("")
     assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
-    assert node.engine.has_pending, "it expires now"
+    assert node.engine.keyspace.has_pending, "it expires now"
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def state_of(node, vb_id=VB):
         "tally": part.tally.to_document(), "last_group": part.last_group,
         "layers": [(layer.entries, layer.newest) for layer in part.layers()],
         "due": [sorted(map(sorted, layer.lists())) for layer in node.engine.due.layers()],
-        "pending": node.engine.has_pending,
+        "pending": node.engine.keyspace.has_pending,
     }  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def test_garbage_changes_nothing_or_is_stored_soundly(data):
         for seqno, entry in enumerate(entries, first):
             assert head_of(entry).entry_bytes == len(entry)
             assert seqno_of(entry) == seqno
-            assert node.engine.is_reachable(key_of(entry))
+            assert node.engine.keyspace.is_reachable(key_of(entry))
         node.commit()
 
 
@@ -379,7 +379,7 @@ def test_where_a_partition_takes_no_writes():
     node.engine.refuse_writes("")
     node.engine.partitions[VB].state = VbState.REPLICA
     assert put(peer, frame()).status == Status.NOT_MY_VBUCKET
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_damaged_data_changes_nothing(monkeypatch):
@@ -388,14 +388,14 @@ def test_damaged_data_changes_nothing(monkeypatch):
     counts(put(peer, frame(b"\0a"), frame(b"\0b")))
     node.merge()
     before = state_of(node)
-    below = node.engine._versions.meta_below
+    below = node.engine.versions.meta_below
 
     def damaged(part, key, entry):
         if key == b"\0b":
             raise StoreDamagedError("a bit was flipped")
         return below(part, key, entry)
 
-    monkeypatch.setattr(node.engine._versions, "meta_below", damaged)
+    monkeypatch.setattr(node.engine.versions, "meta_below", damaged)
     answer = put(peer, frame(b"\0a", rev=2), frame(b"\0b", rev=2))
     assert answer.status == Status.EINTERNAL
     assert state_of(node) == before

@@ -205,7 +205,7 @@ def test_documents_whose_time_is_over_are_left_out(peer: Peer, node: MemoryNode)
 
 def test_collections_are_apart(peer: Peer, node: MemoryNode) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "fruit"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "fruit"))
     put(peer, b"default")
     put(peer, b"apple", b"pear", collection=b"\x08")
     scan_id = created(peer, *ALL, collection="8")
@@ -213,8 +213,8 @@ def test_collections_are_apart(peer: Peer, node: MemoryNode) -> None:
     assert keys_of(go_on(peer, created(peer, *ALL))) == [b"default"]
     unknown = create(peer, *ALL, collection="9")
     assert unknown.status == Status.UNKNOWN_COLLECTION
-    assert json.loads(unknown.value) == {"manifest_uid": f"{engine.manifest.uid:x}"}
-    engine.set_manifest(engine.manifest.drop_collection("_default", "fruit"))
+    assert json.loads(unknown.value) == {"manifest_uid": f"{engine.keyspace.manifest.uid:x}"}
+    engine.keyspace.set_manifest(engine.keyspace.manifest.drop_collection("_default", "fruit"))
     assert go_on(peer, scan_id).status == Status.UNKNOWN_COLLECTION
     assert len(node.scans) == 0
 
@@ -254,9 +254,9 @@ def test_a_branch_below_ends_a_scan_and_one_above_does_not(peer: Peer, node: Mem
     scan_id = created(peer, *ALL)
     assert keys_of(go_on(peer, scan_id, 1, 0, 0)) == [b"a"]
     put(peer, b"b", b"d")
-    node.engine.branch(VB, 3)
+    node.engine.keyspace.branch(VB, 3)
     assert keys_of(go_on(peer, scan_id, 1, 0, 0)) == [b"b"]
-    node.engine.branch(VB, 2)
+    node.engine.keyspace.branch(VB, 2)
     answer = go_on(peer, scan_id)
     assert answer.status == Status.RANGE_SCAN_CANCELLED
     assert b"rolled back to seqno 2" in answer.value

@@ -41,7 +41,7 @@ def write_up_to(node: MemoryNode, seqno: int) -> None:
 
 def branch(node: MemoryNode, at_seqno: int) -> int:
     """Begin a version; return its uuid."""
-    version = node.engine.branch(VB, at_seqno)
+    version = node.engine.keyspace.branch(VB, at_seqno)
     node.commit()
     return version.failover.current.vb_uuid
 

@@ -150,7 +150,7 @@ UNCOMMITTED: dict[str, Callable[[MemoryNode], object]] = {
         connected(node).delete(VB, b"k"),
         connected(node).set(VB, b"k", b"again"),
     ),
-    "branch": lambda node: node.engine.branch(VB, node.engine.partitions[VB].high_seqno),
+    "branch": lambda node: node.engine.keyspace.branch(VB, node.engine.partitions[VB].high_seqno),
 }
 
 
@@ -162,7 +162,7 @@ def test_an_answer_about_a_partition_with_uncommitted_changes_waits_for_them(
     UNCOMMITTED[change](node)
     peer, wait_group = READS[name](node)
     assert peer.must_wait
-    assert wait_group == node.engine.group
+    assert wait_group == node.engine.keyspace.group
     node.commit()
     assert not peer.must_wait
 
@@ -170,7 +170,7 @@ def test_an_answer_about_a_partition_with_uncommitted_changes_waits_for_them(
 @pytest.mark.parametrize("name", READS)
 def test_an_answer_waits_for_the_group_that_is_being_written(node: MemoryNode, name: str) -> None:
     connected(node).set(VB, b"k", b"new")
-    group = node.engine.take_group()
+    group = node.engine.keyspace.take_group()
     assert group is not None
     connected(node).set(OTHER, b"k", b"in the next group")
     peer, wait_group = READS[name](node)
@@ -187,7 +187,7 @@ def test_a_write_waits_for_its_own_group(node: MemoryNode, opcode: int) -> None:
     extras = b"" if opcode in {Opcode.DELETE, Opcode.DELETEQ} else bytes(8)
     peer.send(pack_request(opcode, vb_id=VB, key=b"k", extras=extras))
     assert peer.must_wait
-    assert peer.state.wait_group == node.engine.group
+    assert peer.state.wait_group == node.engine.keyspace.group
     node.commit()
     assert not peer.must_wait
 
@@ -230,7 +230,7 @@ def test_all_vb_seqnos_tell_committed_seqnos_only(node: MemoryNode) -> None:
 
 
 def test_all_vb_seqnos_wait_for_an_uncommitted_branch_that_they_show(node: MemoryNode) -> None:
-    node.engine.branch(VB, 0)
+    node.engine.keyspace.branch(VB, 0)
     peer = dcp(node)
     seqnos = dict(VB_SEQNO.iter_unpack(peer.ask(Opcode.GET_ALL_VB_SEQNOS).value))
     assert seqnos[VB] == 0

@@ -67,7 +67,7 @@ def test_a_backlog_without_a_place_is_one(node: MemoryNode, writer: Peer, peer: 
 def test_a_branch_that_is_not_committed_is_one(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     write(node, writer)
     peer.stream(VB)
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     peer.drain()
     assert stream_of(peer).state is SendState.WAITS_FOR_COMMIT
     node.commit()

@@ -35,7 +35,7 @@ def node() -> MemoryNode:
         lambda now: now.create_collection("inventory", "hotel"),
         lambda now: now.create_collection("inventory", "flight"),
     ):
-        node.engine.set_manifest(change(node.engine.manifest))
+        node.engine.keyspace.set_manifest(change(node.engine.keyspace.manifest))
     node.commit()
     return node
 
@@ -59,7 +59,9 @@ def set_active(engine: Engine, vb_id: int) -> None:
 
 
 def drop(node: MemoryNode, name: str) -> None:
-    node.engine.set_manifest(node.engine.manifest.drop_collection("inventory", name))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.drop_collection("inventory", name)
+    )
 
 
 def ask(peer: Peer, document: dict | None, **parts: int) -> Frame:
@@ -222,8 +224,8 @@ def test_a_scope_brings_what_is_in_it_now_and_later(node: MemoryNode) -> None:
     peer = consumer(node)
     assert ask(peer, {"scope": "8", "uid": "0"}).status == 0
     peer.drain()
-    manifest = node.engine.manifest.create_collection("inventory", "car", 60)
-    node.engine.set_manifest(manifest.create_collection("_default", "other"))
+    manifest = node.engine.keyspace.manifest.create_collection("inventory", "car", 60)
+    node.engine.keyspace.set_manifest(manifest.create_collection("_default", "other"))
     writer = with_collections(node)
     for key in (b"\x0ac", b"\x0bo", b"\0d"):
         assert writer.set(VB, key, b"v").status == 0
@@ -237,8 +239,8 @@ def test_a_scope_brings_what_is_in_it_now_and_later(node: MemoryNode) -> None:
 
 
 def test_ids_of_more_than_one_byte(node: MemoryNode) -> None:
-    manifest = node.engine.manifest._replace(next_collection_id=300)
-    node.engine.set_manifest(manifest.create_collection("inventory", "large"))
+    manifest = node.engine.keyspace.manifest._replace(next_collection_id=300)
+    node.engine.keyspace.set_manifest(manifest.create_collection("inventory", "large"))
     writer = with_collections(node)
     assert writer.set(VB, b"\xac\x02key", b"v").status == 0
     node.commit()
@@ -313,7 +315,7 @@ def test_a_scope_filter_ends_with_its_scope(node: MemoryNode) -> None:
     peer = consumer(node)
     ask(peer, {"scope": "8"})
     peer.drain()
-    node.engine.set_manifest(node.engine.manifest.drop_scope("inventory"))
+    node.engine.keyspace.set_manifest(node.engine.keyspace.manifest.drop_scope("inventory"))
     node.commit()
     frames = peer.drain()
     assert [event_of(frame).kind for frame in frames[1:-1]] == [
@@ -327,7 +329,7 @@ def test_a_scope_filter_ends_with_its_scope(node: MemoryNode) -> None:
 def test_a_stream_without_a_filter_outlives_every_drop(node: MemoryNode) -> None:
     peer = consumer(node)
     ask(peer, EVERYTHING)
-    node.engine.set_manifest(node.engine.manifest.drop_scope("inventory"))
+    node.engine.keyspace.set_manifest(node.engine.keyspace.manifest.drop_scope("inventory"))
     node.commit()
     assert [item.what for item in seen(peer.drain())] == ["marker", *["system_event"] * 6]
     assert peer.producer.stream_count == 1
@@ -364,7 +366,7 @@ def test_a_drop_that_a_crash_took_back_has_hidden_nothing(node: MemoryNode) -> N
     ask(peer, EVERYTHING)
     assert Seen("mutation", 4, b"\x08a") in seen(peer.drain()), "the drop is not committed"
     node.crash()
-    assert HOTEL in node.engine.manifest.collections
+    assert HOTEL in node.engine.keyspace.manifest.collections
     peer = consumer(node)
     ask(peer, {"collections": ["8"]})
     assert [item.seqno for item in seen(peer.drain()) if item.what == "mutation"] == [4, 7]
@@ -373,7 +375,9 @@ def test_a_drop_that_a_crash_took_back_has_hidden_nothing(node: MemoryNode) -> N
 def test_a_collection_of_the_same_name_is_another(node: MemoryNode) -> None:
     fill(node)
     drop(node, "hotel")
-    node.engine.set_manifest(node.engine.manifest.create_collection("inventory", "hotel"))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.create_collection("inventory", "hotel")
+    )
     node.commit()
     peer = consumer(node)
     assert ask(peer, {"collections": ["8"]}).status == Status.UNKNOWN_COLLECTION
@@ -389,7 +393,7 @@ def test_a_branch_below_an_event_tells_it_again(node: MemoryNode) -> None:
     fill(node)
     drop(node, "hotel")
     node.commit()
-    branch = node.engine.branch(VB, 2)
+    branch = node.engine.keyspace.branch(VB, 2)
     node.commit()
     assert branch.undone_seqnos == 8
     peer = consumer(node)
@@ -409,7 +413,9 @@ def test_a_branch_below_an_event_tells_it_again(node: MemoryNode) -> None:
 @pytest.mark.parametrize("becomes_active", [set_active, failover])
 def test_a_partition_that_was_not_active_catches_up(node: MemoryNode, becomes_active) -> None:
     set_state(node.engine, VB, VbState.REPLICA)
-    node.engine.set_manifest(node.engine.manifest.create_collection("inventory", "car"))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.create_collection("inventory", "car")
+    )
     drop(node, "hotel")
     node.commit()
     assert node.engine.partitions[VB].high_seqno == 3, "a replica makes no changes of its own"
@@ -452,10 +458,10 @@ def test_every_filter_ends_with_the_documents_of_its_collections(
     steps: list[str], bytes_max: int
 ) -> None:
     node = MemoryNode()
-    now = node.engine.manifest
+    now = node.engine.keyspace.manifest
     for name in ("hotel", "flight"):
         now = now.create_collection("_default", name)
-    node.engine.set_manifest(now)
+    node.engine.keyspace.set_manifest(now)
     writer = with_collections(node)
     peers = {
         "legacy": consumer(node, collections=False),
@@ -478,8 +484,10 @@ def test_every_filter_ends_with_the_documents_of_its_collections(
             for key in [key for key in truth if key.endswith(b"%d" % (number % 3))]:
                 writer.delete(VB, key)
                 del truth[key]
-        elif step == "drop" and HOTEL in node.engine.manifest.collections:
-            node.engine.set_manifest(node.engine.manifest.drop_collection("_default", "hotel"))
+        elif step == "drop" and HOTEL in node.engine.keyspace.manifest.collections:
+            node.engine.keyspace.set_manifest(
+                node.engine.keyspace.manifest.drop_collection("_default", "hotel")
+            )
             truth = {key: value for key, value in truth.items() if key[0] != HOTEL}
         elif step == "commit":
             node.commit()
@@ -492,7 +500,7 @@ def test_every_filter_ends_with_the_documents_of_its_collections(
     for name, peer in peers.items():
         frames[name] += peer.drain(bytes_max)
         seen(frames[name])
-    dropped = HOTEL not in node.engine.manifest.collections
+    dropped = HOTEL not in node.engine.keyspace.manifest.collections
     assert documents(frames["legacy"]) == {k[1:]: v for k, v in truth.items() if not k[0]}
     shown = documents(frames["all"])
     assert {k: v for k, v in shown.items() if not (dropped and k[0] == HOTEL)} == truth

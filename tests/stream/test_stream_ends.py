@@ -66,7 +66,7 @@ def test_end_5_backfill_failed_when_the_store_cannot_be_read(
     def damaged(*_: object) -> None:
         raise RecordDamagedError("vb 7: the checksum does not match")
 
-    monkeypatch.setattr(node.engine, broken, damaged)
+    monkeypatch.setattr(node.engine.versions, broken, damaged)
     peer.stream(VB)
     peer.stream(VB + 1)
     frames = peer.drain()
@@ -124,7 +124,7 @@ def test_slow_consumers_are_dropped_to_disk_and_back_without_loss(
 ) -> None:
     """A stream is a cursor: whatever is merged under it, nothing is kept for it, nothing is lost,
     and it does not end. The validator checks order, uniqueness and completeness."""
-    node.engine._memtable_bytes_max = 1
+    node.engine.keyspace._memtable_bytes_max = 1
     peer.control(b"connection_buffer_size", b"200")
     follower = Follower(peer)
     follower.follow(VB)

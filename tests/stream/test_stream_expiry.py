@@ -118,7 +118,7 @@ def test_an_expired_key_can_be_stored_again_and_undone(node: MemoryNode) -> None
     node.merge()
     part = node.engine.partitions[VB]
     assert (part.high_seqno, part.item_count) == (2, 0)
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     node.commit()
     assert part.item_count == 1
     meta = node.engine.meta(VB, b"\0" + KEY)

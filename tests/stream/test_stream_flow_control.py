@@ -169,7 +169,7 @@ def test_stream_end_flows_when_the_window_is_full_and_is_counted(
     elif how == "close":
         peer.ask(Opcode.DCP_CLOSE_STREAM, vb_id=VB)
     else:
-        node.engine.branch(VB, 2)
+        node.engine.keyspace.branch(VB, 2)
         node.commit()
     (end,) = peer.pump()
     assert end.opcode == Opcode.DCP_STREAM_END

@@ -68,7 +68,9 @@ def test_where_the_floor_is_a_change_of_another_collection(
     node: MemoryNode, writer: Peer, knows_collections: bool
 ) -> None:
     """A snapshot ends on an item, or on SEQNO_ADVANCED; the one before the floor is still there."""
-    node.engine.set_manifest(node.engine.manifest.create_collection("_default", "other"))  # 1
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.create_collection("_default", "other")
+    )  # 1
     set_all(node, writer, "abab")  # to 5
     writer.delete(VB, b"a")
     for _ in range(3):

@@ -119,7 +119,7 @@ class StreamMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken is None)
     @rule()
     def take_group(self) -> None:
-        group = self.node.engine.take_group()
+        group = self.node.engine.keyspace.take_group()
         if group is not None:
             self.taken = group, list(self.live)
 
@@ -185,7 +185,7 @@ class StreamMachine(RuleBasedStateMachine):
         at = int(len(self.live[vb_id]) * part)
         if at < self.node.engine.partitions[vb_id].history_floor:
             at = 0
-        self.node.engine.branch(vb_id, at)
+        self.node.engine.keyspace.branch(vb_id, at)
         self.live[vb_id] = self.live[vb_id][:at]
         self.has_branched = True
         for number in range(len(WINDOWS)):

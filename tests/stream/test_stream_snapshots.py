@@ -160,7 +160,7 @@ def test_nothing_uncommitted_is_sent(node: MemoryNode, writer: Peer, peer: Peer)
     set_all(writer, "a")
     peer.stream(VB)
     assert peer.drain() == []
-    group = node.engine.take_group()
+    group = node.engine.keyspace.take_group()
     assert group is not None
     set_all(writer, "b")
     assert peer.drain() == []
@@ -237,7 +237,7 @@ def test_a_branch_ends_the_stream_and_the_rollback_answer_leads_back(
     uuid = node.engine.partitions[VB].vb_uuid
     peer.stream(VB, opaque=0xCAFE)
     peer.drain()
-    node.engine.branch(VB, 2)
+    node.engine.keyspace.branch(VB, 2)
     assert peer.drain() == [], "a branch that is not committed has not happened"
     set_all(writer, "x")
     node.commit()
@@ -260,7 +260,7 @@ def test_an_uncommitted_branch_stops_a_snapshot_that_is_under_way(
     peer.pump(1)
     if sent == "an item":
         peer.pump(1)
-    node.engine.branch(VB, at)
+    node.engine.keyspace.branch(VB, at)
     set_all(writer, "xyz")
     assert peer.drain() == []
     node.commit()
@@ -272,7 +272,7 @@ def test_a_stream_that_began_on_the_new_version_is_not_ended_by_its_commit(
 ) -> None:
     set_all(writer, "abcd")
     node.commit()
-    node.engine.branch(VB, 2)
+    node.engine.keyspace.branch(VB, 2)
     assert peer.stream(VB).status == Status.OK
     assert peer.must_wait
     assert peer.drain() == []
@@ -291,7 +291,7 @@ def test_only_the_branched_partitions_stream_ends(
         peer.stream(vb_id, opaque=vb_id)
     node.commit()
     peer.drain()
-    node.engine.branch(VB, 0)
+    node.engine.keyspace.branch(VB, 0)
     node.commit()
     assert [frame.vb_id for frame in peer.drain()] == [VB]
     assert peer.producer.has_stream(VB + 1)
@@ -422,7 +422,7 @@ def test_a_stream_that_goes_before_it_begins_leaves_its_place_to_those_who_wait(
             if how == "close":
                 peer.ask(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id)
             else:
-                node.engine.branch(vb_id, 3)
+                node.engine.keyspace.branch(vb_id, 3)
                 node.commit()
     peer.drain()
     assert not peer.producer._waiting
@@ -440,7 +440,7 @@ def test_a_branched_stream_gives_its_place_back(node: MemoryNode, writer: Peer, 
     for _ in range(BACKLOGS_MAX + 1):
         follower.pump(1)
     for vb_id in range(BACKLOGS_MAX):
-        node.engine.branch(vb_id, 0)
+        node.engine.keyspace.branch(vb_id, 0)
     node.commit()
     follower.drain()
     assert follower.ended == dict.fromkeys(range(BACKLOGS_MAX), EndReason.ROLLBACK)

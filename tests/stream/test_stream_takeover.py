@@ -277,7 +277,7 @@ def test_takeover_ends_with_a_branch_and_the_partition_stays_active(
     write(node, writer, b"a", b"b")
     owner = NewOwner(node)
     owner.got()
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     node.commit()
     assert owner.got() == [EndReason.ROLLBACK]
     owner.answer(Opcode.DCP_SET_VBUCKET_STATE)

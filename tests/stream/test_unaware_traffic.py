@@ -108,7 +108,7 @@ def traffic(features: list[int], flags: int) -> list[str]:
     client.send(pack_buffer_ack(200))
     lines.append("-- a branch ends the stream; what is asked again goes back")
     uuid = node.engine.partitions[VB].vb_uuid
-    node.engine.branch(VB, 7)
+    node.engine.keyspace.branch(VB, 7)
     node.commit()
     client.pump()
     client.send(request(9, END, uuid, (9, 9), 0xAC))

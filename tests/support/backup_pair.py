@@ -134,7 +134,7 @@ class _Pair:
         writer.close()
         assert self.peer.state.producer is not None
         self.peer.state.producer.close()
-        manifest = node.engine.manifest
+        manifest = node.engine.keyspace.manifest
         record = RunRecord(
             run=self.run, archive_id=self.archive.record.archive_id, server="memory",
             started_ns=node.now_ns, ended_ns=node.now_ns, is_history=self.history,

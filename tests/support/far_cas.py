@@ -59,8 +59,8 @@ def put(storage: Storage, key: bytes, value: bytes) -> None:
 
 def commit(storage: Storage) -> None:
     """Write and sync the open group."""
-    group = storage.engine.take_group()
+    group = storage.engine.keyspace.take_group()
     assert group is not None
     storage.writer.append(group.number, group.payload)
     storage.writer.sync()
-    storage.engine.group_committed(group)
+    storage.engine.keyspace.group_committed(group)

@@ -128,7 +128,7 @@ class MemoryNode:
 
     def commit(self) -> None:
         """Write and sync the open group, and wake who waits for it."""
-        group = self.engine.take_group()
+        group = self.engine.keyspace.take_group()
         if group is not None:
             self.finish(group)
 
@@ -136,7 +136,7 @@ class MemoryNode:
         """Write and sync a group that was taken before, and wake who waits for it."""
         self.writer.append(group.number, group.payload)
         self.writer.sync()
-        self.engine.group_committed(group)
+        self.engine.keyspace.group_committed(group)
         for vb_id in group.branched:
             self.hub.branched(vb_id)
         for vb_id in group.restated:
@@ -146,7 +146,7 @@ class MemoryNode:
     def begin_merge(self) -> None:
         """Freeze and seal; writes go on."""
         self.commit()
-        self.engine.freeze()
+        self.engine.keyspace.freeze()
         self.writer.rotate()
 
     def end_merge(self, *, is_answer_lost: bool = False) -> None:
@@ -158,10 +158,10 @@ class MemoryNode:
         report = merge(self.env, sealed)
         if is_answer_lost:
             report = merge(self.env, sealed)
-        self.engine.merged(report)
+        self.engine.keyspace.merged(report)
         half = self.partitions // 2
-        self.engine.drop_frozen(0, half)
-        self.engine.drop_frozen(half, self.partitions)
+        self.engine.keyspace.drop_frozen(0, half)
+        self.engine.keyspace.drop_frozen(half, self.partitions)
         for segment in segments:
             if segment not in report.kept:
                 self.device.delete(segment)
@@ -179,7 +179,7 @@ class MemoryNode:
             return Allowed(part.history_floor, part.purge_seqno, ())
         may = allowed(part, floor, purge, self.hub.reading(vb_id))
         floors = Floors(may.floor, may.purge)
-        self.engine.raise_floor(vb_id, *floors)
+        self.engine.keyspace.raise_floor(vb_id, *floors)
         self._raised[vb_id] = (part.last_group, part.vb_uuid, floors)
         return may
 
@@ -189,7 +189,7 @@ class MemoryNode:
         floors = {
             vb_id: raised
             for vb_id, (group, vb_uuid, raised) in self._raised.items()
-            if group <= self.engine.committed_group
+            if group <= self.engine.keyspace.committed_group
             and vb_uuid == self.engine.partitions[vb_id].vb_uuid
         }
         while todo and slices != 0:
@@ -277,7 +277,7 @@ class Peer:
     @property
     def must_wait(self) -> bool:
         """Whether the answers so far observed something that is not committed."""
-        return self.state.wait_group > self.node.engine.committed_group
+        return self.state.wait_group > self.node.engine.keyspace.committed_group
 
     def ask(self, opcode: int, **parts: int | bytes) -> Frame:
         """Send one request and return its one answer."""

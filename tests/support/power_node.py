@@ -89,7 +89,9 @@ class PowerNode:
             committed, part.committed_seqno = part.committed_seqno, part.high_seqno
             seqno = 1
             while seqno <= part.high_seqno:
-                batch = engine.frames(part.vb_id, seqno, part.high_seqno, bytes(4), (), 1 << 30)
+                batch = engine.versions.frames(
+                    part.vb_id, seqno, part.high_seqno, bytes(4), (), 1 << 30
+                )
                 frames += b"".join(batch.frames)
                 seqno = batch.next_seqno
             part.committed_seqno = committed
@@ -156,12 +158,12 @@ class Story:
     def branch(self) -> None:
         vb_id = self.draw.choice(VBUCKETS)
         part = self.node.engine.partitions[vb_id]
-        self.node.engine.branch(vb_id, self.draw.randint(0, part.high_seqno))
+        self.node.engine.keyspace.branch(vb_id, self.draw.randint(0, part.high_seqno))
 
     def commit(self) -> None:
         """Write the open group, and what a branch writes into the store beside it."""
         node = self.node
-        group = node.engine.take_group()
+        group = node.engine.keyspace.take_group()
         if group is None:
             return
         self.pictures.append(node.picture())
@@ -170,7 +172,7 @@ class Story:
         if is_synced:
             node.writer.sync()
             self.certain = len(self.pictures) - 1
-        node.engine.group_committed(group, is_synced=is_synced)
+        node.engine.keyspace.group_committed(group, is_synced=is_synced)
         for vb_id in group.branched:
             document = node.engine.partitions[vb_id].failover.to_document()
             with node.env.write() as write:
@@ -179,7 +181,7 @@ class Story:
     def sync(self) -> None:
         """What `interval` does from time to time."""
         self.node.writer.sync()
-        self.node.engine.synced()
+        self.node.engine.keyspace.synced()
         self.certain = len(self.pictures) - 1
 
     def reserve(self) -> None:
@@ -191,20 +193,20 @@ class Story:
 
     def begin_merge(self) -> None:
         self.commit()
-        if not self.node.engine.is_merging:
-            self.node.engine.freeze()
+        if not self.node.engine.keyspace.is_merging:
+            self.node.engine.keyspace.freeze()
             self.node.writer.rotate()
             self.certain = len(self.pictures) - 1
 
     def end_merge(self) -> None:
         node = self.node
-        if not node.engine.is_merging:
+        if not node.engine.keyspace.is_merging:
             return
         device = node.device
         segments = device.segments()[:-1]
         report = merge(node.env, [(segment, device.read(segment)) for segment in segments])
-        node.engine.merged(report)
-        node.engine.drop_frozen(0, node.engine.num_vbuckets)
+        node.engine.keyspace.merged(report)
+        node.engine.keyspace.drop_frozen(0, node.engine.num_vbuckets)
         for segment in segments:
             device.delete(segment)
 
@@ -266,11 +268,11 @@ class Story:
         high_seqno = part.high_seqno
         status, _, seqno = node.engine.store(SET, vb_id, KEYS[0], KEYS[0] + b"on", 0, 0, 0, 0)
         assert (status, seqno) == (0, high_seqno + 1)
-        group = node.engine.take_group()
+        group = node.engine.keyspace.take_group()
         assert group is not None
         node.writer.append(group.number, group.payload)
         node.writer.sync()
-        node.engine.group_committed(group)
+        node.engine.keyspace.group_committed(group)
         expected = node.picture()
         disk, env = disk.after(quiet, draw, 0), env.after(quiet, draw, 0)
         again = PowerNode(disk, env, "commit", draw, partitions=self.partitions)

@@ -250,10 +250,10 @@ def test_a_rollback_to_before_the_successor_of_a_purged_tombstone(
     write(node, A, value=b"again")
     node.compact([VB])
     assert seqnos(node) == [4]
-    assert node.engine.previous_value(VB, 6) is None
+    assert node.engine.versions.previous_value(VB, 6) is None
     if how == "merged":
         node.merge()
-    node.engine.branch(VB, 5)
+    node.engine.keyspace.branch(VB, 5)
     node.commit()
     if how == "replayed":
         node.crash()
@@ -273,18 +273,18 @@ def test_a_version_that_is_missing_above_the_purge_seqno_is_damage(node: MemoryN
     node.compact([VB])
     node.engine.partitions[VB].purge_seqno = 2
     with pytest.raises(StoreDamagedError, match="needs seqno 3"):
-        node.engine.branch(VB, 4)
+        node.engine.keyspace.branch(VB, 4)
     assert value_of(node, A) == b"v", "nothing was undone"
 
 
 def test_versions_of_a_dropped_collection_go(node: MemoryNode) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "one"))  # 1
-    engine.set_manifest(engine.manifest.create_collection("_default", "two"))  # 2
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "one"))  # 1
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "two"))  # 2
     write(node, b"\x08a", b"\x08b", b"\x09a", A)  # 3 to 6
     give_up(node, 6, 5)
     node.compact([VB])
-    engine.set_manifest(engine.manifest.drop_collection("_default", "one"))  # 7
+    engine.keyspace.set_manifest(engine.keyspace.manifest.drop_collection("_default", "one"))  # 7
     write(node, A)  # 8
     node.merge()
     node.compact([VB])
@@ -295,7 +295,7 @@ def test_versions_of_a_dropped_collection_go(node: MemoryNode) -> None:
     assert engine.partitions[VB].item_count == 2
     assert node.store.keys(VB, b"", 10) == [A, *(key for key in node.store.keys(VB, A, 9))]
     assert not [key for key in node.store.keys(VB, b"", 99) if key[0] == 8]
-    node.engine.branch(VB, 8)
+    node.engine.keyspace.branch(VB, 8)
     node.commit()
     node.merge()
     assert engine.partitions[VB].tally.collections == {9: [5, 1]}
@@ -303,15 +303,17 @@ def test_versions_of_a_dropped_collection_go(node: MemoryNode) -> None:
 
 def test_the_last_change_of_every_collection_stays(node: MemoryNode) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "one"))  # 1
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "one"))  # 1
     write(node, b"\x08a", A, b"\x08b", B)  # 2 to 5
     delete(node, A, b"\x08a", B, b"\x08b")  # 6 to 9
-    engine.set_manifest(engine.manifest.create_collection("_default", "two"))  # 10
+    engine.keyspace.set_manifest(
+        engine.keyspace.manifest.create_collection("_default", "two")
+    )  # 10
     give_up(node, 10, 9)
     node.compact([VB])
     assert seqnos(node) == [1, 8, 9, 10]
-    assert engine.default_seqno_at(VB, 10) == 8
-    assert engine.collection_seqno(VB, 8) == 9
+    assert engine.keyspace.default_seqno_at(VB, 10) == 8
+    assert engine.keyspace.collection_seqno(VB, 8) == 9
 
 
 def test_blocks_stay_chained_and_near_their_size(node: MemoryNode) -> None:
@@ -393,7 +395,7 @@ def test_a_branch_at_0_empties_a_partition(node: MemoryNode, is_merging: bool) -
     if is_merging:
         node.begin_merge()
     write(node, A)
-    branch = node.engine.branch(VB, 0)
+    branch = node.engine.keyspace.branch(VB, 0)
     assert (branch.undone_seqnos, branch.undone_keys) == (4, 3)
     part = node.engine.partitions[VB]
     assert (part.high_seqno, part.history_floor, part.purge_seqno, part.item_count) == (0, 0, 0, 0)
@@ -422,7 +424,7 @@ def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
         write(node, *([A, B] * 6))
         give_up(node, 12, 0)
         node.compact([VB], slices=4)
-        node.engine.branch(VB, 0)
+        node.engine.keyspace.branch(VB, 0)
         write(node, *[b"\0%d" % number for number in range(12)])
         give_up(node, 12, 0)
         node.compact([VB])

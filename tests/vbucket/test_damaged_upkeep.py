@@ -96,12 +96,16 @@ def test_a_compaction_names_who_is_on_the_page_and_goes_on(node: LmdbNode, table
 
 def test_a_write_that_is_lost_in_a_slice_is_named_and_others_are_compacted(node: LmdbNode) -> None:
     """What a dropped collection held goes with its rows of the expiry table, which come last."""
-    node.engine.set_manifest(node.engine.manifest.create_collection("_default", "short", 0))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.create_collection("_default", "short", 0)
+    )
     expiry = node.now_ns // 10**9 + DUE_S
     for vb_id in VBS[85:115]:
         assert node.engine.store(SET, vb_id, b"\x08key", b"\x08key", 0, expiry, 0, 0)[0] == 0
     node.merge()
-    node.engine.set_manifest(node.engine.manifest.drop_collection("_default", "short"))
+    node.engine.keyspace.set_manifest(
+        node.engine.keyspace.manifest.drop_collection("_default", "short")
+    )
     node.merge()
     lost = {int.from_bytes(row[4:6], "big") for row in damage(node, "expiry")}
     expected = lost & set(VBS[85:115])

@@ -46,16 +46,16 @@ def value_of(engine: Engine, key: bytes = KEY, vb_id: int = VB) -> bytes | None:
 
 
 def test_a_group_holds_what_was_applied_since_the_one_before(engine: Engine) -> None:
-    assert engine.take_group() is None
+    assert engine.keyspace.take_group() is None
     put(engine)
     put(engine, vb_id=OTHER)
     put(engine)
-    first = engine.take_group()
+    first = engine.keyspace.take_group()
     assert first is not None
     assert (first.number, first.entries, first.high_seqnos) == (1, 3, {VB: 2, OTHER: 1})
-    assert engine.take_group() is None
+    assert engine.keyspace.take_group() is None
     put(engine)
-    second = engine.take_group()
+    second = engine.keyspace.take_group()
     assert second is not None
     assert (second.number, second.entries, second.high_seqnos) == (2, 1, {VB: 3})
 
@@ -63,40 +63,40 @@ def test_a_group_holds_what_was_applied_since_the_one_before(engine: Engine) -> 
 def test_a_refusal_leaves_nothing_in_the_group(engine: Engine) -> None:
     assert engine.delete(VB, KEY, 0)[0] == Status.KEY_ENOENT
     assert engine.store(SET, VB, KEY, KEY, 0, 0, 0, 1)[0] == Status.KEY_ENOENT
-    assert not engine.has_pending
+    assert not engine.keyspace.has_pending
 
 
 def test_groups_commit_in_the_order_they_were_taken(engine: Engine) -> None:
     put(engine)
-    first = engine.take_group()
+    first = engine.keyspace.take_group()
     put(engine)
-    second = engine.take_group()
+    second = engine.keyspace.take_group()
     assert first is not None
     assert second is not None
     with pytest.raises(AssertionError, match="in the order"):
-        engine.group_committed(second)
-    engine.group_committed(first)
+        engine.keyspace.group_committed(second)
+    engine.keyspace.group_committed(first)
     part = engine.partitions[VB]
-    assert (part.high_seqno, part.committed_seqno, engine.committed_group) == (2, 1, 1)
-    engine.group_committed(second)
-    assert (part.committed_seqno, engine.committed_group) == (2, 2)
+    assert (part.high_seqno, part.committed_seqno, engine.keyspace.committed_group) == (2, 1, 1)
+    engine.keyspace.group_committed(second)
+    assert (part.committed_seqno, engine.keyspace.committed_group) == (2, 2)
 
 
 def test_a_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engine) -> None:
     put(engine)
-    group = engine.take_group()
+    group = engine.keyspace.take_group()
     assert group is not None
-    engine.group_committed(group, is_synced=False)
+    engine.keyspace.group_committed(group, is_synced=False)
     part = engine.partitions[VB]
     assert (part.committed_seqno, part.persisted_seqno) == (1, 0)
-    engine.synced()
+    engine.keyspace.synced()
     assert part.persisted_seqno == 1
 
 
 def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: MemoryNode) -> None:
     put(node.engine, b"1")
     put(node.engine, b"2")
-    group = node.engine.take_group()
+    group = node.engine.keyspace.take_group()
     assert group is not None
     node.writer.append(group.number, group.payload)
     node.writer.sync()
@@ -113,17 +113,17 @@ def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: Memo
 
 def test_a_partition_names_the_last_group_that_changed_it(engine: Engine) -> None:
     put(engine)
-    engine.take_group()
+    engine.keyspace.take_group()
     put(engine, vb_id=OTHER)
     assert engine.partitions[VB].last_group == 1
     assert engine.partitions[OTHER].last_group == 2
-    assert engine.group == 2
+    assert engine.keyspace.group == 2
 
 
 def test_frames_above_what_is_committed_are_never_read(engine: Engine) -> None:
     put(engine)
     with pytest.raises(AssertionError, match="committed"):
-        engine.frames(VB, 1, 1, bytes(4), (), 100)
+        engine.versions.frames(VB, 1, 1, bytes(4), (), 100)
 
 
 # -- branches among groups -----------------------------------------------------------------------
@@ -134,10 +134,10 @@ def test_a_branch_takes_back_what_is_pending_and_what_is_being_written(node: Mem
     put(engine, b"committed")
     node.commit()
     put(engine, b"in flight")
-    in_flight = engine.take_group()
+    in_flight = engine.keyspace.take_group()
     put(engine, b"pending")
     assert in_flight is not None
-    branch = engine.branch(VB, 1)
+    branch = engine.keyspace.branch(VB, 1)
     assert (branch.undone_seqnos, branch.undone_keys) == (2, 1)
     assert value_of(engine) == b"committed"
     put(engine, b"new branch")
@@ -155,7 +155,7 @@ def test_a_branch_that_was_not_synced_is_gone_after_a_crash(node: MemoryNode) ->
     put(node.engine, b"2")
     node.commit()
     log = node.engine.partitions[VB].failover.pairs()
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     put(node.engine, b"never seen")
     node.crash()
     assert value_of(node.engine) == b"2"
@@ -172,11 +172,11 @@ def test_a_branch_restores_deleted_documents_and_counts(node: MemoryNode) -> Non
     put(engine, b"new", b"\0third")
     part = engine.partitions[VB]
     assert part.item_count == 1
-    engine.branch(VB, 3)
+    engine.keyspace.branch(VB, 3)
     assert (value_of(engine), value_of(engine, b"\0other")) == (None, b"x")
     assert value_of(engine, b"\0third") is None
     assert part.item_count == 1
-    engine.branch(VB, 0)
+    engine.keyspace.branch(VB, 0)
     assert part.item_count == 0
     assert put(engine, b"again") == 1
 
@@ -185,7 +185,7 @@ def test_cas_and_revision_go_on_after_a_branch(engine: Engine) -> None:
     for n in range(5):
         put(engine, b"%d" % n)
     max_cas = engine.partitions[VB].max_cas
-    engine.branch(VB, 2)
+    engine.keyspace.branch(VB, 2)
     assert engine.store(SET, VB, KEY, KEY, 0, 0, 0, 0)[1] > max_cas, "a CAS is never used twice"
 
 
@@ -193,10 +193,10 @@ def test_a_branch_cannot_begin_where_nothing_is_or_where_versions_are_gone(engin
     put(engine)
     put(engine)
     with pytest.raises(BranchRefusedError, match="ends at seqno 2"):
-        engine.branch(VB, 3)
+        engine.keyspace.branch(VB, 3)
     engine.partitions[VB].history_floor = 2
     with pytest.raises(BranchRefusedError, match="from seqno 2 only"):
-        engine.branch(VB, 1)
+        engine.keyspace.branch(VB, 1)
     assert engine.partitions[VB].high_seqno == 2
 
 
@@ -206,7 +206,7 @@ def test_a_branch_cannot_begin_where_nothing_is_or_where_versions_are_gone(engin
 def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
     put(engine)
     with pytest.raises(AssertionError, match="group boundary"):
-        engine.freeze()
+        engine.keyspace.freeze()
 
 
 def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
@@ -216,20 +216,20 @@ def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
 
     def fill(size: int) -> None:
         put(engine, bytes(size))
-        group = engine.take_group()
+        group = engine.keyspace.take_group()
         assert group is not None
-        engine.group_committed(group)
+        engine.keyspace.group_committed(group)
 
     fill(9_000)
-    assert not engine.wants_freeze
+    assert not engine.keyspace.wants_freeze
     fill(1_000)
-    assert engine.wants_freeze
-    engine.freeze()
-    assert not engine.wants_freeze, "one merge at a time"
+    assert engine.keyspace.wants_freeze
+    engine.keyspace.freeze()
+    assert not engine.keyspace.wants_freeze, "one merge at a time"
     fill(9_000)
-    assert not engine.is_overfull
+    assert not engine.keyspace.is_overfull
     fill(1_000)
-    assert engine.is_overfull
+    assert engine.keyspace.is_overfull
 
 
 def test_reads_find_every_layer(node: MemoryNode) -> None:
@@ -260,7 +260,7 @@ def test_a_value_that_cannot_be_encoded_changes_nothing(node: MemoryNode) -> Non
     with pytest.raises(StructError):
         node.engine.store(SET, VB, KEY, KEY + b"v", 0, 1 << 32, 0, 0)
     assert (part.high_seqno, part.max_cas, part.item_count) == before
-    assert node.engine.broken_invariant() == ""
+    assert node.engine.keyspace.broken_invariant() == ""
     put(node.engine, b"2")
     assert part.high_seqno == before[0] + 1
 
@@ -268,10 +268,10 @@ def test_a_value_that_cannot_be_encoded_changes_nothing(node: MemoryNode) -> Non
 def test_a_branch_in_the_open_group_breaks_no_invariant(node: MemoryNode) -> None:
     for value in (b"1", b"2", b"3"):
         put(node.engine, value)
-    node.engine.branch(VB, 1)
-    assert node.engine.broken_invariant() == ""
+    node.engine.keyspace.branch(VB, 1)
+    assert node.engine.keyspace.broken_invariant() == ""
     put(node.engine, b"4")
-    assert node.engine.broken_invariant() == ""
+    assert node.engine.keyspace.broken_invariant() == ""
 
 
 def test_the_number_of_partitions_is_an_argument_and_a_power_of_two() -> None:

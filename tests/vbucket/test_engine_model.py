@@ -140,12 +140,14 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert status == 1
 
-    @precondition(lambda self: self.node.engine.manifest.next_collection_id < 12)
+    @precondition(lambda self: self.node.engine.keyspace.manifest.next_collection_id < 12)
     @rule()
     def create_collection(self) -> None:
-        collection_id = self.node.engine.manifest.next_collection_id
+        collection_id = self.node.engine.keyspace.manifest.next_collection_id
         name = f"c{collection_id}"
-        self.node.engine.set_manifest(self.node.engine.manifest.create_collection("_default", name))
+        self.node.engine.keyspace.set_manifest(
+            self.node.engine.keyspace.manifest.create_collection("_default", name)
+        )
         self.collections[collection_id] = name
         for history in self.live.values():
             history.versions.append((event_key(0, collection_id, name), None))
@@ -155,7 +157,9 @@ class EngineMachine(RuleBasedStateMachine):
     def drop_collection(self, data: st.DataObject) -> None:
         collection_id = data.draw(st.sampled_from(sorted(self.collections)))
         name = self.collections.pop(collection_id)
-        self.node.engine.set_manifest(self.node.engine.manifest.drop_collection("_default", name))
+        self.node.engine.keyspace.set_manifest(
+            self.node.engine.keyspace.manifest.drop_collection("_default", name)
+        )
         for history in self.live.values():
             history.versions.append((event_key(1, collection_id), None))
 
@@ -167,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(part=st.floats(0, 1, exclude_max=True))
     def crash_before_sync(self, part: float) -> None:
         """The process dies between taking a group and the end of its sync; some of it is left."""
-        group = self.node.engine.take_group()
+        group = self.node.engine.keyspace.take_group()
         if group is not None:
             device = self.node.device
             size_before = device.current_bytes
@@ -277,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
         seqno = int(self.live[vb_id].floor * part)
         if seqno:
             with pytest.raises(FloorError, match="or to 0"):
-                self.node.engine.branch(vb_id, seqno)
+                self.node.engine.keyspace.branch(vb_id, seqno)
 
     @rule(vb_id=VB_IDS, part=st.floats(0, 1))
     def branch(self, vb_id: int, part: float) -> None:
@@ -287,7 +291,7 @@ class EngineMachine(RuleBasedStateMachine):
             seqno = 0
         if not seqno:
             history.floor = history.purge = 0
-        branch = self.node.engine.branch(vb_id, seqno)
+        branch = self.node.engine.keyspace.branch(vb_id, seqno)
         assert branch.undone_seqnos == len(history.versions) - seqno
         undone = {key for key, _ in history.versions[seqno:]}
         live = {key for key in history.state() if key[0] in self.collections.keys() | {0}}
@@ -305,7 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(vb_id=VB_IDS)
     def branch_above_the_end(self, vb_id: int) -> None:
         try:
-            self.node.engine.branch(vb_id, len(self.live[vb_id].versions) + 1)
+            self.node.engine.keyspace.branch(vb_id, len(self.live[vb_id].versions) + 1)
         except BranchRefusedError as error:
             assert f"vb {vb_id}" in str(error)  # noqa: PT017 - the refusal must name the partition
         else:
@@ -327,11 +331,11 @@ class EngineMachine(RuleBasedStateMachine):
         if start == committed or 0 < start < history.purge or committed < history.floor:
             return  # it would be told to begin anew, or to wait
         state = history.state(start)
-        skip = engine.superseded(vb_id, start + 1, committed)
+        skip = engine.versions.superseded(vb_id, start + 1, committed)
         frames: list[bytes] = []
         seqno = start + 1
         while seqno <= committed:
-            batch = engine.frames(vb_id, seqno, committed, OPAQUE, skip, bytes_max)
+            batch = engine.versions.frames(vb_id, seqno, committed, OPAQUE, skip, bytes_max)
             frames += batch.frames
             assert batch.wire_bytes == sum(map(len, batch.frames))
             assert batch.next_seqno > seqno
@@ -368,11 +372,11 @@ class EngineMachine(RuleBasedStateMachine):
         committed = engine.partitions[vb_id].committed_seqno
         history = self.live[vb_id]
         start = int(committed * part)
-        skip = engine.superseded(vb_id, start + 1, committed)
+        skip = engine.versions.superseded(vb_id, start + 1, committed)
         frames: list[bytes] = []
         seqno = start + 1
         while seqno <= committed:
-            batch = engine.frames(
+            batch = engine.versions.frames(
                 vb_id, seqno, committed, OPAQUE, skip, bytes_max, lambda key: key[0] in wanted
             )
             frames += batch.frames
@@ -394,7 +398,7 @@ class EngineMachine(RuleBasedStateMachine):
         seqno = max(history.floor, int(len(history.versions) * part))
         versions = enumerate(history.versions[:seqno], 1)
         expected = max((n for n, (key, _) in versions if key[0] == 0), default=0)
-        assert self.node.engine.default_seqno_at(vb_id, seqno) == expected
+        assert self.node.engine.keyspace.default_seqno_at(vb_id, seqno) == expected
 
     def reachable(self) -> set[int]:
         return {0, *self.collections}

@@ -48,7 +48,8 @@ def expired_by(pager: Pager, node: MemoryNode, seconds: int, vb_id: int = VB) ->
     high_seqno = node.engine.partitions[vb_id].high_seqno
     assert pager.step(START_NS + seconds * SECOND)
     assert pager.step(START_NS + seconds * SECOND), "nothing is left, and nothing comes twice"
-    return [key for _, key in node.engine.keys_in_memory(vb_id, high_seqno + 1, 2**63, 10_000)]
+    versions = node.engine.versions
+    return [key for _, key in versions.keys_in_memory(vb_id, high_seqno + 1, 2**63, 10_000)]
 
 
 def rows(node: MemoryNode) -> list[tuple[int, int, bytes]]:
@@ -108,10 +109,10 @@ def test_a_document_that_a_branch_brings_back_expires_again(node: MemoryNode, pa
     node.merge()
     put(node, b"\0both", 2)
     assert sorted(expired_by(pager, node, 2)) == [b"\0both", b"\0memory"]
-    node.engine.branch(VB, 3)
+    node.engine.keyspace.branch(VB, 3)
     assert node.engine.partitions[VB].item_count == 2
     assert sorted(expired_by(pager, node, 2)) == [b"\0both", b"\0memory"]
-    node.engine.branch(VB, 2)
+    node.engine.keyspace.branch(VB, 2)
     node.commit()
     node.crash()
     assert sorted(expired_by(Pager(node.engine, node.store), node, 2)) == [b"\0both", b"\0memory"]
@@ -126,7 +127,7 @@ def test_rows_of_documents_that_a_branch_undid_go_with_the_merge(
     node.commit()
     node.merge()
     assert rows(node) == [(START_S + 1, VB, b"\0k")]
-    node.engine.branch(VB, seqno)
+    node.engine.keyspace.branch(VB, seqno)
     node.commit()
     node.merge()
     assert rows(node) == []
@@ -171,26 +172,26 @@ def test_a_partition_that_takes_no_writes_waits(node: MemoryNode, pager: Pager) 
 
 def test_what_belongs_to_a_dropped_collection_is_left_alone(node: MemoryNode, pager: Pager) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "gone"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "gone"))
     put(node, b"\x08stored", 1)
     node.commit()
     node.merge()
     put(node, b"\x08memory", 1)
-    engine.set_manifest(engine.manifest.drop_collection("_default", "gone"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.drop_collection("_default", "gone"))
     assert expired_by(pager, node, 2) == []
 
 
 def test_compaction_takes_the_rows_of_a_dropped_collection_along(node: MemoryNode) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "gone"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "gone"))
     put(node, b"\x08k", 1)
     put(node, b"\0k", 1)
-    engine.set_manifest(engine.manifest.drop_collection("_default", "gone"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.drop_collection("_default", "gone"))
     put(node, b"\0other", 0)
     node.commit()
     node.merge()
     assert len(rows(node)) == 2
-    engine.raise_floor(VB, engine.partitions[VB].high_seqno, 0)
+    engine.keyspace.raise_floor(VB, engine.partitions[VB].high_seqno, 0)
     node.commit()
     node.merge()
     node.compact([VB])
@@ -223,9 +224,9 @@ def test_slices_are_bounded_and_look_at_each_row_once(
 
 def test_writers_come_first_while_merging_is_behind(node: MemoryNode, pager: Pager) -> None:
     put(node, b"\0k", 1)
-    node.engine.active_bytes = 128 << 20
+    node.engine.keyspace.active_bytes = 128 << 20
     assert expired_by(pager, node, 2) == []
-    node.engine.active_bytes = 0
+    node.engine.keyspace.active_bytes = 0
     node.engine.refuse_writes("the disk is full")
     assert expired_by(pager, node, 2) == []
     node.engine.refuse_writes("")
@@ -239,19 +240,19 @@ def test_documents_expire_later_before_writers_have_to_wait(node: MemoryNode) ->
     def fill(size: int, expiry: int = 0) -> None:
         body = b"\0k" + bytes(size)
         assert engine.store(SET, VB, b"\0k", body, 0, expiry, 0, 0)[0] == 0
-        group = engine.take_group()
+        group = engine.keyspace.take_group()
         assert group is not None
-        engine.group_committed(group)
+        engine.keyspace.group_committed(group)
 
     fill(10_000, START_S + 1)
-    engine.freeze()
+    engine.keyspace.freeze()
     fill(1_000, START_S + 1)
     assert pager.step(START_NS + SECOND)
     assert pager.expired == 1, "while one memtable is merged"
     fill(4_000, START_S + 1)
     assert pager.step(START_NS + SECOND)
     assert pager.expired == 1
-    assert not engine.is_overfull, "writers need not wait yet"
+    assert not engine.keyspace.is_overfull, "writers need not wait yet"
 
 
 def test_damage_is_noted_and_the_others_expire(node: MemoryNode, pager: Pager) -> None:

@@ -152,7 +152,9 @@ class ExpiryMachine(RuleBasedStateMachine):
         assert not self.pager.damages
         changes = 0
         for vb_id, part in self.parts().items():
-            found = self.node.engine.keys_in_memory(vb_id, before[vb_id] + 1, part.high_seqno, 999)
+            found = self.node.engine.versions.keys_in_memory(
+                vb_id, before[vb_id] + 1, part.high_seqno, 999
+            )
             assert len(found) == part.high_seqno - before[vb_id]
             changes += len(found)
             for _, key in found:
@@ -165,7 +167,7 @@ class ExpiryMachine(RuleBasedStateMachine):
     def branch(self, vb_id: int, part: float) -> None:
         states = self.states[vb_id]
         seqno = int((len(states) - 1) * part)
-        self.node.engine.branch(vb_id, seqno)
+        self.node.engine.keyspace.branch(vb_id, seqno)
         del states[seqno + 1 :]
 
     @rule(vb_id=VB_IDS)

@@ -50,11 +50,11 @@ def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
 ) -> None:
     engine = node.engine
     put(engine, b"1")
-    assert engine.broken_invariant() == ""
+    assert engine.keyspace.broken_invariant() == ""
     part = engine.partitions[VB]
     before = (part.high_seqno, part.max_cas, part.item_count, engine.get(VB, KEY))
     if place == "pending":
-        engine._pending = NoMemory(engine._pending)
+        engine.keyspace.pending = NoMemory(engine.keyspace.pending)
     else:
         part.append_entry = NoMemory().append
     with pytest.raises(MemoryError):
@@ -62,6 +62,6 @@ def test_a_change_that_is_cut_short_is_noticed_or_has_not_happened(
     after = (part.high_seqno, part.max_cas, part.item_count, engine.get(VB, KEY))
     if place == "pending":
         assert after == before
-        assert engine.broken_invariant() == ""
+        assert engine.keyspace.broken_invariant() == ""
     else:
-        assert f"vb {VB}: seqno 2 was not applied wholly" in engine.broken_invariant()
+        assert f"vb {VB}: seqno 2 was not applied wholly" in engine.keyspace.broken_invariant()

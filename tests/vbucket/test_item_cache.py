@@ -176,7 +176,7 @@ def test_a_branch_brings_back_what_the_cache_no_longer_has() -> None:
     put(node, b"\0a", b"second")
     node.merge()
     assert value_of(node, b"\0a") == b"second"
-    node.engine.branch(VB, seqno)
+    node.engine.keyspace.branch(VB, seqno)
     assert value_of(node, b"\0a") == b"first"
     node.merge()
     assert value_of(node, b"\0a") == b"first"
@@ -188,7 +188,7 @@ def test_a_branch_during_a_merge_hides_what_the_merge_brings() -> None:
     put(node, b"\0a", b"second")
     put(node, b"\0b", b"new")
     node.begin_merge()
-    node.engine.branch(VB, seqno)
+    node.engine.keyspace.branch(VB, seqno)
     node.end_merge()
     for _ in range(2):
         assert (value_of(node, b"\0a"), value_of(node, b"\0b")) == (b"first", None)
@@ -198,7 +198,7 @@ def test_a_branch_during_a_merge_hides_what_the_merge_brings() -> None:
 def test_an_emptied_partition_is_empty_once_the_store_is_asked_again() -> None:
     node = merged(b"\0a")
     assert value_of(node, b"\0a") == b"first"
-    node.engine.branch(VB, 0)
+    node.engine.keyspace.branch(VB, 0)
     put(node, b"\0b", b"new")
     node.merge()
     assert node.engine.partitions[VB].merged_seqno

@@ -75,7 +75,7 @@ def test_a_failover_to_a_copy_that_was_behind_loses_the_last_changes(
 def test_more_than_there_is_cannot_be_lost(node: MemoryNode, writer: Peer) -> None:
     with pytest.raises(BranchRefusedError, match="ends at seqno 4; it cannot lose 5"):
         failover(node.engine, VB, 5)
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 @pytest.mark.parametrize("how", ["replay", "merge"])
@@ -105,7 +105,7 @@ def test_becoming_active_makes_a_version(node: MemoryNode, writer: Peer, how: st
 
 def test_the_state_that_a_partition_has_changes_nothing(node: MemoryNode, writer: Peer) -> None:
     assert set_state(node.engine, VB, VbState.ACTIVE) is None
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_a_failover_makes_a_replica_active(node: MemoryNode, writer: Peer) -> None:
@@ -161,8 +161,8 @@ def test_a_purge_ends_history_and_only_a_rollback_to_0_undoes_it(
 
 def with_a_collection(node: MemoryNode) -> None:
     """Merge changes in and outside of a collection, whose creation is seqno 5."""
-    manifest = node.engine.manifest.create_collection("_default", "note")
-    node.engine.set_manifest(manifest)
+    manifest = node.engine.keyspace.manifest.create_collection("_default", "note")
+    node.engine.keyspace.set_manifest(manifest)
     for key in (b"\x08a", b"\x08b"):
         assert node.engine.store(SET, VB, key, key, 0, 0, 0, 0)[0] == Status.OK
     node.merge()
@@ -175,7 +175,7 @@ def flip(node: MemoryNode, table: str, row: bytes) -> None:
 
 def flip_event(node: MemoryNode) -> None:
     part = node.engine.partitions[VB]
-    (key,) = node.engine._versions.system_keys(part)
+    (key,) = node.engine.versions.system_keys(part)
     flip(node, BY_KEY_TABLE, key)
 
 
@@ -184,7 +184,7 @@ def become_active(engine: Engine, vb_id: int) -> None:
 
 
 REFUSED: dict[str, tuple[VbState, Callable[[Engine, int], object]]] = {
-    "branch": (VbState.ACTIVE, lambda engine, vb_id: engine.branch(vb_id, 6)),
+    "branch": (VbState.ACTIVE, lambda engine, vb_id: engine.keyspace.branch(vb_id, 6)),
     "failover": (VbState.ACTIVE, lambda engine, vb_id: failover(engine, vb_id, 1)),
     "promotion": (VbState.REPLICA, lambda engine, vb_id: failover(engine, vb_id, 1)),
     "state": (VbState.REPLICA, become_active),
@@ -205,7 +205,7 @@ def test_what_needs_a_damaged_system_event_changes_nothing(
     with pytest.raises(StoreDamagedError):
         change(node.engine, VB)
     assert facts(part) == known
-    assert not node.engine.has_pending
+    assert not node.engine.keyspace.has_pending
 
 
 def test_a_branch_at_0_needs_nothing_of_the_store(node: MemoryNode, writer: Peer) -> None:
@@ -234,9 +234,9 @@ def test_a_rollback_that_cannot_find_its_last_documents_changes_nothing(node: Me
     part = engine.partitions[VB]
     known, tally = facts(part), part.tally.to_document()
     with pytest.raises(StoreDamagedError):
-        engine.branch(VB, 5)
+        engine.keyspace.branch(VB, 5)
     assert (facts(part), part.tally.to_document()) == (known, tally)
-    assert not engine.has_pending
+    assert not engine.keyspace.has_pending
 
 
 def test_streams_end_with_the_state(node: MemoryNode, writer: Peer) -> None:

@@ -76,8 +76,9 @@ def cas_max(node: MemoryNode) -> int:
 def shown(node: MemoryNode) -> dict[bytes, tuple[bytes, int]]:
     """What documents there are, from the engine."""
     found = {}
-    for key in (*node.engine.keys_in_store(VB, b"", 1000),
-                *(key for _, key in node.engine.keys_in_memory(VB, 1, 10**6, 1000))):  # fmt: skip
+    versions = node.engine.versions
+    for key in (*versions.keys_in_store(VB, b"", 1000),
+                *(key for _, key in versions.keys_in_memory(VB, 1, 10**6, 1000))):  # fmt: skip
         document = node.engine.get(VB, key)
         if not isinstance(document, int):
             found[key[1:]] = document.value, int.from_bytes(document.flags, "big")
@@ -86,8 +87,8 @@ def shown(node: MemoryNode) -> dict[bytes, tuple[bytes, int]]:
 
 def highest_cas(node: MemoryNode) -> int:
     """The highest CAS of what is newest, deletions too."""
-    keys = {key for _, key in node.engine.keys_in_memory(VB, 1, 10**6, 1000)}
-    keys |= set(node.engine.keys_in_store(VB, b"", 1000))
+    keys = {key for _, key in node.engine.versions.keys_in_memory(VB, 1, 10**6, 1000)}
+    keys |= set(node.engine.versions.keys_in_store(VB, b"", 1000))
     metas = (node.engine.newest_meta(VB, key) for key in keys)
     return max(meta.cas for meta in metas if meta is not None)
 
@@ -188,7 +189,7 @@ def test_a_rollback_to_before_brings_back_what_was(node: MemoryNode) -> None:
     before = node.engine.partitions[VB].high_seqno
     mend(node)
     node.merge()
-    node.engine.branch(VB, before - 5)
+    node.engine.keyspace.branch(VB, before - 5)
     node.commit()
     part = node.engine.partitions[VB]
     assert part.mended is not None
@@ -200,7 +201,7 @@ def test_a_rollback_to_before_brings_back_what_was(node: MemoryNode) -> None:
     assert node.engine.partitions[VB].mended == part.mended
     mend(node)
     assert highest_cas(node) < FAR
-    node.engine.branch(VB, 0)
+    node.engine.keyspace.branch(VB, 0)
     node.merge()
     assert node.engine.partitions[VB].max_cas < FAR
 
@@ -225,7 +226,7 @@ def test_a_check_names_it_before_and_nothing_after(node: MemoryNode) -> None:
     node.merge()
     node.now_ns += SECOND_NS
     assert check(node) == []
-    node.engine.branch(VB, 25)
+    node.engine.keyspace.branch(VB, 25)
     node.merge()
     assert check(node) == [Kind.CAS], "what came back has the CAS that it had"
 
@@ -259,7 +260,7 @@ def test_time_can_be_told_again(node: MemoryNode) -> None:
     after = node.store.partition(VB)
     assert after is not None
     assert after.versions < versions
-    assert seqno_before(node.engine.frames, VB, end, START_NS) == 0
+    assert seqno_before(node.engine.versions.frames, VB, end, START_NS) == 0
 
 
 @pytest.mark.parametrize("state", [VbState.REPLICA, VbState.DEAD])
@@ -324,7 +325,7 @@ def test_log_and_store_agree_on_the_highest_cas(steps: list[str], draws: list[in
                 pass
         elif step == "branch":
             at = draw % (part.high_seqno + 1)
-            engine.branch(VB, at if at >= part.history_floor else 0)
+            engine.keyspace.branch(VB, at if at >= part.history_floor else 0)
         elif step == "later":
             node.now_ns += draw * SECOND_NS
         elif step == "freeze" and not is_frozen:

@@ -402,7 +402,7 @@ def test_a_merge_whose_answer_got_lost_hides_nothing() -> None:
         for key in (b"\0a", b"\0b"):
             node.engine.store(SET, vb_id, key, key + b"v", 0, 0, 0, 0)
     node.begin_merge()
-    node.engine.branch(2, 1)
+    node.engine.keyspace.branch(2, 1)
     node.engine.store(SET, 3, b"\0b", b"\0bw", 0, 0, 0, 0)
     node.end_merge(is_answer_lost=True)
     parts = node.engine.partitions

@@ -15,7 +15,9 @@ VB = 3
 
 def found(node: MemoryNode, time_ns: int, *, after_seqno: int = 0) -> int:
     end_seqno = node.engine.partitions[VB].committed_seqno
-    return seqno_before(node.engine.frames, VB, end_seqno, time_ns, after_seqno=after_seqno)
+    return seqno_before(
+        node.engine.versions.frames, VB, end_seqno, time_ns, after_seqno=after_seqno
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,7 +43,7 @@ def test_all_changes_at_or_after_the_moment_lie_above_and_no_other(steps, merges
             node.merge()
     at_seqno = max(0, len(steps) - back)
     if back and steps and at_seqno:
-        node.engine.branch(VB, at_seqno)
+        node.engine.keyspace.branch(VB, at_seqno)
         node.commit()
         cas_of = {seqno: cas for seqno, cas in cas_of.items() if seqno <= at_seqno}
     time_ns = (START_NS & ~0xFFFF) + (asked << 16)

@@ -55,7 +55,7 @@ def test_a_branch_in_the_log_finds_the_counts_that_it_found_before(at_seqno: int
     node = stored()
     put(node, b"\0back")
     put(node, b"\0document")
-    node.engine.branch(VB, at_seqno)
+    node.engine.keyspace.branch(VB, at_seqno)
     put(node, b"\0removed")
     put(node, b"\0left")
     node.commit()
@@ -80,14 +80,14 @@ def test_a_dropped_collection_takes_along_what_it_held_then() -> None:
     node = MemoryNode()
     engine = node.engine
     made = declared(1, DEFAULT, {"uid": "8", "name": "c"})
-    engine.set_manifest(manifest_from_json(engine.manifest, made))
+    engine.keyspace.set_manifest(manifest_from_json(engine.keyspace.manifest, made))
     for key in (b"\x08a", b"\x08b"):
         put(node, key)
     assert engine.delete(VB, b"\x08a", 0)[0] == 0
     node.merge()
     put(node, b"\x08a")
     put(node, b"\0a")
-    engine.set_manifest(manifest_from_json(engine.manifest, declared(2, DEFAULT)))
+    engine.keyspace.set_manifest(manifest_from_json(engine.keyspace.manifest, declared(2, DEFAULT)))
     node.commit()
     before = counts(node)
     assert before == [1, 0]

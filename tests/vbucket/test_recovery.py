@@ -49,12 +49,12 @@ class Disk:
 def put(startup: Startup, value: bytes, *, is_synced: bool = True) -> None:
     engine = startup.engine
     assert engine.store(SET, VB, KEY, KEY + value, 0, 0, 0, 0)[0] == 0
-    group = engine.take_group()
+    group = engine.keyspace.take_group()
     assert group is not None
     startup.writer.append(group.number, group.payload)
     if is_synced:
         startup.writer.sync()
-    engine.group_committed(group, is_synced=is_synced)
+    engine.keyspace.group_committed(group, is_synced=is_synced)
 
 
 def value_of(startup: Startup) -> bytes:
@@ -64,11 +64,11 @@ def value_of(startup: Startup) -> bytes:
 
 
 def merge_all(disk: Disk, startup: Startup) -> None:
-    startup.engine.freeze()
+    startup.engine.keyspace.freeze()
     startup.writer.rotate()
     segments = disk.device.segments()[:-1]
-    startup.engine.merged(merge(disk.env, [(n, disk.device.read(n)) for n in segments]))
-    startup.engine.drop_frozen(0, NUM_VBUCKETS)
+    startup.engine.keyspace.merged(merge(disk.env, [(n, disk.device.read(n)) for n in segments]))
+    startup.engine.keyspace.drop_frozen(0, NUM_VBUCKETS)
     for segment in segments:
         disk.device.delete(segment)
 
@@ -78,7 +78,7 @@ def test_the_log_goes_on_with_its_numbers_and_its_chain() -> None:
     for number in range(4):
         startup = disk.recover()
         startup.begin()
-        assert startup.engine.group == number + 1
+        assert startup.engine.keyspace.group == number + 1
         assert number == 0 or value_of(startup) == b"%d" % (number - 1)
         put(startup, b"%d" % number)
         if number == 2:
@@ -103,7 +103,7 @@ def test_first_writes_that_find_no_room_may_be_made_again(durability: str, full:
         with pytest.raises((LogFullError, StoreFullError)):
             startup.begin()
         assert value_of(startup) == b"v", "reads may be served"
-        assert startup.engine.partitions[VB].last_group <= startup.engine.committed_group
+        assert startup.engine.partitions[VB].last_group <= startup.engine.keyspace.committed_group
     disk.device.rotate = rotate  # type: ignore[method-assign]
     startup.begin()
     put(startup, b"w")
@@ -121,8 +121,8 @@ def test_a_damaged_system_event_is_not_in_the_way_of_new_versions() -> None:
     disk = Disk()
     startup = disk.recover("interval")
     startup.begin()
-    manifest = startup.engine.manifest.create_scope("inventory")
-    startup.engine.set_manifest(manifest)
+    manifest = startup.engine.keyspace.manifest.create_scope("inventory")
+    startup.engine.keyspace.set_manifest(manifest)
     put(startup, b"v")
     merge_all(disk, startup)
     events = [key for key in disk.env.tables[BY_KEY_TABLE] if key[2] == SYSTEM_COLLECTION]

@@ -210,13 +210,13 @@ def test_a_raised_floor_without_its_compaction_is_found_again(node: MemoryNode) 
 
 def test_dropped_collections_are_worth_it_once(node: MemoryNode) -> None:
     engine = node.engine
-    engine.set_manifest(engine.manifest.create_collection("_default", "one"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.create_collection("_default", "one"))
     for number in range(300):
         key = b"\x08%d" % number
         engine.store(SET, VB, key, key, 0, 0, 0, 0)
     write(node, "a")
     assert plan(node, NOTHING, forced=False) is None
-    engine.set_manifest(engine.manifest.drop_collection("_default", "one"))
+    engine.keyspace.set_manifest(engine.keyspace.manifest.drop_collection("_default", "one"))
     floors = plan(node, NOTHING, forced=False)
     assert floors is not None
     take(node, floors)
@@ -268,8 +268,8 @@ def test_the_seqno_at_a_time(gaps: list[int], at: int, events: bool) -> None:
         for number, gap in enumerate(gaps):
             if events and number % 4 == 1:
                 name = f"c{number}"
-                manifest = node.engine.manifest.create_collection("_default", name)
-                node.engine.set_manifest(manifest)
+                manifest = node.engine.keyspace.manifest.create_collection("_default", name)
+                node.engine.keyspace.set_manifest(manifest)
                 times.append(None)
                 continue
             write(node, "k", seconds=gap)

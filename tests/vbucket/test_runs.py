@@ -39,12 +39,12 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
             body = key + b"W" * value_bytes
             engine.store(SET, VB, key, body, 0, 0, int(what == "json"), 0)
         elif what == "merge":
-            if engine.is_merging:
+            if engine.keyspace.is_merging:
                 node.commit()
                 node.end_merge()
             else:
                 node.merge()
-        elif what == "freeze" and not engine.is_merging:
+        elif what == "freeze" and not engine.keyspace.is_merging:
             node.begin_merge()
         else:
             node.commit()
@@ -55,7 +55,7 @@ def node_of(steps: list[tuple[str, bytes, int]]) -> MemoryNode:
 def one_by_one(engine: Engine, start: int, end: int, skip: set[int]) -> bytes:
     frames: list[bytes] = []
     while start <= end:
-        batch = engine.frames(VB, start, end, OPAQUE.to_bytes(4, "big"), skip, 1 << 30)
+        batch = engine.versions.frames(VB, start, end, OPAQUE.to_bytes(4, "big"), skip, 1 << 30)
         frames += batch.frames
         start = batch.next_seqno
     return b"".join(frames)
@@ -69,9 +69,9 @@ def all_runs(
     seqno = start
     merged = engine.partitions[VB].merged_seqno
     while seqno <= end:
-        run = engine.runs(VB, seqno, end, OPAQUE, skip, bytes_max, plain)
+        run = engine.versions.runs(VB, seqno, end, OPAQUE, skip, bytes_max, plain)
         if run is None:
-            batch = engine.frames(VB, seqno, end, OPAQUE.to_bytes(4, "big"), skip, 1)
+            batch = engine.versions.frames(VB, seqno, end, OPAQUE.to_bytes(4, "big"), skip, 1)
             sent += b"".join(batch.frames)
             next_seqno = batch.next_seqno
         else:
@@ -81,7 +81,7 @@ def all_runs(
             stop = merged if seqno <= merged else end
             assert joined or run.next_seqno > min(stop, end), "a run has at least one frame"
             if run.next_seqno > end:
-                found = engine.frames(VB, end, end, bytes(4), (), 1).frames
+                found = engine.versions.frames(VB, end, end, bytes(4), (), 1).frames
                 assert (run.last_seqno == end) == bool(found)
             sent += joined
             next_seqno = run.next_seqno
@@ -147,7 +147,7 @@ def test_a_run_holds_only_what_leaves_as_it_is(
     steps = [("set", KEYS[0], 90), special, ("set", KEYS[1], 90)]
     engine = node_of([*steps, ("merge", b"", 0)] if is_merged else steps).engine
     for plain in (ALL_PLAIN, ONLY_MUTATIONS, ONLY_MUTATIONS | ONLY_RAW):
-        run = engine.runs(VB, 1, 3, OPAQUE, (), 1 << 20, plain)
+        run = engine.versions.runs(VB, 1, 3, OPAQUE, (), 1 << 20, plain)
         assert (run is not None) == (plain in taken)
 
 

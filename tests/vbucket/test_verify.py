@@ -219,7 +219,7 @@ def test_whatever_a_server_does_is_found_whole(
         elif what == "d":
             peer.delete(vb_id, b"\0key%d" % number)
         elif what == "b":
-            node.engine.branch(vb_id, high_seqno * number // 100)
+            node.engine.keyspace.branch(vb_id, high_seqno * number // 100)
         else:
             node.commit()
             node.merge()

@@ -105,7 +105,7 @@ class ViewMachine(RuleBasedStateMachine):
         self.node.merge()
         floor = int((len(self.states) - 1) * part)
         can = allowed(self.part, floor, max(0, floor - 1), ())
-        self.node.engine.raise_floor(VB, can.floor, can.purge)
+        self.node.engine.keyspace.raise_floor(VB, can.floor, can.purge)
         assert self.part.history_floor <= min(self.part.pins, default=floor + 99)
         self.node.merge()
         self.node.compact([VB])
@@ -113,7 +113,7 @@ class ViewMachine(RuleBasedStateMachine):
     @rule(part=st.sampled_from((0.3, 0.8, 0.95, 1.0)))
     def branch(self, part: float) -> None:
         seqno = self.seqno_of(part)
-        self.node.engine.branch(VB, seqno)
+        self.node.engine.keyspace.branch(VB, seqno)
         del self.states[seqno + 1 :]
         for reading in self.readings:
             reading.is_valid &= reading.view.seqno <= seqno
@@ -245,10 +245,10 @@ def test_a_view_that_a_branch_undid_is_let_go_with_the_next_tick(
 ) -> None:
     put(node, b"\0k", b"v")
     view = views.open(VB)
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     views.tick(1)
     assert len(views) == 1
-    node.engine.branch(VB, 0)
+    node.engine.keyspace.branch(VB, 0)
     put(node, b"\0k", b"another")
     views.tick(2)
     assert len(views) == 0
@@ -285,7 +285,7 @@ def test_a_branch_in_the_middle_of_a_key_begins_it_anew(node: MemoryNode, views:
         put(node, b"\0k", b"%d" % number)
     scan = view.scan()
     assert scan.step(1, 5) == []
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     for number in range(10):
         put(node, b"\0x%d" % number, b"v")
     put(node, b"\0k", b"new")
@@ -319,9 +319,9 @@ def test_a_view_that_so_many_branches_followed_that_nobody_knows_is_not_valid(
     put(node, b"\0k", b"v")
     view = views.open(VB)
     for _ in range(24):
-        node.engine.branch(VB, 1)
+        node.engine.keyspace.branch(VB, 1)
     view.check()
-    node.engine.branch(VB, 1)
+    node.engine.keyspace.branch(VB, 1)
     with pytest.raises(ViewInvalidError):
         view.check()
 

@@ -1,7 +1,7 @@
-"""Check a log off line: every segment, and that it continues the store. Pure.
+"""Checks a log off line: every segment, and that it continues the store. Pure.
 
-Who calls it: `vbucket.check.store_check`. The rules of what is torn and what is damaged are those
-of `vbucket.log.record`, by which a server starts.
+Who calls it: `vbucket.check.store_check`. `vbucket.log.record` has the rules for torn and damaged
+records, the same as for a start.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from vbucket.log.recovery import end_problem
 from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
 
 FINDINGS_MAX: Final = 20
-"""Entries that do not fit, told one by one; the rest is counted."""
+"""How many wrong entries are reported one by one; the rest is counted."""
 
 
 class KnownEnds(NamedTuple):
     """What is known of the log from elsewhere: see `vbucket.log.recovery`."""
 
     merged_segment: int | None = None
-    """What the store has; None where the store cannot tell."""
+    """The last merged segment; None: unknown."""
     merged_end: LogEnd | None = None
     clean_end: LogEnd | None = None
     mark: EndMark | None = None
     kept: frozenset[int] = frozenset()
-    """Merged segments that have to be there, for partitions in quarantine."""
+    """Merged segments that must exist, for partitions in quarantine."""
 
 
 class LogCheck:
     """One check of a log.
 
-    `high_seqnos` (vb -> seqno) begins with what the store has, None where that is not known;
-    `findings` brings it to the log's end.
+    `high_seqnos` (vb -> seqno, None: unknown) begins with the store's; `findings` advances it to
+    the log's end.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LogCheck:
             yield Finding(Kind.LOG, "log", f"{more} more entries do not continue the store")
 
     def _log_end(self, *, is_marked: bool) -> Iterator[Finding]:
-        """Judge the end of a log that is whole up to there."""
+        """Check the end of a log that is intact up to there."""
         known, end = self._known, self._end
         if problem := end_problem(end, known.clean_end, known.mark, is_marked=is_marked):
             error = damaged_at(end.segment, end.size_bytes, problem)

@@ -1,15 +1,15 @@
-"""Check one partition of a store off line: blocks, keys, and each against the other. Pure.
+"""Checks one partition of a store off line: blocks, keys, and each against the other. Pure.
 
-Who calls it: `vbucket.check.store_check`. A partition is right when
+Who calls it: `vbucket.check.store_check`. A partition is sound if
 
-- its blocks hold what was written, chained without a gap, and end with the record's `last_seqno`;
-- every version names the one before it of the same key, as far back as history is kept;
-- the newest version of every key, and nothing else, stands in by_key, and a look-up finds it there;
-- the record's counts are those of the data.
+- its blocks are undamaged, chained without a gap, and end with the record's `last_seqno`;
+- every version names the previous one of its key, as far back as history is kept;
+- by_key has exactly the newest version of every key, and a look-up finds it;
+- the record's counts match the data.
 
-Memory is bounded: a partition of many keys is checked in slices, by the checksum of the key, and
-its data is read once for each. What damage makes unknowable is not reported a second time: where a
-block cannot be read, keys are not compared with the versions in it.
+Memory is bounded: a partition with many keys is checked in slices, by the checksum of the key, and
+its data is read once per slice. Damage is reported once: keys are not compared with versions in an
+unreadable block.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from vbucket.store.records import (
 )
 
 SLICE_KEYS: Final = 250_000
-"""Keys of one slice; each takes some 250 bytes of memory."""
+"""Keys per slice; each takes about 250 bytes of memory."""
 SLICE_OVERRUN: Final = 4
-"""A slice that grows beyond so many times its size means that by_key has lost most of its keys."""
+"""If a slice grows beyond this many times its size, by_key has lost most of its keys."""
 FINDINGS_MAX: Final = 10
-"""Findings of one kind in one partition that are told one by one; the rest is counted."""
+"""How many findings of one kind per partition are reported one by one; the rest is counted."""
 
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
@@ -65,7 +65,7 @@ _crc32c = google_crc32c.value
 
 
 class PartitionCheck:
-    """One check of a partition. `findings` does the work; the counts are right after it."""
+    """One check of a partition. `findings` does the work; the counts are valid after it."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class PartitionCheck:
         self._unknown: list[tuple[int, int]] = []
         """Seqnos (first, last) of blocks that cannot be read."""
         self._unkept_seqno = max(record.history_floor, record.purge_seqno)
-        """Versions up to here may be gone by right."""
+        """Versions up to this seqno may be missing legitimately."""
         self._told: Counter[Kind] = Counter()
         self._live: Counter[int] = Counter()
         """Collection id -> documents."""
@@ -149,9 +149,9 @@ class PartitionCheck:
     # -- blocks --------------------------------------------------------------------------------
 
     def _blocks(self, newest: dict[bytes, bytes], number: int, slices: int) -> Iterator[Finding]:
-        """Read every version; leave the head of the newest one of each key in `newest`.
+        """Read every version; put the head of each key's newest one into `newest`.
 
-        What concerns blocks and not keys is told with the first slice only.
+        Findings about blocks are reported with the first slice only.
         """
         is_first = number == 0
         last_seqno = 0
@@ -161,7 +161,7 @@ class PartitionCheck:
             try:
                 block = Block(key, value)
             except (BlockDamagedError, StructError) as error:
-                # How far it reached, the next one tells.
+                # The next block tells how far this one reached.
                 self._unknown.append((last_seqno + 1, self._record.last_seqno))
                 is_known = False
                 if is_first:
@@ -225,7 +225,7 @@ class PartitionCheck:
             before = newest.get(key)
             newest[key] = frame[:_HEAD_BYTES]
             last = _SEQNO(before)[0] if before else 0
-            # At or below the floor, older versions may be gone by right.
+            # At or below the floor, older versions may be missing legitimately.
             if prev_seqno != last and seqno > floor:
                 if self._may_be_gone(frame, key, prev_seqno, last):
                     continue
@@ -233,14 +233,14 @@ class PartitionCheck:
                 yield self._found(Kind.HISTORY, f"{what} before it")
 
     def _may_be_gone(self, frame: bytes, key: bytes, prev_seqno: int, last: int) -> bool:
-        """Whether the version before that of `frame` may be missing."""
+        """Whether the previous version of `frame`'s may be missing."""
         if frame[1] == _SYSTEM_EVENT or self._is_unknown(max(prev_seqno, last)):
             return True
         is_purged = prev_seqno <= self._record.purge_seqno or self._is_unreachable(key)
         return last == 0 and is_purged
 
     def _is_unreachable(self, key: bytes) -> bool:
-        """Whether the collection of a key is gone; compaction may take all of it away."""
+        """Whether the collection of a key was dropped, so that compaction may remove all of it."""
         return key[0] != SYSTEM_COLLECTION and collection_of(key) not in self._manifest.collections
 
     def _problem_of(self, seqno: int, frame: bytes, key: bytes, crc: int) -> str:
@@ -327,7 +327,7 @@ class PartitionCheck:
         return "the expiry table has no such row for it"
 
     def _is_purged(self, head: bytes) -> bool:
-        """Whether a key may be gone from by_key by right: its last version is a purged deletion."""
+        """Whether a key may be missing in by_key: its last version is a purged deletion."""
         return head[1] != _MUTATION and _SEQNO(head)[0] <= self._record.purge_seqno
 
     # -- counts --------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class PartitionCheck:
             yield from self._compare(f"the last seqno of collection {cid:#x}", seqno, found)
 
     def _compare(self, name: str, recorded: int, found: int) -> Iterator[Finding]:
-        """Seqnos may differ where what they name may be gone by right."""
+        """Seqnos may differ if the version that they name may be missing legitimately."""
         if recorded != found and max(recorded, found) > self._unkept_seqno:
             yield self._differs(name, recorded, found)
 

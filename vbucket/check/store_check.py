@@ -1,12 +1,12 @@
-"""Check a store and its log off line. Pure: database and segments are handed in.
+"""Checks a store and its log off line. Pure: database and segments are arguments.
 
-Who calls it: dcp.server.operate.verify. What it tells is listed in `vbucket.check.finding`; nothing
-that it meets stops it, but a node record that cannot be read leaves little to compare with.
+Who calls it: dcp.server.operate.verify. `vbucket.check.finding` lists what it can find. No damage
+stops the check, but without a readable node record there is little to compare with.
 
     records     node, manifest, every partition's state and failover log
     log         every segment, and that it continues the store (vbucket.check.log_check)
     partitions  blocks and keys, each against the other (vbucket.check.partition_check)
-    strays      data of partitions that are none
+    strays      data of partitions that do not exist
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from vbucket.store.records import (
 from vbucket.store.store import StoreView
 
 _UNDECODABLE: Final = (cbor2.CBORDecodeError, KeyError, TypeError, ValueError)
-"""What a record raises whose checksum is right and whose document is not one of ours."""
+"""Errors of a record with a right checksum and a document that is not ours."""
 
 
 class CheckProgress(NamedTuple):
-    """How far a check is."""
+    """The progress of a check."""
 
     partitions: int
     keys: int
@@ -54,9 +54,9 @@ class CheckProgress(NamedTuple):
 
 
 class StoreCheck:
-    """One check. `findings` does the work; the other attributes are right after it.
+    """One check. `findings` does the work; the other attributes are valid after it.
 
-    `marks` are the slots of the log's end mark (LogDevice.marks); None: they are not looked at.
+    `marks` are the slots of the log's end mark (LogDevice.marks); None: they are not checked.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class StoreCheck:
         yield from self._strays()
 
     def _expiry_rows(self, expiring: int) -> Iterator[Finding]:
-        """Every document that has an expiry has its row; here: and there are no others."""
+        """Find rows of the expiry table without a document."""
         rows = bad = 0
         try:
             for row, value in self._reader.range(EXPIRY_TABLE, b"\x00"):
@@ -220,7 +220,7 @@ class StoreCheck:
         )
 
     def _strays(self) -> Iterator[Finding]:
-        """Data of partitions that the node does not have is data whose key is damaged."""
+        """Find data of partitions that the node does not have: its key is damaged."""
         known = set(self._vb_ids)
         for table in (BY_KEY_TABLE, BY_SEQNO_TABLE, STATE_TABLE, FAILOVER_TABLE):
             at = b"\x00"

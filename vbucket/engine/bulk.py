@@ -1,17 +1,17 @@
-"""Many stored frames of one partition, from one packet: read, checked, made to entries. Pure.
+"""Reads many stored frames of one partition from one packet, checks them, makes entries. Pure.
 
     value   u32 body length of each frame, then the frames: DCP_MUTATION, DCP_DELETION and
             DCP_EXPIRATION as streams send them
 
-Key, value, flags, expiry, datatype, revision and CAS of a frame count; seqno and opaque do not: a
-change gets the next seqno of the partition that it comes into.
+Key, value, flags, expiry, datatype, revision and CAS of a frame are kept. Seqno and opaque are
+ignored: a change gets the next seqno of the partition.
 
-Who calls it: the session reads and checks, the engine applies. Nothing that a client says of
-lengths is believed: either every frame is sound, or none is taken (`MalformedFramesError`).
+Who calls it: the session reads and checks, the engine applies. All lengths are checked. If one
+frame is malformed, the whole packet is refused (`MalformedFramesError`).
 
-The table of lengths says where frames are without a look at each. The heads of mutations, which
-are of one length, are joined, so that a field of all of them is a slice with a stride, and a check
-of all is one comparison. Removals are looked at one by one.
+The table of lengths locates the frames without parsing each. The heads of mutations have one length
+and are joined. So one field of all of them is a slice with a stride, and one comparison checks it.
+Removals are checked one by one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _pack_prefix: Final = PREFIX.pack
 
 
 class MalformedFramesError(Exception):
-    """What came are no frames that can be stored; the text says which one, and why."""
+    """The packet has a frame that cannot be stored; the text says which one and why."""
 
 
 class BulkRow(NamedTuple):
@@ -170,11 +170,11 @@ class Frames:
 
     @property
     def rev_seqnos(self) -> Sequence[int]:
-        """Return the revision of each; who has nothing to compare them with need not."""
+        """Return the revisions; only conflicts need them."""
         return _numbers(b"".join(self._heads), _REV_SEQNO_AT, len(self))
 
     def _take_mixed(self, body_sizes: Sequence[int]) -> None:
-        """Take mutations as columns, and what is none one by one. Raises MalformedFramesError."""
+        """Read mutations as columns and removals one by one. Raises MalformedFramesError."""
         value, count = self._value, len(body_sizes)
         keys, cas, expiries = [b""] * count, [0] * count, [0] * count
         chosen = [at for at, opcode in enumerate(self.opcodes) if opcode == _MUTATION]
@@ -195,8 +195,8 @@ class Frames:
                 raise self._malformed(body_sizes)
             key_at = self._starts[at] + HEADER_BYTES + row.extras_bytes
             keys[at], cas[at] = value[key_at : key_at + row.key_bytes], row.cas
-        # They have nothing behind a mutation's head: compiled code takes no slice that ends before
-        # it begins.
+        # Removals have nothing behind a mutation's head. Compiled code rejects a slice that ends
+        # before it begins.
         removals = set(self.removals)
         self._starts = [
             -_HEAD_BYTES if at in removals else start for at, start in enumerate(self._starts)
@@ -250,7 +250,7 @@ class Frames:
         self._heads, self.cas = heads, cas
 
     def forget_datatypes(self) -> None:
-        """What came without the feature JSON is not known to be any."""
+        """Clear the datatypes, for a client without the JSON feature."""
         if any(self.datatypes):
             at = _DATATYPE_AT
             self._heads = [head[:at] + b"\0" + head[at + 1 :] for head in self._heads]
@@ -278,7 +278,7 @@ class Frames:
         return entries
 
     def _removal(self, index: int, prev_seqno: int, epoch: int, seqno: int) -> bytes:
-        """Return the stored form: a stream's deletions may carry a time, which is their CAS's."""
+        """Return the stored form of a removal, without the time of a stream's deletion."""
         key, cas = self.keys[index], self.cas[index]
         rev_seqno: int = U64.unpack_from(self._heads[index], _REV_SEQNO_AT)[0]
         if self.opcodes[index] == _DELETION:

@@ -1,15 +1,15 @@
-"""Documents that a replay takes to be in the store, to be looked up together. Sans-IO.
+"""Counts documents during a replay without looking up each replaced version. Sans-IO.
 
-A change that replaces a version in the store changes the number of documents by whether that
-version was a document. Looking each one up while the log is applied took more than all the rest of
-a start; most are documents. So all are presumed to be, and `settle` looks them up, partition by
-partition in the order of their keys, and counts those in that were not.
+If a change replaces a version in the store, the number of documents depends on whether that version
+was a document. Looking up each of them took longer than the rest of a start. Most are documents, so
+the replay presumes that all are. `settle` then looks them up together, in key order, and corrects
+the counts.
 
-Who calls it: `vbucket.engine.keyspace`, before anything is served.
+Who calls it: `vbucket.engine.replay`.
 
 Invariants
-- a key is added at most once between two `settle`s, and the store does not change in between;
-- whoever needs the counts, or changes what is counted (a branch, a manifest), settles first.
+- a key is added at most once between two calls of `settle`, and the store does not change between;
+- `settle` comes before anything that reads the counts or changes what counts (branch, manifest).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vbucket.store.store import Store
 
 
 class DeferredLookups:
-    """See the module. `count(partition, key, documents)` counts documents, more or less."""
+    """See the module. `count(partition, key, documents)` adds to the number of documents."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class DeferredLookups:
     def was_document(self, part: Partition, key: bytes, prev_seqno: int) -> bool:
         """Return whether a key was a document before a change that replaces `prev_seqno`.
 
-        Of what only the store knows, it is presumed.
+        If only the store knows, return True and look it up in `settle`.
         """
         entry = part.newest.get(key)
         if entry is not None or not prev_seqno or not part.merged_seqno:
@@ -51,7 +51,7 @@ class DeferredLookups:
         return True
 
     def settle(self) -> None:
-        """Look all up; count in those that were none. Raises StoreDamagedError."""
+        """Look up the presumed documents and correct the counts. Raises StoreDamagedError."""
         for vb_id, keys in self._keys.items():
             keys.sort()
             documents = self._store.documents_among(vb_id, keys)

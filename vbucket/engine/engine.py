@@ -1,29 +1,22 @@
-"""The engine: batches of operations in, one log record per commit group out. Sans-IO.
+"""The engine: the commands on documents. Sans-IO.
 
-The shell that owns it works in this order, and the types keep it to that:
+    begin_batch(now)  sets the time of the operations that follow
+    store, delete, put_with_meta, put_frames, get, meta, ...
 
-    begin_batch(now)  store/delete/get ...   the operations of one read
-    take_group() -> Group                    everything since the last group, for one log record
-        the shell appends `record` to the log and syncs it
-    group_committed(group)                   answers that waited for group.number may leave,
-                                             streams of group.high_seqnos have something to send
+Each change gets a seqno, a CAS and a revision here, and is encoded once. `vbucket.engine.keyspace`
+keeps it, and has the invariants of commit groups.
 
-and, when `wants_freeze`, at a group boundary: freeze(), rotate the log, merge the sealed segments
-into the store, then merged(report) and drop_frozen() in slices.
+Invariant: the highest CAS of a partition is at most `cas_drift_ns` ahead of the clock. It is
+further ahead only if the clock was set back or an older version accepted such a CAS. While the
+clock stands still, each change adds one nanosecond, which is less than the change takes.
 
-The invariants of groups are `vbucket.engine.keyspace`'s.
-
-Invariant: a partition's highest CAS is at most `cas_drift_ns` ahead of the clock, but where the
-clock was set back, or an older version took a CAS from further ahead. Changes of its own add a
-nanosecond each while the clock stands still, and each takes longer than that.
-
-Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid clock), rev_seqno
-(counts a document's revisions, deletes included; the highest stays) and failover tables.
+Rules: kv_engine's semantics of CAS (hybrid clock) and of rev_seqno (it counts the revisions of a
+document, deletions included, and stops at the highest value).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
@@ -43,12 +36,10 @@ from vbucket.model.entry import (
     MUTATION_KEY_AT,
     NEWEST,
     OPCODE_AT,
-    key_of,
-    seqno_of,
 )
 from vbucket.model.ids import CAS_DRIFT_NS
-from vbucket.model.manifest import collection_of
 from vbucket.store.key_record import StoredMeta
+from vbucket.store.store import Store
 
 _PACK_MUTATION: Final = MUTATION_ENTRY.pack
 _PACK_DELETION: Final = DELETION_ENTRY.pack
@@ -60,10 +51,10 @@ _EXPIRY_AT: Final = 56
 _NO_EXPIRY: Final = b"\0\0\0\0"
 
 SET, ADD, REPLACE = 0, 1, 2
-"""Modes of `Engine.store`: whatever is there; only if absent; only if present."""
+"""Modes of `Engine.store`: unconditional; only if absent; only if present."""
 
 Outcome = tuple[int, int, int]
-"""Status, CAS, seqno. CAS and seqno are 0 where nothing was changed."""
+"""Status, CAS, seqno. CAS and seqno are 0 if nothing was changed."""
 
 _NOT_MY_VBUCKET: Final[Outcome] = (Status.NOT_MY_VBUCKET, 0, 0)
 _COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
@@ -71,7 +62,7 @@ _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
 _CAS_INVALID: Final[Outcome] = (Status.CAS_VALUE_INVALID, 0, 0)
 _ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
-"""What is known of a key that never was, and of a document that has just expired."""
+"""The metadata of a key that does not exist, and of a document that has just expired."""
 
 
 class StoredDocument(NamedTuple):
@@ -83,15 +74,39 @@ class StoredDocument(NamedTuple):
     datatype: int
 
 
-class Engine(Keyspace):
-    """All partitions of a node, and the commands on their documents."""
+class Engine:
+    """The commands on documents, over the partitions and groups of `keyspace`."""
 
-    write_refusal = ""
-    """Why no partition takes writes now; "" where that is not so."""
-    writers_wait = False
-    """Whether sessions should wait with commands that write: there may soon be room again."""
-    cas_drift_ns = CAS_DRIFT_NS
-    """How far ahead of the clock a CAS from elsewhere may be."""
+    def __init__(
+        self,
+        store: Store,
+        draw_uuid: Callable[[], int],
+        num_vbuckets: int,
+        memtable_bytes_max: int = 64 << 20,
+        *,
+        item_cache_bytes: int = 0,
+    ) -> None:
+        self.keyspace = keyspace = Keyspace(
+            store, draw_uuid, num_vbuckets, memtable_bytes_max, item_cache_bytes=item_cache_bytes
+        )
+        # The keyspace never replaces these, so every command is spared a look there.
+        self.num_vbuckets = num_vbuckets
+        self.partitions = keyspace.partitions
+        self.item_cache = keyspace.item_cache
+        self.due = keyspace.due
+        self.versions = keyspace.versions
+        self._store = store
+        self.write_refusal = ""
+        """Why no partition takes writes now, "" if they do."""
+        self.writers_wait = False
+        """Whether sessions hold commands that write, because there may soon be room again."""
+        self.cas_drift_ns = CAS_DRIFT_NS
+        """How far ahead of the clock a CAS from elsewhere may be."""
+        self.expired_on_access = 0
+        """Documents that expired because somebody asked for them."""
+        self._refusals: dict[Hold, str] = {}
+        self._cas_floor = 0
+        self._now_s = 0
 
     @property
     def now_ns(self) -> int:
@@ -104,9 +119,9 @@ class Engine(Keyspace):
         return self._cas_floor + self.cas_drift_ns
 
     def refuse_writes(self, why: str, hold: Hold = Hold.LOG_FULL) -> None:
-        """Refuse all changes of documents as a temporary failure from now on; "": take them again.
+        """Refuse all changes of documents with a temporary failure; `why` "" accepts them again.
 
-        What was taken before stays pending, and reads go on.
+        Pending changes stay pending, and reads go on.
         """
         if hold is Hold.STORE_BEHIND:
             self.writers_wait = False
@@ -115,7 +130,7 @@ class Engine(Keyspace):
         self.write_refusal = next(filter(None, self._refusals.values()), "")
 
     def let_writers_wait(self) -> None:
-        """Hold writers back for a while: sessions wait with what writes, instead of refusing it.
+        """Make sessions wait with commands that write, instead of refusing them.
 
         `refuse_writes` with Hold.STORE_BEHIND ends the wait, with a reason or with "".
         """
@@ -170,11 +185,10 @@ class Engine(Keyspace):
         datatype: int,
         known: StoredMeta | None = None,
     ) -> int:
-        """Store a document whatever is there; return its CAS. The partition takes writes; the
-        document's seqno is its newest one now. Where it raises, nothing was changed.
+        """Store a document unconditionally; return its CAS. Its seqno is `part.high_seqno` now.
 
-        `known`: what `_meta_to_change` said. What `_applied` does stands here once more: this is
-        what every SET costs.
+        The caller has checked that the partition takes writes. `known` is the result of
+        `_meta_to_change`. Nothing has changed if it raises.
         """
         entry = part.newest.get(key)
         if entry:
@@ -183,7 +197,7 @@ class Engine(Keyspace):
             opcode, prev_seqno, rev_seqno = known.opcode, known.seqno, known.rev_seqno
             self.item_cache.take(part, key)
         else:
-            opcode, _, _, _, _, prev_seqno, rev_seqno = self._versions.meta_below(part, key, entry)
+            opcode, _, _, _, _, prev_seqno, rev_seqno = self.versions.meta_below(part, key, entry)
         cas = self._cas_floor
         if cas <= part.max_cas:
             cas = part.max_cas + 1
@@ -197,20 +211,8 @@ class Engine(Keyspace):
             )
             + body
         )  # fmt: skip
-        self._pending.append(entry)
-        part.append_entry(entry)
-        part.newest[key] = entry
-        part.high_seqno = seqno
+        self.keyspace.apply(part, key, entry, seqno, opcode != MUTATION)
         part.max_cas = cas
-        if part.last_group != self.group:
-            part.last_group = self.group
-            self._touched.append(part)
-        if opcode != MUTATION:
-            part.item_count += 1
-            if key[0]:
-                part.tally.count(collection_of(key), 1)
-        if key[0]:
-            part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
         if expiry:
             self.due.active.add(expiry, entry)
         return cas
@@ -245,14 +247,15 @@ class Engine(Keyspace):
         keeps_cas: bool = True,
         fits_meta: bool = False,
     ) -> Outcome:
-        """Store or remove a document with a revision and a CAS (`new_cas`) from elsewhere. `body`
-        is key and value; of a removal (`opcode` DELETION or EXPIRATION) the key alone, and `expiry`
-        is its time. A `cas` other than 0 must be the document's own.
+        """Store or remove a document with a revision and a CAS (`new_cas`) from elsewhere.
 
-        KEY_EEXISTS: what is there, a deletion too, has a higher revision, or the same and a CAS
-        that is not lower (kv_engine's rule, conflict_resolution_mode seqno). CAS_VALUE_INVALID: the
-        CAS is above `cas_max`. With `fits_meta` it is replaced then, and says nothing in a
-        conflict; a revision that is too high becomes the highest.
+        `body` is key and value. For a removal (`opcode` DELETION or EXPIRATION) it is the key, and
+        `expiry` is the time of the removal. A `cas` other than 0 must be the document's own.
+
+        KEY_EEXISTS: the present version (perhaps a deletion) has a higher revision, or the same
+        revision and no lower CAS (kv_engine's rule, conflict_resolution_mode seqno).
+        CAS_VALUE_INVALID: the CAS is above `cas_max`. With `fits_meta` such a CAS is replaced, and
+        counts as 0 in the conflict. A revision that is too high becomes the highest one.
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
@@ -263,7 +266,7 @@ class Engine(Keyspace):
             new_cas, keeps_cas = 0, False
         rev_seqno = min(rev_seqno, REV_SEQNO_MAX)
         entry = part.newest.get(key)
-        known = _UNPACK_META(entry) if entry else self._versions.meta_below(part, key, entry)
+        known = _UNPACK_META(entry) if entry else self.versions.meta_below(part, key, entry)
         old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
         if cas:
             if old_opcode != MUTATION:
@@ -291,23 +294,24 @@ class Engine(Keyspace):
                 prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
                 vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, expiry,
             )  # fmt: skip
-        self._applied(part, key, head + body, seqno)
+        entry = head + body
+        self.keyspace.apply(
+            part, key, entry, seqno, (opcode == MUTATION) - (old_opcode == MUTATION)
+        )
         part.max_cas = max(part.max_cas, new_cas)
-        if (opcode == MUTATION) != (old_opcode == MUTATION):
-            self.count(part, key, 1 if opcode == MUTATION else -1)
         if opcode == MUTATION and expiry:
-            self.due.active.add(expiry, head + body)
+            self.due.active.add(expiry, entry)
         return 0, new_cas, seqno
 
     def put_frames(
         self, frames: Frames, *, resolves_conflict: bool = True, fits_meta: bool = False
     ) -> tuple[int, int, int, int]:
-        """Do what `put_with_meta` does, for each of these frames in order, keeping their CAS.
+        """Do what `put_with_meta` does for each of these frames in order, keeping their CAS.
 
-        Return status, how many were applied, how many lost against what is there, and of how many
-        the CAS was replaced. Nothing was changed where one has a CAS that is too high and
-        `fits_meta` is not given, and where data that it has to compare with is damaged
-        (StoreDamagedError).
+        Return the status, how many frames were applied, how many lost a conflict, and how many got
+        another CAS. Without `fits_meta`, a CAS that is too high refuses the whole packet. Raises
+        StoreDamagedError if data needed for a comparison is damaged. In both cases nothing was
+        changed.
         """
         part = self.partitions[frames.vb_id]
         if part.state != 1 or part.is_backed_up:
@@ -330,11 +334,11 @@ class Engine(Keyspace):
         keys, opcodes = frames.keys, frames.opcodes
         first_seqno = part.high_seqno + 1
         entries = frames.entries(first_seqno, prev_seqnos, part.epoch)
-        self._applied_many(part, keys, entries)
+        self.keyspace.apply_many(part, keys, entries)
         part.max_cas = max(part.max_cas, *frames.cas)
         self._count_many(part, frames, live)
         if not frames.has_default_keys_only:
-            known = self.manifest.collections
+            known = self.keyspace.manifest.collections
             for seqno, key in enumerate(keys, first_seqno):
                 if key[0]:
                     part.tally.note(key, seqno, seqno - 1, known)
@@ -346,32 +350,25 @@ class Engine(Keyspace):
         return 0, len(entries), count - len(entries), len(replaced)
 
     def _count_many(self, part: Partition, frames: Frames, live: list[bool] | None) -> None:
-        """Count the documents of frames; `live`: which of them replace one, None: none does."""
+        """Count the documents of frames. `live` says which replace a document; None: none does."""
         if live is None and frames.has_default_keys_only:
             part.item_count += len(frames) - len(frames.removals)
             return
         was_live = live or [False] * len(frames)
         for key, opcode, before in zip(frames.keys, frames.opcodes, was_live, strict=True):
             if (opcode == MUTATION) != before:
-                self.count(part, key, -1 if before else 1)
-
-    def _applied_many(self, part: Partition, keys: Sequence[bytes], entries: list[bytes]) -> None:
-        self._pending += entries
-        part.active.entries += entries
-        part.newest.update(zip(keys, entries, strict=True))
-        part.high_seqno += len(entries)
-        if part.last_group != self.group:
-            part.last_group = self.group
-            self._touched.append(part)
+                self.keyspace.count(part, key, -1 if before else 1)
 
     def _winners(
         self, part: Partition, frames: Frames, *, is_forced: bool
     ) -> tuple[list[int], list[int], list[bool], dict[int, int]]:
-        """Return the indexes of the frames that win against what is there, the seqno that each
-        replaces, whether it replaces a document, and, by index, the CAS of those whose own is too
-        high: that says nothing in a conflict. Reads, changes nothing.
+        """Resolve conflicts; change nothing.
+
+        Return the indexes of the frames that win, the seqno that each of these replaces, whether it
+        replaces a document, and index -> new CAS for frames whose own is too high. Such a CAS
+        counts as 0 in a conflict.
         """
-        below, newest, cas_max = self._versions.meta_below, part.newest, self.cas_max
+        below, newest, cas_max = self.versions.meta_below, part.newest, self.cas_max
         known: dict[bytes, tuple[int, int, int, int]] = {}
         indexes: list[int] = []
         prev_seqnos: list[int] = []
@@ -401,7 +398,7 @@ class Engine(Keyspace):
         return indexes, prev_seqnos, live, replaced
 
     def get(self, vb_id: int, key: bytes) -> StoredDocument | int:
-        """Return the newest applied document, or the status that says why there is none."""
+        """Return the newest version of a document, or the status that says why there is none."""
         part = self.partitions[vb_id]
         if part.state != 1:
             return Status.NOT_MY_VBUCKET
@@ -417,12 +414,12 @@ class Engine(Keyspace):
         )
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
-        """Return the newest version of a key, applied or older, None where it is no document (any
-        more). The partition is active.
+        """Return the newest version of a key, None if it is not a document. The partition must be
+        active.
         """
         entry: bytes | None = part.newest.get(key)
         if entry is None:
-            entry = self._versions.entry_below(part, key)
+            entry = self.versions.entry_below(part, key)
         if not entry or entry[OPCODE_AT] != MUTATION:
             return None
         if entry[_EXPIRY_AT : _EXPIRY_AT + 4] != _NO_EXPIRY and self.expire_if_due(part, key):
@@ -430,7 +427,7 @@ class Engine(Keyspace):
         return entry
 
     def meta(self, vb_id: int, key: bytes) -> StoredMeta | int:
-        """Return all but the value of a key's newest version, a deletion too, or the status that
+        """Return the metadata of a key's newest version (perhaps a deletion), or the status that
         says why there is none.
         """
         part = self.partitions[vb_id]
@@ -441,11 +438,11 @@ class Engine(Keyspace):
         return self._newest_meta(part, key) or Status.KEY_ENOENT
 
     def newest_meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
-        """Return what is known of a key's newest version, due or not; None: nothing."""
+        """Return the metadata of a key's newest version, whether or not it is due; None: none."""
         return self._newest_meta(self.partitions[vb_id], key)
 
     def _newest_meta(self, part: Partition, key: bytes) -> StoredMeta | None:
-        """Return what is known of a key's newest version, without its value; None: nothing."""
+        """Return the metadata of a key's newest version; None if there is none."""
         entry: bytes | None = part.newest.get(key)
         if entry is None and part.frozen is not None:
             entry = part.frozen.newest.get(key)
@@ -464,30 +461,11 @@ class Engine(Keyspace):
 
     def delete_up_to(self, vb_id: int, key: bytes, seqno: int) -> None:
         """Delete a document if its newest version is not above `seqno`."""
-        if key[0] and not self.is_reachable(key):
+        if key[0] and not self.keyspace.is_reachable(key):
             return
         meta = self.meta(vb_id, key)
         if not isinstance(meta, int) and meta.opcode == MUTATION and meta.seqno <= seqno:
             self._delete(self.partitions[vb_id], key, meta.seqno, meta.rev_seqno)
-
-    def keys_in_memory(
-        self, vb_id: int, start_seqno: int, end_seqno: int, limit: int
-    ) -> list[tuple[int, bytes]]:
-        """Return up to `limit` (seqno, key) of the versions in [start, end] that are not merged."""
-        found: list[tuple[int, bytes]] = []
-        for layer in self.partitions[vb_id].layers():
-            entries = layer.entries
-            for index in range(layer.position_of(start_seqno), len(entries)):
-                entry = entries[index]
-                seqno = seqno_of(entry)
-                if seqno > end_seqno or len(found) == limit:
-                    return found
-                found.append((seqno, key_of(entry)))
-        return found
-
-    def keys_in_store(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
-        """Return up to `limit` merged keys > `after`, ascending; deleted ones too."""
-        return self._store.keys(vb_id, after, limit) if self.partitions[vb_id].merged_seqno else []
 
     def _delete(self, part: Partition, key: bytes, prev_seqno: int, rev_seqno: int) -> Outcome:
         new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
@@ -518,14 +496,13 @@ class Engine(Keyspace):
     def _applied_removal(
         self, part: Partition, key: bytes, entry: bytes, new_cas: int, seqno: int
     ) -> None:
-        self._applied(part, key, entry, seqno)
+        self.keyspace.apply(part, key, entry, seqno, -1)
         part.max_cas = new_cas
-        self.count(part, key, -1)
 
     def expire(self, vb_id: int, key: bytes) -> bool:
-        """Remove a document whose time is over: an expiry is a change with a seqno of its own.
+        """Remove a document that is due; the expiry is a change with its own seqno.
 
-        False: it is not over, or there is no document.
+        Return False if there is no document or it is not due.
         """
         part = self.partitions[vb_id]
         meta = self._due_meta(part, key)
@@ -535,8 +512,9 @@ class Engine(Keyspace):
         return True
 
     def _meta_to_change(self, part: Partition, key: bytes) -> StoredMeta:
-        """Return what is known of a key's newest version, for who may replace it; who does takes it
-        out of the cache. A document whose time is over expires first. The partition takes writes.
+        """Return the metadata of a key's newest version, for a caller that may replace it. One that
+        does must remove it from the cache. A due document expires first. The partition must take
+        writes.
         """
         known = self._newest_meta(part, key)
         if known is None:
@@ -548,8 +526,9 @@ class Engine(Keyspace):
         return known
 
     def expire_if_due(self, part: Partition, key: bytes) -> bool:
-        """Do so because somebody asked for the document; where writers are held back, it is as
-        good as gone, and the change is made later.
+        """Expire a document that somebody asked for, if it is due; return whether it is.
+
+        While the partition refuses writes, a due document counts as gone and expires later.
         """
         meta = self._due_meta(part, key)
         if meta is None:
@@ -567,7 +546,7 @@ class Engine(Keyspace):
 
 
 def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
-    """Whether each key is there once, and was never in the partition. False: perhaps not."""
+    """Whether the keys are distinct and surely not in the partition."""
     if part.merged_seqno:
         return False
     distinct = set(keys)

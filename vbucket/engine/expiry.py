@@ -1,14 +1,14 @@
-"""The pager: documents expire when their time is over, whether or not anybody asks for them.
+"""The pager: expires documents that are due, even if nobody asks for them.
 
-Who calls it: the node, a slice at a time. Each expiry is a change with a seqno of its own, as an
-access would have made it; streams send it like any change.
+Who calls it: the node, a slice at a time. Each expiry is a change with its own seqno, the same one
+that an access makes; streams send it like any change.
 
 Invariants
-- an entry only says when to look: the document's newest version decides, and the engine's clock;
-- only partitions that take writes are touched: active ones that no takeover waits for. What was due
-  in another one is looked at again once it takes writes;
-- a row of the store is looked at once between two merges, which alone remove rows;
-- what belongs to a dropped collection is left to compaction.
+- an entry only says when to look: the document's newest version and the engine's clock decide;
+- only partitions that take writes are touched: active ones without a takeover. Due documents of
+  other partitions are looked at again once these take writes;
+- each row of the store is looked at once between two merges, because only merges remove rows;
+- documents of dropped collections are left to compaction.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vbucket.store.environment import StoreDamagedError
 from vbucket.store.store import Store
 
 SLICE_LOOKS: Final = 150
-"""Entries of one slice: 1 to 2 ms, all of them expiring."""
+"""Entries per slice: 1 to 2 ms if all of them expire."""
 DAMAGES_MAX: Final = 16
-"""Texts kept of one slice."""
+"""Error texts kept per slice."""
 
 
 class Pager:
@@ -37,22 +37,23 @@ class Pager:
         self._store = store
         self._generation = -1
         self._after = b""
-        """The last row of the store that was looked at."""
+        """The last row of the store that was processed."""
         self._blocked: set[int] = set()
-        """Partitions whose due documents were passed over."""
+        """Partitions with due documents that were skipped."""
         self.expired = 0
         """Documents that expired here."""
         self.damages: list[str] = []
-        """What could not be read; whoever logs it clears it."""
+        """Errors of unreadable data; the caller logs and clears them."""
 
     def step(self, now_ns: int, looks_max: int = SLICE_LOOKS) -> bool:
-        """Look at up to `looks_max` due entries; False: more are due. `now_ns` is Unix time.
+        """Process up to `looks_max` due entries; return False if more are due. `now_ns` is Unix
+        time.
 
-        Nothing is done, and True returned, while merging is behind or writes are refused: writers
-        come first.
+        While merging is behind or writes are refused, it does nothing and returns True: clients'
+        writes have priority.
         """
         engine = self._engine
-        if not engine.has_room or engine.write_refusal:
+        if not engine.keyspace.has_room or engine.write_refusal:
             return True
         engine.begin_batch(now_ns)
         now_s = now_ns // 1_000_000_000
@@ -71,7 +72,7 @@ class Pager:
         return looks_max > 0
 
     def _unblock(self) -> None:
-        """Look again at partitions that take writes now; at the store's rows after a merge."""
+        """Resume partitions that take writes again, and after a merge the rows of the store."""
         due = self._engine.due
         if self._generation != due.generation:
             self._generation = due.generation
@@ -86,7 +87,7 @@ class Pager:
         try:
             for row, value in self._store.due_rows(self._after, now_s):
                 yield row, bytes(value)
-        except StoreDamagedError as error:  # the table itself: what follows cannot be reached
+        except StoreDamagedError as error:  # the table itself: later rows cannot be reached
             self._note(error)
 
     def _look_at_entry(self, layer: DueLayer, entry: bytes) -> None:
@@ -109,7 +110,7 @@ class Pager:
             self._blocked.add(vb_id)
 
     def _look_at(self, vb_id: int, key: bytes) -> None:
-        if not self._engine.is_reachable(key):
+        if not self._engine.keyspace.is_reachable(key):
             return
         try:
             self.expired += self._engine.expire(vb_id, key)

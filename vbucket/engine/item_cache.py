@@ -1,31 +1,30 @@
-"""The item cache: entries that the store has too, so that a read of them stays in memory. Sans-IO.
+"""The item cache: keeps entries of the store in memory, so that reads of them need no look-up.
+Sans-IO.
 
-The dictionaries themselves are each partition's, `recent` and `older`, for the hot path reads them
-directly; this module changes them, and bounds all of them together by one budget. What was read
-since a partition's last turn is in `recent`; a look-up that finds its key in `older` moves it.
-Where the budget is exceeded, the next partition in turn drops `older`, and `recent` takes its
-place.
+Each partition has two dictionaries, `recent` and `older`, which the hot path reads directly. Only
+this module changes them; one budget bounds all of them together. Entries that were used since the
+partition's last turn are in `recent`; a look-up that finds its key in `older` moves it there. When
+the budget is exceeded, the next partition in turn drops `older`, and `recent` becomes `older`.
 
-Who calls it: the engine (through `Keyspace` and `Versions`), the session's GET.
+Who calls it: the engine (also through `Keyspace` and `Versions`), the session's GET.
 
 Invariants
-- the active and the frozen layer are asked first. Of a key that neither holds, a cached entry is
-  the newest version that the partition has in the store. What keeps this true:
-    - an entry comes in when it was just read from the store for such a key (`add`), or when the
-      frozen layer goes that a merge has brought into the store (`absorb`), which overwrites what
-      is here. Nothing but a merge changes what the store says of a document's newest version;
-    - every change of a key, and a rollback of one, puts it into the active layer at once, so what
-      is here is hidden until the frozen layer that holds the change is absorbed. Whoever looks a
-      key up in order to replace it takes it out (`take`): a superseded entry would waste room;
-    - a partition that is emptied is emptied here, too (`clear`). Where nothing of the store is
-      ours (merged_seqno 0), nothing is cached;
+- the active and the frozen layer are asked first. For a key in neither of them, a cached entry is
+  the newest version that the partition has in the store, because
+    - entries come from two sources: they were just read from the store for such a key (`add`), or
+      they are a frozen layer that a merge has brought into the store (`absorb`), which overwrites
+      cached entries. Only a merge changes the newest version of a document in the store;
+    - every change or rollback of a key goes into the active layer at once. That hides the cached
+      entry until the frozen layer with the change is absorbed. A caller that looks up a key to
+      replace it removes the entry (`take`), because a superseded entry would waste memory;
+    - emptying a partition empties its cache (`clear`). With merged_seqno 0 nothing is cached;
 - no key is in both dictionaries of a partition;
-- `held_bytes` is the sum over all entries of `cost`, and at most `bytes_max` after every call;
-- no dictionary holds more than about GENERATION_BYTES_MAX, so that none takes long to grow or go.
+- `held_bytes` is the sum of the costs of all entries, and at most `bytes_max` after every call;
+- no dictionary holds more than about GENERATION_BYTES_MAX, so none takes long to grow or to free.
 
-A deletion's entry, or b"" for a key that is known not to exist, may be cached as well: it says that
-there is no document. Of what it says beyond that, nothing is used, because compaction may have
-dropped the tombstone.
+The entry of a deletion, or b"" for a key that does not exist, may be cached, too. It only says that
+there is no document. Its other fields are not used, because compaction may have dropped the
+tombstone.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from typing import Final
 from vbucket.engine.partition import Partition
 
 ITEM_OVERHEAD_BYTES: Final = 140
-"""What an entry takes beyond the bytes of entry and key: two objects of 33 bytes, rounded up to 16,
-and 37 to 55 of a dictionary. Measured: docs/lab-notes.md."""
+"""Memory per entry beyond the bytes of entry and key: two objects of 33 bytes, rounded up to 16,
+and 37 to 55 bytes of a dictionary. Measured in docs/lab-notes.md."""
 GENERATION_BYTES_MAX: Final = 8 << 20
-"""Of one dictionary: some 23,000 documents of 128 bytes, which grow, and go, in 1 ms."""
+"""Limit of one dictionary: about 23,000 documents of 128 bytes, which are freed in 1 ms."""
 
 
 class ItemCache:
@@ -59,12 +58,12 @@ class ItemCache:
     def resize(self, bytes_max: int) -> None:
         """Set the budget."""
         self.bytes_max = bytes_max
-        # Half, so that a partition alone does not lose all that it has at its turn.
+        # Half of the budget, so that a turn does not drop all entries of a single partition.
         self._generation_bytes_max = min(GENERATION_BYTES_MAX, bytes_max // 2)
         self._shrink()
 
     def find(self, part: Partition, key: bytes) -> bytes | None:
-        """Return a key's entry, None where it is not here. Neither layer holds the key."""
+        """Return a key's entry, None if it is not cached. Neither layer has the key."""
         entry = part.recent.get(key)
         if entry is None:
             entry = part.older.pop(key, None)
@@ -80,12 +79,12 @@ class ItemCache:
         return entry
 
     def peek(self, part: Partition, key: bytes) -> bytes | None:
-        """Return what `find` would, and leave everything as it is: nobody reads the document."""
+        """Return what `find` would return, without counting it as a use."""
         entry = part.recent.get(key)
         return part.older.get(key) if entry is None else entry
 
     def add(self, part: Partition, key: bytes, entry: bytes) -> None:
-        """Keep what was just read from the store for a key that is neither here nor in a layer."""
+        """Cache an entry just read from the store. The key is neither cached nor in a layer."""
         size = len(entry) + len(key) + ITEM_OVERHEAD_BYTES
         if size > self._generation_bytes_max:
             return
@@ -99,7 +98,7 @@ class ItemCache:
             self._shrink()
 
     def take(self, part: Partition, key: bytes) -> bytes | None:
-        """Remove a key that is about to change; return its entry, None where it was not here."""
+        """Remove a key that is about to change; return its entry, None if it was not cached."""
         size = len(key) + ITEM_OVERHEAD_BYTES
         entry = part.recent.pop(key, None)
         if entry is not None:
@@ -115,9 +114,9 @@ class ItemCache:
         return entry
 
     def absorb(self, part: Partition, newest: dict[bytes, bytes]) -> None:
-        """Take over what a merge has brought into the store, instead of what is here of the keys.
+        """Cache the entries that a merge has brought into the store, replacing those cached before.
 
-        `newest` goes with its layer: it may be kept.
+        `newest` belongs to a layer that is dropped, so the dictionary may be kept.
         """
         if not self.bytes_max:
             return
@@ -138,13 +137,13 @@ class ItemCache:
         self._shrink()
 
     def clear(self, part: Partition) -> None:
-        """Forget a partition."""
+        """Drop all entries of a partition."""
         self.held_bytes -= part.recent_bytes + part.older_bytes
         part.recent, part.older = {}, {}
         part.recent_bytes = part.older_bytes = 0
 
     def _turn(self, part: Partition) -> None:
-        """Drop what was not asked for since the last turn."""
+        """Drop the entries that were not used since the last turn."""
         self.held_bytes -= part.older_bytes
         part.older, part.older_bytes = part.recent, part.recent_bytes
         part.recent, part.recent_bytes = {}, 0
@@ -154,4 +153,4 @@ class ItemCache:
         while self.held_bytes > self.bytes_max:
             self._turn(self._partitions[self._hand])
             self._hand = (self._hand + 1) % len(self._partitions)
-        assert self.held_bytes >= 0, "what goes was counted when it came"
+        assert self.held_bytes >= 0, "every entry was counted when it was added"

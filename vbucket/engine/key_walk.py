@@ -29,14 +29,14 @@ class KeyWalk:
         StoreDamagedError.
         """
         if self._after_key is None:
-            found = self._engine.keys_in_memory(
+            found = self._engine.versions.keys_in_memory(
                 self._vb_id, self._next_seqno, self._end_seqno, keys_max
             )
             if found:
                 self._next_seqno = found[-1][0] + 1
                 return [key for _, key in found]
             self._after_key = b""
-        keys = self._engine.keys_in_store(self._vb_id, self._after_key, keys_max)
+        keys = self._engine.versions.keys_in_store(self._vb_id, self._after_key, keys_max)
         if keys:
             self._after_key = keys[-1]
         return keys

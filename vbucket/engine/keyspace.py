@@ -1,25 +1,29 @@
-"""The keyspace of a node: 1,024 partitions, their commit groups, versions and collections. Sans-IO.
+"""The partitions of a node, their commit groups, memtable layers and collections. Sans-IO.
 
-What every change has in common, whatever command it comes from: it goes into the newest layer of
-its partition and into the open commit group; groups are taken, committed in order and merged; a
-partition's history can branch; the log's groups can be applied again after a crash.
-`vbucket.engine.engine.Engine` adds the commands on documents.
+Everything that all changes have in common is here. A change goes into the active layer of its
+partition and into the open commit group. Groups are taken, committed in order, and merged. A
+partition's history can branch. `vbucket.engine.engine.Engine` has a keyspace and implements the
+commands on documents with it. The shell drives it like this:
+
+    take_group() -> Group      closes the open group; the shell writes it as one log record
+    group_committed(group)     the record is on disk: answers that waited for the group may leave,
+                               and streams of group.high_seqnos have something to send
+
+When `wants_freeze` is true, at a group boundary: freeze(), rotate the log, merge the sealed
+segments into the store, then merged(report), and drop_frozen() in slices.
 
 Invariants
-- an operation changes memory and `pending` together; nothing else ever reaches the log;
-- a group's number is one more than its predecessor's; at most the open group is unnumbered by the
-  log, groups commit in order;
-- what an answer observed was changed by a group <= the `last_group` of its partition, so an answer
-  that waits for that group never shows what a crash can take back;
-- streams read at or below `committed_seqno` only.
+- every change goes into memory and into `pending` together; nothing else reaches the log;
+- groups are numbered without gaps and commit in order; only the open group is not in the log yet;
+- whatever an answer shows was changed by a group <= the `last_group` of its partition; an answer
+  that waits for that group never shows what a crash can undo.
 
-Rules: architecture of the write path, kv_engine's semantics of CAS (hybrid clock), rev_seqno
-(counts a document's revisions, deletes included) and failover tables.
+Rules: kv_engine's failover tables and system events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
@@ -30,16 +34,13 @@ from vbucket.engine.versions import Versions
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import (
-    DATATYPE_AT,
     LOG_CONTROL,
     META,
     head_of,
     is_deleted,
     pack_control,
     pack_system_event,
-    prev_seqno_of,
     seqno_of,
-    value_of,
 )
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import (
@@ -54,8 +55,7 @@ from vbucket.model.manifest import (
 from vbucket.store.due import DueDocuments
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import Mended
-from vbucket.store.runs import RunBatch
-from vbucket.store.store import Accepts, FrameBatch, Store
+from vbucket.store.store import Store
 from vbucket.upkeep.merge import NODE_VB_ID, MergeReport
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
@@ -64,11 +64,11 @@ EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _UNPACK_META: Final = META.unpack_from
 
 OVERFULL: Final = 2
-"""Memtables that the store may be behind: a frozen one that is being merged, and a full one. With
-more, writers that are faster than merging would wait less often, and longer each time."""
+"""How many memtables the store may lag behind: one that is being merged, and a full one. With a
+higher limit, writers that outrun merging would wait less often but longer."""
 ROOMY: Final = 1.5
-"""Memtables below which work that can wait writes too: half of one is left to writers, so that it
-is not this work which makes them wait, and while one is merged it need not stand still."""
+"""Background work writes only below this many memtables. It leaves half a memtable to clients, so
+it never makes them wait, and it need not stop while a memtable is merged."""
 
 
 class BranchRefusedError(Exception):
@@ -76,14 +76,14 @@ class BranchRefusedError(Exception):
 
 
 class FloorError(BranchRefusedError):
-    """A partition cannot go back there because its history does not reach so far; to 0 it can."""
+    """The branch point is below the history floor. A branch at 0 is still possible."""
 
 
 class Branch(NamedTuple):
     """A new partition version that an operator asked for.
 
-    `undone_keys` have another version than before, or none; of a branch at 0 it is the documents
-    that were there, because finding all keys would take longer than undoing them.
+    `undone_keys` counts the keys whose newest version changed. For a branch at 0 it counts the
+    documents that were there: finding all keys would take longer than undoing them.
     """
 
     vb_id: int
@@ -94,7 +94,7 @@ class Branch(NamedTuple):
 
 
 class Keyspace:
-    """See the module. `vbucket.engine.engine.Engine` is the one that is used."""
+    """See the module. The engine reads and writes `pending` and `touched` on its hot path."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Keyspace:
             )
         self.partitions: list[Partition] = []
         self.item_cache = ItemCache(self.partitions, item_cache_bytes)
-        self._versions = Versions(store, self.item_cache)
+        self.versions = Versions(store, self.partitions, self.item_cache)
         for vb_id in range(num_vbuckets):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
@@ -142,16 +142,12 @@ class Keyspace:
         self.group = 1
         """Number of the open group."""
         self.committed_group = 0
-        self._pending: list[bytes] = []
-        self._touched: list[Partition] = []
+        self.pending: list[bytes] = []
+        self.touched: list[Partition] = []
         self._branched: list[int] = []
         self._restated: list[int] = []
         self._in_flight: list[CommitGroup] = []
-        self._refusals: dict[Hold, str] = {}
         self.due = DueDocuments()
-        self.expired_on_access = 0
-        self._cas_floor = 0
-        self._now_s = 0
         self.active_bytes = 0
         self.frozen_bytes = 0
         self.is_merging = False
@@ -165,25 +161,43 @@ class Keyspace:
         self._merge_wanted_for = 0
         """A merge of the groups up to this one is asked for; 0: none."""
 
-    def _applied(self, part: Partition, key: bytes, entry: bytes, seqno: int) -> None:
-        self._pending.append(entry)
+    def apply(self, part: Partition, key: bytes, entry: bytes, seqno: int, documents: int) -> None:
+        """Apply a change: put it into the memtable and into the open group.
+
+        `documents` is how many live documents there are more: 1, 0 or -1.
+        """
+        self.pending.append(entry)
         part.append_entry(entry)
         part.newest[key] = entry
         part.high_seqno = seqno
         if part.last_group != self.group:
             part.last_group = self.group
-            self._touched.append(part)
+            self.touched.append(part)
         if key[0]:
             part.tally.note(key, seqno, seqno - 1, self.manifest.collections)
+            if documents:
+                self.count(part, key, documents)
+        else:
+            part.item_count += documents
+
+    def apply_many(self, part: Partition, keys: Sequence[bytes], entries: list[bytes]) -> None:
+        """Apply changes with consecutive seqnos. The caller notes them in the tally."""
+        self.pending += entries
+        part.active.entries += entries
+        part.newest.update(zip(keys, entries, strict=True))
+        part.high_seqno += len(entries)
+        if part.last_group != self.group:
+            part.last_group = self.group
+            self.touched.append(part)
 
     def broken_invariant(self) -> str:
-        """Say what an exception left half done in the open group, "" where that is nothing.
+        """Return what an exception left half done in the open group, "" if nothing.
 
-        Memory and `_pending` change together, `_pending` first and `high_seqno` last, so a change
-        that was cut short is one that is pending and not at the end of its partition.
+        A change first goes into `pending`, and sets `high_seqno` last. So an interrupted change is
+        pending, but not at the end of its partition.
         """
         newest: dict[int, int] = {}
-        for entry in self._pending:
+        for entry in self.pending:
             head = head_of(entry)
             if head.opcode == LOG_CONTROL:
                 newest.pop(head.vb_id, None)  # a branch may have cut what came before
@@ -197,7 +211,7 @@ class Keyspace:
         return ""
 
     def count(self, part: Partition, key: bytes, documents: int) -> None:
-        """Count live documents in or out; those of dropped collections do not count."""
+        """Add to the number of live documents; documents of dropped collections do not count."""
         if key[0]:
             collection_id = collection_of(key)
             if collection_id not in self.manifest.collections:
@@ -210,25 +224,25 @@ class Keyspace:
     @property
     def has_pending(self) -> bool:
         """Whether the open group holds anything."""
-        return bool(self._pending)
+        return bool(self.pending)
 
     def take_group(self) -> CommitGroup | None:
-        """Close the open group and return it; None when there is nothing in it."""
-        if not self._pending:
+        """Close the open group and return it; None if it is empty."""
+        if not self.pending:
             return None
-        payload = b"".join(self._pending)
+        payload = b"".join(self.pending)
         group = CommitGroup(
             self.group,
             payload,
-            {part.vb_id: part.high_seqno for part in self._touched},
+            {part.vb_id: part.high_seqno for part in self.touched},
             self._branched,
             self._restated,
-            len(self._pending),
+            len(self.pending),
             self.manifest if self.manifest_group == self.group else None,
         )
         self.active_bytes += len(payload)
-        self._pending = []
-        self._touched = []
+        self.pending = []
+        self.touched = []
         self._branched = []
         self._restated = []
         self._in_flight.append(group)
@@ -236,7 +250,7 @@ class Keyspace:
         return group
 
     def group_committed(self, group: CommitGroup, *, is_synced: bool = True) -> None:
-        """The group is in the log (and on disk, if `is_synced`): it may be seen now."""
+        """Publish a group that is in the log (and on disk, if `is_synced`)."""
         assert self._in_flight, "a group commits after it was taken"
         assert self._in_flight[0] is group, "groups commit in the order they were taken"
         del self._in_flight[0]
@@ -251,17 +265,17 @@ class Keyspace:
                 part.persisted_seqno = seqno
 
     def synced(self) -> None:
-        """Everything that was committed without a sync is on disk now (`interval` durability)."""
+        """Take note that everything committed is on disk (durability `interval`)."""
         for part in self.partitions:
             part.persisted_seqno = part.committed_seqno
 
     # -- versions and states -----------------------------------------------------------------
 
     def branch(self, vb_id: int, at_seqno: int) -> Branch:
-        """Begin a new version of a partition at `at_seqno`; what follows is undone exactly.
+        """Begin a new version of a partition at `at_seqno` and undo all changes above it.
 
-        Raises BranchRefusedError where the partition cannot go back there; nothing is changed then,
-        nor where damaged data (StoreDamagedError) is in the way.
+        Raises BranchRefusedError if the partition cannot go back there, and StoreDamagedError if
+        damaged data is in the way. In both cases nothing was changed.
         """
         part = self.partitions[vb_id]
         if at_seqno > part.high_seqno:
@@ -280,9 +294,9 @@ class Keyspace:
         undone_keys = self.roll_back(part, at_seqno)
         self._begin_version(part, at_seqno)
         if not at_seqno and vb_id in self.quarantined:
-            # What the log said of its state before is not merged, and no longer needed otherwise.
+            # Merges left out the partition's earlier state entry, so write it again.
             state = {"kind": "state", "state": int(part.state)}
-            self._pending.append(pack_control(vb_id, state))
+            self.pending.append(pack_control(vb_id, state))
         for group in self._in_flight:
             if vb_id in group.high_seqnos:
                 group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
@@ -303,29 +317,29 @@ class Keyspace:
         part.branch_group = self.group
 
     def add_control(self, part: Partition, document: dict[str, object]) -> None:
-        """Put what was done to a partition into the open group, beside its changes."""
-        self._pending.append(pack_control(part.vb_id, document))
+        """Put a control entry of a partition into the open group."""
+        self.pending.append(pack_control(part.vb_id, document))
         if document["kind"] == "state":
             self._restated.append(part.vb_id)
         if part.last_group != self.group:
             part.last_group = self.group
-            self._touched.append(part)
+            self.touched.append(part)
 
     def roll_back(self, part: Partition, seqno: int) -> int:
-        """Undo what lies above `seqno` in memory, for a branch; return how many keys changed back.
+        """Undo what lies above `seqno` in memory, for a branch; return how many keys changed.
 
-        Reads all that it needs before it changes anything: damaged data stops it without a trace.
+        It reads everything first, so nothing has changed when it raises StoreDamagedError.
         """
         if not seqno:
             documents_before = part.item_count
             part.empty()
             self.item_cache.clear(part)
             return documents_before
-        first_changes = self._versions.first_changes_after(part, seqno)
+        first_changes = self.versions.first_changes_after(part, seqno)
         restored: dict[bytes, bytes] = {}
         documents: dict[bytes, int] = {}
         for key, prev_seqno in first_changes.items():
-            entry = self._versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
+            entry = self.versions.entry_at(part, prev_seqno) if prev_seqno else ABSENT
             if entry is None:
                 if prev_seqno > part.purge_seqno and self.is_reachable(key):
                     raise StoreDamagedError(
@@ -336,7 +350,7 @@ class Keyspace:
             restored[key] = entry
             documents[key] = bool(entry and not is_deleted(entry)) - self._is_live(part, key)
         tally = CollectionCounts(part.tally.to_document())
-        tally.roll_back(seqno, self._versions.backward(part, seqno))
+        tally.roll_back(seqno, self.versions.backward(part, seqno))
         part.tally = tally
         for key, change in documents.items():
             if change:
@@ -351,13 +365,13 @@ class Keyspace:
         entry = part.newest.get(key)
         if entry:
             return not is_deleted(entry)
-        return self._versions.meta_below(part, key, entry)[0] == MUTATION
+        return self.versions.meta_below(part, key, entry)[0] == MUTATION
 
     def raise_floor(self, vb_id: int, floor: int, purge: int) -> None:
-        """Give up the states below `floor`, and tombstones at or below `purge`, from now on.
+        """Give up the states below `floor` and the tombstones at or below `purge`.
 
-        Neither falls. `floor` is the seqno of a change; the store lets go of what is below after
-        it has merged the group that says so.
+        Neither number ever falls. `floor` is the seqno of a change. The store drops what is below
+        after it has merged the group that raised the floor.
         """
         part = self.partitions[vb_id]
         floor = max(floor, part.history_floor)
@@ -372,23 +386,24 @@ class Keyspace:
     # -- collections -------------------------------------------------------------------------
 
     def set_manifest(self, manifest: Manifest) -> None:
-        """Change which collections there are, at once; every active partition tells its streams.
+        """Replace the collections manifest. Each active partition gets the system events.
 
-        What a collection held that is no longer there is unreachable and counts no more.
+        Documents of a dropped collection are unreachable from now on and no longer counted.
         """
         events = events_between(self.manifest, manifest)
         self._adopt_manifest(manifest)
         self.manifest_group = self.group
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
-        self._pending.append(pack_control(NODE_VB_ID, document))
+        self.pending.append(pack_control(NODE_VB_ID, document))
         for part in self.partitions:
             if part.state == VbState.ACTIVE:
                 for event in events:
                     self._tell(part, event)
 
     def is_reachable(self, key: bytes) -> bool:
-        """Whether the collection of a stored key exists. What is not reachable waits for its
-        removal: streams leave it out, and compaction may take it away, its last version included.
+        """Whether the collection of a stored key exists.
+
+        Streams leave unreachable documents out, and compaction removes them entirely.
         """
         return collection_of(key) in self.manifest.collections
 
@@ -405,104 +420,56 @@ class Keyspace:
         part = self.partitions[vb_id]
         found = part.tally.default_seqno_at(seqno)
         if found is None:  # some changes that are not committed yet lie in between
-            backward = self._versions.backward(part, seqno)
+            backward = self.versions.backward(part, seqno)
             found = next((at for at, key in backward if not key[0]), 0)
         return found
 
     def tell_missing_events(self, part: Partition) -> None:
-        """Bring a partition's system events up to the manifest: it was rolled back behind some, or
-        was not active when they happened. The manifest is the node's and does not roll back.
+        """Add the system events that a partition lacks compared with the manifest.
+
+        It lacks some if it was rolled back below them, or was not active when they happened. The
+        manifest belongs to the node and does not roll back.
         """
         if self.manifest.uid:
-            for event in missing_events(self._versions.system_keys(part), self.manifest):
+            for event in missing_events(self.versions.system_keys(part), self.manifest):
                 self._tell(part, event)
 
     def check_system_events(self, part: Partition) -> None:
-        """Read what `tell_missing_events` needs, and raise StoreDamagedError where that cannot be:
-        for who will need it amid a change that must not stop halfway.
+        """Raise StoreDamagedError if `tell_missing_events` could not read what it needs.
+
+        Call it before a change that must not stop halfway.
         """
         if self.manifest.uid:
-            self._versions.system_keys(part)
+            self.versions.system_keys(part)
 
     def _tell(self, part: Partition, event: ManifestEvent) -> None:
         seqno = part.high_seqno + 1
         entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
-        self._applied(part, system_key(event), entry, seqno)
+        self.apply(part, system_key(event), entry, seqno, 0)
 
     def _adopt_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest
         for part in self.partitions:
             part.item_count -= part.tally.forget(manifest.collections)
 
-    # -- streams -----------------------------------------------------------------------------
-
-    def frames(
-        self,
-        vb_id: int,
-        start_seqno: int,
-        end_seqno: int,
-        opaque: bytes,
-        skip: Container[int],
-        bytes_max: int,
-        accepts: Accepts | None = None,
-    ) -> FrameBatch:
-        """Return `Versions.frames` of a partition; nothing that is not committed."""
-        part = self.partitions[vb_id]
-        assert end_seqno <= part.committed_seqno, "streams show what is committed"
-        return self._versions.frames(part, start_seqno, end_seqno, opaque, skip, bytes_max, accepts)
-
-    def runs(
-        self,
-        vb_id: int,
-        start_seqno: int,
-        end_seqno: int,
-        opaque: int,
-        skip: Collection[int],
-        bytes_max: int,
-        plain: int,
-    ) -> RunBatch | None:
-        """Return `Versions.runs` of a partition; nothing that is not committed."""
-        part = self.partitions[vb_id]
-        assert end_seqno <= part.committed_seqno, "streams show what is committed"
-        return self._versions.runs(part, start_seqno, end_seqno, opaque, skip, bytes_max, plain)
-
-    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
-        """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
-        return self._versions.superseded(self.partitions[vb_id], start_seqno, end_seqno)
-
-    def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
-        """Return seqno, datatype and value of the document that the change with `seqno` replaced.
-
-        None where there was none, or where that version is not kept any more.
-        """
-        part = self.partitions[vb_id]
-        entry = self._versions.entry_at(part, seqno)
-        prev_seqno = prev_seqno_of(entry) if entry else 0
-        # It may be gone: superseded below the history floor, or a tombstone that was purged.
-        before = self._versions.entry_at(part, prev_seqno) if prev_seqno else None
-        if not before or is_deleted(before):
-            return None
-        return prev_seqno, before[DATATYPE_AT], value_of(before)
-
     # -- merging -----------------------------------------------------------------------------
 
     @property
     def wants_freeze(self) -> bool:
-        """Whether the memtable is large enough to be merged, or a merge is asked for, and none is
-        under way.
+        """Whether a merge should begin: the memtable is full or a merge was asked for, and no other
+        merge is running.
         """
         is_due = self._merge_wanted_for or self.active_bytes >= self._memtable_bytes_max
         return bool(is_due) and not self.is_merging
 
     def merge_soon(self) -> int:
-        """Ask for a merge of all that was applied by now; return the group that it has to reach, 0
-        where everything is merged.
+        """Ask for a merge of all changes so far; return the group it must reach (0: none).
 
-        It begins with the open group; where that is empty, it gets an entry that changes nothing.
+        A merge begins at a group boundary. So an empty open group gets an entry without effect.
         """
-        if not (self._pending or self._in_flight or self.active_bytes):
+        if not (self.pending or self._in_flight or self.active_bytes):
             return self._frozen_group if self.is_merging else 0
-        if not self._pending:
+        if not self.pending:
             part = self.partitions[0]
             floor, purge = part.history_floor, part.purge_seqno
             self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
@@ -511,20 +478,20 @@ class Keyspace:
 
     @property
     def has_room(self) -> bool:
-        """Whether merging keeps up so far that work which can wait may write too."""
+        """Whether background work may write: merging keeps up with the clients."""
         return self.active_bytes + self.frozen_bytes < ROOMY * self._memtable_bytes_max
 
     @property
     def is_overfull(self) -> bool:
-        """Whether merging has fallen so far behind that writers must wait for it.
+        """Whether writers must wait because merging has fallen behind.
 
-        What is not merged has to be replayed after a crash, so more would be a longer start.
+        A start after a crash replays all that is not merged, so the limit bounds its time.
         """
         return self.active_bytes + self.frozen_bytes >= OVERFULL * self._memtable_bytes_max
 
     def freeze(self) -> None:
-        """Set the memtable aside for a merge. Only at a group boundary, nothing pending."""
-        assert not self._pending, "a freeze stands at a group boundary"
+        """Set the memtable aside for a merge. Nothing may be pending."""
+        assert not self.pending, "a freeze stands at a group boundary"
         assert not self.is_merging
         self.is_merging = True
         self._frozen_group = self.group - 1
@@ -536,7 +503,7 @@ class Keyspace:
         self.frozen_bytes, self.active_bytes = self.active_bytes, 0
 
     def merged(self, report: MergeReport) -> None:
-        """The store holds what was frozen; reads below go there from now on."""
+        """Take note that the store holds what was frozen; reads of it go to the store."""
         assert self.is_merging
         self._store.refresh()
         for vb_id, seqno in report.high_seqnos.items():
@@ -579,21 +546,21 @@ class Keyspace:
     # -- recovery ----------------------------------------------------------------------------
 
     def continue_after(self, group: int) -> None:
-        """Number the groups to come from here on: the log's last one is `group`."""
-        assert not self._pending, "groups are numbered before anything is written"
+        """Continue the numbering of groups after `group`, the last one in the log."""
+        assert not self.pending, "groups are numbered before anything is written"
         self.group = group + 1
         self.committed_group = group
 
     def replay_manifest(self, manifest: Manifest) -> None:
-        """Take the collections that the log tells of; they are committed."""
+        """Adopt a manifest from the log; it is committed."""
         self._adopt_manifest(manifest)
         self.committed_manifest = manifest
 
     def begin_new_versions(self, vb_ids: Iterable[int] | None = None) -> list[int]:
-        """Begin a new version of these partitions (None: of all) at their end: what somebody had
-        seen may be lost. Return the partitions; the entries are in the open group.
+        """Begin a new version of these partitions (None: all) at their end, because changes that
+        somebody saw may be lost. Return the partitions; the control entries are in the open group.
 
-        Nothing is undone and nothing is read, so damaged data is not in the way.
+        It undoes nothing and reads nothing, so damaged data is no obstacle.
         """
         chosen = range(len(self.partitions)) if vb_ids is None else vb_ids
         changed = list(chosen)

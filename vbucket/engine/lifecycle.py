@@ -1,14 +1,14 @@
-"""What happens to a whole partition: a failover, another state, a purge. Sans-IO.
+"""Operations on a whole partition: failover, change of state, purge. Sans-IO.
 
-Who calls it: the node, for operators and for people who test consumers. Each call changes memory
-and puts one or more control entries into the engine's open group, so that it is durable with that
-group, replayed at start and merged into the store like any change.
+Who calls it: the node, for operators and for tests of consumers. Each operation changes memory and
+puts control entries into the open group. So it is durable with that group, is replayed at a start,
+and is merged into the store like any change.
 
-Rules: becoming active makes a new version at the high seqno; the item at the
+Rules: a partition that becomes active begins a new version at the high seqno; the change at the
 high seqno is never purged.
 
-A purge here moves `purge_seqno`, which is what rollback decisions look at, and the history floor
-above it; the deletions go with the next compaction after that was merged.
+A purge raises `purge_seqno`, which rollback decisions use, and the history floor to one above it.
+The next compaction after the merge of that entry removes the deletions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class PurgeRefusedError(Exception):
 
 
 def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
-    """Do to a partition what the promotion of a replica does: a new version at the high seqno.
+    """Simulate the promotion of a replica: begin a new version at the high seqno.
 
-    `lost_seqnos`: the replica was behind by so many; they are undone first.
-    Raises BranchRefusedError where the partition cannot go back so far; nothing is changed then,
-    nor where damaged data (StoreDamagedError) is in the way.
+    `lost_seqnos` is how far the replica was behind; these changes are undone first. Raises
+    BranchRefusedError if the partition cannot go back so far, and StoreDamagedError if damaged data
+    is in the way. In both cases nothing was changed.
     """
     part = engine.partitions[vb_id]
     if lost_seqnos > part.high_seqno:
@@ -35,31 +35,31 @@ def failover(engine: Engine, vb_id: int, lost_seqnos: int = 0) -> Branch:
             f"vb {vb_id} ends at seqno {part.high_seqno}; it cannot lose {lost_seqnos}"
         )
     if lost_seqnos < part.high_seqno:  # nothing of the store is left at 0
-        engine.check_system_events(part)
-    branch = engine.branch(vb_id, part.high_seqno - lost_seqnos)
+        engine.keyspace.check_system_events(part)
+    branch = engine.keyspace.branch(vb_id, part.high_seqno - lost_seqnos)
     put_state(engine, vb_id, VbState.ACTIVE)
-    engine.tell_missing_events(part)
+    engine.keyspace.tell_missing_events(part)
     return branch
 
 
 def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
-    """Put a partition into a state. Return the new version where it became active.
+    """Change the state of a partition. Return the new version if it became active.
 
-    Where damaged data (StoreDamagedError) is in the way, nothing is changed.
+    Raises StoreDamagedError, before anything is changed.
     """
     part = engine.partitions[vb_id]
     becomes_active = state == VbState.ACTIVE != part.state
     if becomes_active:
-        engine.check_system_events(part)
+        engine.keyspace.check_system_events(part)
     put_state(engine, vb_id, state)
-    return engine.branch(vb_id, part.high_seqno) if becomes_active else None
+    return engine.keyspace.branch(vb_id, part.high_seqno) if becomes_active else None
 
 
 def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
-    """Purge a partition's deletions up to a seqno. It cannot go back below that one any more.
+    """Purge deletions up to a seqno (None: as far as allowed); return the purge seqno.
 
-    None: as far as is allowed. Return the purge seqno, which never falls.
-    Raises PurgeRefusedError at the high seqno and above.
+    The purge seqno never falls. The partition cannot branch at or below it any more. Raises
+    PurgeRefusedError at the high seqno and above, and where a read view is open.
     """
     part = engine.partitions[vb_id]
     if upto_seqno is None:
@@ -75,13 +75,13 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
                 f"vb {vb_id}: somebody reads it as of seqno {part.pins[0]}; it cannot be purged up "
                 f"to {upto_seqno} before that is done"
             )
-        engine.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
+        engine.keyspace.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
     return part.purge_seqno
 
 
 def put_state(engine: Engine, vb_id: int, state: VbState) -> None:
-    """Put a partition into a state within the same version: for takeovers, whose point that is."""
+    """Change the state of a partition without a new version, as takeovers need it."""
     part = engine.partitions[vb_id]
     if state != part.state:
         part.state = state
-        engine.add_control(part, {"kind": "state", "state": int(state)})
+        engine.keyspace.add_control(part, {"kind": "state", "state": int(state)})

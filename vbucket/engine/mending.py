@@ -1,19 +1,17 @@
 """Bringing a partition's CAS back to the clock. Sans-IO.
 
-A partition's own CAS follows the clock, but never falls: where somebody had set one that was far
-ahead (older versions took any), all that came after it are far ahead, too. CAS is taken as time, by
-the history window for one; and a CAS so high is refused elsewhere.
+The CAS of a partition follows the clock and never falls. If a client set one far ahead of the clock
+(older versions accepted any), all later ones are far ahead, too. That is a problem because a CAS
+serves as a time, for example for the history window, and because other nodes refuse such a CAS.
 
-    1. The highest CAS is lowered to the highest one that may come from elsewhere: above every CAS
-       that is not too far ahead. A control entry in the log says so. From then on changes have a
-       CAS that can be believed.
-    2. Every key whose newest version still has one that is too far ahead gets a new version with
-       the same content: a change like any other, for streams, backups and conflicts.
+    1. A control entry lowers the highest CAS to the highest one that may come from elsewhere. That
+       is above every CAS that is not too far ahead. From then on changes have a sound CAS.
+    2. Every key whose newest version still has a CAS too far ahead gets a new version with the same
+       content. It is an ordinary change for streams, backups and conflicts.
 
-What was replaced stays in the history as it is, until a compaction drops it. `Mended` says up to
-which seqno, so that neither checks nor windows of time stumble over it. Doing it again does what is
-left, after a crash in between for instance; a rollback to before brings old versions back as they
-were.
+Replaced versions stay in the history unchanged until a compaction drops them. `Mended` records up
+to which seqno there may be some, for checks and time windows. After a crash, calling it again does
+the rest. A rollback to before restores the old versions as they were.
 
 Who calls it: the node, for operators.
 """
@@ -33,11 +31,11 @@ from vbucket.store.key_record import StoredMeta
 from vbucket.store.records import Mended
 
 STEP_KEYS: Final = 150
-"""Keys of a step: 1 to 2 ms, if all of them are changed."""
+"""Keys per step: 1 to 2 ms if all of them are changed."""
 
 
 class MendingRefusedError(Exception):
-    """The partition takes no changes now; the text says why."""
+    """The partition takes no writes now; the text says why."""
 
 
 class Mending:
@@ -56,14 +54,14 @@ class Mending:
         if part.max_cas > self._cas_max:
             mended = Mended(part.high_seqno, engine.cas_max, now_ns)
             part.lower_cas(mended)
-            engine.add_control(part, {"kind": "cas", "mended": list(mended)})
+            engine.keyspace.add_control(part, {"kind": "cas", "mended": list(mended)})
         self._walk = KeyWalk(engine, vb_id, self._end_seqno)
         self.documents = 0
         self.deletions = 0
-        """Documents, and deleted ones, that got a new version."""
+        """Documents and tombstones that got a new version."""
 
     def step(self, now_ns: int, keys_max: int = STEP_KEYS) -> bool:
-        """Look at some keys; True when none is left. Raises MendingRefusedError,
+        """Process some keys; return True when none is left. Raises MendingRefusedError,
         StoreDamagedError.
         """
         engine = self._engine
@@ -72,12 +70,12 @@ class Mending:
         keys = self._walk.take(keys_max)
         for key in keys:
             meta = engine.newest_meta(self.vb_id, key)
-            if meta is not None and meta.cas > self._cas_max and engine.is_reachable(key):
+            if meta is not None and meta.cas > self._cas_max and engine.keyspace.is_reachable(key):
                 self._renew(key, meta)
         return not keys
 
     def _renew(self, key: bytes, meta: StoredMeta) -> None:
-        """Store what a key has once more, with a CAS of the partition."""
+        """Store the content of a key again, with a new CAS."""
         engine, part = self._engine, self._engine.partitions[self.vb_id]
         opcode, body, flags = DELETION, key, 0
         if meta.opcode == MUTATION:

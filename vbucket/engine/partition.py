@@ -1,23 +1,22 @@
-"""One partition: its seqnos, its failover log, and the part of its data that LMDB does not have.
+"""One partition: its seqnos, its failover log, and the data that is not in LMDB yet.
 
-The engine owns 1,024 of these. A partition holds every version since the last merge twice by
-reference, never by copy: in seqno order (`entries`, for streams and for undoing) and the newest by
-key (`newest`, for documents). Both exist in two layers, because a merge works on a frozen layer
-while writes go on:
+The keyspace has 1,024 of these. A partition refers to every version since the last merge twice,
+without a copy: in seqno order (`entries`, for streams and rollbacks), and the newest by key
+(`newest`, for documents). Both exist in two layers, because writes go on during a merge:
 
-    active   what came since the last freeze          newest wins
-    frozen   what the running merge puts into the store
-    store    what is merged: by_seqno up to `merged_seqno`, by_key
+    active   changes since the last freeze            newest wins
+    frozen   changes that the running merge puts into the store
+    store    merged changes: by_seqno up to `merged_seqno`, by_key
 
 Invariants
 - entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
-  from the moment they are written until the merge that covers them is done;
+  until the merge that covers them is done;
 - committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
-- purge_seqno < history_floor <= high_seqno, or the first two are 0; there is a version at every
-  seqno from the floor on;
-- `ABSENT` (b"") in a `newest` layer means: known not to exist, whatever lower layers say;
-- the store's versions above `merged_seqno` are not ours (a rollback undid them, and the merge that
-  will remove them has not run yet).
+- purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
+  has a version;
+- `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;
+- versions in the store above `merged_seqno` do not count: a rollback undid them, and the next merge
+  removes them.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class VbState(IntEnum):
 
 
 class Hold(Enum):
-    """Why the node holds writers back."""
+    """Why the node refuses writes for a while."""
 
     LOG_FULL = auto()
-    """The log has no room for what they would change."""
+    """The disk has no room for the log."""
     STORE_BEHIND = auto()
-    """The store has not merged so much that the memtable has no room either."""
+    """Merging is so far behind that the memtables are full."""
     QUARANTINE = auto()
-    """The store's data of this one partition is damaged, and merges leave it out."""
+    """The stored data of this partition is damaged; merges leave it out."""
 
 
 class Layer:
@@ -76,7 +75,7 @@ class Layer:
             return 0
         if guess >= len(entries):
             if seqno_of(entries[-1]) < seqno:
-                return len(entries)  # where streams that are up to date look
+                return len(entries)  # the common case: the stream is up to date
         elif seqno_of(entries[guess]) == seqno:
             return guess
         return bisect_left(entries, seqno, key=seqno_of)
@@ -86,7 +85,7 @@ class Layer:
         entries = self.entries
         if not entries:
             return []
-        # What a live stream asks for: nothing is missing there, and it goes up to the end.
+        # A live stream asks for the entries up to the end, and no seqno is missing there.
         if seqno_of(entries[-1]) <= end_seqno:
             low = start_seqno - seqno_of(entries[0])
             if 0 <= low < len(entries) and seqno_of(entries[low]) == start_seqno:
@@ -94,12 +93,12 @@ class Layer:
         return entries[self.position_of(start_seqno) : self.position_of(end_seqno + 1)]
 
     def cut_above(self, seqno: int) -> None:
-        """Forget the entries above `seqno`; the caller puts `newest` right."""
+        """Forget the entries above `seqno`; the caller corrects `newest`."""
         del self.entries[self.position_of(seqno + 1) :]
 
 
 class Partition:
-    """See the module. Plain attributes: the engine's hot path reads and writes them directly."""
+    """See the module. The engine's hot path uses the attributes directly."""
 
     __slots__ = (
         "active",
@@ -146,11 +145,11 @@ class Partition:
         self.purge_seqno = 0
         self.history_floor = 0
         self.pins: SortedList[int] = SortedList()
-        """Seqnos that somebody reads a state of: the history floor must not rise above any."""
+        """Seqnos of open read views: the history floor must not rise above any of them."""
         self.is_backed_up = False
-        """Writers have to come back later: `holds` says why."""
+        """Whether writes are refused for now; `holds` says why."""
         self.holds: dict[object, str] = {}
-        """Who holds writers back (a `Hold`, or a takeover) -> what writers are told."""
+        """Who holds writes (a `Hold`, or a takeover) -> the reason for clients."""
         self.max_cas = 0
         self.mended: Mended | None = None
         self.item_count = 0
@@ -160,42 +159,42 @@ class Partition:
         self.branch_group = 0
         """The commit group that began the newest version, 0 if it is older than this process."""
         self.cut_seqno: int | None = None
-        """Where a rollback cut, since the last freeze; the merge under way knows nothing of it."""
+        """Lowest rollback seqno since the last freeze; the running merge does not know it."""
         self.active = Layer()
         self.newest = self.active.newest
-        """The active layer's dictionary, one attribute nearer to the hot path."""
+        """`active.newest`, to save the hot path a lookup."""
         self.append_entry = self.active.entries.append
-        """The same for its entries."""
+        """`active.entries.append`, likewise."""
         self.frozen: Layer | None = None
         self.recent: dict[bytes, bytes] = {}
-        """Entries of the store that were read since; `vbucket.engine.item_cache` has the rules, and
-        alone changes this and the next three."""
+        """Cached entries of the store. Only `vbucket.engine.item_cache` changes the cache
+        attributes."""
         self.older: dict[bytes, bytes] = {}
         self.recent_bytes = 0
         self.older_bytes = 0
 
     def hold_writes(self, holder: object, why: str) -> None:
-        """Hold writers back until this holder, and every other one, releases them."""
+        """Refuse writes until this holder and all others release them."""
         self.holds[holder] = why
         self.is_backed_up = True
 
     def release_writes(self, holder: object) -> None:
-        """End what this holder began; nothing happens where it holds nobody back."""
+        """Remove a hold; without one, nothing happens."""
         self.holds.pop(holder, None)
         self.is_backed_up = bool(self.holds)
 
     def lower_cas(self, mended: Mended) -> None:
-        """Go on with a lower CAS than there was."""
+        """Lower the highest CAS of the partition."""
         self.max_cas, self.mended = mended.cas, mended
 
     def set_failover(self, failover: FailoverLog) -> None:
-        """Take a failover log; its newest entry is the version from now on."""
+        """Replace the failover log; its newest entry is the current version."""
         self.failover = failover
         self.vb_uuid = failover.current.vb_uuid
         self.epoch = failover.current.epoch
 
     def freeze(self) -> None:
-        """Make the active layer the frozen one. There must be none yet."""
+        """Make the active layer the frozen one. There must be no frozen layer."""
         assert self.frozen is None, "a merge of this partition is under way"
         if self.active.entries or self.active.newest:
             self.frozen = self.active
@@ -205,7 +204,7 @@ class Partition:
         self.cut_seqno = None
 
     def become_merged(self, merged_seqno: int) -> None:
-        """The store now holds everything up to `merged_seqno` as it was at the freeze."""
+        """Take note that the store holds everything up to `merged_seqno` as of the freeze."""
         if self.cut_seqno is not None:
             merged_seqno = min(merged_seqno, self.cut_seqno)
         self.merged_seqno = merged_seqno
@@ -215,7 +214,7 @@ class Partition:
         self.frozen = None
 
     def take_back_frozen(self) -> None:
-        """Make the frozen layer active again, below what came since: the merge left it out."""
+        """Put the frozen layer back below the active one, because the merge left it out."""
         frozen, active = self.frozen, self.active
         if frozen is None:
             return
@@ -248,9 +247,9 @@ class Partition:
         self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
 
     def empty(self) -> None:
-        """Undo everything: nothing of the store is ours until a merge has emptied it there, too.
+        """Undo everything. Data in the store does not count; the next merge removes it.
 
-        Seqnos begin anew, so nothing that was counted is left; the highest CAS stays known.
+        Seqnos start again at 1 and all counts are 0. The highest CAS is kept.
         """
         if self.frozen is not None:
             self.frozen = Layer()

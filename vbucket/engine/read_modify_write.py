@@ -1,11 +1,11 @@
 """Changes that depend on what a document is: counters, append and prepend, touch; and flush.
 
-Who calls it: the sessions of both protocols. The engine is single-threaded, so what is read here is
-still there when it is stored a line later; each change is one ordinary mutation.
+Who calls it: the sessions of both protocols. The engine is single-threaded, so nothing comes
+between a read and the write that follows it. Each change is one ordinary mutation.
 
-Rules: memcached's and kv_engine's. A counter is its number in ASCII; a decrement stops at 0, an
-increment wraps at 2^64; what a document keeps (flags, expiry) it keeps through counters and
-appends; touching a document with the expiry that it has is no change.
+Rules: memcached's and kv_engine's. A counter is stored as ASCII digits. A decrement stops at 0, an
+increment wraps at 2^64. Counters and appends keep flags and expiry. Touching a document with the
+expiry that it already has is no change.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ COUNTER_MODULUS: Final = 2**64
 _COUNTER_DIGITS_MAX: Final = 20
 
 FLUSH_SLICE_KEYS: Final = 2_000
-"""Keys that one step of a flush looks at: some milliseconds, and a part of a commit group."""
+"""Keys per step of a flush: a step takes some milliseconds."""
 
 _DATATYPE_RAW: Final = 0
 
 
 class Counted(NamedTuple):
-    """A counter after its change; `number` is 0 where `outcome` is a refusal."""
+    """A counter after its change; `number` is 0 if `outcome` is a refusal."""
 
     outcome: Outcome
     number: int
 
 
 class Touched(NamedTuple):
-    """A document with its new expiry; None where `outcome` is a refusal."""
+    """A document with its new expiry; None if `outcome` is a refusal."""
 
     outcome: Outcome
     document: StoredDocument | None
@@ -51,8 +51,10 @@ def count(
     expiry: int,
     cas: int = 0,
 ) -> Counted:
-    """Add `delta` to a counter (below 0: subtract). A missing one begins at `initial` and lives
-    until `expiry`, or is KEY_ENOENT where `initial` is None. DELTA_BADVAL: it is not a number.
+    """Add `delta` to a counter; a negative delta subtracts.
+
+    A missing counter is created with `initial` and `expiry`; if `initial` is None the status is
+    KEY_ENOENT. DELTA_BADVAL: the document is not a number.
     """
     meta = engine.meta(vb_id, key)
     if isinstance(meta, int) or meta.opcode != MUTATION:
@@ -83,7 +85,7 @@ def extend(
     cas: int,
     value_bytes_max: int,
 ) -> Outcome:
-    """Add bytes to the end or the beginning of a document. NOT_STORED: there is none."""
+    """Append bytes to a document, or prepend them. NOT_STORED: there is no document."""
     meta = engine.meta(vb_id, key)
     if isinstance(meta, int) or meta.opcode != MUTATION:
         is_missing = not isinstance(meta, int) or meta == Status.KEY_ENOENT
@@ -97,12 +99,12 @@ def extend(
     if len(value) + len(addition) > value_bytes_max:
         return Status.E2BIG, 0, 0
     value = addition + value if is_prepended else value + addition
-    # Two JSON documents side by side are none.
+    # Two concatenated JSON documents are not JSON.
     return engine.store(SET, vb_id, key, key + value, meta.flags, meta.expiry, _DATATYPE_RAW, 0)
 
 
 def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
-    """Give a document another expiry (absolute seconds, 0 never) and return it."""
+    """Set the expiry of a document (absolute seconds, 0 never) and return the document."""
     meta = engine.meta(vb_id, key)
     if isinstance(meta, int):
         return Touched((meta, 0, 0), None)
@@ -116,7 +118,7 @@ def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
 
 
 def expiry_of(engine: Engine, vb_id: int, key: bytes) -> int | None:
-    """Return a live document's expiry, None where there is no document."""
+    """Return a document's expiry, None if there is no document."""
     meta = engine.meta(vb_id, key)
     return None if isinstance(meta, int) or meta.opcode != MUTATION else meta.expiry
 
@@ -132,7 +134,7 @@ def _value_of(engine: Engine, vb_id: int, key: bytes) -> bytes:
 
 
 def _number_of(value: bytes) -> int | None:
-    """Return the number of a counter, None where it is none (memcached: unsigned, 64 bits)."""
+    """Return the number of a counter (unsigned, 64 bits), None if it is not a number."""
     if not 0 < len(value) <= _COUNTER_DIGITS_MAX or not value.isdigit():
         return None
     number = int(value)
@@ -140,11 +142,11 @@ def _number_of(value: bytes) -> int | None:
 
 
 class Flush:
-    """Deletes every document that is there when it is made, in steps.
+    """Deletes in steps all documents that exist when it is created.
 
-    Each document gets a deletion of its own, so that streams see it go. What is written after the
-    flush began stays, whichever step it comes between: nothing above the seqno that its partition
-    had then is deleted. A branch of a partition in between brings back what it brings back.
+    Each document gets its own deletion, so streams see it. Documents written after the flush began
+    stay: it deletes nothing above the seqno that the partition had then. A branch during the flush
+    restores what it restores.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -155,7 +157,7 @@ class Flush:
         """Of the partition, where it was begun."""
 
     def step(self, keys_max: int = FLUSH_SLICE_KEYS) -> bool:
-        """Look at about `keys_max` keys; True when no document is left."""
+        """Process about `keys_max` keys; return True when the flush is done."""
         while self._vb_id < self._engine.num_vbuckets:
             if keys_max <= 0:
                 return False
@@ -163,7 +165,7 @@ class Flush:
         return True
 
     def _look_at(self, keys_max: int) -> int:
-        """Go on with the partition."""
+        """Continue with the current partition; return how many keys were processed."""
         part = self._engine.partitions[self._vb_id]
         end_seqno = self._end_seqnos[self._vb_id]
         keys: list[bytes] = []

@@ -1,19 +1,19 @@
-"""Read views: a partition as of one seqno, for as long as somebody reads it. Sans-IO.
+"""Read views: a partition as of one seqno. Sans-IO.
 
 Who calls it: range scans and dumps. A view copies nothing and blocks nobody: writes, merges and
-compactions go on, and what a key was at the view's seqno is found through the chain of its previous
-versions. A pin keeps compaction from raising the partition's history floor above that seqno.
+compactions go on. The version of a key at the view's seqno is found through the chain of previous
+versions. A pin keeps the partition's history floor at or below that seqno.
 
 Invariants
 - history_floor <= seqno <= high_seqno while the view is open, and `seqno` is in `Partition.pins`;
-- a view shows exactly the documents as of its seqno, or raises ViewInvalidError: after a branch
-  below the seqno, or when it was closed for its age;
+- a view shows exactly the documents as of its seqno. After a branch below that seqno, or when it
+  was closed because of its age, it raises ViewInvalidError;
 - one step of a scan does a bounded amount of work, whatever the number of keys and versions;
-- between two steps nothing of the store is held: a key that was on the way is begun anew where the
-  partition's history has branched meanwhile.
+- a scan keeps nothing of the store between two steps. If the history branched in between, it starts
+  again with the current key.
 
-Views may show what is not committed yet; whoever answers from one waits for the partition's
-`last_group` at the time when it was opened, as after any read.
+A view may show uncommitted changes. As after any read, an answer must wait for the `last_group`
+that the partition had when the view was opened.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from failover.history import FAILOVER_ENTRIES_MAX
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import ABSENT, Partition
-from vbucket.engine.versions import Versions
 from vbucket.model.entry import META, MUTATION_KEY_AT, is_deleted, key_of, prev_seqno_of, seqno_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.store import Store
 
 VIEWS_MAX: Final = 256
-"""Views of a node: each pins a partition, and may hold the keys of its part of the memtable."""
+"""Views per node: each pins a partition, and may hold the unmerged keys of that partition."""
 AGE_MAX_S: Final = 600
-"""A view that is open for longer is closed: it keeps compaction from freeing anything newer."""
+"""An older view is closed, because compaction cannot free anything newer than it."""
 STEP_WORK: Final = 200
-"""Keys and versions that a step looks at: 1 to 2 ms."""
+"""Keys and versions per step: 1 to 2 ms."""
 STEP_BYTES: Final = 1 << 20
-"""Keys and values that a step returns, and one document more."""
+"""Bytes of keys and values per step; one document may go beyond."""
 _KEYS_AT_ONCE: Final = 128
 _FLAGS_AND_EXPIRY: Final = Struct(">52xII")
 
@@ -52,7 +51,7 @@ class ViewRefusedError(Exception):
 
 
 class TooManyViewsError(ViewRefusedError):
-    """As many views are open as a node has."""
+    """The node's limit of open views is reached."""
 
 
 class ViewInvalidError(Exception):
@@ -66,11 +65,11 @@ class Shown(NamedTuple):
     """With its collection's id."""
     meta: StoredMeta
     value: bytes
-    """b"" where values were not asked for."""
+    """b"" if no values were asked for."""
 
 
 _Steps = Generator[Shown | None, None, None]
-"""A scan at work: a document, or None after a piece of work that found none."""
+"""A running scan: yields a document, or None after a piece of work that found none."""
 
 
 class ReadView:
@@ -79,7 +78,7 @@ class ReadView:
     def __init__(self, engine: Engine, store: Store, part: Partition, seqno: int) -> None:
         self._engine = engine
         self._store = store
-        self._versions = Versions(store)
+        self._versions = engine.versions
         self._part = part
         self._vb_uuid = part.vb_uuid
         self._known = {vb_uuid for vb_uuid, _ in part.failover.pairs()}
@@ -91,7 +90,7 @@ class ReadView:
         """The partition's version when the view was opened."""
 
     def check(self) -> None:
-        """Raise ViewInvalidError where the view cannot be read any more."""
+        """Raise ViewInvalidError if the view cannot be read any more."""
         part = self._part
         if not self._why_invalid and part.vb_uuid != self._vb_uuid:
             began = self._branched_at()
@@ -106,22 +105,22 @@ class ReadView:
         assert part.history_floor <= self.seqno <= part.high_seqno, "the pin holds"
 
     def _branched_at(self) -> int:
-        """Return the lowest seqno that the history was taken back to since the view was opened.
+        """Return the lowest seqno of a branch since the view was opened.
 
-        The branch that went back furthest is in the failover log still, unless so many followed
-        that the log has dropped it: then it may have been anywhere.
+        The failover log still has that branch, unless so many followed that the log is full of
+        them. Then the branch may have been anywhere, and the answer is 0.
         """
         pairs = self._part.failover.pairs()
         began = [seqno for vb_uuid, seqno in pairs if vb_uuid not in self._known]
         return 0 if len(began) == len(pairs) == FAILOVER_ENTRIES_MAX else min(began)
 
     def invalidate(self, why: str) -> None:
-        """Let every later read raise ViewInvalidError; the first reason stays."""
+        """Make every later read raise ViewInvalidError; the first reason counts."""
         self._why_invalid = self._why_invalid or why
 
     def get(self, key: bytes) -> Shown | None:
-        """Return a document, None where there was none. As long as its versions since then are
-        many, this takes its time: for single reads. Raises ViewInvalidError, StoreDamagedError.
+        """Return a document, None if there was none. Its time is unbounded if the key has many
+        newer versions, so it is for single reads. Raises ViewInvalidError, StoreDamagedError.
         """
         self.check()
         for found in self._resolve(key, with_value=True):
@@ -144,14 +143,14 @@ class ReadView:
                 yield None
 
     def _keys(self, start: bytes, end: bytes | None) -> Generator[bytes | None, None, None]:
-        """Yield every key that may have been there, ascending; None after other work.
+        """Yield every key that may have existed, ascending; None after other work.
 
-        What is not merged is gathered first: what a merge takes away from there meanwhile is found
-        in the store afterwards.
+        Unmerged keys are collected first. Those that a merge moves meanwhile are then found in the
+        store.
         """
         in_memory: SortedSet[bytes] = SortedSet()
         next_seqno = 1
-        while found := self._engine.keys_in_memory(
+        while found := self._engine.versions.keys_in_memory(
             self.vb_id, next_seqno, self.seqno, _KEYS_AT_ONCE
         ):
             next_seqno = found[-1][0] + 1
@@ -163,7 +162,7 @@ class ReadView:
             yield start
         after = start
         while True:
-            stored = self._engine.keys_in_store(self.vb_id, after, _KEYS_AT_ONCE)
+            stored = self._engine.versions.keys_in_store(self.vb_id, after, _KEYS_AT_ONCE)
             unmerged = list(
                 islice(in_memory.irange(after, end, inclusive=(False, True)), _KEYS_AT_ONCE)
             )
@@ -180,7 +179,7 @@ class ReadView:
             after = min(last)
 
     def _resolve(self, key: bytes, *, with_value: bool) -> _Steps:
-        """Yield the document of a key, if there was one; None after every version on the way."""
+        """Yield the document of a key if there was one; None after every version on the way."""
         is_found = False
         while not is_found:
             vb_uuid = self._part.vb_uuid
@@ -188,7 +187,7 @@ class ReadView:
             for step in self._walk(key, with_value=with_value):
                 yield step
                 if self._part.vb_uuid != vb_uuid:
-                    # What lay before us may have been undone, and its seqnos given anew.
+                    # A branch may have undone the next versions and reused their seqnos.
                     is_found = step is not None
                     break
 
@@ -216,7 +215,7 @@ class ReadView:
             yield Shown(key, _meta_of(entry), value)
 
     def _entry_at(self, key: bytes, seqno: int, *, may_be_purged: bool = False) -> bytes:
-        """Return a key's version; ABSENT where it was a tombstone that was purged."""
+        """Return a key's version; ABSENT for a purged tombstone."""
         entry = self._versions.entry_at(self._part, seqno)
         if entry is None and may_be_purged:
             return ABSENT
@@ -236,13 +235,13 @@ class Scan:
         self._steps = steps
         self.is_done = False
         self.last_work = 0
-        """What the last step looked at, at least 1."""
+        """Keys and versions that the last step examined, at least 1."""
 
     def step(
         self, documents_max: int, work_max: int = STEP_WORK, bytes_max: int = STEP_BYTES
     ) -> list[Shown]:
-        """Return up to `documents_max` more documents; perhaps none, and `is_done` says whether
-        more may come. Stops after about `bytes_max`. Raises ViewInvalidError, StoreDamagedError.
+        """Return up to `documents_max` more documents, perhaps none; `is_done` tells whether the
+        scan has ended. Stops after about `bytes_max`. Raises ViewInvalidError, StoreDamagedError.
         """
         self.view.check()
         found: list[Shown] = []
@@ -269,13 +268,13 @@ class Views:
     def __init__(self, engine: Engine, store: Store, views_max: int = VIEWS_MAX) -> None:
         self._engine = engine
         self._store = store
-        self._versions = Versions(store)
+        self._versions = engine.versions
         self._views_max = views_max
         self._open: dict[ReadView, None] = {}
         self._now_ns = 0
 
     def __len__(self) -> int:
-        """Return how many are open."""
+        """Return the number of open views."""
         return len(self._open)
 
     def open(self, vb_id: int, seqno: int | None = None) -> ReadView:
@@ -303,18 +302,18 @@ class Views:
         return view
 
     def has_version(self, vb_id: int, seqno: int) -> bool:
-        """Whether the version with exactly this seqno is still there."""
+        """Whether the version with exactly this seqno still exists."""
         return self._versions.entry_at(self._engine.partitions[vb_id], seqno) is not None
 
     def close(self, view: ReadView) -> None:
-        """Let go of a view; closing it again does nothing."""
+        """Close a view; closing it again does nothing."""
         if view in self._open:
             del self._open[view]
             self._engine.partitions[view.vb_id].pins.remove(view.seqno)
             view.invalidate("the view is closed")
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass, monotonic: what is too old, or not valid any more, is closed."""
+        """Close views that are too old or invalid; `now_ns` is monotonic time."""
         self._now_ns = now_ns
         for view in tuple(self._open):
             if view.opened_ns and now_ns - view.opened_ns > AGE_MAX_S * 1_000_000_000:

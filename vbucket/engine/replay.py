@@ -1,7 +1,7 @@
-"""Applying the log's groups to an engine again, at a start. Sans-IO.
+"""Replays the log's groups into an engine at a start. Sans-IO.
 
-Who calls it: `vbucket.engine.startup`, before anything is served. What a group changed is applied
-as it was then: entries already have their seqno, CAS and revision.
+Who calls it: `vbucket.engine.startup`, before anything is served. Entries are applied unchanged:
+they already have their seqno, CAS and revision.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Replay:
 
     def __init__(self, engine: Engine, store: Store) -> None:
         self._engine = engine
-        self._presumed = DeferredLookups(store, engine.partitions, engine.count)
+        self._presumed = DeferredLookups(store, engine.partitions, engine.keyspace.count)
 
     def apply(self, group: int, entries: Iterable[bytes]) -> None:
-        """Apply a group that the log holds and the store may not."""
+        """Apply a group of the log. Parts of it may be in the store already."""
         engine = self._engine
         partitions = engine.partitions
         for entry in entries:
             head = head_of(entry)
-            engine.active_bytes += head.entry_bytes
+            engine.keyspace.active_bytes += head.entry_bytes
             if head.opcode == LOG_CONTROL:
                 self._presumed.settle()
                 self._apply_control(head.vb_id, control_document(entry))
@@ -48,19 +48,19 @@ class Replay:
             assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
             was_live = self._presumed.was_document(part, key, head.prev_seqno)
             if (head.opcode == MUTATION) != was_live:
-                engine.count(part, key, -1 if was_live else 1)
+                engine.keyspace.count(part, key, -1 if was_live else 1)
             if key[0]:
-                part.tally.note(key, seqno, part.high_seqno, engine.manifest.collections)
+                part.tally.note(key, seqno, part.high_seqno, engine.keyspace.manifest.collections)
             part.high_seqno = part.committed_seqno = part.persisted_seqno = seqno
             part.max_cas = max(part.max_cas, cas)
             part.newest[key] = entry
             part.append_entry(entry)
             if head.opcode == MUTATION:
                 engine.due.add(entry)
-        engine.continue_after(group)
+        engine.keyspace.continue_after(group)
 
     def finish(self) -> None:
-        """Bring to an end what `apply` left open: the log has no more groups."""
+        """Finish after the last group: settle the document counts."""
         self._presumed.settle()
 
     def _apply_control(self, vb_id: int, document: dict[str, object]) -> None:
@@ -72,10 +72,10 @@ class Replay:
             if rollback_to is not None:
                 assert isinstance(rollback_to, int)
                 if 0 < rollback_to < part.history_floor:
-                    # Written before there was compaction, when a purge left history as it was.
+                    # Written before compaction existed, when a purge kept all history.
                     part.history_floor = rollback_to
                     part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
-                engine.roll_back(part, rollback_to)
+                engine.keyspace.roll_back(part, rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))
         elif kind == "state":
             state = document["state"]
@@ -91,7 +91,7 @@ class Replay:
             assert isinstance(mended, list)
             engine.partitions[vb_id].lower_cas(Mended(*mended))
         elif kind == "manifest":
-            engine.replay_manifest(Manifest.from_document(document["manifest"]))
+            engine.keyspace.replay_manifest(Manifest.from_document(document["manifest"]))
         else:
-            # `durability` concerns the shell, which reads it from the node record.
+            # `durability` is for the shell, which reads it from the node record.
             assert kind == "durability", kind

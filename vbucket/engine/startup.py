@@ -1,17 +1,17 @@
-"""How a node begins: from nothing, or from what the last run left, however that ended.
+"""The start of a node: with an empty folder, or after any kind of end of the last run.
 
-Who calls it: the server, and the simulation of power cuts (tests/support/power_node.py), which ends
+Who calls it: the server, and the simulation of power cuts (tests/support/power_node.py), which cuts
 it at every write and every sync.
 
-    recover_node(...) -> Startup   reads, and cuts what was never answered; then reads may be served
-    Startup.begin()                the first writes; where a disk is full, it may be called again
+    recover_node(...) -> Startup   reads the log, cuts the torn tail; then reads may be served
+    Startup.begin()                does the first writes; may be called again after a full disk
 
 Invariants
 - everything that is served is on disk;
-- a start that dies anywhere is repeated by the next one: the clean end of the last run, and the
-  durability that it promised, count until `begin` has written all it has to;
-- groups that may have been seen are given up only where the caller accepts that (`keep_copies`),
-  and partitions that may have lost some begin a new version then, before anything is served.
+- a start that dies is repeated by the next one: the last run's clean end and durability stay valid
+  until `begin` has written everything;
+- groups that somebody may have seen are given up only if the caller accepts that (`keep_copies`).
+  Partitions that may have lost some then begin a new version, before anything is served.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from vbucket.store.records import STORE_FORMAT_VERSION, CleanEnd, NodeRecord, Pa
 from vbucket.store.store import Store
 
 KeepCopies = Callable[[list[int]], None]
-"""Puts copies of these log segments aside, durably, before they are cut or removed."""
+"""Makes durable copies of these log segments before they are cut or removed."""
 
 
 class LogLoss(NamedTuple):
-    """What a start gave up of the log, because the caller accepted it."""
+    """The part of the log that a start gave up with the caller's consent."""
 
     why: str
     """The damage."""
     end: LogEnd
     """Where the log ends now."""
     seqnos: dict[int, tuple[int, int]]
-    """Partition -> first and last seqno that are lost, as far as that is known."""
+    """Partition -> first and last lost seqno, as far as known."""
     is_complete: bool
-    """Whether `seqnos` has all of it: a clean stop had left what every partition was."""
+    """Whether `seqnos` is complete, thanks to a clean stop's record of every partition."""
     new_versions: list[int]
-    """Partitions that began a new version because of it."""
+    """Partitions that began a new version because of the loss."""
 
 
 class Startup:
-    """A node between its recovery and its first write. `begin` it before anything is written."""
+    """A node between recovery and its first write. Call `begin` before anything is written."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class Startup:
         self.writer = writer
         self._node = node
         self.torn = torn
-        """What was cut from the log's end: a group that nobody was answered."""
+        """The torn group cut from the log's end; no client got an answer for it."""
         self.new_versions = new_versions
-        """Partitions that get a new version, because something that was seen may be lost."""
+        """Partitions that get a new version, because changes that were seen may be lost."""
         self.loss = loss
         self._has_segment = False
         self._group: CommitGroup | None = None
 
     def begin(self) -> None:
-        """Begin a log segment and the versions that have to begin, and take the clean mark away.
+        """Begin a log segment and the new versions, and remove the clean-stop mark.
 
-        Raises LogFullError, StoreFullError: then call it again once there is room. Raises
+        Raises LogFullError and StoreFullError; call it again once there is room. Raises
         StoreFailedError, StoreDamagedError, LogWriteError, SyncFailedError.
         """
         engine, writer = self.engine, self.writer
@@ -91,13 +91,13 @@ class Startup:
             writer.rotate(self._node.merged_segment + 1)
             self._has_segment = True
         if self._group is None:
-            self._group = engine.take_group()
-            # Nothing but new versions: nobody could write yet.
+            self._group = engine.keyspace.take_group()
+            # It holds only new versions, because nobody could write yet.
             assert self._group is None or self._group.entries == len(self.new_versions)
-        if self._group is not None and engine.committed_group < self._group.number:
+        if self._group is not None and engine.keyspace.committed_group < self._group.number:
             writer.append(self._group.number, self._group.payload)
             writer.sync()
-            engine.group_committed(self._group)
+            engine.keyspace.group_committed(self._group)
         if self.new_versions:
             self.store.set_failovers(
                 {
@@ -107,8 +107,8 @@ class Startup:
             )
         if self.loss is not None:
             writer.mark_anew()
-        # Durable before the first answer: which promise the next start has to assume. Not before
-        # the new versions are: a start that dies in between must find the old promise again.
+        # The new durability must be on disk before the first answer, and after the new versions: a
+        # start that dies in between must find the old durability.
         self.store.begin(self._node)
 
 
@@ -124,9 +124,9 @@ def recover_node(
     item_cache_bytes: int = 0,
     keep_copies: KeepCopies | None = None,
 ) -> Startup:
-    """Bring a node to where its last run ended. Then `begin`.
+    """Restore the state in which the last run ended. Call `begin` afterwards.
 
-    Where the log is damaged, what follows is given up if there is `keep_copies`. Raises
+    If the log is damaged and `keep_copies` is given, the rest of the log is given up. Raises
     LogDamagedError, UnknownFormatError, StoreDamagedError, StoreFullError, StoreFailedError,
     LogWriteError, SyncFailedError.
     """
@@ -173,11 +173,11 @@ def recover_node(
     if lost_kept:
         loss = _with_kept(loss, recovery.end, lost_kept)
     replay.finish()
-    engine.continue_after(max(recovery.end.group, engine.committed_group))
+    engine.keyspace.continue_after(max(recovery.end.group, engine.keyspace.committed_group))
     new_versions = [] if loss is None else loss.new_versions
     if loss is None and not (node.clean_shutdown or was_synced):
         new_versions = list(range(len(engine.partitions)))
-    engine.begin_new_versions(new_versions)
+    engine.keyspace.begin_new_versions(new_versions)
     return Startup(
         store,
         engine,
@@ -207,16 +207,16 @@ def new_partitions(draw_uuid: Callable[[], int], num_vbuckets: int) -> dict[int,
 
 
 def replay_log(engine: Engine, store: Store, recovery: Recovery) -> TornTail | None:
-    """Bring a new engine up to the log's end; return the torn tail that was cut, if any.
+    """Replay the log into a new engine; return the torn tail that was cut, if any.
 
-    The log is synced before this returns: what was read may never have reached the disk, and what
-    is served must. Raises LogDamagedError, SyncFailedError.
+    It syncs the log before it returns: what was read may not be on disk yet, and what is served
+    must be. Raises LogDamagedError, SyncFailedError.
     """
     replay = Replay(engine, store)
     for group in recovery.groups():
         replay.apply(group.group, split_entries(group.payload))
     replay.finish()
-    engine.continue_after(recovery.end.group)
+    engine.keyspace.continue_after(recovery.end.group)
     return recovery.finish()
 
 
@@ -234,8 +234,8 @@ def _first_node(env: KvEnv, node_id: str, durability: str) -> NodeRecord:
 def _read_kept(
     store: Store, device: LogDevice, keep_copies: KeepCopies | None
 ) -> tuple[list[tuple[int, list[bytes]]], dict[int, str]]:
-    """Return groups of the entries that merges left out of quarantined partitions; and partitions
-    whose entries are lost, with the damage, where the caller accepts that.
+    """Return the groups of entries that merges left out because of quarantine; and partition ->
+    damage where such entries are lost and the caller accepts that.
     """
     items = store.quarantine()
     kept = sorted(kept_segments(items))
@@ -284,8 +284,8 @@ def _kept_groups(
 def _give_up(
     device: LogDevice, end: LogEnd, merged_segment: int, keep_copies: KeepCopies
 ) -> dict[int, int]:
-    """Cut the log after its last good record. Return partition -> highest seqno, of what could
-    still be read of the rest.
+    """Cut the log after its last good record. Return partition -> highest seqno of the cut records
+    that can still be read.
     """
     cut = [
         segment
@@ -311,7 +311,7 @@ def _give_up(
 def _loss_of(
     engine: Engine, why: str, end: LogEnd, clean_end: CleanEnd | None, seqnos: dict[int, int]
 ) -> LogLoss:
-    """Say what a log lacks that was cut after `end`; `seqnos` is what `_give_up` returned."""
+    """Return what a cut at `end` lost; `seqnos` is what `_give_up` returned."""
     parts = engine.partitions
     new_versions = list(range(len(parts)))
     if clean_end is not None:
@@ -330,7 +330,7 @@ def _loss_of(
 
 
 def _with_kept(loss: LogLoss | None, end: LogEnd, lost_kept: dict[int, str]) -> LogLoss:
-    """Add partitions in quarantine whose entries are lost to what a start gave up."""
+    """Add quarantined partitions whose entries are lost to the loss."""
     if loss is None:
         loss = LogLoss(next(iter(lost_kept.values())), end, {}, is_complete=False, new_versions=[])
     new_versions = sorted({*loss.new_versions, *lost_kept})

@@ -1,26 +1,29 @@
 """The versions of a partition, wherever they are: active layer, frozen layer, store.
 
-Who calls it: the engine alone. Reads only; the rules for which layer is right are those of
-`vbucket.engine.partition`: the newest layer that says anything about a key wins, and of the store
-only what lies at or below `merged_seqno` is ours.
+Who calls it: the engine, streams and read views. It only reads. `vbucket.engine.partition` has the
+rules: the newest layer that knows a key wins, and of the store only versions at or below
+`merged_seqno` count. Streams read at or below `committed_seqno` only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Final
 
 from dcp.wire.opcode import Opcode
 from vbucket.engine.item_cache import ItemCache
 from vbucket.engine.partition import Partition
 from vbucket.model.entry import (
+    DATATYPE_AT,
     META,
     OPCODE_AT,
     PREFIX_BYTES,
     PREV_SEQNO,
+    is_deleted,
     key_of,
     prev_seqno_of,
     seqno_of,
+    value_of,
 )
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.store.runs import RunBatch, are_plain, entries_within, run_of_entries
@@ -32,7 +35,7 @@ rev_seqno."""
 
 MUTATION: Final = int(Opcode.DCP_MUTATION)
 ABSENT_META: Final[Meta] = (int(Opcode.DCP_DELETION), 0, 0, 0, 0, 0, 0)
-"""What is known of a key that never was."""
+"""The metadata of a key that does not exist."""
 
 _SYSTEM_KEYS_BEGIN: Final = bytes([SYSTEM_COLLECTION])
 
@@ -43,17 +46,20 @@ _unpack_meta: Final = META.unpack_from
 class Versions:
     """See the module."""
 
-    def __init__(self, store: Store, item_cache: ItemCache | None = None) -> None:
+    def __init__(
+        self, store: Store, partitions: Sequence[Partition], item_cache: ItemCache
+    ) -> None:
         self._store = store
-        self._item_cache = ItemCache((), 0) if item_cache is None else item_cache
+        self._partitions = partitions
+        self._item_cache = item_cache
 
     def meta_below(
         self, part: Partition, key: bytes, entry: bytes | None
     ) -> tuple[int, int, int, int, int, int, int]:
-        """Return opcode, (3 fields of no interest), CAS, seqno, rev_seqno of a key's newest version
-        that the active layer does not hold; `entry` is what the active layer said.
+        """Return the metadata of a key's newest version below the active layer; `entry` is what the
+        active layer has (None or ABSENT). Key and body length may be 0.
 
-        Who asks is about to replace it: a cached entry of it goes.
+        The caller is about to replace the version, so a cached entry of it is removed.
         """
         if entry is None:
             frozen = part.frozen
@@ -115,7 +121,7 @@ class Versions:
 
     def frames(
         self,
-        part: Partition,
+        vb_id: int,
         start_seqno: int,
         end_seqno: int,
         opaque: bytes,
@@ -129,10 +135,12 @@ class Versions:
         to go on; it is end_seqno + 1 when nothing is left. `opaque` is set in every frame. With
         `accepts`, only frames whose key it takes: perhaps none, after REFUSED_BYTES_MAX of others.
         """
+        part = self._partitions[vb_id]
+        assert end_seqno <= part.committed_seqno, "streams show what is committed"
         if start_seqno <= part.merged_seqno:
             end_seqno = min(end_seqno, part.merged_seqno)
             return self._store.frames(
-                part.vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, accepts
+                vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, accepts
             )
         frames: list[bytes] = []
         size = refused = 0
@@ -160,7 +168,7 @@ class Versions:
 
     def runs(
         self,
-        part: Partition,
+        vb_id: int,
         start_seqno: int,
         end_seqno: int,
         opaque: int,
@@ -171,11 +179,11 @@ class Versions:
         """Return what `frames` does, joined, up to the first frame that is not `plain`; None where
         that is the first one.
         """
+        part = self._partitions[vb_id]
+        assert end_seqno <= part.committed_seqno, "streams show what is committed"
         if start_seqno <= part.merged_seqno:
             end_seqno = min(end_seqno, part.merged_seqno)
-            return self._store.runs(
-                part.vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, plain
-            )
+            return self._store.runs(vb_id, start_seqno, end_seqno, opaque, skip, bytes_max, plain)
         pieces: list[bytes | bytearray] = []
         size = last_seqno = 0
         for layer in part.layers():
@@ -219,11 +227,12 @@ class Versions:
                     (keys.add if entry else keys.discard)(key)
         return keys
 
-    def superseded(self, part: Partition, start_seqno: int, end_seqno: int) -> set[int]:
+    def superseded(self, vb_id: int, start_seqno: int, end_seqno: int) -> set[int]:
         """Return the seqnos in [start, end] whose key has a newer version in [start, end]."""
+        part = self._partitions[vb_id]
         old: set[int] = set()
         if start_seqno <= part.merged_seqno:
-            old = self._store.superseded(part.vb_id, start_seqno, min(end_seqno, part.merged_seqno))
+            old = self._store.superseded(vb_id, start_seqno, min(end_seqno, part.merged_seqno))
         start_in_memory = max(start_seqno, part.merged_seqno + 1)
         if start_in_memory <= end_seqno:
             for layer in part.layers():
@@ -231,3 +240,36 @@ class Versions:
                     if prev_seqno >= start_seqno:
                         old.add(prev_seqno)
         return old
+
+    def previous_value(self, vb_id: int, seqno: int) -> tuple[int, int, bytes] | None:
+        """Return seqno, datatype and value of the document that the change with `seqno` replaced.
+
+        None if it replaced none, or if that version is not kept any more.
+        """
+        part = self._partitions[vb_id]
+        entry = self.entry_at(part, seqno)
+        prev_seqno = prev_seqno_of(entry) if entry else 0
+        # It may be gone: superseded below the history floor, or a tombstone that was purged.
+        before = self.entry_at(part, prev_seqno) if prev_seqno else None
+        if not before or is_deleted(before):
+            return None
+        return prev_seqno, before[DATATYPE_AT], value_of(before)
+
+    def keys_in_memory(
+        self, vb_id: int, start_seqno: int, end_seqno: int, limit: int
+    ) -> list[tuple[int, bytes]]:
+        """Return up to `limit` (seqno, key) of the versions in [start, end] that are not merged."""
+        found: list[tuple[int, bytes]] = []
+        for layer in self._partitions[vb_id].layers():
+            entries = layer.entries
+            for index in range(layer.position_of(start_seqno), len(entries)):
+                entry = entries[index]
+                seqno = seqno_of(entry)
+                if seqno > end_seqno or len(found) == limit:
+                    return found
+                found.append((seqno, key_of(entry)))
+        return found
+
+    def keys_in_store(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
+        """Return up to `limit` merged keys > `after`, ascending; deleted ones too."""
+        return self._store.keys(vb_id, after, limit) if self._partitions[vb_id].merged_seqno else []

@@ -1,6 +1,6 @@
 """A commit group: the changes that one record of the log holds. Pure.
 
-Who calls it: the keyspace makes groups; the committer writes their records and hands them back.
+Who calls it: the keyspace makes groups; the committer writes them to the log and returns them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from vbucket.model.manifest import Manifest
 
 
 class CommitGroup(NamedTuple):
-    """Everything that was applied since the group before."""
+    """All changes since the previous group."""
 
     number: int
     payload: bytes
@@ -24,4 +24,4 @@ class CommitGroup(NamedTuple):
     """Partitions whose state the group changed."""
     entries: int
     manifest: Manifest | None = None
-    """The collections manifest, where the group changed it."""
+    """The collections manifest if the group changed it."""

@@ -1,25 +1,24 @@
-"""The device that holds the log: numbered append-only segments, the newest of which is written.
+"""The interface between the log and a disk: numbered append-only segments.
 
-What it is: the one interface between the log and a disk. `vbucket.log.device_files` keeps segments
-as files; `vbucket.log.device_memory` is the deterministic twin with crashes and faults on demand.
-Both pass the same tests. The engine appends and syncs; the shell rotates and deletes; the store
-process reads sealed segments.
+`vbucket.log.device_files` keeps segments as files. `vbucket.log.device_memory` is its deterministic
+twin for tests, with crashes and faults on demand. Both pass the same tests. The engine appends and
+syncs; the shell rotates and deletes; the store process reads sealed segments.
 
 Invariants
 - Segment ids ascend by 1 and are never reused. Only the newest segment is appended to.
-- A segment exists with its whole header, on disk, before `rotate` returns; before that it does not
-  exist at all. So a segment without a good header is damage and never a torn write.
-- The newest segment may have zeros behind its end (`reserve`): an append that overwrites them does
-  not make the file longer, which is what a sync after it would have to wait for. They are no part
-  of the segment: `current_bytes` and `read` leave them out. A device that finds a segment cannot
-  tell them from a record's bytes, so there they count until recovery, which knows the records, cuts
-  them (`truncate`); nothing is appended before.
-- A sealed segment (any but the newest) has exactly its length, is synced, and its successor's
-  header tells its length: the zeros are cut, durably, before the successor exists.
-- Beside the segments there are MARK_SLOTS small slots, which are overwritten in place (`mark`) and
-  tell where the log ends (`vbucket.log.end_mark`).
-- A full disk (`LogFullError`) changes nothing: the same call may be made again.
-- After a failed sync nobody knows what is on disk: the device refuses everything but reads.
+- A segment appears on disk with its whole header before `rotate` returns. So a segment without a
+  good header is damage, never a torn write.
+- The newest segment may have zeros behind its end (`reserve`). An append that overwrites them does
+  not make the file longer, so its sync is faster. They do not belong to the segment:
+  `current_bytes` and `read` leave them out. A device that opens an existing segment cannot tell
+  them from a record's bytes. There they count until recovery cuts them (`truncate`), before any
+  append.
+- A sealed segment (any but the newest) has exactly its length and is synced, and its successor's
+  header has that length. The zeros are cut durably before the successor exists.
+- Beside the segments there are MARK_SLOTS small slots. They are overwritten in place (`mark`) and
+  say where the log ends (`vbucket.log.end_mark`).
+- A full disk (`LogFullError`) changes nothing: the same call can be repeated.
+- After a failed sync nobody knows what is on disk, so the device refuses everything but reads.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ SEGMENT_HEADER_BYTES: Final = SEGMENT_HEADER.size
 OLD_SEGMENT_HEADER: Final = Struct(">8sIIQQI")
 """Version 1: without a salt. Versions 1 and 2 are read and not written."""
 OLD_SALT: Final = 0xDC9D_106E << 32
-"""What the records of version 1 are made with."""
+"""The salt of records of version 1."""
 
 MARK_SLOTS: Final = 3
-"""One that is on disk, one that is being synced, one that is written: a power cut tears the last
-two at most."""
+"""One slot on disk, one being synced, one being written: a power cut can tear only the last two."""
 MARK_SLOT_BYTES: Final = 512
-"""A slot lies in a sector of its own."""
+"""Each slot has its own sector."""
 MARK_BYTES_MAX: Final = 64
 
 AHEAD_BYTES: Final = 256 << 10
@@ -54,19 +52,18 @@ small groups that then take a third less time each (docs/lab-notes.md)."""
 
 
 class LogWriteError(Exception):
-    """The disk took no change, or the device takes none any more. Final, but for LogFullError."""
+    """The disk refused a change, or the device takes none any more. Final, except LogFullError."""
 
 
 class LogFullError(LogWriteError):
-    """There is no room: the disk is full, or a quota or a limit is hit, that of open files among
-    them. Nothing of it was done.
+    """There is no room: the disk is full, or a quota or limit is reached (open files, too).
 
-    The log is as it was before, so the caller may try again once there is room.
+    Nothing was changed, so the caller can try again once there is room.
     """
 
 
 class SyncFailedError(Exception):
-    """The disk did not confirm a sync. Final: the process must answer nothing more and end."""
+    """A sync failed. Final: the process must not answer anything more, and end."""
 
 
 class UnknownFormatError(Exception):
@@ -88,9 +85,9 @@ class LogDevice(Protocol):
 
     @property
     def salt(self) -> int:
-        """The newest segment's salt, which its records are made with (`vbucket.log.record`).
+        """The newest segment's salt, for its records (`vbucket.log.record`).
 
-        To be asked for only where this device began the segment: nothing is written into others.
+        Only valid if this device began the segment; nothing is written into others.
         """
 
     def segments(self) -> list[int]:
@@ -108,8 +105,8 @@ class LogDevice(Protocol):
     def reserve(self) -> None:
         """Write AHEAD_BYTES more zeros ahead of the newest segment's end, durably.
 
-        A full disk is no error, nor is a file that cannot be opened: then there is no more room
-        ahead than before. Raises SyncFailedError.
+        A full disk or a file that cannot be opened is no error; then nothing is added. Raises
+        SyncFailedError.
         """
 
     def sync(self) -> None:
@@ -123,20 +120,20 @@ class LogDevice(Protocol):
         """
 
     def mark(self, slot: int, data: bytes) -> None:
-        """Overwrite a slot with up to MARK_BYTES_MAX bytes; it survives a power cut only after
-        `sync_mark`, and the end of the process at once.
+        """Overwrite a slot with up to MARK_BYTES_MAX bytes. It survives the end of the process at
+        once, a power cut only after `sync_mark`.
 
-        A disk that refuses is no error where there is a slot: that stays what it was. Where there
-        is none yet, it raises LogFullError or LogWriteError.
+        If the disk refuses and the slot exists, that is no error: the slot is unchanged. If there
+        is no slot yet, it raises LogFullError or LogWriteError.
         """
 
     def sync_mark(self) -> None:
-        """Return when the slots are on disk; does nothing where there are none. Raises
-        SyncFailedError, which is final.
+        """Return when the slots are on disk. Without slots it does nothing. Raises SyncFailedError,
+        which is final.
         """
 
     def marks(self) -> list[bytes]:
-        """Return the slots' MARK_BYTES_MAX bytes each; [] where there are none."""
+        """Return MARK_BYTES_MAX bytes of each slot, [] without slots."""
 
     def truncate(self, segment: int, size_bytes: int) -> None:
         """Durably cut a segment, and what lies ahead of its end. Raises KeyError, LogFullError,
@@ -147,12 +144,12 @@ class LogDevice(Protocol):
         """Durably remove a sealed segment. Raises KeyError; ValueError for the newest one."""
 
     def drop_after(self, segment: int) -> None:
-        """Durably remove every segment above `segment`, the newest one first: they are damaged, and
-        were given up. `rotate` comes next. Raises LogWriteError, SyncFailedError.
+        """Durably remove every segment above `segment`, newest first: they are damaged and given
+        up. The caller rotates next. Raises LogWriteError, SyncFailedError.
         """
 
     def close(self) -> None:
-        """Let go of the device and of the zeros ahead; syncs nothing."""
+        """Close the device and drop the zeros ahead; sync nothing."""
 
 
 def pack_segment_header(segment: int, previous_bytes: int, salt: int) -> bytes:

@@ -1,10 +1,10 @@
-"""One folder of files, as the log's device uses it: the calls that a power cut can fall between.
+"""One folder of files, as the log's device uses it. A power cut can come between any two calls.
 
-`FolderDisk` is the operating system's. Tests run the same device over a disk that forgets, in part,
+`FolderDisk` uses the operating system. Tests run the same device over a disk that forgets part of
 what was not synced (tests/support/forgetful_disk.py).
 
-What each call promises to survive is POSIX's: data and length of a file after `sync`, the data that
-was written (and a greater length) after `sync_data`, names after `sync_folder`.
+The promises are those of POSIX: data and length of a file are durable after `sync`, written data
+(and a greater length) after `sync_data`, names after `sync_folder`.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class Disk(Protocol):
         """Set a file's length."""
 
     def sync(self, fd: int) -> None:
-        """Return when the file is on disk as it is."""
+        """Return when data and length of the file are on disk."""
 
     def sync_data(self, fd: int) -> None:
-        """Return when what was written is on disk; that the file was cut need not be."""
+        """Return when all written data is on disk; a cut of the file need not be."""
 
     def close(self, fd: int) -> None:
-        """Give a descriptor back."""
+        """Close a descriptor."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name."""
+        """Rename a file."""
 
     def remove(self, name: str) -> None:
         """Remove a file. Raises FileNotFoundError."""
 
     def sync_folder(self) -> None:
-        """Return when all names are on disk as they are."""
+        """Return when all names are on disk."""
 
     def release(self) -> None:
-        """Give back what is held of the folder itself. May be repeated."""
+        """Close the folder. May be repeated."""
 
 
 class FolderDisk:

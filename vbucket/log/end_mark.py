@@ -1,12 +1,12 @@
-"""Where the log ends: the last record that is certainly on disk. Pure.
+"""The end mark: names the last log record that is certainly on disk. Pure.
 
     mark = magic 8s, format version u32, sequence u64, segment u64, end u64, group u64,
            record's CRC-32C u32, CRC-32C of what stands before it                  (big-endian)
 
-A log's last groups may vanish without a trace: a file that was cut at the end of a record looks
-like one that ends there. So the end is written down beside the log, in slots of the device that are
-overwritten, each time a sync has returned (`vbucket.log.writer`). A start that finds less
-than a mark says knows that something is missing.
+The last groups of a log could be lost unnoticed: a file that was cut at the end of a record looks
+complete. So each time a sync has returned, the end is written beside the log, into slots of the
+device that are overwritten (`vbucket.log.writer`). If a start finds less than a mark says, it knows
+that groups are missing.
 
 Invariants
 - a mark names a group only after the sync of that group has returned; it may name an older one;
@@ -30,7 +30,7 @@ assert MARK.size <= MARK_BYTES_MAX
 
 
 class LogEnd(NamedTuple):
-    """The end of the log: its last record, and where that ends. All zeros: there is none."""
+    """The end of the log: its last record, and where that ends. All zeros: no record."""
 
     segment: int
     size_bytes: int
@@ -40,12 +40,12 @@ class LogEnd(NamedTuple):
     """The record's checksum, which covers that of the record before it."""
 
     def to_document(self) -> list[int]:
-        """Return what the store keeps."""
+        """Return the stored form."""
         return list(self)
 
     @classmethod
     def from_document(cls, document: Any) -> LogEnd:
-        """Return what `to_document` gave."""
+        """Return the end from its `to_document` form."""
         return cls(*document)
 
     def __str__(self) -> str:
@@ -57,15 +57,15 @@ NO_RECORD: Final = LogEnd(0, 0, 0, 0)
 
 
 class EndMark(NamedTuple):
-    """What the device's slots say."""
+    """The content of the device's slots."""
 
     end: LogEnd | None
-    """The newest good mark; None where there is none."""
+    """The newest good mark, None if there is none."""
     sequence: int
     problem: str
-    """Why there is no good mark, "" where there is one."""
+    """Why there is no good mark, "" if there is one."""
     slot: int = 0
-    """Which one it stands in."""
+    """The slot of that mark."""
 
 
 def pack_mark(end: LogEnd, sequence: int) -> bytes:

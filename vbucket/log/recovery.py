@@ -1,4 +1,4 @@
-"""Reading the log at a start: every group that the store has not merged, then its end. Pure.
+"""Reads the log at a start: every unmerged group, and then the log's end. Pure.
 
 Who calls it: `vbucket.engine.startup`; `vbucket.check.log_check` applies the same checks of the
 log's end.
@@ -8,8 +8,8 @@ How far the log must reach is known from three places:
 - the clean end, which a clean stop leaves in the store: the log ends exactly there;
 - the end mark beside the log (`vbucket.log.end_mark`): the log does not end before it.
 
-What a crash can leave behind the last good record, and only that, is cut: a group that was never
-answered, and zeros that were written ahead.
+Behind the last good record a crash can leave a group that was never answered, and zeros written
+ahead. Only these are cut; anything else is damage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vbucket.log.record import (
 
 
 class RecoveredGroup(NamedTuple):
-    """One group that the store has not merged."""
+    """One unmerged group."""
 
     segment: int
     group: int
@@ -37,7 +37,7 @@ class RecoveredGroup(NamedTuple):
 
 
 class TornTail(NamedTuple):
-    """A group at the log's end that was not wholly written: what is good, what has to be cut.
+    """A group at the log's end that was written only in part, and what has to be cut.
 
     Zeros at the very end are not counted: they were written ahead.
     """
@@ -48,7 +48,7 @@ class TornTail(NamedTuple):
 
 
 class Recovery:
-    """What the log has and the store has not. Made by `recover`.
+    """The unmerged part of the log. Made by `recover`.
 
     Iterate `groups()` to its end, then call `finish()` before anything is served or appended.
     """
@@ -72,7 +72,7 @@ class Recovery:
         """Whether the record before the first one is known."""
         self._is_scanned = False
         self._cut_to: tuple[int, int] | None = None
-        """Segment and length: what follows the last good record goes, be it torn or zeros."""
+        """Segment and length to cut to: what follows is torn, or zeros."""
         self.end = merged_end or NO_RECORD
         """The last good record so far."""
         self.torn: TornTail | None = None
@@ -103,8 +103,8 @@ class Recovery:
     def finish(self) -> TornTail | None:
         """Cut a torn tail and zeros, sync the log, and return the torn tail.
 
-        The sync matters with a clean end too: the page cache may hold groups that were read here
-        and never reached the disk. Raises SyncFailedError, LogWriteError.
+        A clean end needs the sync, too: groups that were read here may be only in the page cache.
+        Raises SyncFailedError, LogWriteError.
         """
         assert self._is_scanned, "iterate groups() to its end first"
         if self._cut_to is not None:
@@ -152,10 +152,10 @@ class Recovery:
 def end_problem(
     found: LogEnd, clean_end: LogEnd | None, mark: EndMark | None, *, is_marked: bool
 ) -> str:
-    """Say why a log that ends with `found` is not whole, "" if it is, as far as can be known.
+    """Return why a log that ends with `found` is incomplete, "" if nothing is known to be missing.
 
-    `mark` is None where nobody looked for it. `is_marked`: the newest segment was written by a
-    version that keeps end marks.
+    `mark` is None if nobody looked for it. `is_marked`: the newest segment was written by a version
+    that keeps end marks.
     """
     if clean_end is not None:
         if (found.group, found.crc) == (clean_end.group, clean_end.crc):
@@ -178,12 +178,11 @@ def recover(
     merged_end: LogEnd | None = None,
     clean_end: LogEnd | None = None,
 ) -> Recovery:
-    """Begin reading all groups in segments after `after_segment` (the store's merged_segment).
+    """Begin to read all groups in segments after `after_segment` (the store's merged_segment).
 
-    The log of a data folder always has at least one segment that is not merged, so the shell
-    creates the log's first segment before the store. `merged_end` is the last record that the store
-    has merged, None where that is not known; `clean_end` is where a clean stop left the log, None
-    where there was none.
+    The log of a data folder always has at least one unmerged segment, so the shell creates the
+    log's first segment before the store. `merged_end` is the last merged record (None: unknown);
+    `clean_end` is where a clean stop left the log (None: there was none).
     """
     return Recovery(
         device,

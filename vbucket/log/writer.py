@@ -5,7 +5,7 @@ thread at a time appends, syncs and rotates, as the device demands.
 
 Invariants
 - records are chained: each holds the checksum of the one before it, across segments and restarts;
-- what an append that failed would have written is written by the next attempt, byte for byte;
+- after a failed append, the next attempt writes the same bytes;
 - the end mark names only groups whose sync has returned;
 - the newest mark that is on disk is never overwritten: a power cut leaves at least that one.
 """
@@ -25,17 +25,17 @@ class LogWriter:
     def __init__(self, device: LogDevice, end: LogEnd = NO_RECORD) -> None:
         self.device = device
         self.end = end
-        """Of what was appended."""
+        """The end of what was appended."""
         self.synced_end = end
-        """Of what is on disk."""
+        """The end of what is on disk."""
         self._marked_end = NO_RECORD
         self._segment = 0
         mark = read_marks(device.marks())
         self._sequence = mark.sequence
         self._has_mark = mark.end is not None
         self.marking: AbstractContextManager[object] = nullcontext()
-        """Entered to choose and to write a slot. Whoever syncs marks on a thread of its own puts a
-        lock here."""
+        """Held while a slot is chosen and written. A caller that syncs marks on another thread sets
+        a lock here."""
         self._kept_slot = mark.slot
         """The newest mark that is on disk."""
         self._slot = (mark.slot + 1) % MARK_SLOTS
@@ -81,7 +81,7 @@ class LogWriter:
         self._kept_slot = synced_slot
 
     def mark_anew(self) -> None:
-        """Make all marks say where the log ends now, durably: older ones count no more.
+        """Write the present end of the log into all marks, durably; older marks are gone.
 
         Raises LogFullError, LogWriteError, SyncFailedError.
         """

@@ -1,7 +1,7 @@
-"""What a partition remembers of the collections other than the default one. Pure.
+"""Counts and seqnos of a partition's collections other than the default one. Pure.
 
-Nothing of this is touched by a change in the default collection. Engine and merge keep one per
-partition, with the same rules.
+A change in the default collection does not touch it. Keyspace and merge keep one per partition,
+with the same rules.
 
     other_high_seqno     the last change outside of the default collection, system events included
     default_high_seqno   the last change in the default collection before the run of changes that
@@ -27,7 +27,7 @@ class CollectionCounts:
     __slots__ = ("collections", "default_high_seqno", "other_high_seqno")
 
     def __init__(self, document: Any = None) -> None:
-        """Take over what `to_document` returned; None: nothing has happened yet."""
+        """Restore a tally from its `to_document` form; None: an empty one."""
         self.other_high_seqno = 0
         self.default_high_seqno = 0
         self.collections: dict[int, list[int]] = {}
@@ -36,13 +36,13 @@ class CollectionCounts:
             self.collections = {key: list(numbers) for key, numbers in collections.items()}
 
     def to_document(self) -> list[Any] | None:
-        """Return the form in which the store keeps it; None where nothing has happened yet."""
+        """Return the stored form; None if it is empty."""
         if not self.other_high_seqno:
             return None
         return [self.other_high_seqno, self.default_high_seqno, self.collections]
 
     def note(self, key: bytes, seqno: int, seqno_before: int, known: Container[int]) -> None:
-        """Note a change outside of the default collection; `seqno_before` is the change before."""
+        """Note a change outside the default collection; `seqno_before` is the previous change."""
         if self.other_high_seqno != seqno_before:
             self.default_high_seqno = seqno_before
         self.other_high_seqno = seqno
@@ -51,7 +51,7 @@ class CollectionCounts:
             self.collections.setdefault(collection_id, [0, 0])[0] = seqno
 
     def count(self, collection_id: int, documents: int) -> None:
-        """Count live documents in (or out, below 0)."""
+        """Add to the number of live documents; a negative number subtracts."""
         self.collections.setdefault(collection_id, [0, 0])[1] += documents
 
     def forget(self, known: Container[int]) -> int:
@@ -65,18 +65,18 @@ class CollectionCounts:
         return sum(documents for _, documents in self.collections.values())
 
     def default_seqno_at(self, seqno: int) -> int | None:
-        """Return the default collection's last seqno at or below `seqno`, None where that is below
-        the last run of other changes and has to be looked for.
+        """Return the default collection's last seqno at or below `seqno`. None: it is below the
+        last run of other changes, and the caller must search for it.
         """
         if seqno > self.other_high_seqno:
             return seqno
         return self.default_high_seqno if seqno >= self.default_high_seqno else None
 
     def roll_back(self, seqno: int, backward: Iterable[tuple[int, bytes]]) -> None:
-        """Put the seqnos right after everything above `seqno` was undone.
+        """Correct the seqnos after everything above `seqno` was undone.
 
-        `backward` gives (seqno, key) of what is left, from the last change down; it is read as far
-        as needed only.
+        `backward` yields (seqno, key) of the remaining changes, newest first; it is read only as
+        far as needed.
         """
         if seqno >= self.other_high_seqno:
             return

@@ -1,4 +1,4 @@
-"""Blocks: the versions of one partition in seqno order, many to a database value.
+"""Blocks: many versions of one partition, in seqno order, in one database value.
 
     key     vb u16, first seqno u64 (big-endian: blocks sort by partition and seqno)
     value   header, columns, body
@@ -15,9 +15,9 @@ Invariants
 - `seqno_before` is the last seqno of the block before this one (0: none). So a reader notices when
   a whole block has vanished;
 - the body aims at `BODY_BYTES_TARGET`; one larger frame makes a larger block;
-- no flipped bit goes unnoticed: header and columns are checked whenever a block is opened, a single
-  frame by its own checksum (`find_frame` opens no block and takes that together with what the frame
-  says of itself), a scan by the body's.
+- every flipped bit is noticed: opening a block checks header and columns, reading a single frame
+  its own checksum, a scan that of the body. `find_frame` does not open the block: it checks the
+  frame's checksum, seqno, key and CAS.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BLOCK_HEADER_BYTES: Final = BLOCK_HEADER.size
 _CRC_AT: Final = BLOCK_HEADER_BYTES - 4
 _HAS_SEQNOS: Final = 0x01
 ONLY_MUTATIONS: Final = 0x02
-"""Flag: every frame is a DCP_MUTATION. Blocks of older versions do not say so."""
+"""Flag: every frame is a DCP_MUTATION. Older versions do not set it."""
 ONLY_RAW: Final = 0x04
 """Flag: every frame has datatype raw."""
 _KINDS: Final = ONLY_MUTATIONS | ONLY_RAW
@@ -72,9 +72,9 @@ class BlockDamagedError(StoreDamagedError):
 
 
 class Block:
-    """A block that was opened: header and columns checked, the body not yet.
+    """An open block: header and columns are checked, the body is not yet.
 
-    `seqnos` is a range where there are no gaps. `body` is as the database handed it out.
+    `seqnos` is a range if there are no gaps. `body` is as the database handed it out.
     """
 
     __slots__ = (
@@ -129,7 +129,7 @@ class Block:
             else range(first_seqno, first_seqno + count)
         )
         self.kinds: int = flags & _KINDS
-        """Which of ONLY_MUTATIONS and ONLY_RAW it promises."""
+        """Which of ONLY_MUTATIONS and ONLY_RAW the block promises."""
         self.body = value[body_at:]
 
     @property
@@ -138,14 +138,14 @@ class Block:
         return _column("I", self._frame_crcs)
 
     def checked_body(self) -> bytes:
-        """Return the body. Raises BlockDamagedError when it is not what was written."""
+        """Return the body. Raises BlockDamagedError if it is not what was written."""
         body = bytes(self.body)
         if _crc32c(body) != self.body_crc:
             raise self.damaged("has a body that does not match its checksum")
         return body
 
     def entry(self, seqno: int) -> bytes | None:
-        """Return the entry of a seqno, None where it is in a gap. Raises BlockDamagedError."""
+        """Return the entry of a seqno, None if it is in a gap. Raises BlockDamagedError."""
         index = bisect_left(self.seqnos, seqno)
         if index == len(self.seqnos) or self.seqnos[index] != seqno:
             return None
@@ -182,9 +182,9 @@ def block_key(vb_id: int, seqno: int) -> bytes:
 
 
 def follow_seqno(block: Block, seqno_before: int) -> tuple[bytes, bytes]:
-    """Return key and value of a block that comes after another seqno than it did.
+    """Return key and value of a block with another `seqno_before`.
 
-    Frames and body keep their checksums, so damage to them stays as noticeable as it was.
+    Frames and body keep their checksums, so damage to them is still noticed.
     """
     body = bytes(block.body)
     return _packed_block(
@@ -227,11 +227,11 @@ def _packed_block(
 def find_frame(
     block_key: bytes, value: Buffer, seqno: int, key: bytes, *, cas: int
 ) -> bytes | None:
-    """Return the frame of a version that is known by seqno, key and CAS, from a block that is not
-    opened; None where it is not there, or anything about it is not as it should be.
+    """Return the frame of a version with this seqno, key and CAS without opening its block; None if
+    it is not there or anything about it is wrong.
 
-    Header and columns are not checked: what they lead to has its own checksum, and has to say of
-    itself that it is what was looked for.
+    Header and columns are not checked. The frame has its own checksum, and its seqno, key and CAS
+    must match.
     """
     if len(block_key) != BLOCK_KEY.size or len(value) < BLOCK_HEADER_BYTES:
         return None

@@ -1,18 +1,18 @@
-"""When documents are due to expire: the rows of the store's expiry table, and what lies above it.
+"""When documents expire: the rows of the store's expiry table, and the changes not merged yet.
 
     expiry table   due u32, vb u16, key -> CRC-32C of these
 
-Who calls it: the keyspace puts what it applies into `DueDocuments`; the merge writes the table;
-the pager (`vbucket.engine.expiry`) takes from both.
+Who calls it: the engine adds documents with an expiry to `DueDocuments`; the merge writes the
+table; the pager (`vbucket.engine.expiry`) takes from both.
 
 Invariants
-- every version with an expiry that the store does not have is in a layer here, or was handed to the
-  pager; a document that a rollback brings back is put in again;
-- an entry says when to look, never that a document has expired: the newest version decides;
-- frozen entries go when the store has them, in slices.
+- every unmerged version with an expiry is in a layer here, or was handed to the pager; a document
+  that a rollback restores is added again;
+- an entry only says when to look: the newest version decides whether a document has expired;
+- frozen entries are dropped in slices once the store has them.
 
-A layer keeps one list for each due second, and entries by reference: a document without an expiry
-costs nothing, one with an expiry 8 bytes and its share of a list.
+A layer has one list of entries per due second. A document without an expiry costs nothing, one with
+an expiry 8 bytes and its share of a list.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Due(NamedTuple):
 
 
 def due_item(expiry: int, vb_key: bytes) -> tuple[bytes, bytes]:
-    """Return key and value of a row; `vb_key` is the partition's id, 2 bytes, and the key."""
+    """Return key and value of a row; `vb_key` is the partition's id (2 bytes) and the key."""
     row = expiry.to_bytes(4, "big") + vb_key
     crc: int = _crc32c(row)
     return row, crc.to_bytes(4, "big")
 
 
 def read_due(row: bytes, value: bytes) -> Due:
-    """Return what a row says. Raises StoreDamagedError."""
+    """Decode a row. Raises StoreDamagedError."""
     if len(row) <= _HEAD.size or _crc32c(row) != int.from_bytes(value, "big"):
         raise StoreDamagedError(
             f"table expiry of the store, key {row.hex()}: the checksum does not match; check the "
@@ -75,10 +75,10 @@ class DueLayer:
         self._seconds: list[int] = []
         """A heap of the keys of `_buckets`."""
         self.held: dict[int, list[bytes]] = {}
-        """Due entries of partitions that take no writes at present."""
+        """Due entries of partitions that take no writes for now."""
 
     def add(self, expiry: int, entry: bytes) -> None:
-        """Note a mutation with an expiry."""
+        """Add a mutation with an expiry."""
         bucket = self._buckets.get(expiry)
         if bucket is None:
             self._buckets[expiry] = bucket = []
@@ -86,7 +86,7 @@ class DueLayer:
         bucket.append(entry)
 
     def take(self, now_s: int, limit: int) -> list[bytes]:
-        """Return up to `limit` entries that are due, and forget them."""
+        """Remove and return up to `limit` due entries."""
         taken: list[bytes] = []
         while self._seconds and self._seconds[0] <= now_s and len(taken) < limit:
             bucket = self._buckets[self._seconds[0]]
@@ -98,12 +98,12 @@ class DueLayer:
         return taken
 
     def release(self, vb_id: int) -> None:
-        """Put the entries of a partition that were held back where they were."""
+        """Put the held entries of a partition back."""
         for entry in self.held.pop(vb_id, ()):
             self.add(int.from_bytes(entry[EXPIRY_AT : EXPIRY_AT + 4], "big"), entry)
 
     def lists(self) -> list[list[bytes]]:
-        """Return what holds the entries."""
+        """Return the lists that hold the entries."""
         return [*self._buckets.values(), *self.held.values()]
 
 
@@ -114,15 +114,15 @@ class DueDocuments:
         self.active = DueLayer()
         self.frozen = DueLayer()
         self.generation = 0
-        """Rises when the store has other rows than before."""
+        """Increases when the rows in the store change."""
         self._dropping: list[list[bytes]] = []
 
     def layers(self) -> tuple[DueLayer, DueLayer]:
-        """Return the layers, the older one first."""
+        """Return the layers, older first."""
         return self.frozen, self.active
 
     def add(self, entry: bytes) -> None:
-        """Note a mutation, if it has an expiry."""
+        """Add a mutation if it has an expiry."""
         expiry = entry[EXPIRY_AT : EXPIRY_AT + 4]
         if expiry != NO_EXPIRY:
             self.active.add(int.from_bytes(expiry, "big"), entry)
@@ -139,6 +139,6 @@ class DueDocuments:
         self.generation += 1
 
     def drop(self, slices_left: int) -> None:
-        """Let go of a slice of what was merged: freeing all of it at once would take too long."""
+        """Free a slice of the merged entries; freeing all at once would take too long."""
         keep = len(self._dropping) * (slices_left - 1) // slices_left
         del self._dropping[keep:]

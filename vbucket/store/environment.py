@@ -1,10 +1,10 @@
-"""The little that the store wants of a database: named ordered tables and transactions.
+"""The database interface of the store: named ordered tables and transactions.
 
-`vbucket.store.environment_lmdb` keeps them in LMDB, `vbucket.store.environment_memory` in sorted
-dicts; both pass the same tests. One process writes at a time; a snapshot never waits for a writer
-and never sees half of a transaction.
+`vbucket.store.environment_lmdb` implements it with LMDB, `vbucket.store.environment_memory` with
+sorted dicts; both pass the same tests. One process writes at a time. A snapshot never waits for a
+writer and never sees part of a transaction.
 
-Keys are 1 to 511 bytes (LMDB's limit); order is that of the bytes.
+Keys are 1 to 511 bytes (LMDB's limit), in the order of their bytes.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 _T = TypeVar("_T")
 
 Buffer: TypeAlias = bytes | memoryview
-"""A value that was read. A memoryview is good until the snapshot's next refresh() or close()."""
+"""A value that was read. A memoryview is valid until the snapshot's next refresh() or close()."""
 
 
 class StoreDamagedError(Exception):
-    """What was read is not what was written. The partition, or the node, must not serve it."""
+    """Stored data is damaged: it is not what was written. It must not be served."""
 
 
 class WriteLostError(StoreDamagedError):
-    """A write came upon what is damaged. Its transaction is lost with all that it did; who goes on
-    without that write begins another one.
+    """A write met damaged data. The whole transaction is lost; to go on without that write, begin a
+    new one.
     """
 
 
 class StoreFullError(Exception):
-    """There is no room for the transaction: nothing of it was written."""
+    """There is no room for the transaction; nothing of it was written."""
 
 
 class MapFullError(StoreFullError):
-    """The database's map is too small for the transaction: nothing of it was written.
+    """The database's map is too small for the transaction; nothing of it was written.
 
     `KvEnv.grow` may make the map larger; then the same transaction can be tried again.
     """
 
 
 class StoreFailedError(Exception):
-    """The database could not do what it was asked for, and the transaction did not happen."""
+    """The database failed; the transaction did not happen."""
 
 
 _OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
@@ -64,12 +64,12 @@ class KvReader(Protocol):
     """Reads of one consistent state. All raise StoreDamagedError when the database is broken."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
-        """Return the value of a key, None where none is found: `neighbours` says whether that is
-        sure. It is the fastest way to a key, and trusts the pages on it.
+        """Return the value of a key, None if none is found. This is the fastest look-up, and trusts
+        the pages that it reads: `neighbours` tells whether the key is really absent.
         """
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> Iterable[tuple[bytes, bytes]]:
-        """Return the pairs of those keys that are there; fast when they ascend."""
+        """Return the pairs of the keys that exist; fast if the keys ascend."""
 
     def first_at_or_after(self, table: str, key: bytes) -> tuple[bytes, Buffer] | None:
         """Return the first pair whose key is >= `key`."""
@@ -78,9 +78,9 @@ class KvReader(Protocol):
         """Return the last pair whose key is <= `key`."""
 
     def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
-        """Return what a look-up that found nothing went by: pairs next to where the key would be.
+        """Return the pairs next to where an absent key would be.
 
-        Raises StoreDamagedError where the table does not say that the key is not there.
+        Raises StoreDamagedError if the key may be there after all.
         """
 
     def range(
@@ -96,10 +96,10 @@ class KvSnapshot(KvReader, Protocol):
     """A long-lived reader that sees the state as of its last `refresh`."""
 
     def refresh(self) -> None:
-        """Go on to the newest committed state, which another process may have written."""
+        """Move to the newest committed state, which another process may have written."""
 
     def close(self) -> None:
-        """Give the state up, so that the database may reuse its pages."""
+        """Release the state, so that the database can reuse its pages."""
 
 
 class KvWrite(KvReader, Protocol):
@@ -112,7 +112,7 @@ class KvWrite(KvReader, Protocol):
         """Set a key's value."""
 
     def put_sorted(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> None:
-        """Set many keys' values; fast when the keys ascend."""
+        """Set the values of many keys; fast if the keys ascend."""
 
     def delete(self, table: str, key: bytes) -> bool:
         """Remove a key; return whether it was there."""
@@ -129,9 +129,8 @@ class KvEnv(Protocol):
         """Return a reader of the newest committed state."""
 
     def write(self) -> AbstractContextManager[KvWrite]:
-        """Begin a write transaction: durably committed when the block ends, aborted when it raises.
-
-        Raises StoreFullError, StoreFailedError; then nothing of it happened.
+        """Begin a write transaction. It commits durably at the end of the block, and aborts if the
+        block raises. Raises StoreFullError, StoreFailedError; then nothing of it happened.
         """
 
     def grow(self) -> bool:
@@ -141,17 +140,16 @@ class KvEnv(Protocol):
         """
 
     def used_bytes(self, tables: Collection[str] | None = None) -> int:
-        """Return what these tables take, or all, without what is free for use again."""
+        """Return the bytes that these tables (None: all) take, without free pages."""
 
     def close(self) -> None:
         """Close the database and every snapshot of it."""
 
 
 def with_room(env: KvEnv, work: Callable[[], _T]) -> _T:
-    """Run work that writes, growing the map as often as it turns out to be full.
+    """Run work that writes; grow the map and run it again whenever the map is full.
 
-    `work` is run again from its beginning each time. Raises what it raises; MapFullError once the
-    map cannot grow any more.
+    Raises what `work` raises, and MapFullError once the map cannot grow.
     """
     while True:
         try:

@@ -1,10 +1,9 @@
 """The database in LMDB. One process writes (the store process), others read beside it.
 
-`writemap` stays off: with it a stray write of the process goes straight into the file. The map's
-size is address space and no disk; the process that writes makes a full map larger (`grow`), the
-others adopt the larger map with their next snapshot. py-lmdb gives up the GIL on every put, so
-nothing here belongs into a thread beside a busy one: it is for a process of its own, or for short
-reads on the loop.
+`writemap` stays off: with it, a stray write of the process would go straight into the file. The
+size of the map is address space, not disk. The writing process enlarges a full map (`grow`); the
+others adopt the larger map with their next snapshot. py-lmdb releases the GIL on every put, so do
+not use it in a thread beside a busy one: use a separate process, or do short reads on the loop.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from vbucket.store.lmdb_file import PageFile, check_file
 from vbucket.store.lmdb_pages import PageReader
 
 MAP_SIZE_BYTES: Final = 1 << 40
-"""1 TiB of address space: far more than one node is meant to hold."""
+"""1 TiB of address space: far more than a node holds."""
 MAP_BYTES_MAX: Final = 1 << 46
 """Half of the address space of a 64-bit Linux process."""
 _SHORT_WRITE: Final = "Input/output error"
@@ -51,11 +50,11 @@ two of its steps, which are microseconds apart; a commit takes a sync."""
 class LmdbSnapshot:
     """`KvSnapshot`: a read transaction that is renewed. Values are views into maps of the file.
 
-    LMDB looks up single keys. What it does not find is looked for once more in the pages
-    themselves, and everything but look-ups is read there alone (`vbucket.store.lmdb_pages` says
-    why). After an error LMDB refuses all further use of a transaction. It still holds its state, so
-    that the same state is read on, from the pages, until the next `refresh`; one damaged page is in
-    nobody's way but of who asks for what is on it.
+    LMDB looks up single keys. If it finds nothing, the pages themselves are searched again. All
+    other reads use only the pages (`vbucket.store.lmdb_pages` says why). After an error LMDB
+    refuses any further use of a transaction, but the transaction still pins its state. So the same
+    state is read from the pages until the next `refresh`, and a damaged page only affects reads of
+    its content.
     """
 
     def __init__(self, env: Any, tables: dict[str, Any], file: PageFile) -> None:
@@ -286,8 +285,7 @@ class LmdbEnv:
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
             )
-            # Who was killed while it read still counts as a reader, and no page that was freed
-            # since could be used again.
+            # A reader that was killed still counts, so no page freed since could be reused.
             self._env.reader_check()
             with self._env.begin(write=True) as transaction:
                 self._tables = {
@@ -406,9 +404,9 @@ def _begin_read(env: Any) -> Any:
 
 
 def _check_names(folder: Path, found: Collection[str], tables: Sequence[str]) -> None:
-    """Raise StoreDamagedError where there is a table that cannot be.
+    """Raise StoreDamagedError if there is an unknown table.
 
-    Without this, a table whose name is damaged would be made anew, empty.
+    Otherwise a table with a damaged name would be created again, empty.
     """
     unknown = sorted(set(found) - set(tables))
     if unknown:

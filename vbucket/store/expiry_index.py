@@ -1,7 +1,8 @@
-"""The expiry table as the merge writes it: exactly one row for each document that has an expiry.
+"""Maintains the expiry table: exactly one row for each document with an expiry.
 
-Who calls it: the merge and compaction, for every by_key record they replace or remove. Rows are
-gathered over all partitions and written at the end, sorted, because the table is ordered by time.
+Who calls it: the merge and compaction, for every by_key record that they replace or remove. They
+collect the rows of all partitions and write them sorted at the end, because the table is ordered by
+time.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from vbucket.store.key_record import StoredMeta, checked_meta
 from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE
 
 BUILT_AT_ONCE: Final = 100_000
-"""Rows gathered before they are written, while the table is made for a store that has none."""
+"""Rows collected before a write, while the table is built for a store that has none."""
 
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
 class ExpiryRows:
-    """The rows that come and go in one transaction."""
+    """The rows that one transaction adds and removes."""
 
     def __init__(self) -> None:
         self._old: set[bytes] = set()
         self._new: dict[bytes, bytes] = {}
 
     def replace(self, vb_key: bytes, old: StoredMeta | None, expiry: int) -> None:
-        """Note that a by_key record changes: from `old`, to a document with `expiry` (0: to one
-        without, or to none). `vb_key` is the record's key.
+        """Note that the by_key record of `vb_key` changes from `old` to a document with `expiry`;
+        0: without an expiry, or no document.
         """
         old_expiry = expiry_of(old)
         if old_expiry == expiry:
@@ -41,7 +42,7 @@ class ExpiryRows:
             self._new[row] = value
 
     def write(self, write: KvWrite) -> None:
-        """Write what was noted, and forget it."""
+        """Write the collected rows."""
         for row in sorted(self._old - self._new.keys()):
             write.delete(EXPIRY_TABLE, row)
         write.put_sorted(EXPIRY_TABLE, sorted(self._new.items()))
@@ -49,17 +50,17 @@ class ExpiryRows:
         self._new.clear()
 
     def __len__(self) -> int:
-        """Return how many rows come."""
+        """Return how many rows will be added."""
         return len(self._new)
 
 
 def expiry_of(meta: StoredMeta | None) -> int:
-    """Return when a document expires, 0 where it does not or there is none."""
+    """Return when a document expires, 0 for never or no document."""
     return meta.expiry if meta is not None and meta.opcode == _MUTATION else 0
 
 
 def build_expiry_table(write: KvWrite) -> None:
-    """Make the rows of every document of a store that was written without the table."""
+    """Build the table for a store that was written without it."""
     rows = ExpiryRows()
     for vb_key, value in write.range(BY_KEY_TABLE, b"\x00"):
         rows.replace(vb_key, None, expiry_of(checked_meta(vb_key, bytes(value))))

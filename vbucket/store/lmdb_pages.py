@@ -1,24 +1,24 @@
-"""LMDB's pages, read and checked without LMDB. Pure.
+"""Reads and checks LMDB's pages without LMDB. Pure.
 
-LMDB trusts its pages. At a leaf that is none (a page of zeros, for one) a cursor that moves on ends
-the process with an assertion; a size that leads behind the file's end ends it with SIGBUS; a page
-with another page's content hides keys that are there, without a word. Here every page on the way
-is checked, and what is wrong is a StoreDamagedError that names the table, the key and the page.
+LMDB trusts its pages. A cursor that moves to a page of the wrong type (a page of zeros, for
+example) ends the process with an assertion. A size that leads beyond the end of the file ends it
+with SIGBUS. A page with the content of another page silently hides existing keys. Here every page
+on the way is checked, and damage raises a StoreDamagedError that names the table, the key and the
+page.
 
-Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely. A look-up of one
-key that is there stays LMDB's, which takes a quarter of the time.
+Who calls it: `vbucket.store.environment_lmdb`, for what LMDB does not do safely. LMDB still looks
+up single keys that exist, because it needs a quarter of the time.
 
 Invariants
-- a reader is of one committed state, which somebody pins by a read transaction (or nobody writes):
-  its pages do not change. Pages that were looked at are kept, and compared when another state has
-  them, too;
-- a page has its own number, the type that belongs to its level, nodes within it, and its keys
-  ascend between those that led to it. So a way down never gets longer than the tree is deep, a way
-  along never comes back, and a key that is not found is not in the tree;
-- no byte is read behind the end of the file.
+- a reader shows one committed state, which a read transaction pins (or nobody writes). So its pages
+  do not change. Checked pages are kept, and compared if another state has them, too;
+- a page has its own number, the type of its level, and all nodes within it; its keys ascend between
+  the keys that led to it. So a descent is never longer than the tree is deep, a walk never returns,
+  and a key that is not found is not in the tree;
+- no byte behind the end of the file is read.
 
-What it cannot tell: a page of this table that is older than it should be (a write that the disk
-lost), and changed bytes in a value, for which records have checksums of their own.
+It cannot detect an outdated page of the same table (a write that the disk lost), nor changed bytes
+in a value: records have their own checksums for these.
 
 The format is that of LMDB 0.9 (data version 1), in the byte order of the machine.
 """

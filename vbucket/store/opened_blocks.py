@@ -1,13 +1,13 @@
-"""Opened blocks, kept for the stream that goes through them. Pure.
+"""Keeps opened blocks for the stream that reads them. Pure.
 
-A stream's snapshot looks at all of its blocks to see which versions are superseded, then sends them
-in several turns. What was opened for the first is kept for the others.
+A snapshot of a stream first reads all of its blocks to find the superseded versions, and then sends
+them in several turns. The blocks opened first are kept for these turns.
 
-Who calls it: the store, which clears it whenever it sees another state.
+Who calls it: the store, which clears it when it moves to another state.
 
 Invariants
-- a walk holds all blocks that reach into its range, in order, and none is missing between them;
-- at most WALKS_MAX walks of at most WALK_BLOCKS_MAX blocks are kept, the oldest goes first.
+- a walk holds all blocks that reach into its range, in order and without gaps;
+- at most WALKS_MAX walks of at most WALK_BLOCKS_MAX blocks are kept; the oldest is dropped first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vbucket.store.block import Block
 
 WALK_BLOCKS_MAX: Final = 32
 WALKS_MAX: Final = 16
-"""As many as a connection has backlogs under way. A block takes some KiB: its columns."""
+"""As many as the running backlogs of a connection. A block takes some KiB for its columns."""
 
 
 class _OpenedBlock(NamedTuple):
@@ -43,8 +43,8 @@ class OpenedBlocks:
     def keep(
         self, vb_id: int, start_seqno: int, end_seqno: int, blocks: Iterator[Block]
     ) -> Iterable[Block]:
-        """Return the blocks that reach into [start, end], which `blocks` yields; keep them where
-        there are not too many.
+        """Return the blocks that `blocks` yields for [start, end]; keep them unless they are too
+        many.
         """
         kept = list(islice(blocks, WALK_BLOCKS_MAX + 1))
         if len(kept) > WALK_BLOCKS_MAX:
@@ -56,7 +56,7 @@ class OpenedBlocks:
         return kept
 
     def blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block] | None:
-        """Return the blocks that reach into [start, end], None where they are not kept."""
+        """Return the blocks that reach into [start, end], None if they are not kept."""
         walk = self._walks.get(vb_id)
         if walk is None or start_seqno < walk.start_seqno or end_seqno > walk.end_seqno:
             return None

@@ -49,8 +49,8 @@ _QUARANTINE_KEY: Final = b"quarantine"
 
 
 class Mended(NamedTuple):
-    """What was said when a partition's highest CAS was lowered the last time: versions up to the
-    seqno may have a CAS above this one, and are older than the time.
+    """The last time the partition's highest CAS was lowered: versions up to `seqno` may have a CAS
+    above `cas`, and are older than `time_ns`.
     """
 
     seqno: int

@@ -1,13 +1,13 @@
-"""Many frames at once: stored changes as they leave on a stream, joined. Pure.
+"""Runs: many stored frames joined for a stream. Pure.
 
-A backlog is sent in runs: the body of a block is copied once, the opaques are written into the
-copy, and the copy is what leaves. That holds for frames which leave as they are stored; whoever has
-to look at each frame (a filter, another form, previous values) takes them one by one.
+A backlog is sent in runs. The body of a block is copied once, the opaques are written into the
+copy, and the copy is sent. This works only for frames that are sent as they are stored. A stream
+that must look at each frame (filter, other form, previous values) takes them one by one.
 
-Which frames those are is told by the flags of `vbucket.store.block`: a run holds frames for which
-all of them are true; `ALL_PLAIN` asks for none.
+The flags of `vbucket.store.block` tell which frames can be sent unchanged: all flags that the
+caller asks for must hold for each frame of a run. `ALL_PLAIN` asks for none.
 
-Who calls it: store and versions. The bytes are those that going frame by frame gives.
+Who calls it: store and versions. A run has the same bytes as its single frames.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
 from vbucket.store.block import BODY_BYTES_TARGET, ONLY_MUTATIONS, ONLY_RAW, Block
 
 ALL_PLAIN: Final = 0
-"""Every stored frame leaves as it is."""
+"""All stored frames are sent unchanged."""
 
 _OPAQUE_AT: Final = 12
 _put_opaque: Final = Struct(">I").pack_into
@@ -35,29 +35,29 @@ _opcode_of: Final = itemgetter(OPCODE_AT)
 _datatype_of: Final = itemgetter(DATATYPE_AT)
 _frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
 _FEW: Final = 4
-"""Entries up to which joining them costs more than it saves: what a live stream sends."""
+"""Up to this many entries, as on a live stream, joining costs more than it saves."""
 _MUTATIONS: Final = frozenset({int(Opcode.DCP_MUTATION)})
 _RAW: Final = frozenset({0})
 
 
 class RunBatch(NamedTuple):
-    """Frames of a backlog, joined. `next_seqno`: where to go on."""
+    """Joined frames of a backlog. Continue at `next_seqno`."""
 
     pieces: list[bytes | bytearray]
     """Each holds one or more whole frames."""
     next_seqno: int
     wire_bytes: int
     last_seqno: int
-    """The last version that was there, sent or left out; 0: none."""
+    """The last version of the range, sent or skipped; 0: none."""
 
 
 def run_of_block(
     block: Block, body: bytes, low: int, high: int, opaque: int, skip: Collection[int]
 ) -> list[bytes | bytearray]:
-    """Return the frames with the indexes low to high - 1, joined, their opaque set.
+    """Return the frames with indexes low to high - 1, joined and with the opaque set.
 
-    `body` is the block's, checked. Those whose seqno is in `skip` are left out, and what is left
-    comes in as many pieces as that makes.
+    `body` is the block's checked body. Frames whose seqno is in `skip` are left out; each gap
+    begins a new piece.
     """
     ends = block.ends
     first, frame_bytes = ends[low - 1] if low else 0, ends[0]
@@ -87,7 +87,7 @@ def run_of_block(
 def _set_opaques(joined: bytearray, starts: Sequence[int], opaque: int) -> None:
     """Write the opaque into frames of any length that begin at `starts`."""
     with memoryview(joined) as view, view[_OPAQUE_AT:] as opaques:
-        # One call for each frame, made by C: nothing else that plain Python has is faster.
+        # C makes one call per frame; nothing in plain Python is faster.
         deque(map(_put_opaque, repeat(opaques), starts, repeat(opaque)), maxlen=0)
 
 
@@ -100,20 +100,20 @@ def _set_opaques_evenly(joined: bytearray, frame_bytes: int, opaque: int) -> Non
 
 @lru_cache(maxsize=64)
 def _multiples(frame_bytes: int) -> array[int]:
-    """Return where the frames of a full block end that all have this length; some KiB."""
+    """Return the ends of the frames in a full block if all have this length; some KiB."""
     return array("I", range(frame_bytes, BODY_BYTES_TARGET + 1, frame_bytes))
 
 
 def are_plain(entries: list[bytes], plain: int) -> bool:
-    """Whether the frames of these entries leave as they are."""
+    """Whether the frames of these entries can be sent unchanged."""
     if plain & ONLY_MUTATIONS and not _MUTATIONS.issuperset(map(_opcode_of, entries)):
         return False
     return not plain & ONLY_RAW or _RAW.issuperset(map(_datatype_of, entries))
 
 
 def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], int]:
-    """Return the first entries, as many as it takes to reach `bytes_max` of frames, and the bytes
-    of their frames; all where they do not reach it.
+    """Return as many of the first entries as reach `bytes_max` of frames, and the bytes of their
+    frames; all entries if they do not reach it.
     """
     size = sum(map(len, entries)) - PREFIX_BYTES * len(entries)
     if size < bytes_max or len(entries) == 1:
@@ -124,7 +124,7 @@ def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], i
 
 
 def run_of_entries(entries: list[bytes], opaque: int) -> list[bytes | bytearray]:
-    """Return the frames of entries, their opaque set; many of them joined."""
+    """Return the frames of entries with the opaque set, joined unless they are few."""
     if len(entries) <= _FEW:
         opaque_bytes = opaque.to_bytes(4, "big")
         return [entry[PREFIX_BYTES:24] + opaque_bytes + entry[28:] for entry in entries]

@@ -1,23 +1,23 @@
-"""The store: what has been merged from the log, readable by key and by seqno.
+"""The store: the merged changes, readable by key and by seqno.
 
     meta, failover, state         records (vbucket.store.records)
     by_key    vb + key            the key's newest version (vbucket.store.key_record)
     by_seqno  vb + first seqno    blocks of versions (vbucket.store.block)
     expiry    due + vb + key      when documents are due to expire (vbucket.store.due)
 
-Formats: 1 has no table expiry, the first merge makes it; 2 does not say where the log ends, which
-partitions are quarantined and whose highest CAS was lowered. Both are read, and become format 3
-with the first merge.
+Formats: format 1 has no expiry table; the first merge builds it. Format 2 does not record the end
+of the log, the quarantine, or lowered CAS. Both can be read, and become format 3 with the first
+merge.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
-the functions here. Only the owner of the write role calls `create` and `set_*`: the store process
-while the server runs, the server before and after that.
+the functions here. Only the current writer calls `create` and `set_*`: the store process while the
+server runs, the server before and after that.
 
 Invariants
-- the content is a function of the merged prefix of the log and of how far it was compacted; only
-  failover logs and history floors may be ahead of it, for they are in the log, too;
-- every value has a CRC-32C over key and value, checked on every read: StoreDamagedError, never
-  wrong data. Blocks are chained, so a vanished block is noticed too;
+- the content depends only on the merged prefix of the log and on compaction. Only failover logs and
+  history floors may be ahead of it; they are in the log, too;
+- every value has a CRC-32C over key and value, checked on every read: a reader gets
+  StoreDamagedError, never wrong data. Blocks are chained, so a missing block is noticed too;
 - a reader sees one committed state until `refresh`.
 """
 
@@ -67,27 +67,27 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
 Accepts = Callable[[bytes], bool]
-"""Whether a filter takes the change of a stored key."""
+"""Whether a filter accepts a change of this stored key."""
 
 REFUSED_BYTES_MAX: Final = 1 << 20
-"""What one call looks through for a filter that takes little of it: some milliseconds."""
+"""How many refused bytes one call reads for a filter: some milliseconds."""
 
 
 class FrameBatch(NamedTuple):
-    """Frames of a backfill. `next_seqno`: where to go on, end_seqno + 1 when nothing is left."""
+    """Frames of a backfill. Continue at `next_seqno`; it is end_seqno + 1 when nothing is left."""
 
     frames: list[bytes]
     next_seqno: int
     wire_bytes: int
     refused_bytes: int = 0
-    """Frames that a filter did not let through: work that nobody gets anything for."""
+    """Bytes of frames that the filter refused: work without a result."""
 
 
 class StoreView(RecordView):
     """Reads over one state: a snapshot, or the merge's transaction."""
 
     def meta(self, vb_id: int, key: bytes) -> StoredMeta | None:
-        """Return a key's newest version (a deletion too), None where there is none."""
+        """Return a key's newest version (perhaps a deletion), None if there is none."""
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         if value is None:
@@ -96,25 +96,24 @@ class StoreView(RecordView):
         return checked_meta(full_key, bytes(value))
 
     def meta_fields(self, vb_id: int, key: bytes) -> MetaFields | None:
-        """Return `meta` as a plain tuple, the checksum at its end: for the way of a write.
+        """Return `meta` as a plain tuple with the checksum at its end, for the hot path of writes.
 
-        None is not checked: a damaged tree may lead past a record. `check_absent` tells.
+        None is not reliable, because a damaged tree may lead past a record: `check_absent` tells.
         """
         full_key = _VB_PREFIXES[vb_id] + key
         value = self._reader.get(BY_KEY_TABLE, full_key)
         return None if value is None else checked_fields(full_key, bytes(value))
 
     def check_absent(self, vb_id: int, key: bytes) -> None:
-        """Raise StoreDamagedError where a key that was not found may be there all the same.
+        """Raise StoreDamagedError if a key that was not found may exist.
 
-        The look-up is right if the pages on its way are in order, and the records that it ended
-        between.
+        The look-up is correct if the pages that it read and the records around its end are sound.
         """
         for full_key, value in self._reader.neighbours(BY_KEY_TABLE, _VB_PREFIXES[vb_id] + key):
             checked_fields(full_key, bytes(value))
 
     def documents_among(self, vb_id: int, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those of the keys whose newest version is a document; fast when they ascend."""
+        """Return the keys whose newest version is a document; fast if the keys ascend."""
         prefix = _VB_PREFIXES[vb_id]
         records = dict(self._reader.get_many(BY_KEY_TABLE, [prefix + key for key in keys]))
         check_records(records)
@@ -125,10 +124,10 @@ class StoreView(RecordView):
         return {key[2:] for key, record in records.items() if record[0] == _MUTATION}
 
     def entry_of_key(self, vb_id: int, key: bytes, fields: MetaFields) -> bytes | None:
-        """Return the entry that `meta_fields` tells of, without the prefix's content: zeros.
+        """Return the entry of `meta_fields`, with zeros in place of its prefix.
 
-        The block is not opened: the frame's own checksum and what the frame says of itself are
-        enough to know that it is the one. Where they do not fit, `entry` says what is damaged.
+        It does not open the block: the frame's checksum, key, seqno and CAS identify it. If they do
+        not match, `entry` finds out what is damaged.
         """
         seqno = fields[3]
         found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
@@ -136,7 +135,7 @@ class StoreView(RecordView):
         return self.entry(vb_id, seqno) if frame is None else _NO_PREFIX + frame
 
     def entry(self, vb_id: int, seqno: int) -> bytes | None:
-        """Return the entry with this seqno, prefix included, None where there is none."""
+        """Return the entry with this seqno, prefix included, None if there is none."""
         found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
         if found is not None:
             block = Block(*found)
@@ -162,9 +161,10 @@ class StoreView(RecordView):
     ) -> FrameBatch:
         """Return frames of the versions in [start, end] that are not in `skip`, in order.
 
-        Stops as soon as `bytes_max` is reached, with at least one frame where there is one.
-        `opaque` (4 bytes) is set in every frame. With `accepts`, only frames whose key it takes;
-        then also stops, perhaps with none, after REFUSED_BYTES_MAX. Raises StoreDamagedError.
+        It stops as soon as `bytes_max` is reached, with at least one frame if there is one. Every
+        frame gets the `opaque` (4 bytes). With `accepts`, it returns only frames whose key that
+        accepts, and also stops after REFUSED_BYTES_MAX, perhaps with none. Raises
+        StoreDamagedError.
         """
         frames: list[bytes] = []
         size = refused = 0
@@ -206,8 +206,8 @@ class StoreView(RecordView):
         bytes_max: int,
         plain: int,
     ) -> RunBatch | None:
-        """Return what `frames` does, joined, up to the first block that is not `plain`; None where
-        that is the first one. Raises StoreDamagedError.
+        """Return the frames of `frames`, joined, up to the first block that is not `plain`; None if
+        the first block is not. Raises StoreDamagedError.
         """
         pieces: list[bytes | bytearray] = []
         size = last_seqno = 0
@@ -231,7 +231,7 @@ class StoreView(RecordView):
         return RunBatch(pieces, end_seqno + 1, size, last_seqno)
 
     def backward(self, vb_id: int, seqno: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
+        """Yield (seqno, key) of the versions at or below `seqno`, newest first."""
         while found := self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno)):
             block = Block(*found)
             if block.vb_id != vb_id:
@@ -244,9 +244,8 @@ class StoreView(RecordView):
                 return
 
     def first_changes_after(self, vb_id: int, seqno: int, until_seqno: int) -> dict[bytes, int]:
-        """Return, for every key that changed in (seqno, until_seqno], what it was before.
-
-        That is the seqno of its newest version <= `seqno`, 0 where it had none.
+        """Return, for every key that changed in (seqno, until_seqno], the seqno of its newest
+        version <= `seqno`, or 0 if it had none.
         """
         changes: dict[bytes, int] = {}
         for block in self._blocks(vb_id, seqno + 1, until_seqno):
@@ -260,7 +259,7 @@ class StoreView(RecordView):
         return changes
 
     def keys(self, vb_id: int, after: bytes, limit: int) -> list[bytes]:
-        """Return up to `limit` keys > `after` of a partition, deleted ones too, ascending."""
+        """Return up to `limit` keys > `after` of a partition, ascending, deleted keys included."""
         found: list[bytes] = []
         prefix = vb_id.to_bytes(2, "big")
         stop = (vb_id + 1).to_bytes(2, "big")
@@ -278,9 +277,9 @@ class StoreView(RecordView):
         return self._reader.range(EXPIRY_TABLE, after + b"\x00", rows_end(now_s))
 
     def metas(self, vb_id: int, head: bytes = b"") -> Iterator[tuple[bytes, StoredMeta]]:
-        """Yield (key, newest version) of the keys that begin with `head`, deleted ones too.
+        """Yield (key, newest version) of the keys that begin with `head`, deleted keys included.
 
-        Nothing may be written meanwhile. `head` does not end with the byte 0xff.
+        Nothing may be written during the iteration. `head` must not end with the byte 0xff.
         """
         prefix = vb_id.to_bytes(2, "big") + head
         stop = (int.from_bytes(prefix, "big") + 1).to_bytes(len(prefix), "big")
@@ -288,7 +287,7 @@ class StoreView(RecordView):
             yield key[2:], checked_meta(key, bytes(value))
 
     def block_at(self, vb_id: int, seqno: int) -> Block | None:
-        """Return the last block that begins at or below `seqno`, None where there is none."""
+        """Return the last block that begins at or below `seqno`, None if there is none."""
         found = self._reader.last_at_or_before(BY_SEQNO_TABLE, block_key(vb_id, seqno))
         if found is None or int.from_bytes(found[0][:2], "big") != vb_id:
             return None
@@ -302,7 +301,7 @@ class StoreView(RecordView):
         return Block(*found)
 
     def _blocks(self, vb_id: int, start_seqno: int, end_seqno: int) -> Iterator[Block]:
-        """Yield the blocks that reach into [start, end]. Raises when one is missing there."""
+        """Yield the blocks that reach into [start, end]. Raises if one is missing there."""
         first_key, last_seqno = self._before(vb_id, start_seqno, end_seqno)
         for key, value in self._reader.range(BY_SEQNO_TABLE, first_key, _after(vb_id, end_seqno)):
             block = Block(key, value)
@@ -325,15 +324,13 @@ class StoreView(RecordView):
             raise missing_blocks(vb_id, last_seqno, seqno_before)
 
     def _before(self, vb_id: int, start_seqno: int, end_seqno: int) -> tuple[bytes, int | None]:
-        """Return the key of the block to begin with, and the last seqno before it where that is
-        known.
-        """
+        """Return the key of the first block to read, and the last seqno before it, if known."""
         first_key = block_key(vb_id, start_seqno)
         try:
             found = self._reader.last_at_or_before(BY_SEQNO_TABLE, first_key)
         except StoreDamagedError:
-            # Where what comes next continues something below `start`, nothing that is wanted is on
-            # the damaged page.
+            # If the next block continues one that ends below `start`, the damaged page has nothing
+            # that is wanted.
             stop = _after(vb_id, end_seqno)
             following = next(self._reader.range(BY_SEQNO_TABLE, first_key, stop), None)
             if following is None or Block(*following).seqno_before >= start_seqno:
@@ -345,9 +342,9 @@ class StoreView(RecordView):
 
 
 class Store(StoreView):
-    """The store as the engine sees it: a snapshot of a KvEnv that is renewed by `refresh`.
+    """The store as the engine sees it: a snapshot of a KvEnv that `refresh` renews.
 
-    Raises UnknownFormatError when it was written by another format or another kind of engine.
+    Raises UnknownFormatError if it has another format or was written with another database.
     """
 
     def __init__(self, env: KvEnv) -> None:
@@ -379,12 +376,12 @@ class Store(StoreView):
         return cls(env)
 
     def refresh(self) -> None:
-        """See what has been committed meanwhile."""
+        """Move to the newest committed state."""
         self._walks.clear()
         self._snapshot.refresh()
 
     def close(self) -> None:
-        """Give up the snapshot; the environment stays open."""
+        """Close the snapshot; the environment stays open."""
         self._walks.clear()
         self._snapshot.close()
 
@@ -404,7 +401,7 @@ class Store(StoreView):
         return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
 
     def begin(self, node: NodeRecord) -> None:
-        """Replace the node's record at a start: the clean end, if there was one, counts no more."""
+        """Replace the node's record at a start, and remove the clean end."""
 
         def put(write: KvWrite) -> None:
             put_node(write, node)
@@ -433,7 +430,7 @@ class Store(StoreView):
         self._write(lambda write: put_quarantine(write, items))
 
     def set_failovers(self, logs: Mapping[int, list[list[int]]]) -> None:
-        """Replace failover logs of partitions; their epochs become those of the newest entries."""
+        """Replace failover logs; the partitions' epochs become those of the newest entries."""
 
         def put(write: KvWrite) -> None:
             for vb_id, log in logs.items():
@@ -442,7 +439,7 @@ class Store(StoreView):
         self._write(put)
 
     def _write(self, put: Callable[[KvWrite], None]) -> None:
-        """Write in one transaction. The snapshot is closed meanwhile: the map may have to grow."""
+        """Write in one transaction. The snapshot is closed for that, because the map may grow."""
 
         def work() -> None:
             with self._env.write() as write:

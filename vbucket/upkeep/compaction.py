@@ -1,33 +1,31 @@
-"""Compaction: what nobody can ask for any more leaves the store. Pure.
+"""Compaction: drops versions from the store that nobody can ask for any more. Pure.
 
-What may go follows from a partition's history floor F and purge seqno P alone:
+The history floor F and the purge seqno P of a partition decide what may be dropped:
 
     superseded versions    replaced by a version at or below F
     tombstones             deletions at or below P that are the newest version of their key; the
                            key leaves by_key with them
-    unreachable versions   at or below F, of collections whose drop this partition told there, too
+    unreachable versions   at or below F, of collections whose drop is at or below F, too
 
-and what stays all the same: the last version at or below F, and the last one there of every
-collection that exists and of all but the default collection together. So every snapshot can end on
-an item, and the tally of the partition as of any seqno >= F can be told from what is left.
+Some versions stay in any case: the last one at or below F, the last one there of every existing
+collection, and the last one there outside of the default collection. So every snapshot can end on
+an item, and the tally as of any seqno >= F can be computed from the remaining versions.
 
-F and P are those of the stored record, or higher ones that the log has already and a merge will
-bring: they go into the record with the first slice. Whoever raises them does so in the log first,
-from then on no rollback goes below F (but to 0), and F is not above what is merged of the present
-history. So a compaction may run beside merges, stop anywhere and be repeated: it removes only what
-no state at or above F needs.
+F and P are those of the stored record, or higher ones that the log already has. The first slice
+writes them into the record. They are raised in the log first. From then on no rollback goes below F
+(except to 0), and F is not above the merged part of the present history. So a compaction can run
+beside merges, stop anywhere and be repeated: it drops only what no state at or above F needs.
 
 Invariants
-- a version goes only after, or in one transaction with, all older ones of its key: what a reader
-  sees in between is a history of the key that begins later, never one with a hole or without its
-  deletion. So a partition is first looked through from the floor down, where memory is bounded by
-  its keys (of each, one version at most is known to be superseded and was not passed yet) and a
-  byte for each version, and then rewritten from the bottom up;
-- the chain of blocks (`seqno_before`) is whole after every step, and a step that finds it broken,
-  or a block damaged, changes nothing;
-- a partition whose failover log changed between two slices is begun anew: it may have been rolled
-  back to 0 and hold other versions under the same seqnos. Anything else that happens in between
-  changes what is above the floor, or by_key, which is looked at when something goes.
+- a version is dropped only after all older versions of its key, or in the same transaction. In
+  between, a reader sees a history of the key that begins later, never one with a hole or without
+  its deletion. So a partition is first read from the floor down, and then rewritten from the bottom
+  up. Reading needs memory for one seqno per key and one byte per version;
+- the chain of blocks (`seqno_before`) is intact after every step. A step that finds it broken, or a
+  block damaged, changes nothing;
+- if the failover log of a partition changed between two slices, its compaction starts again: the
+  partition may have been rolled back to 0 and have other versions under the same seqnos. All other
+  changes are above the floor, or in by_key, which is read when a version is dropped.
 
 Who calls it: the store process, between merges.
 """
@@ -56,10 +54,10 @@ from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, PartitionRecord,
 from vbucket.store.store import StoreView, missing_blocks
 
 STEP_BYTES: Final = 1 << 20
-"""What one step reads and rewrites: some ten milliseconds, after which the time is looked at."""
+"""Bytes that one step reads and rewrites: about ten milliseconds, then the time is checked."""
 SLICE_BYTES: Final = 16 << 20
-"""What one transaction rewrites at most. Pages that it frees can be used again two transactions
-later, so the file has to be larger by some of these; a transaction's sync takes some milliseconds.
+"""Bytes that one transaction rewrites at most. Its freed pages can be reused two transactions
+later, so the file is larger by some of these. The sync of a transaction takes some milliseconds.
 """
 FREE_PAGES_BYTES: Final = 3 * SLICE_BYTES
 """What waits to be used again meanwhile: of two slices, and some in pieces that are too small."""
@@ -79,8 +77,8 @@ class Floors(NamedTuple):
 
 
 class SliceReport(NamedTuple):
-    """What one slice did. `finished`: partitions that need no further slice. `damages`: partition
-    and text, where what is stored could not be read; it was left as it is.
+    """The result of one slice. `finished`: partitions that need no further slice. `damages`:
+    partition and error text where stored data could not be read; such a partition is unchanged.
     """
 
     finished: list[int]
@@ -89,7 +87,7 @@ class SliceReport(NamedTuple):
     damages: list[tuple[int, str]]
 
     def plus(self, other: SliceReport) -> SliceReport:
-        """Return what both did."""
+        """Return the sum of both."""
         return SliceReport(
             self.finished + other.finished,
             self.versions + other.versions,
@@ -108,15 +106,15 @@ class PartitionCompaction:
         self.purge = record.purge_seqno
         self.is_done = not self.floor
         self.versions = 0
-        """Versions that went, tombstones included."""
+        """Dropped versions, tombstones included."""
         self.tombstones = 0
         self._prefix = vb_id.to_bytes(2, "big")
         self._down_seqno = self.floor
-        """What lies above was looked at."""
+        """Everything above it has been read."""
         self._seqno_below: int | None = None
         """Where the next block down has to end: 0 at the bottom, None at the beginning."""
         self._up_seqno = 0
-        """What lies below was rewritten."""
+        """Everything below it has been rewritten."""
         self._superseded: set[int] = set()
         self._marked: dict[int, bytes] = {}
         """First seqno of a block -> a byte for each of its versions, 0 where it is superseded. It
@@ -131,12 +129,12 @@ class PartitionCompaction:
         self._unsaved_versions = self._unsaved_keys = 0
 
     def is_of(self, other: PartitionCompaction) -> bool:
-        """Whether this is the same work as another one that has just begun."""
+        """Whether this is the same work as one that has just begun."""
         mine = (self.vb_id, self.failover, self.floor, self.purge)
         return mine == (other.vb_id, other.failover, other.floor, other.purge)
 
     def step(self, write: KvWrite, rows: ExpiryRows) -> int:
-        """Go on by about STEP_BYTES; return how many bytes were written.
+        """Do about STEP_BYTES of work; return how many bytes were written.
 
         Raises StoreDamagedError before it changed anything.
         """
@@ -154,7 +152,7 @@ class PartitionCompaction:
         return 0
 
     def save(self, write: KvWrite) -> None:
-        """Put the counts right; to be done before the transaction of the steps ends."""
+        """Correct the counts; call it before the transaction of the steps ends."""
         record = StoreView(write).partition(self.vb_id)
         assert record is not None
         if self.is_done:
@@ -171,7 +169,7 @@ class PartitionCompaction:
     # -- down: what is superseded, and what stays all the same ---------------------------------
 
     def _step_down(self, write: KvWrite) -> list[Block]:
-        """Look through the next blocks down; return them."""
+        """Read the next blocks downwards; return them."""
         blocks: list[Block] = []
         size = 0
         while size < STEP_BYTES and self._seqno_below != 0:
@@ -238,7 +236,7 @@ class PartitionCompaction:
         for block in blocks:
             kept = self._marked.pop(block.first_seqno, None)
             if kept is not None:
-                # A merge may have added to the last block since it was looked at.
+                # A merge may have added to the last block since it was read.
                 kept = kept.ljust(len(block.seqnos), b"\1")
             if self._gone or self.purge >= block.first_seqno:
                 kept, keys, deletions = self._without_useless(view, block, kept)
@@ -306,7 +304,7 @@ class PartitionCompaction:
         return (bytes(mask) if 0 in mask else None), keys, tombstones
 
     def _rewrite(self, write: KvWrite, blocks: list[Block], masks: Sequence[bytes | None]) -> int:
-        """Replace blocks by what is kept of them; return how many bytes that took."""
+        """Replace blocks by their kept versions; return how many bytes were written."""
         items: list[tuple[bytes, bytes]] = []
         run: list[tuple[Block, bytes | None]] = []
         run_bytes = 0
@@ -417,7 +415,7 @@ class Compactor:
                 rows.write(write)
                 before_commit()
         except WriteLostError as error:
-            # What others did in this transaction is lost, too. They begin anew.
+            # The work of others in this transaction is lost, too. They start again.
             damages = [(vb_id, str(error)) for vb_id in dict.fromkeys(at_work)]
             return SliceReport([vb_id for vb_id, _ in damages], 0, 0, damages)
         self._under_way = job
@@ -427,7 +425,7 @@ class Compactor:
 def _job_of(
     view: StoreView, vb_id: int, job: PartitionCompaction | None, floors: Floors | None
 ) -> PartitionCompaction:
-    """Return the work on a partition: what is under way, unless it has to begin anew."""
+    """Return the work on a partition: the current one, unless it must start again."""
     record = view.partition(vb_id)
     assert record is not None, f"vb {vb_id} is not in the store"
     if floors is not None:

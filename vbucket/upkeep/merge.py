@@ -1,7 +1,7 @@
-"""The merge: sealed log segments into the store, in one transaction.
+"""The merge: brings sealed log segments into the store in one transaction.
 
-Who calls it: the store process while the server runs; the server itself at start and stop. Pure:
-the database and the segments' bytes are handed in.
+Who calls it: the store process while the server runs, the server itself at start and stop. Pure:
+database and segments are arguments.
 
 Invariants
 - the store is a function of the merged prefix of the log: merging the same segments again, or in
@@ -9,10 +9,10 @@ Invariants
 - all or nothing: the transaction also moves `merged_segment`; a segment at or below it is skipped.
   Retries are idempotent and return an equivalent report;
 - a partition whose stored data is damaged is left out as a whole (`vbucket.store.quarantine`); all
-  others are merged. A branch at 0 brings it back;
-- within a partition, what is staged ascends by seqno and lies above what the store keeps.
+  others are merged. A branch at 0 ends that;
+- the staged entries of a partition ascend by seqno and lie above what the store keeps.
 
-Memory is bounded by the segments of one merge.
+The segments of one merge bound its memory.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from vbucket.store.records import (
 from vbucket.store.store import StoreView, missing_blocks
 
 NODE_VB_ID: Final = 0xFFFF
-"""Partition id of control entries that are the node's."""
+"""Partition id of control entries of the node."""
 _LENGTHS: Final = Struct(">14xHB").unpack_from
 """Key length and extras length of an entry: `vbucket.model.entry.key_of`, without a call for
 each."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
 _NOTHING: Final = bytes(BY_KEY_RECORD.size)
-"""In place of a record that is not there."""
+"""Stands for an absent record."""
 _NO_SEQNO: Final = bytes(8)
 _cas_of: Final = itemgetter(slice(28, 36))
 _first_of: Final = itemgetter(0)
@@ -81,12 +81,12 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _EMPTIED_AT_ONCE: Final = 1000
 """Keys that are held in memory while a partition is emptied."""
 DAMAGED_MAX: Final = 64
-"""Partitions that one merge may put into quarantine: for each it begins anew, and where there are
-more, it is the disk that needs attention."""
+"""Partitions that one merge may put into quarantine. The merge starts again for each; if there are
+more, the disk is at fault."""
 
 
 class MergeRefusedError(Exception):
-    """The segments do not fit the store: nothing was merged."""
+    """The segments do not match the store; nothing was merged."""
 
 
 class MergeReport(NamedTuple):
@@ -106,7 +106,7 @@ class MergeReport(NamedTuple):
 
 
 class _PartitionDamagedError(Exception):
-    """What the store has of a partition cannot be merged with; the transaction is called off."""
+    """The stored data of a partition is damaged; the transaction is aborted."""
 
     def __init__(self, vb_id: int, cause: StoreDamagedError) -> None:
         super().__init__(str(cause))
@@ -137,12 +137,12 @@ class _Stage:
         self.cas_from = 0
 
     def lower_cas(self, mended: list[int]) -> None:
-        """Go on with a lower CAS than there was."""
+        """Lower the highest CAS."""
         self.record = self.record._replace(max_cas=mended[1], mended=mended)
         self.cas_from = len(self.entries)
 
     def roll_back(self, seqno: int) -> None:
-        """Undo every version above `seqno`, staged or stored. The highest CAS stays known."""
+        """Undo every version above `seqno`, staged or stored. The highest CAS is kept."""
         self.high_seqno = min(self.final_high_seqno(), seqno)
         if seqno < self.record.last_seqno:
             self.trim_to = seqno if self.trim_to is None else min(self.trim_to, seqno)
@@ -168,7 +168,7 @@ class _Stage:
 
 
 class _Staging:
-    """Entries of the log, gathered by partition."""
+    """Entries of the log, grouped by partition."""
 
     def __init__(self, view: StoreView, node: NodeRecord, damaged: Mapping[int, str]) -> None:
         self._view = view
@@ -204,7 +204,7 @@ class _Staging:
         return vb_id in self.quarantine or vb_id in self._damaged
 
     def _leave_out(self, vb_id: int, cas: int = 0) -> None:
-        """Note that the log has an entry of a partition which the store does not take."""
+        """Note that the log has an entry of a partition that is left out."""
         item = self.quarantine.get(vb_id)
         if item is None:
             item = Quarantined(self._segment, self._segment, 0, self._damaged[vb_id])
@@ -274,11 +274,11 @@ def merge(
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
-    Segments that the store has are skipped. Where a partition's data is damaged, the transaction is
-    called off and `segments` is iterated again, without that partition. `before_commit` may raise
-    to call the merge off.
+    Segments that are in the store already are skipped. If a partition's data is damaged, the
+    transaction is aborted, and `segments` is iterated again without that partition. `before_commit`
+    may raise to abort the merge.
     Raises MergeRefusedError, LogDamagedError, StoreFullError, StoreFailedError, UnknownFormatError;
-    StoreDamagedError where more than DAMAGED_MAX partitions are damaged, or what they share. Then
+    StoreDamagedError if more than DAMAGED_MAX partitions are damaged, or shared data is. Then
     nothing was merged.
     """
     damaged: dict[int, str] = {}
@@ -309,7 +309,7 @@ def _merge_without(
         high_seqnos: dict[int, int] = {}
         rows = ExpiryRows()
         if merged_segment == node.merged_segment:
-            # All was merged before, and who asks again may never have got the answer.
+            # All was merged before. The caller asks again because the answer may have been lost.
             records = view.partitions(without=staging.quarantine)
             high_seqnos = {vb_id: record.high_seqno for vb_id, record in records.items()}
         for vb_id in sorted(staging.stages):
@@ -342,7 +342,7 @@ def _merge_without(
 
 @contextmanager
 def _naming(vb_id: int) -> Iterator[None]:
-    """Say of which partition the data is that turns out to be damaged."""
+    """Name the partition in errors about damaged data."""
     try:
         yield
     except StoreDamagedError as error:
@@ -352,8 +352,8 @@ def _naming(vb_id: int) -> Iterator[None]:
 def _stage_segments(
     staging: _Staging, segments: Iterable[tuple[int, bytes]], node: NodeRecord
 ) -> tuple[int, LogEnd | None]:
-    """Stage all groups of the segments after the merged ones; return the last segment's id, and the
-    last record of all (None: the store does not know it).
+    """Stage all groups of unmerged segments; return the last segment's id, and the end of the last
+    record (None: unknown).
     """
     merged_segment = node.merged_segment
     end = None if node.merged_end is None else LogEnd.from_document(node.merged_end)
@@ -537,10 +537,10 @@ def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
 
 
 def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
-    """Remove everything that the store has of a partition: it was rolled back to 0.
+    """Remove all stored data of a partition that was rolled back to 0.
 
-    A record that is damaged goes too. A row of the expiry table that only it names stays; whoever
-    looks at it finds no document.
+    Damaged records are removed, too. A row of the expiry table that only such a record names stays;
+    the pager will find no document for it.
     """
     prefix = stage.vb_id.to_bytes(2, "big")
     stop = (stage.vb_id + 1).to_bytes(2, "big")
@@ -560,8 +560,8 @@ def _empty(write: KvWrite, stage: _Stage, rows: ExpiryRows) -> None:
 def _entry_as_of(
     view: StoreView, stage: _Stage, manifest: Manifest, key: bytes, seqno: int
 ) -> bytes | None:
-    """Return a key's version, None where a compaction took it away: a purged tombstone, or what a
-    collection held that was dropped.
+    """Return a key's version, None if a compaction dropped it: a purged tombstone, or a document of
+    a dropped collection.
     """
     entry = view.entry(stage.vb_id, seqno)
     if entry is not None and key_of(entry) == key:
@@ -578,7 +578,7 @@ def _entry_as_of(
 def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
     """Return history floor and purge seqno of the control entry that raises them.
 
-    Entries of the kind "purge" were written before there was compaction.
+    Entries of the kind "purge" were written before compaction existed.
     """
     if document["kind"] == "purge":
         return document["upto"] + 1, document["upto"]

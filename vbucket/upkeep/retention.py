@@ -1,13 +1,13 @@
-"""How far back a partition's history is kept: which floors are worth raising now. Pure.
+"""Decides which history floors are worth raising now. Pure.
 
-A version stays readable while it is inside both windows, history by time and history by bytes: it
-may go when the change that replaced it is older than the one or lies further back than the other. A
-tombstone may go at the purge age. A change's time is its CAS (hybrid clock, nanoseconds).
+A version is kept while it is inside both windows, history by time and history by bytes. It may be
+dropped when the change that replaced it is outside of one of them. A tombstone may be dropped at
+the purge age. The time of a change is its CAS (hybrid clock, nanoseconds).
 
-Every compaction rewrites most of a partition, so a floor is raised only where that frees enough:
-a partition's versions are at most half as many again as its keys (and what is inside the windows),
-and a rewritten byte is paid for by at least half a written one. What is looked for by reading the
-store is remembered, so that planning every few seconds costs little.
+A compaction rewrites most of a partition, so a floor is raised only if that frees enough. Versions
+number at most one and a half times the keys (plus what is inside the windows), and at least half a
+byte was written for each rewritten byte. Results of reading the store are remembered, so planning
+every few seconds costs little.
 
 History by bytes is planned so that the store's file, which never shrinks, stays within three times
 what is newest and `history_bytes`, whatever else is in it (`_Budget`): other tables, free pages,
@@ -35,7 +35,7 @@ from vbucket.store.store import StoreView
 from vbucket.upkeep.seqno_at_time import seqno_before
 
 WORTH_VERSIONS_MIN: Final = 128
-"""Fewer versions than these are not worth a transaction: some 25 KB."""
+"""Fewer versions are not worth a transaction: about 25 KB."""
 HISTORY_SHARE_MIN: Final = 0.5
 """Of `history_bytes`, what a floor leaves at least. Where merges bring more than three times the
 live data and the history, they decide about the file's size."""
@@ -44,14 +44,14 @@ BLOCK_FILL: Final = 0.95
 """Bytes of a version besides its frame, and how much of their pages blocks fill: what a number of
 bytes on disk holds of frames."""
 FREE_MERGES: Final = 3
-"""Pages that merges leave free: as many as so many of them write anew."""
+"""Free pages that merges leave: as many as this number of merges rewrites."""
 WALKED_BLOCKS: Final = 8
 """What is looked at of a partition to find how far a number of bytes reaches."""
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 
 
 class Windows(NamedTuple):
-    """What is kept. 0: nothing, but what is newest."""
+    """How much history is kept. 0: only the newest versions."""
 
     history_ns: int
     history_bytes: int
@@ -62,14 +62,14 @@ class Windows(NamedTuple):
 
 
 class DiskUse(NamedTuple):
-    """What the store takes, and what it needs room for."""
+    """The store's disk space, and what it needs room for."""
 
     blocks_bytes: int
     """by_seqno."""
     other_bytes: int
     """All other tables."""
     inflow_bytes: int
-    """What merges may bring between a plan and the end of its compaction."""
+    """Bytes that merges may add between a plan and the end of its compaction."""
     compaction_bytes: int
     """Pages that are free because of compaction itself."""
 
@@ -141,14 +141,14 @@ class _Budget(NamedTuple):
 
 
 class _LastPlanned(NamedTuple):
-    """When a partition was looked at, and how far it was then."""
+    """When a partition was examined, and its state then."""
 
     now_ns: int
     last_seqno: int
 
 
 class Planner:
-    """Plans; remembers what it looked at. A new one looks at everything again."""
+    """Makes plans, and remembers what it examined."""
 
     def __init__(self) -> None:
         self._seen: dict[int, _LastPlanned] = {}
@@ -198,7 +198,7 @@ class Planner:
         return [] if step is None else [step]
 
     def _is_due(self, look: _PartitionPlan) -> bool:
-        """Whether there may be something, and enough has happened since the last look."""
+        """Whether a step is possible and enough has changed since the last examination."""
         record, windows = look.record, look.windows
         worth = _worth(record.keys)
         if _spare(record) < worth and record.keys - record.item_count < worth:
@@ -214,7 +214,7 @@ class Planner:
 
 
 class _PartitionPlan:
-    """One look at one partition."""
+    """One examination of one partition."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _PartitionPlan:
         return record.history_floor > self._done_floor or record.purge_seqno > self._done_purge
 
     def step(self, *, is_forced: bool) -> FloorStep | None:
-        """Return what to do, None where nothing is worth it."""
+        """Return the step to do, None if nothing is worth it."""
         record = self.record
         by_time = self._floor_by_time()
         floor = max(by_time, self._floor_by_bytes())
@@ -308,7 +308,7 @@ class _PartitionPlan:
         )
 
     def _purge(self, floor: int, *, is_forced: bool) -> int:
-        """Return the seqno of the last tombstone that may go, 0 where it is not worth it."""
+        """Return the seqno of the last tombstone to drop, 0 if it is not worth it."""
         view, record = self._view, self.record
         last_seqno = min(floor, record.last_seqno) - 1
         worth = 1 if is_forced else _worth(record.keys)

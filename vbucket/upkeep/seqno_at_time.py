@@ -1,9 +1,9 @@
-"""Which seqno a partition had at a point in time: for history windows and STAT `seqno-at`. Pure.
+"""Finds the seqno of a partition at a point in time, for history windows and STAT `seqno-at`. Pure.
 
-A change's time is its CAS (a hybrid clock that rises with the seqnos of a partition), so the seqno
-is found by bisection: some twenty reads of one version each.
+The time of a change is its CAS, a hybrid clock that rises with the seqnos of a partition. So a
+bisection finds the seqno with about twenty reads of one version each.
 
-Who calls it: the server, over what is committed, and retention, over what the store has.
+Who calls it: the server on committed changes, and retention on the store.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _CAS: Final = 8
 _OPAQUE: Final = bytes(4)
 
 Frames = Callable[[int, int, int, bytes, tuple[()], int], FrameBatch]
-"""`frames` of an engine or a store."""
+"""`Versions.frames`, or `StoreView.frames`."""
 
 
 def seqno_before(
     frames: Frames, vb_id: int, end_seqno: int, time_ns: int, *, after_seqno: int = 0
 ) -> int:
-    """Return the last seqno in (after, end] below all changes whose CAS is `time_ns` or later;
-    `after_seqno` where there is none.
+    """Return the last seqno in (after, end] whose change has a CAS below `time_ns`, `after_seqno`
+    if there is none.
 
-    System events have no time: those at the end of what is older lie above, too. Raises
+    System events have no time. Those right after the found change count as newer. Raises
     StoreDamagedError.
     """
     below, above = after_seqno, end_seqno + 1
     # Invariant: changes at or below `below` are older, those at or above `above` are not.
-    middle = below + 1  # mostly all is newer than a window reaches back
+    middle = below + 1  # usually all changes are newer than the window
     while above - below > 1:
         found = _first_with_cas(frames, vb_id, middle, above - 1)
         if found is not None and found[1] < time_ns:
@@ -46,10 +46,7 @@ def seqno_before(
 
 
 def _first_with_cas(frames: Frames, vb_id: int, start: int, end: int) -> tuple[int, int] | None:
-    """Return seqno and CAS of the first change in [start, end] that has one: system events do not.
-
-    None where there is none.
-    """
+    """Return seqno and CAS of the first change in [start, end] that is no system event, or None."""
     while start <= end:
         batch = frames(vb_id, start, end, _OPAQUE, (), 1)
         for frame in batch.frames:

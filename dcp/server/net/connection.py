@@ -160,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         producer = self.session.state.producer
         if producer is not None:
             producer.close()
-        if self._engine.has_pending:
+        if self._engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failure amid commands left
             # what was done before it: that must not wait for the next writer.
             self._committer.kick()
@@ -309,14 +309,14 @@ class ClientConnection(asyncio.Protocol):
             self._meter.answers += len(state.answers)
             data = b"".join(state.answers)
             state.answers.clear()
-            if self._held or state.wait_group > self._engine.committed_group:
+            if self._held or state.wait_group > self._engine.keyspace.committed_group:
                 self._held.append((state.wait_group, data, self.heard_ns))
                 self._held_bytes += len(data)
                 self._connections.waiting.add(self)
             else:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
-        if self._engine.has_pending:
+        if self._engine.keyspace.has_pending:
             if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
                 self._committer.kick_now()  # nobody else could add to the group
             else:

@@ -91,5 +91,5 @@ class Sessions:
         """A session met an exception that nobody expected."""
         self._meter.session_failures += 1
         self._log.failure("session failed", error)
-        if broken := self._engine.broken_invariant():
+        if broken := self._engine.keyspace.broken_invariant():
             self._on_failure(RuntimeError(f"{broken}, because of {error!r}"))

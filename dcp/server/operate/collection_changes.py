@@ -43,7 +43,7 @@ class Collections:
 
     def manifest(self) -> dict[str, Any]:
         """Return the manifest as JSON; what it tells is committed."""
-        return self._engine.committed_manifest.json()
+        return self._engine.keyspace.committed_manifest.json()
 
     async def create_scope(self, scope: str) -> int:
         """Make a scope; return the manifest's uid. Raises CollectionsRefusedError."""
@@ -74,12 +74,12 @@ class Collections:
         if engine.write_refusal:
             raise CollectionsRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, engine.write_refusal)
         try:
-            after = change(engine.manifest)
+            after = change(engine.keyspace.manifest)
         except ManifestError as error:
             is_unknown = isinstance(error, _NOT_FOUND)
             status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
             raise CollectionsRefusedError(status, str(error)) from error
-        engine.set_manifest(after)
-        await self._until_committed(engine.manifest_group)
+        engine.keyspace.set_manifest(after)
+        await self._until_committed(engine.keyspace.manifest_group)
         self._log_event(event, path=path, manifest_uid=after.uid)
         return after.uid

@@ -90,7 +90,7 @@ class Operations:
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
         """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
         self._refuse_while_full()
-        branch = self._engine.branch(vb_id, at_seqno)
+        branch = self._engine.keyspace.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
 
@@ -158,7 +158,7 @@ class Operations:
         while not mending.step(time.time_ns()):
             self._kick()
             await asyncio.sleep(0)
-            while not self._engine.has_room:
+            while not self._engine.keyspace.has_room:
                 self._refuse_while_full()
                 await self._merging.wait(MERGE_WAIT_S)
         await self._commits.until_partition(vb_id)

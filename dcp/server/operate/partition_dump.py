@@ -61,7 +61,7 @@ class Dumps:
 
     def _line(self, shown: Shown) -> bytes:
         engine = self._engine
-        if not engine.is_reachable(shown.key):
+        if not engine.keyspace.is_reachable(shown.key):
             return b""
         meta = shown.meta
         decoded = decode_leb128(shown.key)
@@ -69,7 +69,7 @@ class Dumps:
         return _packed(
             {
                 "v": SCHEMA_VERSION,
-                "collection": engine.manifest.path_of(collection_of(shown.key)),
+                "collection": engine.keyspace.manifest.path_of(collection_of(shown.key)),
                 **_text("key", shown.key[decoded[1] :]),
                 **_text("value", shown.value),
                 "seqno": meta.seqno,

@@ -145,7 +145,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
         "above 0: `dcpctl status` names them, docs/operations.md says what to do",
-        _one(lambda of: len(of.engine.quarantined)),
+        _one(lambda of: len(of.engine.keyspace.quarantined)),
     ),
     MetricSpec(
         "dcpd_session_failures_total", "counter", "", (),
@@ -280,7 +280,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "dcpd_memtable_bytes", "gauge", "bytes", (),
         "Changes in memory that are not in the store yet.",
         f"{OVERFULL} times the setting memtable_bytes: writers wait for merges",
-        _one(lambda of: of.engine.active_bytes + of.engine.frozen_bytes),
+        _one(lambda of: of.engine.keyspace.active_bytes + of.engine.keyspace.frozen_bytes),
     ),
     MetricSpec(
         "dcpd_item_cache_bytes", "gauge", "bytes", (),
@@ -326,7 +326,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_merges_running", "gauge", "", (),
-        "1 while a merge runs.", "1 all the time", _one(lambda of: of.engine.is_merging),
+        "1 while a merge runs.", "1 all the time", _one(lambda of: of.engine.keyspace.is_merging),
     ),
     MetricSpec(
         "dcpd_compaction_seconds", "histogram", "seconds", (),

@@ -88,13 +88,13 @@ class Stats:
             "connections": len(self._connections),
             "dcp_connections": self._hub.connection_count,
             "dcp_streams": self._hub.stream_count,
-            "memtable_bytes": engine.active_bytes + engine.frozen_bytes,
+            "memtable_bytes": engine.keyspace.active_bytes + engine.keyspace.frozen_bytes,
             "merges": self._merging.count,
             "merge_seconds": round(self._merging.seconds_under_way, 1),
             "write_refusal": self._health.write_refusal,
             "merge_trouble": self._merging.trouble,
             "cas_ahead": cas_ahead(engine),
-            "quarantined": {str(vb_id): why for vb_id, why in engine.quarantined.items()},
+            "quarantined": {str(vb_id): why for vb_id, why in engine.keyspace.quarantined.items()},
         }
 
     def _server(self) -> Rows:
@@ -109,10 +109,10 @@ class Stats:
             ("curr_items", str(sum(part.item_count for part in engine.partitions))),
             ("ep_durability", about.durability),
             ("ep_data_folder", str(about.data_dir)),
-            ("ep_log_groups", str(engine.committed_group)),
-            ("ep_memtable_bytes", str(engine.active_bytes + engine.frozen_bytes)),
+            ("ep_log_groups", str(engine.keyspace.committed_group)),
+            ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
             ("ep_merges", str(self._merging.count)),
-            ("ep_merge_running", str(int(engine.is_merging))),
+            ("ep_merge_running", str(int(engine.keyspace.is_merging))),
             ("ep_cas_ahead_vbuckets", str(len(cas_ahead(engine)))),
             ("ep_dcp_producers", str(self._hub.connection_count)),
             ("ep_dcp_streams", str(self._hub.stream_count)),
@@ -197,7 +197,7 @@ def _seqno_at(engine: Engine, arguments: list[str]) -> Rows | None:
     if part.mended is not None and time_ns > part.mended.time_ns:
         after_seqno = min(part.mended.seqno, part.committed_seqno)
     seqno = seqno_before(
-        engine.frames, vb_id, part.committed_seqno, time_ns, after_seqno=after_seqno
+        engine.versions.frames, vb_id, part.committed_seqno, time_ns, after_seqno=after_seqno
     )
     return [
         (f"vb_{vb_id}:seqno_at", str(seqno)),

@@ -53,7 +53,7 @@ class Backpressure:
 
     def update(self) -> None:
         """Take note of how full the memtables are now."""
-        is_full = self._engine.is_overfull
+        is_full = self._engine.keyspace.is_overfull
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
             self._engine.let_writers_wait()

@@ -139,7 +139,7 @@ class Committer:
 
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or when the log has no room for it."""
-        while not self._has_failed and (self._engine.has_pending or self._is_busy):
+        while not self._has_failed and (self._engine.keyspace.has_pending or self._is_busy):
             if self.full_why or not self._has_started:
                 return
             self.kick()
@@ -170,13 +170,13 @@ class Committer:
         self._is_scheduled = False
         if self._is_busy or self._has_failed:
             return
-        group = self._engine.take_group()
+        group = self._engine.keyspace.take_group()
         if group is None:
             return
-        rotates = self._engine.wants_freeze
+        rotates = self._engine.keyspace.wants_freeze
         if rotates:
             # Here and nowhere else: what is frozen is exactly what the sealed segments hold.
-            self._engine.freeze()
+            self._engine.keyspace.freeze()
         job = _Job(partial(self._write, group), partial(self._written, group, rotates))
         if rotates or not self._is_for_the_loop(RECORD_BYTES + len(group.payload)):
             self._give(job)
@@ -212,7 +212,7 @@ class Committer:
         if self._is_sync_wanted:
             self._is_sync_wanted = False
             self._give(_Job(self._sync, self._synced))
-        elif self._engine.has_pending:
+        elif self._engine.keyspace.has_pending:
             self._begin()
         if not self._is_busy:
             self._idle.set()
@@ -231,7 +231,7 @@ class Committer:
 
     def _synced(self, _: None) -> None:
         self.is_synced = True
-        self._engine.synced()
+        self._engine.keyspace.synced()
         self._go_on()
 
     def _reserve(self) -> None:
@@ -254,7 +254,7 @@ class Committer:
         self._idle.set()  # whoever drains gives up
 
     def _commit(self, group: CommitGroup) -> None:
-        self._engine.group_committed(group, is_synced=self._is_synced_with(group))
+        self._engine.keyspace.group_committed(group, is_synced=self._is_synced_with(group))
         self._on_commit(group)
         if self._next_mark is None:
             self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)

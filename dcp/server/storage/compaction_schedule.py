@@ -129,9 +129,9 @@ class Compaction:
         to drop then, and every `compact_interval`, because windows move with time.
         """
         while True:
-            if self._engine.merged_group == self._planned_group:
+            if self._engine.keyspace.merged_group == self._planned_group:
                 await self._merging.wait(self._interval_s)
-            self._planned_group = self._engine.merged_group
+            self._planned_group = self._engine.keyspace.merged_group
             try:
                 async with self._turn:
                     await self._go_on()
@@ -204,14 +204,14 @@ class Compaction:
             for step in steps[first : first + RAISED_AT_ONCE]:
                 self._held.pop(step.vb_id, None)
                 part = engine.partitions[step.vb_id]
-                is_whole = step.vb_id not in engine.quarantined
+                is_whole = step.vb_id not in engine.keyspace.quarantined
                 if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
                     continue  # it is planned again
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
                 floors = Floors(may.floor, may.purge)
                 if floors != before:
-                    engine.raise_floor(step.vb_id, *floors)
+                    engine.keyspace.raise_floor(step.vb_id, *floors)
                 if floors != before or not is_repeated:
                     self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
                 if (may.floor, may.purge) < (step.floor, step.purge):
@@ -219,7 +219,7 @@ class Compaction:
                 for stream in may.blockers:
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
-            if engine.has_pending:
+            if engine.keyspace.has_pending:
                 self._kick()
             await asyncio.sleep(0)
 

@@ -34,10 +34,10 @@ async def expire_when_due(
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
             # What is open now holds the slice's changes, and is committed with them.
-            if engine.has_pending:
-                await commits.until_group(engine.group)
+            if engine.keyspace.has_pending:
+                await commits.until_group(engine.keyspace.group)
             await asyncio.sleep(REST_S)
-        if engine.has_pending:
+        if engine.keyspace.has_pending:
             kick()
         for damage in pager.damages:
             refusals.write("expiry failed", "", reason=damage)

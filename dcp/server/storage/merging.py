@@ -92,21 +92,21 @@ class Merging:
         sealed = [segment for segment in device.segments() if segment < newest_segment]
         self._began_s = time.monotonic()
         report = await self._merge([n for n in sealed if n not in self._kept])
-        for vb_id in report.quarantined.keys() - engine.quarantined.keys():
+        for vb_id in report.quarantined.keys() - engine.keyspace.quarantined.keys():
             self._log.error("quarantined", vb_id=vb_id, reason=report.quarantined[vb_id])
-        for vb_id in engine.quarantined.keys() - report.quarantined.keys():
+        for vb_id in engine.keyspace.quarantined.keys() - report.quarantined.keys():
             self._log.info("out of quarantine", vb_id=vb_id)
-        engine.merged(report)
+        engine.keyspace.merged(report)
         # Before the last slice: after it the next merge may begin, and must not find them.
         self._kept = frozenset(report.kept)
         await self._delete([segment for segment in sealed if segment not in self._kept])
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
-            engine.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
+            engine.keyspace.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
             await asyncio.sleep(0)
         self._began_s = 0.0
         self.count += 1
         self._on_merged()
-        if engine.has_pending:
+        if engine.keyspace.has_pending:
             self._kick()
         await self._notify()
 
@@ -120,15 +120,15 @@ class Merging:
     async def merge_now(self) -> None:
         """Return once everything applied so far is in the store. Raises MergeTroubleError."""
         engine = self._engine
-        group = engine.merge_soon()
-        while engine.merged_group < group:
+        group = engine.keyspace.merge_soon()
+        while engine.keyspace.merged_group < group:
             self._kick()
             async with self._changed:
                 if self.trouble:
                     raise MergeTroubleError(self.trouble)
                 await self._changed.wait()
-            if engine.merged_group < group:
-                engine.merge_soon()  # that merge had begun before
+            if engine.keyspace.merged_group < group:
+                engine.keyspace.merge_soon()  # that merge had begun before
 
     async def stop(self, timeout_s: float) -> None:
         """Wait for the deletion under way. The task that merges must have been cancelled."""

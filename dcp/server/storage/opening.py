@@ -86,7 +86,7 @@ class Storage:
         if self.new_versions:
             why = "a loss of log" if self.loss is not None else "an unclean stop"
             log.warning(f"new versions after {why}", vbuckets=len(self.new_versions))
-        for vb_id, reason in self.engine.quarantined.items():
+        for vb_id, reason in self.engine.keyspace.quarantined.items():
             log.error("quarantined", vb_id=vb_id, reason=reason)
 
     def begin(self) -> str:

@@ -29,7 +29,7 @@ class CommitWaiters:
 
     async def until_group(self, group: int) -> None:
         """Return once a commit group is committed."""
-        if group <= self._engine.committed_group:
+        if group <= self._engine.keyspace.committed_group:
             return
         self._kick()
         await self.wait(group)
