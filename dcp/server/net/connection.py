@@ -279,8 +279,12 @@ class ClientConnection(asyncio.Protocol):
         self.abort(f"the server failed in this session: {type(error).__name__}")
 
     def _after_commands(self) -> None:
+        """Carry out what the session left to do: logins, answers, commit, log lines, streams."""
         state = self.session.state
         node = self._node
+        if state.login_question is not None:
+            assert isinstance(self.session, Session), "text knows no login"
+            self.session.ask_logins(time.time_ns())
         if self._is_new and state.taken_bytes and self.session.is_logged_in:
             self._is_new = False
             node.newcomers.leave(self)
@@ -295,11 +299,6 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
-        if node.engine.has_pending:
-            if len(node.connections) == 1 and not (state.is_full or state.is_closing):
-                node.committer.kick_now()  # nobody else could add to the group
-            else:
-                node.committer.kick()
         if state.notes:
             node.log_notes(self, state.notes)
             state.notes.clear()
@@ -310,6 +309,13 @@ class ClientConnection(asyncio.Protocol):
             self._note_received()
         if state.producer is not None:
             self.schedule_pump()
+        if node.engine.has_pending:
+            if len(node.connections) == 1 and not (state.is_full or state.is_closing):
+                # Nobody else could add to the group. `release` may run within this call, so
+                # nothing follows it here.
+                node.committer.kick_now()
+            else:
+                node.committer.kick()
         if state.is_closing and state.flush is None:
             self._close_if_done()
         elif state.is_full:
