@@ -109,6 +109,7 @@ class CoreNode:
         )  # fmt: skip
         for frame in workload.session_frames():
             session.receive(frame, NOW_NS)
+            session.ask_logins(NOW_NS)
         session.state.answers.clear()
         return session
 

@@ -1,10 +1,11 @@
-"""What a session asks of whoever knows the users: SASL exchanges as plain calls.
+"""SASL exchanges as a session sees them: a question goes out, an outcome comes back.
 
-Called by the session's SASL commands; implemented by the server's user table. An exchange is an
-opaque object that the session keeps between SASL_AUTH and SASL_STEP and drops afterwards.
+A session does not call the authenticator. It leaves a `LoginQuestion` in its state and takes no
+command until the shell hands the outcome to `Session.login_checked`. Checking a password takes
+milliseconds of processor time, so the outcome may come later.
 
-Checking a password takes milliseconds of a processor, so the outcome of `start` may come later: the
-session then takes no command until the shell hands it in with `Session.login_checked`.
+The server's table of users implements `Authenticator`. An exchange is an opaque object that the
+session keeps between SASL_AUTH and SASL_STEP and drops afterwards.
 """
 
 from __future__ import annotations
@@ -18,25 +19,40 @@ class AuthStep(NamedTuple):
     """The outcome of one SASL message."""
 
     status: int
-    """OK (logged in), AUTH_CONTINUE (send `data`, expect another message), AUTH_ERROR (refused,
-    whatever the reason), EINVAL (not a message of this mechanism), or EBUSY or ETMPFAIL (not now:
-    it says nothing about the password)."""
+    """OK: logged in. AUTH_CONTINUE: send `data` and expect another message. AUTH_ERROR: refused for
+    whatever reason. EINVAL: not a message of this mechanism. EBUSY, ETMPFAIL: not now, which says
+    nothing about the password."""
     data: bytes = b""
-    """What goes back to the client."""
+    """What to send to the client."""
     exchange: object | None = None
-    """What `Authenticator.step` wants with the next message; None when the exchange is over."""
+    """Passed to `Authenticator.step` with the next message; None when the exchange is over."""
     user: str | None = None
-    """Who logged in; set with OK only."""
+    """The user who logged in; set with OK only."""
     rights: Rights = FULL_RIGHTS
-    """What the user may do; counts with OK only."""
+    """What the user may do; meaningful with OK only."""
     claimed: str = ""
-    """Whom the client says it is, where it has said so."""
+    """The user name that the client gave, if it gave one."""
     why: str = ""
-    """Why it was refused, where the client may know; "" where any reason would tell too much."""
+    """Why the login was refused; "" if a reason would tell the client too much."""
+
+
+class LoginQuestion(NamedTuple):
+    """One SASL message of the client, which the shell hands to the authenticator."""
+
+    mechanism: str
+    message: bytes
+    exchange: object | None
+    """What the authenticator returned for the message before; None: this is the first one."""
+
+    def ask(self, authenticator: Authenticator, *, peer_is_loopback: bool) -> AuthStep | None:
+        """Return the outcome; None: the authenticator tells it later."""
+        if self.exchange is not None:
+            return authenticator.step(self.exchange, self.message)
+        return authenticator.start(self.mechanism, self.message, peer_is_loopback)
 
 
 class Authenticator(Protocol):
-    """Checks who a client is. Never raises for what a client sent."""
+    """Checks who a client is. It does not raise for anything that a client sent."""
 
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:
         """Return the SASL mechanisms on offer, strongest first, by their names on the wire."""

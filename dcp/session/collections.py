@@ -1,9 +1,9 @@
 """Commands about collections: the manifest, and the ids of names.
 
-Rules (kv_engine): a name is "scope.collection", where an empty part means the default one; it may
-stand in the key or in the value. What is unknown is answered with the manifest's uid, so that a
-client can tell whether it or the server is behind. Every answer waits until the manifest that it
-tells of is committed.
+Rules (kv_engine): a name is "scope.collection", and an empty part means the default one. It is in
+the key or in the value. The answer to an unknown name carries the manifest's uid, so that a client
+can tell whether it or the server is behind. Every answer waits until the manifest that it tells of
+is committed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from dcp.session.state import SessionState
 from dcp.wire.frame import Frame
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.model.manifest import InvalidManifestError, ManifestError, manifest_from_json
 
 Handler = Callable[[Frame], None]
@@ -51,24 +51,22 @@ class CollectionCommands:
         state.answer(request, value=document.encode(), is_json=True)
 
     def set_manifest(self, request: Frame) -> None:
-        """Take over a whole manifest, as cluster managers send it."""
+        """Replace the manifest, as cluster managers do."""
         state = self._state
         engine = state.engine
         if engine.write_refusal:
-            state.refuse(request, Status.ETMPFAIL, engine.write_refusal)
-            return
+            raise RefusedError(Status.ETMPFAIL, engine.write_refusal)
         try:
             document = msgspec.json.decode(request.value, type=dict)
             after = manifest_from_json(engine.keyspace.manifest, document)
         except InvalidManifestError as error:
-            state.refuse(request, Status.EINVAL, str(error))
-            return
+            raise RefusedError(Status.EINVAL, str(error)) from error
         except ManifestError as error:
-            state.refuse(request, Status.CANNOT_APPLY_COLLECTIONS_MANIFEST, str(error))
-            return
+            raise RefusedError(Status.CANNOT_APPLY_COLLECTIONS_MANIFEST, str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            state.refuse(request, Status.EINVAL, f"the manifest is not a JSON object: {error}")
-            return
+            raise RefusedError(
+                Status.EINVAL, f"the manifest is not a JSON object: {error}"
+            ) from error
         if after != engine.keyspace.manifest:
             engine.keyspace.set_manifest(after)
         state.observes_manifest()
@@ -80,8 +78,7 @@ class CollectionCommands:
         path = self._path_of(request)
         if path is None or path.count(".") != 1:
             context = 'name a collection as "scope.collection", in the key or in the value'
-            self._state.refuse(request, Status.EINVAL, context)
-            return
+            raise RefusedError(Status.EINVAL, context)
         manifest = self._state.engine.keyspace.manifest
         if manifest.scope_id(path.partition(".")[0]) is None:
             self._answer_id(request, None, Status.UNKNOWN_SCOPE)
@@ -89,12 +86,11 @@ class CollectionCommands:
             self._answer_id(request, manifest.collection_id(path), Status.UNKNOWN_COLLECTION)
 
     def scope_id(self, request: Frame) -> None:
-        """Answer the id of a scope; what follows a dot is not looked at."""
+        """Answer the id of a scope. What follows a dot in the name is ignored."""
         path = self._path_of(request)
         if path is None or path.count(".") > 1:
             context = "name a scope, in the key or in the value"
-            self._state.refuse(request, Status.EINVAL, context)
-            return
+            raise RefusedError(Status.EINVAL, context)
         scope_id = self._state.engine.keyspace.manifest.scope_id(path.partition(".")[0])
         self._answer_id(request, scope_id, Status.UNKNOWN_SCOPE)
 
@@ -105,10 +101,9 @@ class CollectionCommands:
         return path.decode("utf-8", "replace")
 
     def _answer_id(self, request: Frame, found: int | None, status: Status) -> None:
+        if found is None:
+            raise UnknownNameError(status)
         state = self._state
         state.observes_manifest()
-        if found is None:
-            state.answer(request, status, value=state.manifest_uid_body(), is_json=True)
-            return
         extras = COLLECTION_ID_EXTRAS.pack(state.engine.keyspace.manifest.uid, found)
         state.answer(request, extras=extras)

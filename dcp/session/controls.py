@@ -1,8 +1,7 @@
-"""DCP_CONTROL: one table of what a client may set, and to which values.
+"""DCP_CONTROL: one table of the keys that a client may set, and their values.
 
-A key that is not in the table is EINVAL; one that is known and off here is NOT_SUPPORTED, so that a
-client can tell the two apart. `x_` keys are this server's own (docs/streams.md); the others are
-kv_engine's.
+An unknown key is answered with EINVAL, and a known one that this server does not support with
+NOT_SUPPORTED. `x_` keys are this server's own (docs/streams.md), the others are kv_engine's.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _BOOLEANS: Final = frozenset({"true", "false"})
 _DECIMAL: Final = frozenset("0123456789")
 
 Setter = Callable[[Producer, SessionState, str], int]
-"""Sets a property of the connection and returns OK, or returns why it does not."""
+"""Sets a property of the connection and returns OK, or returns the status of the refusal."""
 
 
 def is_decimal(text: object) -> bool:
-    """Whether this is a number as text, of a size that an u64 may have."""
+    """Whether this is a decimal number of at most 20 digits, as text."""
     return isinstance(text, str) and 0 < len(text) <= 20 and _DECIMAL.issuperset(text)
 
 
@@ -49,7 +48,7 @@ def _window(producer: Producer, _state: SessionState, value: str) -> int:
 
 
 def _stream_ids(producer: Producer, _state: SessionState, value: str) -> int:
-    """Streams that are open have no names, and nothing could tell them from others any more."""
+    """Refused while streams are open, because those have no names."""
     if value not in _BOOLEANS or producer.stream_count:
         return Status.EINVAL
     producer.terms.has_stream_ids = value == "true"
@@ -67,7 +66,7 @@ def _marker_version(producer: Producer, state: SessionState, value: str) -> int:
 
 
 def _previous_values(producer: Producer, _state: SessionState, value: str) -> int:
-    """Who wants no values (DCP_OPEN flags 0x08, 0x40) gets none of these either."""
+    """Refused on connections without values (DCP_OPEN flags 0x08, 0x40)."""
     if value not in _BOOLEANS or (value == "true" and not producer.terms.has_values):
         return Status.EINVAL
     producer.terms.has_previous_values = value == "true"
@@ -75,7 +74,7 @@ def _previous_values(producer: Producer, _state: SessionState, value: str) -> in
 
 
 def _switch(name: str) -> Setter:
-    """Return what turns an attribute of the producer on and off."""
+    """Return a setter that turns an attribute of the producer on and off."""
 
     def set_switch(producer: Producer, _state: SessionState, value: str) -> int:
         if value not in _BOOLEANS:
@@ -88,7 +87,7 @@ def _switch(name: str) -> Setter:
 
 
 def _term(name: str) -> Setter:
-    """Return what turns a term on and off."""
+    """Return a setter that turns a term on and off."""
     assert name in Terms.__slots__
 
     def set_term(producer: Producer, _state: SessionState, value: str) -> int:
@@ -101,7 +100,7 @@ def _term(name: str) -> Setter:
 
 
 def _accept(*values: str) -> Setter:
-    """Return what accepts a property that asks for what this server does anyway."""
+    """Return a setter that only checks the value: this server behaves that way anyway."""
 
     def check(_producer: Producer, _state: SessionState, value: str) -> int:
         return Status.OK if not values or value in values else Status.EINVAL
@@ -140,4 +139,4 @@ CONTROLS: Final[dict[str, Setter]] = {
     "flatbuffers_system_events": _not_supported,
     "cache_transfer": _not_supported,
 }
-"""DCP_CONTROL key -> what it does."""
+"""DCP_CONTROL key -> its setter."""

@@ -1,11 +1,12 @@
-"""Document commands: GET, SET, DELETE and their kin. The hot path of the server.
+"""Document commands: GET, SET, ADD, REPLACE, DELETE and their quiet forms. The hot path.
 
 A handler gets the fields of the header as arguments, cuts key and value out of the receive buffer
-once, asks the engine, and appends one packed response. No object is made per operation beyond the
-stored entry and the response.
+once, calls the engine, and appends one packed response. An operation makes no objects but the
+stored entry and the response. A handler raises RefusedError for a bad request; the session answers
+it.
 
-Rules: a quiet mutation is silent on success, a quiet read is silent on a miss; errors are always
-answered; responses keep the order of the requests.
+Rules: a quiet change is silent on success, a quiet read is silent on a miss. Errors are always
+answered. Responses keep the order of the requests.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from typing import Final
 
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
-from dcp.wire.opcode import Opcode
-from dcp.wire.status import ERROR_TABLE, Status
-from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET
+from dcp.wire.opcode import QUIET_FORMS, Opcode
+from dcp.wire.status import (
+    ERROR_TABLE,
+    NotMyVbucketError,
+    RefusedError,
+    Status,
+    UnknownNameError,
+)
+from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.read_modify_write import expiry_of
 from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
@@ -30,8 +37,8 @@ Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
 
 Run = Callable[[int, int], int]
-"""Where a request begins, end of the buffer; returns where the first request begins that is left.
-"""
+"""Takes the position of a request and the end of the buffer; returns the position of the first
+request that it did not handle."""
 
 STORE_EXTRAS: Final = Struct(">II")
 """Flags, expiry."""
@@ -51,18 +58,17 @@ RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
 _EXPIRY_MAX: Final = 0xFFFF_FFFF
 
 DATATYPE_JSON: Final = 0x01
-"""The one datatype that is taken. It is stored as the client says it, where it was negotiated:
-looking at the bytes, as kv_engine does, would cost every SET. Without negotiation it is a hint that
-is not kept; Snappy and XATTR say how to read the value, and nobody here could have negotiated them.
-"""
+"""The only datatype that is accepted. It is stored if the client negotiated it; checking the bytes,
+as kv_engine does, would cost every SET. Otherwise it is dropped. Snappy and XATTR are refused: they
+say how to read the value, and this server does not negotiate them."""
 
 _STORE_FORMS: Final = {
-    Opcode.SET: (SET, False),
-    Opcode.SETQ: (SET, True),
-    Opcode.ADD: (ADD, False),
-    Opcode.ADDQ: (ADD, True),
-    Opcode.REPLACE: (REPLACE, False),
-    Opcode.REPLACEQ: (REPLACE, True),
+    Opcode.SET: SET,
+    Opcode.SETQ: SET,
+    Opcode.ADD: ADD,
+    Opcode.ADDQ: ADD,
+    Opcode.REPLACE: REPLACE,
+    Opcode.REPLACEQ: REPLACE,
 }
 _COME_BACK: Final = "the partition takes no writes now; try again soon"
 _SET_FORM: Final = 0x80 << 8 | Opcode.SET
@@ -70,16 +76,18 @@ _SET_EXTRAS: Final = STORE_EXTRAS.size << 8
 _SET_ANSWER: Final = HEADER.pack(0x81, Opcode.SET, 0, 16, 0, 0, 16, 0, 0)[:12]
 _GET: Final = int(Opcode.GET)
 _QUIET_READS: Final = frozenset({Opcode.GETQ, Opcode.GETKQ})
+_GATQ: Final = int(Opcode.GATQ)
+_QUIET_CHANGES: Final = frozenset(map(int, QUIET_FORMS)) - _QUIET_READS - {_GATQ}
 _READS_WITH_KEY: Final = frozenset({Opcode.GETK, Opcode.GETKQ})
 
 _GET_REQUEST: Final = Struct(">IHHI4s")
 """Magic, opcode and key length; extras length and datatype; vbucket; body length; opaque."""
 _GET_MARK: Final = 0x8000_0000
-"""Magic and opcode of a GET where they stand in the first field."""
+"""Magic and opcode of a GET, at their place in the first field."""
 _DOCUMENT: Final = Struct(">17xB10xQ16x4sI")
 """Datatype, CAS, flags, expiry of a mutation's entry."""
 _GET_ANSWER: Final = Struct(">III4sQ4s")
-"""A header and four bytes of flags, as GET_RESPONSE; its first fields, and the next, in one."""
+"""A header and four bytes of flags, as GET_RESPONSE, with the header's first fields in two."""
 _GET_ANSWER_MARK: Final = 0x8100_0000
 _GET_EXTRAS_MARK: Final = 0x0400_0000
 
@@ -96,7 +104,7 @@ _pack_get_answer: Final = _GET_ANSWER.pack
 
 
 def absolute_expiry(expiry: int, now_s: int) -> int:
-    """Return an expiry of the wire as Unix seconds, 0 for never."""
+    """Return an expiry of the wire as Unix time in seconds; 0 means never."""
     return expiry + now_s if 0 < expiry <= RELATIVE_EXPIRY_MAX_S else expiry
 
 
@@ -133,14 +141,13 @@ class DocumentCommands:
     ) -> None:
         """SET, ADD, REPLACE and their quiet forms."""
         state = self._state
-        mode, is_quiet = _STORE_FORMS[opcode]  # type: ignore[index] # an IntEnum key equals its int
+        mode = _STORE_FORMS[opcode]  # type: ignore[index] # an IntEnum key equals its int
         key_at = start + 8
         if extras_len != 8 or not key_len or key_at + key_len > end:
-            self.refuse(opcode, opaque, Status.EINVAL, "a store has 8 bytes of extras and a key")
-            return
+            raise RefusedError(Status.EINVAL, "a store has 8 bytes of extras and a key")
         if datatype > DATATYPE_JSON:
-            self._refuse_datatype(opcode, opaque, datatype)
-            return
+            # Stored, such a bit would mislead whoever streams the document.
+            raise RefusedError(Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated")
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
         body = buffer[key_at:end]
@@ -150,48 +157,71 @@ class DocumentCommands:
             ):
                 return
             if key_len > MAX_KEY_BYTES + 1:
-                self._refuse_long_key(opcode, opaque, key_len)
-                return
+                raise _long_key(key_len)
         else:
             if key_len > MAX_KEY_BYTES:
-                self._refuse_long_key(opcode, opaque, key_len)
-                return
+                raise _long_key(key_len)
             if state.hashes_keys:
                 vb_id = vbucket_of(key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
         if len(body) - len(key) > state.limits.value_bytes_max:
             limit = f"a value has at most {state.limits.value_bytes_max} bytes"
-            self.refuse(opcode, opaque, Status.E2BIG, f"{limit} (setting value_bytes_max)")
-            return
+            raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
         if vb_id >= self._num_vbuckets:
-            self._refuse_vbucket(opcode, opaque, vb_id)
-            return
+            raise NotMyVbucketError
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s
-        status, new_cas, seqno = self._engine.store(
+        outcome = self._engine.store(
             mode, vb_id, key, body, flags, expiry, datatype & state.has_json, cas
         )
+        self.answer_change(opcode, opaque, vb_id, outcome)
+
+    def answer_change(
+        self,
+        opcode: int,
+        opaque: int,
+        vb_id: int,
+        outcome: Outcome,
+        value: bytes = b"",
+        extras: bytes | None = None,
+        datatype: int = 0,
+    ) -> None:
+        """Answer a change of one document. Every command that changes one ends here.
+
+        Quiet commands answer errors only, GATQ everything but a miss. `extras` None: a mutation
+        token, if the client wants tokens. The answer waits until the change is committed.
+        """
+        status, cas, seqno = outcome
         if status:
-            self.refuse_outcome(opcode, opaque, status, vb_id)
+            if status != Status.KEY_ENOENT or opcode != _GATQ:
+                self.refuse_outcome(opcode, opaque, status, vb_id)
             return
-        state.wait_group = self._engine.keyspace.group
-        if is_quiet:
+        state = self._state
+        part = self._engine.partitions[vb_id]
+        state.wait_group = max(state.wait_group, part.last_group)
+        if opcode in _QUIET_CHANGES:
             return
-        if state.has_mutation_tokens:
-            state.answers.append(
-                _pack_token(
-                    0x81, opcode, 0, 16, 0, 0, 16, opaque, new_cas,
-                    self._engine.partitions[vb_id].vb_uuid, seqno,
-                )
-            )  # fmt: skip
+        if extras is None and state.has_mutation_tokens:
+            answer = _pack_token(
+                0x81, opcode, 0, 16, 0, 0, 16 + len(value), opaque, cas, part.vb_uuid, seqno
+            )
         else:
-            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+            extras = extras or b""
+            body_bytes = len(extras) + len(value)
+            answer = (
+                _pack_header(0x81, opcode, 0, len(extras), datatype, 0, body_bytes, opaque, cas)
+                + extras
+            )
+        if value:
+            state.send(answer + value)
+        else:
+            state.answers.append(answer)
 
     def runs(self) -> dict[int, Run]:
-        """Return opcode -> what takes the requests that follow one of it, as far as they are of the
-        same plain kind: where the client sends and expects what it takes and answers.
+        """Return opcode -> a function that handles the plain requests of this opcode that follow
+        one. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
         if not state.has_collections:
@@ -199,9 +229,8 @@ class DocumentCommands:
         return self._runs if state.has_mutation_tokens else self._reading_runs
 
     def store_run(self, position: int, end: int) -> int:
-        """Take the SETs from `position` on that go the usual way: whatever is there, for ever, into
-        the default collection. Return where the first request begins that is no such one; it is
-        for `store`, which knows them all.
+        """Handle the plain SETs from `position` on: no CAS, no expiry, default collection. Return
+        the position of the first other request, which is for `store`.
         """
         state = self._state
         buffer, answers = state.buffer, state.answers
@@ -238,13 +267,10 @@ class DocumentCommands:
         return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
-        """A store that leaves an existing document the expiry it has (frame info 5)."""
+        """Store, and keep the expiry of an existing document (frame info 5)."""
         extras = request.extras
         if request.key and len(extras) == STORE_EXTRAS.size:
-            located = self.locate(request.opcode, request.opaque, request.vb_id, request.key)
-            if located is None:
-                return
-            expiry = expiry_of(self._engine, *located)
+            expiry = expiry_of(self._engine, *self.locate(request.vb_id, request.key))
             if expiry is not None:
                 extras = extras[:4] + expiry.to_bytes(4, "big")
         self._store_again(
@@ -263,12 +289,10 @@ class DocumentCommands:
         extras: bytes,
         body: bytes,
     ) -> bool:
-        """Refuse a key of no collection; store with the latest expiry that the collection allows
-        where that is not what was asked for. False: neither, the store goes on as it came.
+        """Store with the latest expiry that the collection allows, if the client asked for a later
+        one. False: it did not, and nothing is stored yet.
         """
-        collection = self._collection_of(opcode, opaque, key)
-        if collection is None:
-            return True
+        collection = self._collection_of(key)
         expiry = absolute_expiry(_unpack_store(extras)[1], self.now_s)
         latest = self._capped(collection, expiry)
         if latest == expiry:
@@ -288,7 +312,7 @@ class DocumentCommands:
         key_len: int,
         body: bytes,
     ) -> None:
-        """Store with other extras than those that came."""
+        """Store with other extras than the request has."""
         state = self._state
         received = state.buffer
         state.buffer = extras + body
@@ -296,7 +320,7 @@ class DocumentCommands:
             end = len(state.buffer)
             self.store(opcode, key_len, len(extras), datatype, vb_id, opaque, cas, 0, end)
         finally:
-            state.buffer = received  # what follows is there, damaged data or not
+            state.buffer = received  # it holds the requests that follow
 
     def delete(
         self,
@@ -313,30 +337,12 @@ class DocumentCommands:
         """DELETE and DELETEQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            self.refuse(opcode, opaque, Status.EINVAL, "a delete has a key and nothing else")
-            return
-        located = self.locate(opcode, opaque, vb_id, state.buffer[start:end])
-        if located is None:
-            return
-        vb_id, key = located
+            raise RefusedError(Status.EINVAL, "a delete has a key and nothing else")
+        vb_id, key = self.locate(vb_id, state.buffer[start:end])
         status, new_cas, seqno = self._engine.delete(vb_id, key, cas)
-        if status:
-            self.refuse_outcome(opcode, opaque, status, vb_id)
-            return
-        state.wait_group = self._engine.keyspace.group
-        if opcode == Opcode.DELETEQ:
-            return
         if state.hashes_keys:
             new_cas = 0  # memcached's clients and their conformance suite expect none
-        if state.has_mutation_tokens:
-            state.answers.append(
-                _pack_token(
-                    0x81, opcode, 0, 16, 0, 0, 16, opaque, new_cas,
-                    self._engine.partitions[vb_id].vb_uuid, seqno,
-                )
-            )  # fmt: skip
-        else:
-            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, 0, 0, opaque, new_cas))
+        self.answer_change(opcode, opaque, vb_id, (status, new_cas, seqno))
 
     def get(
         self,
@@ -353,22 +359,17 @@ class DocumentCommands:
         """GET, GETQ, GETK, GETKQ."""
         state = self._state
         if extras_len or not key_len or start + key_len != end:
-            self.refuse(opcode, opaque, Status.EINVAL, "a get has a key and nothing else")
-            return
+            raise RefusedError(Status.EINVAL, "a get has a key and nothing else")
         key = wire_key = state.buffer[start:end]
         if not (state.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1) or (
             vb_id >= self._num_vbuckets
         ):
-            located = self.locate(opcode, opaque, vb_id, wire_key)
-            if located is None:
-                return
-            vb_id, key = located
+            vb_id, key = self.locate(vb_id, wire_key)
         engine = self._engine
         part = engine.partitions[vb_id]
         if part.state != 1:
             state.observes(vb_id)
-            self._refuse_vbucket(opcode, opaque, vb_id)
-            return
+            raise NotMyVbucketError
         entry = engine.document_entry(part, key)
         last_group = part.last_group
         if last_group > engine.keyspace.committed_group and last_group > state.wait_group:
@@ -399,11 +400,11 @@ class DocumentCommands:
             state.is_full = True
 
     def get_run(self, position: int, end: int) -> int:
-        """Answer the GETs that follow one another from `position` on, in one loop without a call
-        for each; return where the first request begins that is anything else, or is not of the
-        plain kind: no extras, a key of the default collection, a partition that is here.
+        """Answer the plain GETs from `position` on in one loop, without a call for each: no extras,
+        default collection, active partition. Return the position of the first other request.
 
-        `end` is that of the buffer. Only for clients that may read everything and know collections.
+        `end` is the end of the buffer. It is for clients that may read everything and negotiated
+        collections.
         """
         state, engine = self._state, self._engine
         buffer, answer = state.buffer, state.answers.append
@@ -463,110 +464,72 @@ class DocumentCommands:
         return position
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
-        """Return an expiry of the wire as Unix seconds, 0 for never, for a stored key."""
+        """Return an expiry of the wire as Unix time, within what the key's collection allows."""
         expiry = absolute_expiry(expiry, self.now_s)
         if not key[0]:
             return expiry
         return self._capped(self._engine.keyspace.manifest.collections[collection_of(key)], expiry)
 
     def _capped(self, collection: Collection, expiry: int) -> int:
-        """Return an absolute expiry, not later than the collection allows."""
+        """Return an absolute expiry, or the latest one that the collection allows."""
         if not collection.max_ttl_s:
             return expiry
         latest = min(self.now_s + collection.max_ttl_s, _EXPIRY_MAX)
         return expiry if 0 < expiry <= latest else latest
 
-    def locate(
-        self, opcode: int, opaque: int, vb_id: int, wire_key: bytes
-    ) -> tuple[int, bytes] | None:
-        """Return the partition and the stored key, or refuse and return None."""
+    def locate(self, vb_id: int, wire_key: bytes) -> tuple[int, bytes]:
+        """Return the partition and the stored key. Raises RefusedError."""
         state = self._state
         if state.has_collections:
-            is_elsewhere = wire_key[0] or len(wire_key) == 1
-            if is_elsewhere and self._collection_of(opcode, opaque, wire_key) is None:
-                return None
+            if wire_key[0] or len(wire_key) == 1:
+                self._collection_of(wire_key)
             if len(wire_key) > MAX_KEY_BYTES + 1:
-                self._refuse_long_key(opcode, opaque, len(wire_key))
-                return None
+                raise _long_key(len(wire_key))
             key = wire_key
         else:
             if len(wire_key) > MAX_KEY_BYTES:
-                self._refuse_long_key(opcode, opaque, len(wire_key))
-                return None
+                raise _long_key(len(wire_key))
             if state.hashes_keys:
                 vb_id = vbucket_of(wire_key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + wire_key
         if vb_id >= self._num_vbuckets:
-            self._refuse_vbucket(opcode, opaque, vb_id)
-            return None
+            raise NotMyVbucketError
         return vb_id, key
 
-    # -- refusals ------------------------------------------------------------------------------
-
-    def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
-        """Answer with an error that says what is wrong with the request."""
-        if status != Status.EACCESS:  # which is noted as a denial
-            self._state.note("refused", opcode=opcode, status=status, reason=context)
-        body = self._state.error_body(context)
-        self._state.answers.append(self._json_response(opcode, opaque, status, body))
-
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
-        """Answer with what the engine said; it waits until what it tells is committed."""
+        """Answer an error of the engine. The answer waits until what it tells is committed."""
+        state = self._state
         if status == Status.NOT_MY_VBUCKET:
-            self._refuse_vbucket(opcode, opaque, vb_id)
+            state.answer_error(opcode, opaque, vb_id, NotMyVbucketError())
             return
-        if status == Status.ETMPFAIL:  # which tells nothing of what is stored
+        if status == Status.ETMPFAIL:  # it tells nothing about stored data
             holds = self._engine.partitions[vb_id].holds
-            self.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
+            state.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
             return
-        self._state.observes(vb_id)
-        # A miss is an everyday answer: no context, no cost.
-        context = "" if status == Status.KEY_ENOENT else ERROR_TABLE[Status(status)][1]
-        body = self._state.error_body(context) if context else b""
-        self._state.answers.append(self._json_response(opcode, opaque, status, body))
+        state.observes(vb_id)
+        if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost
+            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, status, 0, opaque, 0))
+            return
+        body = state.error_body(ERROR_TABLE[Status(status)][1])
+        state.answer_json(opcode, opaque, status, body)
 
-    def _refuse_vbucket(self, opcode: int, opaque: int, vb_id: int) -> None:
-        self._state.note_not_my_vbucket(opcode, vb_id)
-        config = self._state.facts.bucket_config()
-        self._state.send(self._json_response(opcode, opaque, Status.NOT_MY_VBUCKET, config))
-
-    def _refuse_datatype(self, opcode: int, opaque: int, datatype: int) -> None:
-        # Stored, such a bit would mislead whoever streams the document.
-        self.refuse(opcode, opaque, Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated")
-
-    def _refuse_long_key(self, opcode: int, opaque: int, key_len: int) -> None:
-        self.refuse(
-            opcode,
-            opaque,
-            Status.EINVAL,
-            f"the key has {key_len} bytes; at most {MAX_KEY_BYTES} (and a collection id) fit",
-        )
-
-    def _collection_of(self, opcode: int, opaque: int, key: bytes) -> Collection | None:
-        """Return the collection that a key names, or refuse and return None."""
+    def _collection_of(self, key: bytes) -> Collection:
+        """Return the collection that a key names. Raises RefusedError."""
         decoded = decode_leb128(key)
         if decoded is None:
-            self.refuse(opcode, opaque, Status.EINVAL, "the key begins with no collection id")
-            return None
+            raise RefusedError(Status.EINVAL, "the key begins with no collection id")
         collection_id, id_bytes = decoded
         if len(key) == id_bytes:
-            self.refuse(opcode, opaque, Status.EINVAL, "the key is empty after its collection id")
-            return None
+            raise RefusedError(Status.EINVAL, "the key is empty after its collection id")
         collection = self._engine.keyspace.manifest.collections.get(collection_id)
         if collection is None:
-            state = self._state
-            state.observes_manifest()
-            state.answers.append(
-                self._json_response(
-                    opcode, opaque, Status.UNKNOWN_COLLECTION, state.manifest_uid_body()
-                )
-            )
+            raise UnknownNameError(Status.UNKNOWN_COLLECTION)
         return collection
 
-    def _json_response(self, opcode: int, opaque: int, status: int, body: bytes) -> bytes:
-        """Return a response whose body, if it has one, is a JSON document."""
-        datatype = self._state.has_json if body else 0
-        return _pack_header(0x81, opcode, 0, 0, datatype, status, len(body), opaque, 0) + body
+
+def _long_key(key_len: int) -> RefusedError:
+    limit = f"at most {MAX_KEY_BYTES} (and a collection id) fit"
+    return RefusedError(Status.EINVAL, f"the key has {key_len} bytes; {limit}")
 
 
 assert TOKEN_RESPONSE.size == SET_RESPONSE.size == HEADER_BYTES + 16

@@ -1,4 +1,4 @@
-"""Where a session's requests meet the faults that are set (dcp.session.faults). Sans-IO."""
+"""Applies the faults that are set (dcp.session.faults) to the requests of one session. Sans-IO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from dcp.session.faults import Fault
 from dcp.session.state import SessionState
-from dcp.wire.frame import HEADER, HEADER_BYTES, Frame
+from dcp.wire.frame import HEADER, HEADER_BYTES, pack_response
 from dcp.wire.message import U64
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
@@ -22,21 +22,23 @@ class FaultGate:
     def __init__(self, state: SessionState) -> None:
         self._state = state
         self._waiting: Fault | None = None
-        """What the first request in the buffer has met, and waits for."""
+        """The fault that delays the first request in the buffer."""
 
     @property
     def is_open(self) -> bool:
-        """Whether every request passes without a look."""
+        """Whether requests need no check: there are no faults."""
         return self._waiting is None and not self._state.faults.rules
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request waits because a fault delays it."""
+        """Whether a fault delays a request."""
         return self._waiting is not None
 
     def stops(self, buffer: bytes, position: int, now_ns: int) -> bool:
-        """Whether a complete request is not taken as ever: it is answered with an error here, the
-        connection closes, or it waits: then `is_full` is set, and it comes here again.
+        """Return whether a fault keeps a complete request from being handled.
+
+        The request is answered with an error, or the connection closes, or the request is delayed:
+        then the session is full, and the request comes here again.
         """
         magic, opcode, key_len, extras_len, _, vb_id, _, opaque, _ = _unpack_header(
             buffer, position
@@ -64,16 +66,16 @@ class FaultGate:
         elif fault.status is None:
             return False
         elif opcode != Opcode.DCP_BUFFER_ACK:  # which is never answered
-            self._answer(Frame(magic, opcode, 0, vb_id, opaque, 0, b"", b"", b""), fault)
+            self._answer(opcode, opaque, fault)
         return True
 
-    def _answer(self, request: Frame, fault: Fault) -> None:
+    def _answer(self, opcode: int, opaque: int, fault: Fault) -> None:
         assert fault.status is not None
         state = self._state
         if fault.status == Status.ROLLBACK:
-            state.answer(request, fault.status, value=U64.pack(fault.rollback_seqno))
+            value = U64.pack(fault.rollback_seqno)
+            state.send(pack_response(opcode, fault.status, opaque=opaque, value=value))
         elif fault.status == Status.NOT_MY_VBUCKET:
-            config = state.facts.bucket_config()
-            state.answer(request, fault.status, value=config, is_json=True)
+            state.answer_json(opcode, opaque, fault.status, state.facts.bucket_config())
         else:
-            state.refuse(request, fault.status, f"fault {fault.fault_id} is set")
+            state.refuse(opcode, opaque, fault.status, f"fault {fault.fault_id} is set")

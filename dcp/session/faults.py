@@ -1,10 +1,10 @@
 """Faults on demand: requests that are answered with an error, late, or not at all. Sans-IO.
 
-Who calls it: the admin API sets and clears, every session asks. A session asks only while there are
-rules, so that a server without faults pays nothing for them.
+The admin API sets and clears rules. Sessions ask for each request, but only while there are rules,
+so that a server without faults pays nothing.
 
-The first rule that a request meets and whose chance comes up decides; a rule with a count is gone
-after so many requests.
+The first rule that applies to a request, and whose draw succeeds, decides. A rule with a count is
+removed after so many requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_A_PARTITION: Final = frozenset(
     Opcode.DCP_CLOSE_STREAM,
     Opcode.DCP_GET_FAILOVER_LOG,
 }
-"""Opcodes whose header names a partition; in all others the field means nothing."""
+"""Opcodes whose header names a partition. In all other requests the field has no meaning."""
 
 
 class FaultError(Exception):
@@ -35,7 +35,7 @@ class FaultError(Exception):
 
 
 class Fault:
-    """One rule: which requests it meets, and what happens to them."""
+    """One rule: which requests it applies to, and what happens to them."""
 
     __slots__ = (
         "count",
@@ -67,26 +67,26 @@ class Fault:
     ) -> None:
         self.fault_id = fault_id
         self.opcode = opcode
-        """None: any. A command's quiet form is met too."""
+        """None: any. A rule applies to the command's quiet form too."""
         self.vb_id = vb_id
         """None: any."""
         self.status = status
-        """What the request is answered with; None: as ever."""
+        """Status of the answer; None: the request is handled normally."""
         self.delay_ms = delay_ms
-        """How long the request, and all that follow it on its connection, wait."""
+        """How long the request, and those behind it on its connection, wait."""
         self.disconnects = disconnects
-        """The connection closes instead of an answer."""
+        """Whether the connection closes instead of an answer."""
         self.count = count
-        """How many requests are still to be met; None: no end."""
+        """How many more requests the rule applies to; None: no limit."""
         self.probability = probability
         self.rollback_seqno = rollback_seqno
-        """What a ROLLBACK says."""
+        """The seqno in a ROLLBACK answer."""
         self.draw = draw
         self.met = 0
-        """How many requests were met."""
+        """How many requests the rule was applied to."""
 
     def applies(self, opcode: int, vb_id: int) -> bool:
-        """Whether a request is one that the rule is about."""
+        """Whether the rule is about such a request."""
         if self.opcode is not None and QUIET_FORMS.get(opcode, opcode) != QUIET_FORMS.get(  # type: ignore[call-overload] # an IntEnum key equals its int
             self.opcode, self.opcode
         ):
@@ -114,7 +114,7 @@ class FaultTable:
         probability: float = 1.0,
         rollback_seqno: int = 0,
     ) -> Fault:
-        """Set a rule; `draw` returns numbers from 0 to 1, 1 excluded. Raises FaultError."""
+        """Set a rule; `draw` returns numbers in [0, 1). Raises FaultError."""
         if status is None and not delay_ms and not disconnects:
             raise FaultError("it would do nothing: it needs a status, a delay or a disconnect")
         if status is not None and disconnects:
@@ -139,14 +139,14 @@ class FaultTable:
         return fault
 
     def clear(self, fault_id: int | None = None) -> int:
-        """Take one rule away, or all of them; return how many there were."""
+        """Remove one rule, or all of them; return how many were removed."""
         kept = [] if fault_id is None else [f for f in self.rules if f.fault_id != fault_id]
         gone = len(self.rules) - len(kept)
         self.rules = kept
         return gone
 
     def meet(self, opcode: int, vb_id: int) -> Fault | None:
-        """Return the rule that decides about a request, None if there is none."""
+        """Return the rule that decides about a request, and count the request; None: no rule."""
         for fault in self.rules:
             if fault.applies(opcode, vb_id) and fault.draw() < fault.probability:
                 fault.met += 1

@@ -1,20 +1,20 @@
-"""X_PUT_FRAMES, an extension of ours: many stored changes of one partition in one packet.
+"""X_PUT_FRAMES, our extension: many stored changes of one partition in one packet.
 
-Who sends it: restores of a backup, which keep changes as the frames that streams showed. What
-happens to each frame is what SET_WITH_META and DEL_WITH_META do (dcp.session.with_meta).
+Restores of backups send it, because archives keep changes as the frames of streams. Each frame is
+applied as SET_WITH_META or DEL_WITH_META would be (dcp.session.with_meta).
 
     request   extras u32 options (0x01: no conflict resolution; FIT_META), u32 number of frames;
               value u32 body length of each, then the frames (vbucket.engine.bulk)
     answer    extras u32 applied, u32 lost, with FIT_META u32 of how many the CAS was replaced;
               value u32 index, u16 status of each frame refused
 
-`lost`: what is there has a higher revision, or the same and no lower CAS. A frame is refused for
-itself where its collection is not known; whatever else is wrong refuses the packet, and nothing of
-it is applied. The answer waits for the group of what was applied, and of what it lost against.
+`lost`: the stored version has a higher revision, or the same revision and at least the same CAS.
+An unknown collection refuses its own frame only. Any other error refuses the whole packet, and
+nothing of it is applied. The answer waits until what was applied, and what frames lost against, is
+committed.
 
-Negotiated by HELLO (Feature.X_PUT_FRAMES), which grants it where a packet of PUT_FRAMES_BYTES_MAX
-may come and its values are not too large. To the right to do it belong write for every key, and
-admin.
+HELLO negotiates it (Feature.X_PUT_FRAMES), if value_bytes_max allows PUT_FRAMES_BYTES_MAX. A user
+needs the roles write, for every key, and admin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dcp.wire.message import (
     PUT_FRAMES_REQUEST,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import NotMyVbucketError, RefusedError, Status
 from vbucket.engine.bulk import Frames, MalformedFramesError
 from vbucket.model.manifest import collection_of
 
@@ -56,29 +56,24 @@ class PutFramesCommand:
         return {Opcode.X_PUT_FRAMES: self.put}
 
     def put(self, request: Frame) -> None:
-        """Check all, then apply all that wins."""
+        """Check all frames, then apply those that win."""
         state, vb_id, value = self._state, request.vb_id, request.value
         if not (state.has_put_frames and state.has_collections):
-            state.refuse(request, Status.NOT_SUPPORTED, _FEATURES)
-            return
+            raise RefusedError(Status.NOT_SUPPORTED, _FEATURES)
         has_extras = len(request.extras) == PUT_FRAMES_REQUEST.size
         if not has_extras or request.key or len(value) > PUT_FRAMES_BYTES_MAX:
             problem = f"u32 options, u32 number, no key, a value of up to {PUT_FRAMES_BYTES_MAX}"
-            state.refuse(request, Status.EINVAL, f"this command has {problem} bytes")
-            return
+            raise RefusedError(Status.EINVAL, f"this command has {problem} bytes")
         options, count = PUT_FRAMES_REQUEST.unpack(request.extras)
         fits_meta = bool(options & FIT_META and state.has_fit_meta)
         if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * fits_meta):
-            state.refuse(request, Status.EINVAL, f"unknown options 0x{options:x}")
-            return
+            raise RefusedError(Status.EINVAL, f"unknown options 0x{options:x}")
         if vb_id >= state.engine.num_vbuckets:
-            self._refuse_outcome(request, Status.NOT_MY_VBUCKET)
-            return
+            raise NotMyVbucketError
         try:
             frames = Frames(value, count, vb_id, fits_meta=fits_meta)
         except MalformedFramesError as error:
-            state.refuse(request, Status.EINVAL, str(error))
-            return
+            raise RefusedError(Status.EINVAL, str(error)) from error
         if not state.has_json:
             frames.forget_datatypes()
         refused: list[int] = []
@@ -96,11 +91,9 @@ class PutFramesCommand:
                 fits_meta=fits_meta,
             )
             if status == Status.CAS_VALUE_INVALID:
-                status, why = cas_refusal(state, max(frames.cas))
-                state.refuse(request, status, why)
-                return
+                raise cas_refusal(state, max(frames.cas))
             if status:
-                self._refuse_outcome(request, status)
+                self._documents.refuse_outcome(request.opcode, request.opaque, status, vb_id)
                 return
             state.observes(vb_id)
         state.answer(
@@ -116,9 +109,6 @@ class PutFramesCommand:
         )
 
     def _unknown(self, frames: Frames) -> list[int]:
-        """Return the indexes of the frames whose collection is not there."""
+        """Return the indexes of the frames whose collection does not exist."""
         known = self._state.engine.keyspace.manifest.collections
         return [at for at, key in enumerate(frames.keys) if collection_of(key) not in known]
-
-    def _refuse_outcome(self, request: Frame, status: int) -> None:
-        self._documents.refuse_outcome(request.opcode, request.opaque, status, request.vb_id)

@@ -1,14 +1,15 @@
 """Range scans: the documents of one collection in one partition, in batches that a client asks for.
 
-Who calls it: the sessions (`dcp.session.scans`); one table for a node. Pure: ids are drawn outside.
+A node has one table of scans, which the sessions use (`dcp.session.scans`). Pure: random ids are
+handed in.
 
 Invariants
-- a scan shows the state as of the seqno at which it was made, and ends with an error otherwise;
-- a scan belongs to the connection that used it last, and goes with it; another user cannot use it;
-- every scan is one open view: their number and age are limited there (`vbucket.engine.read_view`).
+- a scan shows the state as of the seqno at which it was made, or ends with an error;
+- a scan belongs to the connection that used it last, and ends with it. Other users cannot use it;
+- every scan has one open view, whose number and age `vbucket.engine.read_view` limits.
 
-Rules: kv_engine's. A scan of nothing is not made; keys travel without their collection's id; what
-is due to expire is left out.
+Rules: kv_engine's. A scan without documents is not made. Keys are sent without their collection's
+id. Documents that are due to expire are left out.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from typing import Final, NamedTuple
 from vbucket.engine.read_view import STEP_BYTES, STEP_WORK, Scan, Shown, Views
 
 BATCH_WORK: Final = 2 * STEP_WORK
-"""Keys and versions looked at for one request: some milliseconds. A client that wants more asks
-again."""
+"""Keys and versions that one request looks at, which takes some milliseconds. A client asks again
+for more."""
 BATCH_DOCUMENTS: Final = BATCH_WORK
 _HASH_RANGE: Final = 2**64
 
 
 class Sample(NamedTuple):
-    """Which documents a random sample takes: of `documents`, about `size` and never more."""
+    """Chooses a random sample: about `size` of `documents` documents, never more than `size`."""
 
     size: int
     documents: int
     seed: int
 
     def takes(self, key: bytes) -> bool:
-        """Return whether a key is in; the same for the same seed."""
+        """Return whether a key is in the sample. The same seed chooses the same keys."""
         seed = (self.seed % _HASH_RANGE).to_bytes(8, "big")
         number = int.from_bytes(blake2b(key, digest_size=8, key=seed).digest(), "big")
         return number * self.documents < self.size * _HASH_RANGE
 
 
 class RangeScan:
-    """One scan. `owner` is the connection that it goes with."""
+    """One scan. `owner` is the connection that it belongs to."""
 
     def __init__(
         self,
@@ -63,11 +64,11 @@ class RangeScan:
         self.is_key_only = is_key_only
         self._now_s = now_s
         self._excluded = excluded
-        """A key that is not wanted: the end of a range that does not include it."""
+        """A key to leave out: the excluded end of the range."""
         self._sample = sample
         self._left = None if sample is None else sample.size
         self._waiting: list[Shown] = []
-        """What was found when the scan was made, and not asked for yet."""
+        """Documents that `look_ahead` found and no request has returned yet."""
 
     @property
     def is_done(self) -> bool:
@@ -75,12 +76,12 @@ class RangeScan:
         return not self._waiting and (self.scan.is_done or self._left == 0)
 
     def look_ahead(self) -> bool:
-        """Look for the first document; False: there is none at all."""
+        """Look for the first document; False: there is none."""
         self._waiting = self.batch(1, STEP_BYTES)
         return bool(self._waiting) or not self.is_done
 
     def batch(self, documents_max: int, bytes_max: int) -> list[Shown]:
-        """Return the next documents: as many as asked for, or as were found in BATCH_WORK.
+        """Return the next documents, up to `documents_max` or what BATCH_WORK finds.
 
         Raises ViewInvalidError, StoreDamagedError.
         """
@@ -120,14 +121,14 @@ class RangeScans:
         return len(self._scans)
 
     def add(self, scan: RangeScan) -> bytes:
-        """Keep a scan; return its id, 16 bytes that nobody can guess."""
+        """Keep a scan; return its id, 16 bytes that cannot be guessed."""
         scan_id = self._draw_id()
         assert len(scan_id) == 16
         self._scans[scan_id] = scan
         return scan_id
 
     def find(self, scan_id: bytes, vb_id: int, user: str | None) -> RangeScan | None:
-        """Return a scan, None where this user has none of that id in that partition."""
+        """Return a scan; None: this user has no scan with this id in this partition."""
         scan = self._scans.get(scan_id)
         if scan is None or scan.view.vb_id != vb_id or scan.user != user:
             return None
@@ -138,7 +139,7 @@ class RangeScans:
         self.views.close(self._scans.pop(scan_id).view)
 
     def leave(self, owner: object) -> None:
-        """Forget the scans of a connection that is gone."""
+        """End the scans of a connection that is gone."""
         for scan_id in [key for key, scan in self._scans.items() if scan.owner is owner]:
             self.end(scan_id)
 

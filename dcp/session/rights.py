@@ -1,21 +1,21 @@
 """What a user may do: roles, each for everything or for some keys only. Pure.
 
-Called by the session for users that may not do everything, and by the server's table of users.
+The session asks it for users who may not do everything. The server's table of users stores it.
 
-    read    GET and its kin, statistics, seqnos and failover logs
-    write   everything that changes documents; commands that answer with the value need read too
+    read    GET and similar commands, statistics, seqnos and failover logs
+    write   every change of documents; commands that answer with the value need read too
     stream  DCP
-    admin   what changes something over the admin interface, and commands about partitions
+    admin   changes over the admin interface, and commands about partitions
 
-Changes that bring their own revision and CAS (SET_WITH_META and its kin) take write and admin: they
-can make a document win against newer ones.
+Changes that carry their own revision and CAS (SET_WITH_META and similar ones) need write and admin,
+because they can make a document win against newer ones.
 
-A role is held for scopes: a key prefix, a collection, both, or everything (the empty one). `stream`
-and `admin` know no scopes, and a user whose `read` is restricted cannot stream: a stream carries
-every key of a partition.
+A role is granted for scopes: a key prefix, a collection, both, or everything (the empty scope).
+`stream` and `admin` have no scopes. A user whose `read` is restricted cannot stream, because a
+stream carries every key of a partition.
 
 Invariants
-- a command that is not in the table below takes the role admin: forgetting one refuses it;
+- a command that is not in the table below needs the role admin, so a forgotten entry refuses it;
 - a user without roles can log in and do nothing.
 """
 
@@ -43,10 +43,10 @@ ROLES_WITHOUT_SCOPES: Final = frozenset({Role.STREAM, Role.ADMIN})
 
 
 class Scope(NamedTuple):
-    """Which keys a role is for."""
+    """The keys that a role is granted for."""
 
     prefix: bytes = b""
-    """What the key begins with; b"" is every key."""
+    """A prefix of the key; b"" is every key."""
     collection: str | None = None
     """scope.collection; None is every collection."""
 
@@ -67,7 +67,7 @@ class Denial(NamedTuple):
     """Why a command is refused."""
 
     role: Role
-    """The role that is missing, or held for other keys only."""
+    """The role that is missing, or granted for other keys only."""
     why: str
 
 
@@ -84,12 +84,12 @@ class Rights:
         self.has_all_documents = self._is_unrestricted(Role.READ) and self._is_unrestricted(
             Role.WRITE
         )
-        """Document commands need no check."""
+        """Whether document commands need no check."""
         self.is_full = self.has_all_documents and {Role.STREAM, Role.ADMIN} <= self._scopes.keys()
-        """No command needs a check."""
+        """Whether no command needs a check."""
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the same is allowed."""
+        """Return whether both allow the same."""
         return isinstance(other, Rights) and self._scopes == other._scopes
 
     def __hash__(self) -> int:
@@ -97,17 +97,17 @@ class Rights:
         return hash(frozenset(self._scopes.items()))
 
     def scopes(self) -> dict[Role, tuple[Scope, ...]]:
-        """Return role -> what it is held for, roles in the order of `Role`."""
+        """Return role -> its scopes, in the order of `Role`."""
         return {role: self._scopes[role] for role in Role if role in self._scopes}
 
     def has(self, role: Role) -> bool:
-        """Return whether a role is held, for whatever."""
+        """Return whether a role is held for any scope."""
         return role in self._scopes
 
     def granted(self, role: Role, scope: Scope = EVERYTHING) -> Rights:
         """Return these rights and one more.
 
-        Raises ValueError where the role knows no scopes, or is held for everything already.
+        Raises ValueError if the role has no scopes, or is granted for everything already.
         """
         held = () if scope == EVERYTHING else self._scopes.get(role, ())
         if EVERYTHING in held:
@@ -118,7 +118,7 @@ class Rights:
     def revoked(self, role: Role, scope: Scope | None = None) -> Rights:
         """Return these rights without a role, or without one of its scopes.
 
-        Raises ValueError where that is not held.
+        Raises ValueError if it is not granted.
         """
         held = self._scopes.get(role, ())
         if not held or (scope is not None and scope not in held):
@@ -128,7 +128,7 @@ class Rights:
         return Rights({**others, role: left} if left else others)
 
     def denial(self, opcode: int, collection: str | None, key: bytes) -> Denial | None:
-        """Return why a command on a key is refused, None where it is allowed."""
+        """Return why a command on a key is refused; None: it is allowed."""
         need = NEEDS.get(opcode, _ADMIN_NEED)
         for alternatives in need.roles:
             denial = self._denial_of_role(need, alternatives, collection, key)
@@ -164,10 +164,10 @@ class Rights:
 
 
 class Need(NamedTuple):
-    """What a command takes."""
+    """What a command needs."""
 
     roles: tuple[tuple[Role, ...], ...]
-    """One role out of each tuple."""
+    """It needs one role of each tuple."""
     concerns_keys: bool = False
     """The roles must be held for the command's key."""
     concerns_all_keys: bool = False
@@ -251,16 +251,16 @@ NEEDS: Final[dict[int, Need]] = {
     ),
     Opcode.SET_COLLECTIONS_MANIFEST: _ADMIN_NEED,
 }  # fmt: skip
-"""What each command takes; every other one takes the role admin."""
+"""What each command needs. Every other command needs the role admin."""
 
 FULL_RIGHTS: Final = Rights(dict.fromkeys(Role, (EVERYTHING,)))
-"""Of the guest, of whoever needs no login, and of users from before there were roles."""
+"""Rights of the guest, of clients without a login, and of users older than roles."""
 
 
 def split_key(wire_key: bytes, *, has_collections: bool) -> tuple[str | None, bytes]:
-    """Return the collection (None: not the default one) and the key of a key of the wire.
+    """Split a key of the wire into its collection (None: not the default one) and the key itself.
 
-    With collections a key begins with its collection's id as LEB128 (unsigned).
+    With collections, a key begins with its collection's id as unsigned LEB128.
     """
     if not has_collections:
         return DEFAULT_COLLECTION, wire_key

@@ -1,10 +1,12 @@
-"""Commands of range scans: make one, take its next documents, give it up.
+"""Commands of range scans: make a scan, take its next documents, cancel it.
 
-Rules: kv_engine's (docs/range_scans there). What is asked for is JSON with keys in base64; the
+Rules: kv_engine's (docs/range_scans there). A scan is requested as JSON with keys in base64. The
 answer to CONTINUE says whether there is more (RANGE_SCAN_MORE) or not (RANGE_SCAN_COMPLETE).
-Ours: one CONTINUE is answered with one packet, after a bounded amount of work, perhaps with no
-document and MORE; its time limit is longer than that work takes. A scan is of the newest state, and
-the answer to CREATE waits until that is committed; a seqno above it is not waited for.
+
+Ours: each CONTINUE gets one packet after a bounded amount of work, possibly MORE without a
+document. Its time limit is ignored, because the work takes less. A scan shows the newest state, and
+the answer to CREATE waits until that is committed. A required seqno above it is refused, not waited
+for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dcp.session.range_scans import BATCH_DOCUMENTS, RangeScan, Sample
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import NotMyVbucketError, RefusedError, Status, UnknownNameError
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
@@ -29,10 +31,10 @@ from vbucket.store.environment import StoreDamagedError
 Handler = Callable[[Frame], None]
 
 CONTINUE_EXTRAS: Final = Struct(">16sIII")
-"""Id of the scan; at most so many documents, milliseconds, bytes; 0 is no limit."""
+"""Id of the scan, most documents, most milliseconds, most bytes; 0 is no limit."""
 SCAN_ID_BYTES: Final = 16
 BOUND_BYTES_MAX: Final = MAX_KEY_BYTES + 8
-"""Bounds of a range need not be keys: SDKs end the range of a prefix with four bytes more."""
+"""Bounds may be longer than keys: SDKs end the range of a prefix with four more bytes."""
 DOCUMENT_META: Final = Struct(">IIQQB")
 """Flags, expiry, seqno, CAS, datatype."""
 KEYS_FLAG: Final = bytes(4)
@@ -66,26 +68,18 @@ class _Create(msgspec.Struct):
     snapshot_requirements: _Requirements | msgspec.UnsetType = msgspec.UNSET
 
 
-class _RefusedError(Exception):
-    """The scan is not made; the text says why."""
-
-    def __init__(self, status: Status, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
 _decode: Final = msgspec.json.Decoder(_Create).decode
 
 
 class ScanCommands:
-    """Handlers of these commands for one session; none where the session has no scans."""
+    """Handlers of these commands for one session."""
 
     def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
         self._state = state
         self._documents = documents
 
     def handlers(self) -> dict[int, Handler]:
-        """Return opcode -> handler."""
+        """Return opcode -> handler; nothing if the session has no range scans."""
         if self._state.scans is None:
             return {}
         return {
@@ -97,54 +91,46 @@ class ScanCommands:
     # -- create ----------------------------------------------------------------------------------
 
     def create(self, request: Frame) -> None:
-        """Make a scan and answer its id, 16 bytes."""
+        """Make a scan; answer its id, 16 bytes."""
         state = self._state
         part = self._active_partition(request)
-        if part is None:
-            return
-        try:
-            asked = self._asked(request)
-            collection_id = self._collection_of(asked.collection)
-            if collection_id is None:
-                self._refuse_collection(request)
-                return
-            self._check_requirements(part, asked.snapshot_requirements)
-            scan_id = self._made(part, asked, collection_id)
-        except _RefusedError as error:
-            if error.status == Status.KEY_ENOENT:  # an everyday answer, and no refusal
-                state.answer(request, error.status)
-            else:
-                state.refuse(request, error.status, str(error))
-            return
+        asked = self._asked(request)
+        collection_id = self._collection_of(asked.collection)
+        self._check_requirements(part, asked.snapshot_requirements)
+        scan_id = self._made(part, asked, collection_id)
         state.observes(part.vb_id)
-        state.answer(request, value=scan_id)
+        if scan_id is None:  # an everyday answer, and no refusal
+            state.answer(request, Status.KEY_ENOENT)
+        else:
+            state.answer(request, value=scan_id)
 
     def _asked(self, request: Frame) -> _Create:
         if request.extras or request.key:
-            raise _RefusedError(Status.EINVAL, "a range scan is asked for with a JSON object alone")
+            raise RefusedError(Status.EINVAL, "a range scan is asked for with a JSON object alone")
         if not request.datatype & self._state.has_json & DATATYPE_JSON:
             why = "negotiate JSON (HELLO 0x0b), and send the request with datatype 0x01"
-            raise _RefusedError(Status.EINVAL, why)
+            raise RefusedError(Status.EINVAL, why)
         try:
             asked = _decode(request.value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _RefusedError(Status.EINVAL, f"this is no range scan: {error}") from error
+            raise RefusedError(Status.EINVAL, f"this is no range scan: {error}") from error
         if (asked.range is msgspec.UNSET) == (asked.sampling is msgspec.UNSET):
-            raise _RefusedError(Status.EINVAL, 'a range scan has either "range" or "sampling"')
+            raise RefusedError(Status.EINVAL, 'a range scan has either "range" or "sampling"')
         return asked
 
-    def _collection_of(self, text: str) -> int | None:
-        """Return a collection's id; None: there is none."""
+    def _collection_of(self, text: str) -> int:
+        """Return the id of a collection that exists. Raises RefusedError."""
         try:
             collection_id = int(text, 16)
         except ValueError as error:
             why = f'"collection" is an id as hexadecimal, not {text[:20]!r}'
-            raise _RefusedError(Status.EINVAL, why) from error
-        return (
-            collection_id
-            if collection_id in self._state.engine.keyspace.manifest.collections
-            else None
-        )
+            raise RefusedError(Status.EINVAL, why) from error
+        self._check_collection(collection_id)
+        return collection_id
+
+    def _check_collection(self, collection_id: int) -> None:
+        if collection_id not in self._state.engine.keyspace.manifest.collections:
+            raise UnknownNameError(Status.UNKNOWN_COLLECTION)
 
     def _check_requirements(
         self, part: Partition, required: _Requirements | msgspec.UnsetType
@@ -152,12 +138,12 @@ class ScanCommands:
         if isinstance(required, msgspec.UnsetType):
             return
         if required.vb_uuid != str(part.vb_uuid):
-            raise _RefusedError(
+            raise RefusedError(
                 Status.RANGE_SCAN_VB_UUID_NOT_EQUAL,
                 f"vb {part.vb_id} has the version {part.vb_uuid} now",
             )
         if required.seqno > part.high_seqno:
-            raise _RefusedError(
+            raise RefusedError(
                 Status.ETMPFAIL,
                 f"vb {part.vb_id} ends at seqno {part.high_seqno}, below {required.seqno}",
             )
@@ -165,10 +151,10 @@ class ScanCommands:
         if required.seqno_exists and not self._state.scans.views.has_version(
             part.vb_id, required.seqno
         ):
-            raise _RefusedError(Status.NOT_STORED, f"no version has the seqno {required.seqno}")
+            raise RefusedError(Status.NOT_STORED, f"no version has the seqno {required.seqno}")
 
-    def _made(self, part: Partition, asked: _Create, collection_id: int) -> bytes:
-        """Return the id of a new scan."""
+    def _made(self, part: Partition, asked: _Create, collection_id: int) -> bytes | None:
+        """Return the id of a new scan; None: there is no document to scan."""
         state = self._state
         scans = state.scans
         assert scans is not None
@@ -184,7 +170,7 @@ class ScanCommands:
         try:
             view = scans.views.open(part.vb_id)
         except TooManyViewsError as error:
-            raise _RefusedError(Status.ETMPFAIL, str(error)) from error
+            raise RefusedError(Status.ETMPFAIL, str(error)) from error
         made = RangeScan(
             view.scan(start, end, with_values=not asked.key_only),
             state,
@@ -202,13 +188,10 @@ class ScanCommands:
         finally:
             if not has_any:
                 scans.end(scan_id)
-        if not has_any:
-            state.observes(part.vb_id)
-            raise _RefusedError(Status.KEY_ENOENT, "there is no document in that range")
-        return scan_id
+        return scan_id if has_any else None
 
     def _check_rights(self, collection_id: int, start: bytes, end: bytes) -> None:
-        """A user who may read some keys only scans within them."""
+        """Raise RefusedError if the user may not read every key of the range."""
         state = self._state
         assert state.rights is not None, "asked before the login"
         if state.rights.is_full:
@@ -219,7 +202,7 @@ class ScanCommands:
         path = state.engine.keyspace.manifest.path_of(collection_id)
         denial = state.rights.denial(Opcode.GET, path, start[:shared])
         if denial is not None:
-            raise _RefusedError(
+            raise RefusedError(
                 Status.EACCESS, f"user {state.user!r} may not scan this: {denial.why}"
             )
 
@@ -229,32 +212,23 @@ class ScanCommands:
         """Answer the next documents of a scan."""
         state = self._state
         if len(request.extras) != CONTINUE_EXTRAS.size or request.key or request.value:
-            state.refuse(request, Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
-            return
+            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
         scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
-        found = self._find(request, scan_id)
-        if found is None:
-            return
-        scans, scan = state.scans, found
+        scan = self._find(request, scan_id)
+        scans = state.scans
         assert scans is not None
         scan.owner = state
-        if self._active_partition(request) is None:
-            scans.end(scan_id)
-            return
-        if scan.collection_id not in state.engine.keyspace.manifest.collections:
-            scans.end(scan_id)
-            self._refuse_collection(request)
-            return
         try:
+            self._active_partition(request)
+            self._check_collection(scan.collection_id)
             documents = scan.batch(
                 min(documents_max or BATCH_DOCUMENTS, BATCH_DOCUMENTS),
                 min(bytes_max or STEP_BYTES, STEP_BYTES),
             )
         except ViewInvalidError as error:
             scans.end(scan_id)
-            state.refuse(request, Status.RANGE_SCAN_CANCELLED, str(error))
-            return
-        except StoreDamagedError:
+            raise RefusedError(Status.RANGE_SCAN_CANCELLED, str(error)) from error
+        except (RefusedError, StoreDamagedError):
             scans.end(scan_id)
             raise
         is_done = scan.is_done
@@ -269,50 +243,41 @@ class ScanCommands:
         )
 
     def cancel(self, request: Frame) -> None:
-        """Give a scan up."""
+        """Cancel a scan."""
         state = self._state
         if len(request.extras) != SCAN_ID_BYTES or request.key or request.value:
-            state.refuse(request, Status.EINVAL, "RANGE_SCAN_CANCEL has 16 bytes of extras")
-            return
-        if self._find(request, request.extras) is not None:
-            assert state.scans is not None
-            state.scans.end(request.extras)
-            state.answer(request)
+            raise RefusedError(Status.EINVAL, "RANGE_SCAN_CANCEL has 16 bytes of extras")
+        self._find(request, request.extras)
+        assert state.scans is not None
+        state.scans.end(request.extras)
+        state.answer(request)
 
-    def _find(self, request: Frame, scan_id: bytes) -> RangeScan | None:
+    def _find(self, request: Frame, scan_id: bytes) -> RangeScan:
+        """Return the client's own scan. Raises RefusedError."""
         state = self._state
         assert state.scans is not None
         scan = state.scans.find(scan_id, request.vb_id, state.user)
         if scan is None:
             why = "there is no such scan: it is done, given up, or its connection closed"
-            state.refuse(request, Status.KEY_ENOENT, why)
+            raise RefusedError(Status.KEY_ENOENT, why)
         return scan
 
-    def _refuse_collection(self, request: Frame) -> None:
-        state = self._state
-        state.observes_manifest()
-        body = state.manifest_uid_body()
-        state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
-
-    def _active_partition(self, request: Frame) -> Partition | None:
-        """Return the partition of a request; refuse where it is not active here."""
+    def _active_partition(self, request: Frame) -> Partition:
+        """Return the partition of a request. Raises RefusedError where it is not active here."""
         engine = self._state.engine
         if request.vb_id < engine.num_vbuckets:
             part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
-        self._documents.refuse_outcome(
-            request.opcode, request.opaque, Status.NOT_MY_VBUCKET, request.vb_id
-        )
-        return None
+        raise NotMyVbucketError
 
 
 def _bounds_of(prefix: bytes, asked: _Range) -> tuple[bytes, bytes, bytes]:
-    """Return first and last stored key, both included, and a key that is not (b"": none)."""
+    """Return the first and last stored key, both included, and a key to leave out (b"": none)."""
     start = _one_of(asked.start, asked.excl_start, "start")
     end = _one_of(asked.end, asked.excl_end, "end")
     if start > end:
-        raise _RefusedError(Status.EINVAL, "the range ends before it starts")
+        raise RefusedError(Status.EINVAL, "the range ends before it starts")
     excluded = b"" if asked.excl_end is msgspec.UNSET else prefix + end
     start = prefix + start
     # The first key after another is that key and a zero byte.
@@ -324,16 +289,16 @@ def _one_of(
 ) -> bytes:
     given = [bound for bound in (included, excluded) if not isinstance(bound, msgspec.UnsetType)]
     if len(given) != 1:
-        raise _RefusedError(Status.EINVAL, f'a range has one of "{name}" and "excl_{name}"')
+        raise RefusedError(Status.EINVAL, f'a range has one of "{name}" and "excl_{name}"')
     if len(given[0]) > BOUND_BYTES_MAX:
         why = f'"{name}" has {len(given[0])} bytes; at most {BOUND_BYTES_MAX} make sense'
-        raise _RefusedError(Status.EINVAL, why)
+        raise RefusedError(Status.EINVAL, why)
     return given[0]
 
 
 def _sample_of(part: Partition, asked: _Sampling, collection_id: int) -> Sample:
     if asked.samples < 1:
-        raise _RefusedError(Status.EINVAL, '"samples" is 1 or more')
+        raise RefusedError(Status.EINVAL, '"samples" is 1 or more')
     if collection_id == DEFAULT_COLLECTION:
         documents = part.item_count - part.tally.documents
     else:

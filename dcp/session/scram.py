@@ -1,14 +1,14 @@
 """The server's half of SCRAM (RFC 5802, RFC 7677) over stored keys. Pure.
 
-Called by the user table. Salts and nonces are handed in; nothing here draws or reads anything.
+The table of users calls it. Salts and nonces are handed in.
 
-Why not scramp, which the clients use: its current releases insist on the RFC's alphabet for nonces,
-and the nonce of Couchbase's C++ SDK (`r=0x03 0x4a 0xffffff9e ...`) has spaces in it. The messages
-are split on commas and nowhere else; whatever stands in a nonce only has to come back unchanged.
+The clients use scramp instead. Its current releases accept only the RFC's alphabet for nonces, and
+the nonce of Couchbase's C++ SDK (`r=0x03 0x4a 0xffffff9e ...`) has spaces in it. Here messages are
+split on commas only, and a nonce only has to come back unchanged.
 
 Invariants
-- a password is never kept, only StoredKey and ServerKey, which cannot be used to log in elsewhere
-  without breaking the hash;
+- passwords are not kept, only StoredKey and ServerKey. Logging in elsewhere with those would take
+  breaking the hash;
 - the proof covers both first messages and the final one without its proof, so a changed nonce or
   channel binding fails like a wrong password.
 """
@@ -26,10 +26,10 @@ HASH_NAMES: Final = {
     "SCRAM-SHA256": "sha256",
     "SCRAM-SHA1": "sha1",
 }
-"""Mechanism as named on the wire (the field's names, without the RFC's last hyphen) -> hash."""
+"""Mechanism as named on the wire (without the RFC's last hyphen) -> hash."""
 
 MESSAGE_BYTES_MAX: Final = 2048
-"""Longest SCRAM message that is looked at; SDKs send some 200 bytes."""
+"""Longest SCRAM message that is accepted; SDKs send about 200 bytes."""
 
 
 class MalformedMessageError(Exception):
@@ -37,7 +37,7 @@ class MalformedMessageError(Exception):
 
 
 class ScramKeys(NamedTuple):
-    """What is kept of a password for one mechanism."""
+    """What is stored of a password for one mechanism."""
 
     salt: bytes
     iterations: int
@@ -46,7 +46,7 @@ class ScramKeys(NamedTuple):
 
 
 class ClientFirst(NamedTuple):
-    """The first message of a client, taken apart."""
+    """The decoded first message of a client."""
 
     gs2_header: str
     bare: str
@@ -65,7 +65,7 @@ class ScramExchange(NamedTuple):
 
 
 def keys_of_password(mechanism: str, password: str, *, salt: bytes, iterations: int) -> ScramKeys:
-    """Derive what is kept of a password. Costs a PBKDF2 of `iterations` rounds."""
+    """Derive what is stored of a password. It costs a PBKDF2 of `iterations` rounds."""
     name = HASH_NAMES[mechanism]
     salted = hashlib.pbkdf2_hmac(name, password.encode(), salt, iterations)
     client_key = hmac.digest(salted, b"Client Key", name)
@@ -78,7 +78,7 @@ def keys_of_password(mechanism: str, password: str, *, salt: bytes, iterations: 
 
 
 def read_client_first(message: bytes) -> ClientFirst:
-    """Take the client's first message apart: `n,,n=USER,r=NONCE`.
+    """Decode the client's first message: `n,,n=USER,r=NONCE`.
 
     Raises:
         MalformedMessageError: it is something else, or asks for channel binding.
@@ -101,7 +101,7 @@ def read_client_first(message: bytes) -> ClientFirst:
 def begin_exchange(
     mechanism: str, client_first: ClientFirst, keys: ScramKeys, server_nonce: str
 ) -> ScramExchange:
-    """Make the server's first message. `server_nonce` is random and has no comma in it."""
+    """Make the server's first message. `server_nonce` is random and has no comma."""
     assert server_nonce
     assert "," not in server_nonce
     nonce = client_first.nonce + server_nonce

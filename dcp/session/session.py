@@ -1,20 +1,22 @@
 """One client connection: bytes in, answers out. Sans-IO.
 
-`receive` takes what one read brought in and works through all complete packets of it in one loop;
-the document commands, the hot path, get the header's fields as plain arguments, everything else
-gets a `Frame`. The answers gather in `state.answers`; the shell sends them, in order, when the
-group `state.wait_group` is committed.
+`receive` takes the bytes of one read and handles all complete packets in one loop. The document
+commands, the hot path, get the header's fields as plain arguments; all others get a `Frame`. The
+answers gather in `state.answers`. The shell sends them in order when the group `state.wait_group`
+is committed.
 
 Invariants
 - responses keep the order of the requests;
-- data that the store finds damaged is answered with EINTERNAL, for the request that needs it alone;
-- no input raises: bad frames are answered as the protocol defines, or the connection closes with
-  a reason;
-- what is kept of a peer is bounded: one incomplete packet (header checked before its body is
-  waited for) and ANSWER_BYTES_MAX of answers plus one; `state.held_bytes` tells how much was
-  received and is kept;
+- damaged data in the store fails only the request that needs it, with EINTERNAL;
+- no input raises out of the session: a bad packet gets the protocol's answer, or the connection
+  closes with a reason;
+- what a peer can make the session keep is bounded: one incomplete packet, whose header is checked
+  first, and ANSWER_BYTES_MAX of answers plus one. `state.held_bytes` counts the received bytes;
 - while the outcome of a login is not known, no command is taken;
-- the same bytes get the same answers however the network cut them.
+- the session is not entered while it handles a packet (asserted). What somebody else has to do is
+  left in `state` as data, and the shell does it afterwards: send `answers`, ask `login_question`,
+  log `notes`, commit, pump the producer, close;
+- the same bytes get the same answers, however the network splits them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from dcp.wire.frame import (
 )
 from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 from vbucket.store.environment import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
@@ -53,8 +55,8 @@ BODY_EXTRA_BYTES: Final = 4096
 """Room for extras, key and framing beside the value in a body."""
 
 GATHERED_BYTES_MIN: Final = 64 * 1024
-"""A packet that lacks more than this is gathered piece by piece. Adding each piece to what was
-there before would cost a copy of the whole packet per piece."""
+"""A packet that misses more than this is gathered in a bytearray. Concatenating each piece would
+copy the whole packet each time."""
 
 _BEFORE_LOGIN: Final = frozenset(
     {
@@ -74,7 +76,7 @@ BARRIER_FRAME_ID: Final = 0
 PRESERVE_TTL_FRAME_ID: Final = 5
 _KNOWN_FRAMES: Final = frozenset({BARRIER_FRAME_ID, PRESERVE_TTL_FRAME_ID})
 _PRESERVE_EXPIRY: Final = frozenset({Opcode.SET, Opcode.SETQ, Opcode.REPLACE, Opcode.REPLACEQ})
-"""Commands that keep a document's expiry where frame 5 asks for it."""
+"""Commands that keep a document's expiry if frame info 5 asks for it."""
 _KEEP_THEIR_EXPIRY: Final = frozenset(
     {
         Opcode.INCREMENT,
@@ -87,7 +89,7 @@ _KEEP_THEIR_EXPIRY: Final = frozenset(
         Opcode.PREPENDQ,
     }
 )
-"""Commands that keep a document's expiry anyway."""
+"""Commands that always keep a document's expiry."""
 
 
 class Session:
@@ -98,22 +100,26 @@ class Session:
         self._documents = DocumentCommands(state)
         self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
         self._checked: dict[int, DocumentHandler] = {}
-        """What users run that may not read and write everything; made for the first of them."""
+        """Handlers with a check of rights, for users who may not read and write everything. Made
+        when the first such user needs them."""
         self._connection = connection = ConnectionCommands(state)
+        self._updates = updates = UpdateCommands(state, self._documents)
         self._cold = (
             connection.handlers()
             | CollectionCommands(state).handlers()
-            | UpdateCommands(state, self._documents).handlers()
+            | updates.handlers()
             | ScanCommands(state, self._documents).handlers()
             | PutFramesCommand(state, self._documents).handlers()
-            | DcpCommands(state, connection).handlers()
+            | DcpCommands(state).handlers()
         )
         self._body_bytes_max = state.limits.value_bytes_max + BODY_EXTRA_BYTES
         self._gathered = bytearray()
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
-        """What is not there yet of a packet that is being gathered."""
+        """Bytes still to come of the packet that is being gathered."""
         self._gate = FaultGate(state)
+        self._is_entered = False
+        """Whether a packet is being handled."""
 
     @property
     def is_logged_in(self) -> bool:
@@ -121,7 +127,7 @@ class Session:
         return self.state.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
-        """Work through what a read brought in; `now_ns` is Unix time."""
+        """Handle the bytes of one read; `now_ns` is Unix time."""
         state = self.state
         if state.is_closing:
             return
@@ -136,20 +142,23 @@ class Session:
         self.resume(now_ns)
 
     def resume(self, now_ns: int) -> None:
-        """Go on with what is buffered, after the answers were taken away."""
+        """Go on with what is buffered. The caller has taken the answers."""
         state = self.state
         if now_ns < state.held_until_ns or state.login is not None:
             state.is_full = True
             state.held_bytes = len(state.buffer)
             return
+        assert not self._is_entered, "nothing that a handler calls may call the session"
+        self._is_entered = True
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         state.engine.begin_batch(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            state.continue_flush(now_ns)
+            self._updates.continue_flush(now_ns)
             if state.is_full:
                 state.held_bytes = len(state.buffer)
+                self._is_entered = False
                 return
         buffer = state.buffer
         end = len(buffer)
@@ -171,8 +180,8 @@ class Session:
                             opcode, key_len, extras_len, datatype, vb_id, opaque, cas,
                             position + HEADER_BYTES, body_end,
                         )  # fmt: skip
-                    except StoreDamagedError as error:
-                        state.answer_damage(opcode, opaque, error)
+                    except (RefusedError, StoreDamagedError) as error:
+                        state.answer_error(opcode, opaque, vb_id, error)
                     position = body_end
                     run = runs.get(opcode)
                     if run is not None and not state.is_full:
@@ -195,25 +204,42 @@ class Session:
             runs = documents.runs() if hot is self._hot else _NO_RUNS
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
+        self._is_entered = False
+
+    def ask_logins(self, now_ns: int) -> None:
+        """Ask the authenticator the question that a SASL request left, and go on with its answer.
+
+        The shell calls it after `receive` and `resume`, so that the authenticator never runs while
+        a packet is handled. An answer that comes later goes to `login_checked`.
+        """
+        state = self.state
+        while (question := state.take_login_question()) is not None:
+            step = question.ask(state.authenticator, peer_is_loopback=state.peer_is_loopback)
+            if step is None:
+                return
+            self.login_checked(step)
+            self.resume(now_ns)
 
     def login_checked(self, step: AuthStep) -> None:
-        """Answer the login that was waited for; what came after it is taken with `resume`."""
+        """Answer the login under way. `resume` then handles what came after it."""
+        assert not self._is_entered, "nothing that a handler calls may call the session"
         self._connection.login_checked(step)
 
     def drop_received(self) -> None:
-        """Let go of what was received and not taken: the connection is gone."""
+        """Drop what was received and not handled: the connection is gone."""
         self.state.buffer = b""
+        self.state.login_question = None  # it has a password
         self._gathered = bytearray()
         self.state.held_bytes = self._missing_bytes = 0
 
     def _keep_rest(self, buffer: bytes, position: int, missing_bytes: int) -> None:
-        """Keep what is not consumed: the beginning of a packet, if a packet can begin so."""
+        """Keep what is not handled; close if no packet can begin so."""
         state = self.state
         end = len(buffer)
         state.taken_bytes += position
         state.held_bytes = end - position
         if position < end < position + HEADER_BYTES and not state.is_closing:
-            # Whoever speaks another protocol may never send 24 bytes.
+            # A client of another protocol may never send 24 bytes.
             problem = self._problem_of(buffer[position], 0, 0)
             if problem:
                 state.close(problem)
@@ -224,7 +250,7 @@ class Session:
         state.buffer = buffer[position:] if position else buffer
 
     def _document_handlers(self) -> dict[int, DocumentHandler]:
-        """Return the handlers that requests reach without a look at their opcode's rules."""
+        """Return the handlers that the loop calls directly; none if packets need checks first."""
         state = self.state
         rights = state.rights
         if rights is None or not self._gate.is_open or state.engine.writers_wait:
@@ -236,7 +262,7 @@ class Session:
         return self._checked
 
     def _must_wait(self) -> bool:
-        """Whether a command that writes has to wait for room; the session is full then."""
+        """Return whether a command that writes has to wait; the session is full then."""
         state, engine = self.state, self.state.engine
         if engine.writers_wait and not engine.write_refusal and self.is_logged_in:
             state.is_full = state.waits_for_room = True
@@ -253,7 +279,7 @@ class Session:
             key_at = min(start + extras_len, end)
             why = state.denial(opcode, state.buffer[key_at : min(key_at + key_len, end)])
             if why:
-                self._documents.refuse(opcode, opaque, Status.EACCESS, why)
+                state.deny(opcode, opaque, why)
             else:
                 run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
 
@@ -274,12 +300,12 @@ class Session:
         return ""
 
     def _take(self, buffer: bytes, position: int, body_end: int) -> None:
-        """Handle one complete packet that is not a document command of a plain request."""
+        """Handle one complete packet that the loop does not pass to a handler directly."""
         magic, opcode, key_len, extras_len, datatype, vb_id, _, opaque, cas = _unpack_header(
             buffer, position
         )
         if magic in {Magic.RESPONSE, Magic.SERVER_RESPONSE}:
-            # That the peer lives is noted already; of a response the vb_id field is the status.
+            # The vb_id field of a response is its status.
             if magic == Magic.RESPONSE and self.state.producer is not None:
                 self.state.producer.answered(opcode, opaque, vb_id)
             return
@@ -295,56 +321,46 @@ class Session:
             buffer[position + HEADER_BYTES : extras_at],
         )  # fmt: skip
         state = self.state
-        if value_at > body_end:
-            state.refuse(request, Status.EINVAL, "extras and key are longer than the body")
-            return
-        frame_ids: set[int] = set()
-        if request.framing and not self._accepts_framing(request, frame_ids):
-            return
-        if opcode not in _BEFORE_LOGIN and not self._may(request):
-            return
-        preserves_expiry = PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY
-        if preserves_expiry and opcode not in _PRESERVE_EXPIRY:
-            state.refuse(request, Status.EINVAL, "this command has no expiry to preserve")
-            return
-        hot, cold = self._hot.get(opcode), self._cold.get(opcode)
         try:
-            if preserves_expiry:
+            if value_at > body_end:
+                raise RefusedError(Status.EINVAL, "extras and key are longer than the body")
+            frame_ids = self._frame_ids(request) if request.framing else _NO_FRAME_IDS
+            if opcode not in _BEFORE_LOGIN:
+                self._check_rights(request)
+            hot, cold = self._hot.get(opcode), self._cold.get(opcode)
+            if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
+                if opcode not in _PRESERVE_EXPIRY:
+                    raise RefusedError(Status.EINVAL, "this command has no expiry to preserve")
                 self._documents.store_preserving_expiry(request)
             elif hot is not None:
                 hot(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, extras_at, body_end)
             elif cold is not None:
                 cold(request)
             else:
-                state.refuse(
-                    request, Status.UNKNOWN_COMMAND, f"opcode 0x{opcode:02x} is not known here"
-                )
-        except StoreDamagedError as error:
-            state.answer_damage(opcode, opaque, error)
+                why = f"opcode 0x{opcode:02x} is not known here"
+                raise RefusedError(Status.UNKNOWN_COMMAND, why)
+        except (RefusedError, StoreDamagedError) as error:
+            state.answer_error(opcode, opaque, vb_id, error)
 
-    def _may(self, request: Frame) -> bool:
-        """Whether the client may do this; it is refused otherwise."""
+    def _check_rights(self, request: Frame) -> None:
+        """Raise RefusedError where the client may not do this."""
         state = self.state
         rights = state.rights
         if rights is None:
             if state.stale_user:
-                context = f"user {state.stale_user!r} was removed; log in again (SASL_AUTH)"
-                state.refuse(request, Status.AUTH_STALE, context)
-            else:
-                state.refuse(request, Status.EACCESS, "log in first (SASL_AUTH)")
-            return False
+                why = f"user {state.stale_user!r} was removed; log in again (SASL_AUTH)"
+                raise RefusedError(Status.AUTH_STALE, why)
+            raise RefusedError(Status.EACCESS, "log in first (SASL_AUTH)")
         opcode = request.opcode
         if rights.is_full or not (opcode in self._cold or opcode in self._hot):
-            return True
-        why = state.denial(opcode, request.key)
-        if why:
-            state.refuse(request, Status.EACCESS, why)
-        return not why
+            return
+        if why := state.denial(opcode, request.key):
+            raise RefusedError(Status.EACCESS, why)
 
-    def _accepts_framing(self, request: Frame, frame_ids: set[int]) -> bool:
-        """Whether all frame infos of a flex request are known; their ids go into `frame_ids`."""
-        state = self.state
-        known = _KNOWN_FRAMES if state.has_preserve_ttl else {BARRIER_FRAME_ID}
+    def _frame_ids(self, request: Frame) -> frozenset[int]:
+        """Return the ids of the frame infos of a flex request. Raises RefusedError."""
+        known = _KNOWN_FRAMES if self.state.has_preserve_ttl else {BARRIER_FRAME_ID}
+        frame_ids: set[int] = set()
         try:
             for frame_id, _ in frame_infos(request.framing):
                 frame_ids.add(frame_id)
@@ -352,19 +368,18 @@ class Session:
                     frame_id == STREAM_ID_FRAME and request.opcode == Opcode.DCP_CLOSE_STREAM
                 )
                 if frame_id not in known and not names_stream:
-                    problem = f"frame info {frame_id} is not known here"
-                    state.refuse(request, Status.UNKNOWN_FRAME_INFO, problem)
-                    return False
+                    why = f"frame info {frame_id} is not known here"
+                    raise RefusedError(Status.UNKNOWN_FRAME_INFO, why)
         except RemoteProtocolError as error:
-            state.refuse(request, Status.EINVAL, str(error))
-            return False
-        return True
+            raise RefusedError(Status.EINVAL, str(error)) from error
+        return frozenset(frame_ids)
 
 
 _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
-"""Commands that change documents; they wait while the store has fallen behind."""
+"""Commands that change documents. They wait while the store has fallen behind."""
+_NO_FRAME_IDS: Final[frozenset[int]] = frozenset()
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(

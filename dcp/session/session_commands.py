@@ -1,4 +1,4 @@
-"""Session commands: HELLO, SASL, bucket, configuration, error map, statistics and the like."""
+"""Commands about the connection or the node: HELLO, SASL, configuration, statistics, history."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.auth import AuthStep
+from dcp.session.auth import AuthStep, LoginQuestion
 from dcp.session.rights import FULL_RIGHTS
 from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, Feature
@@ -21,7 +21,13 @@ from dcp.wire.message import (
     pack_failover_log,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status, error_map_document
+from dcp.wire.status import (
+    NotMyVbucketError,
+    RefusedError,
+    Status,
+    UnknownNameError,
+    error_map_document,
+)
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
@@ -29,19 +35,19 @@ Handler = Callable[[Frame], None]
 
 BUCKET: Final = "default"
 REPORTED_VERSION: Final = b"7.6.0"
-"""What VERSION answers: clients derive abilities from it (to some, 0.x means the newest)."""
+"""The answer to VERSION. Clients derive abilities from it (some take 0.x for the newest)."""
 
 CONFIG_VERSION: Final = Struct(">qq")
-"""revEpoch, rev that the client has."""
+"""revEpoch and rev of the configuration that the client has."""
 _ALIVE_STATES: Final = frozenset({VbState.ACTIVE, VbState.REPLICA, VbState.PENDING})
-"""kv_engine's "alive": what GET_ALL_VB_SEQNOS asks for that names no state."""
+"""kv_engine's "alive": the states that GET_ALL_VB_SEQNOS means when it names none."""
 _ANY_STATE: Final = 0
 _NOT_NOW: Final = frozenset({Status.EBUSY, Status.ETMPFAIL})
-"""Refusals of a login that say nothing about its password."""
+"""Statuses of a refused login that say nothing about the password."""
 
 
 class ConnectionCommands:
-    """Handlers of the commands that concern the connection or the node as a whole."""
+    """Handlers of these commands for one session."""
 
     def __init__(self, state: SessionState) -> None:
         self._state = state
@@ -70,11 +76,10 @@ class ConnectionCommands:
     # -- who is there --------------------------------------------------------------------------
 
     def hello(self, request: Frame) -> None:
-        """Grant those of the asked features that we have; a second HELLO starts afresh."""
+        """Grant the requested features that this server has. A second HELLO replaces the first."""
         state = self._state
         if len(request.value) % 2:
-            state.refuse(request, Status.EINVAL, "HELLO carries features of two bytes each")
-            return
+            raise RefusedError(Status.EINVAL, "HELLO carries features of two bytes each")
         asked = [code for (code,) in Struct(">H").iter_unpack(request.value)]
         granted = [code for code in dict.fromkeys(asked) if code in GRANTED]
         if state.limits.value_bytes_max < PUT_FRAMES_BYTES_MAX and Feature.X_PUT_FRAMES in granted:
@@ -97,33 +102,35 @@ class ConnectionCommands:
         state.answer(request, value=" ".join(names).encode())
 
     def authenticate(self, request: Frame) -> None:
-        """Begin a SASL exchange, and end it where one message is enough."""
+        """Begin a SASL exchange. For some mechanisms one message is enough."""
         state = self._state
         mechanism = request.key.decode("ascii", "replace")
         if mechanism not in state.authenticator.mechanisms(state.peer_is_loopback):
-            state.refuse(request, Status.AUTH_ERROR, f"no such SASL mechanism: {mechanism}")
+            why = f"no such SASL mechanism: {mechanism}"
+            state.refuse(request.opcode, request.opaque, Status.AUTH_ERROR, why)
             self._count_failure()
             return
-        step = state.authenticator.start(mechanism, request.value, state.peer_is_loopback)
-        if step is None:
-            state.login = request._replace(value=b"")  # the password is not needed any more
-            state.is_full = True
-        else:
-            self._finish_step(request, step)
-
-    def login_checked(self, step: AuthStep) -> None:
-        """Answer the login whose outcome is known now."""
-        request, self._state.login = self._state.login, None
-        assert request is not None, "no login is under way"
-        self._finish_step(request, step)
+        self._ask(request, LoginQuestion(mechanism, request.value, None))
 
     def authenticate_further(self, request: Frame) -> None:
         """Go on with a SASL exchange."""
+        exchange = self._state.exchange
+        if exchange is None:
+            raise RefusedError(Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
+        self._ask(request, LoginQuestion("", request.value, exchange))
+
+    def _ask(self, request: Frame, question: LoginQuestion) -> None:
+        """Leave a question to the authenticator for the shell; take no command until its answer."""
         state = self._state
-        if state.exchange is None:
-            state.refuse(request, Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
-            return
-        self._finish_step(request, state.authenticator.step(state.exchange, request.value))
+        state.login = request._replace(value=b"")  # the password is the question's alone
+        state.login_question = question
+        state.is_full = True
+
+    def login_checked(self, step: AuthStep) -> None:
+        """Answer the SASL request whose outcome is known now."""
+        request, self._state.login = self._state.login, None
+        assert request is not None, "no login is under way"
+        self._finish_step(request, step)
 
     def _finish_step(self, request: Frame, step: AuthStep) -> None:
         state = self._state
@@ -135,12 +142,12 @@ class ConnectionCommands:
             return
         state.logged_in(None, FULL_RIGHTS)
         why = step.why or "user or password is wrong, or not allowed from there"
-        state.refuse(request, step.status, why)
+        state.refuse(request.opcode, request.opaque, step.status, why)
         if step.status not in _NOT_NOW:
             self._count_failure()
 
     def _count_failure(self) -> None:
-        """Whoever guesses passwords has to connect again now and then."""
+        """Close the connection after too many failures, which slows down guessing."""
         state = self._state
         state.login_failures += 1
         if state.login_failures >= state.limits.login_failures_max:
@@ -149,7 +156,7 @@ class ConnectionCommands:
             )
 
     def select_bucket(self, request: Frame) -> None:
-        """Select the bucket; there is one."""
+        """Select the only bucket, or none."""
         state = self._state
         name = request.key.decode("utf-8", "replace")
         if name == "@no bucket@":
@@ -158,12 +165,11 @@ class ConnectionCommands:
             state.bucket = name
             state.hashes_keys = False
         else:
-            state.refuse(request, Status.EACCESS, f"no bucket {name!r}; there is {BUCKET!r}")
-            return
+            raise RefusedError(Status.EACCESS, f"no bucket {name!r}; there is {BUCKET!r}")
         state.answer(request)
 
     def quit(self, request: Frame) -> None:
-        """Close the connection, QUIT with an answer before."""
+        """Close the connection; QUIT is answered first."""
         if request.opcode == Opcode.QUIT:
             self._state.answer(request)
         self._state.close("the client quit")
@@ -171,12 +177,11 @@ class ConnectionCommands:
     # -- what is here --------------------------------------------------------------------------
 
     def cluster_config(self, request: Frame) -> None:
-        """Answer the bucket's configuration, or the node's where no bucket is selected."""
+        """Answer the bucket's configuration, or the node's if no bucket is selected."""
         state = self._state
         if request.extras:
             if len(request.extras) != CONFIG_VERSION.size:
-                state.refuse(request, Status.EINVAL, "a known version has 16 bytes")
-                return
+                raise RefusedError(Status.EINVAL, "a known version has 16 bytes")
             if CONFIG_VERSION.unpack(request.extras) >= state.facts.config_version():
                 state.answer(request)
                 return
@@ -190,12 +195,11 @@ class ConnectionCommands:
     def error_map(self, request: Frame) -> None:
         """Answer what each status means."""
         if len(request.value) != 2:
-            self._state.refuse(request, Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
-            return
+            raise RefusedError(Status.EINVAL, "GET_ERROR_MAP carries a version, 2 bytes")
         self._state.answer(request, value=json.dumps(error_map_document()).encode(), is_json=True)
 
     def version(self, request: Frame) -> None:
-        """Answer the version of the protocol's server that we behave like."""
+        """Answer the version of Couchbase Server that this server behaves like."""
         self._state.answer(request, value=REPORTED_VERSION)
 
     def statistics(self, request: Frame) -> None:
@@ -204,12 +208,10 @@ class ConnectionCommands:
         if stats is None:
             group, _, argument = request.key.partition(b" ")
             known = group == b"vbucket-seqno" and argument
-            self._state.refuse(
-                request,
+            raise RefusedError(
                 Status.NOT_MY_VBUCKET if known else Status.KEY_ENOENT,
                 f"no statistics {request.key.decode('utf-8', 'replace')!r}",
             )
-            return
         for name, value in stats:
             self._state.answer(request, key=name.encode(), value=value.encode())
         self._state.answer(request)
@@ -221,21 +223,14 @@ class ConnectionCommands:
         state = self._state
         extras = request.extras
         if len(extras) not in {0, 4, 8} or (len(extras) == 8 and not state.has_collections):
-            state.refuse(
-                request,
+            raise RefusedError(
                 Status.EINVAL,
                 "extras are empty, a state (4 bytes), or state and collection (8 bytes)",
             )
-            return
         wanted = int.from_bytes(extras[:4], "big")
         if wanted > VbState.DEAD:
-            state.refuse(request, Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
-            return
+            raise RefusedError(Status.EINVAL, f"no partition state {wanted}; there are 0 to 4")
         seqno_of = self._seqno_of(extras)
-        if seqno_of is None:
-            body = state.manifest_uid_body()
-            state.answer(request, Status.UNKNOWN_COLLECTION, value=body, is_json=True)
-            return
         states = _ALIVE_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
         parts = [part for part in engine.partitions if part.state in states]
@@ -249,10 +244,11 @@ class ConnectionCommands:
             value=b"".join(VB_SEQNO.pack(part.vb_id, seqno_of(part)) for part in parts),
         )
 
-    def _seqno_of(self, extras: bytes) -> Callable[[Partition], int] | None:
-        """Return what a client means by a partition's high seqno, None for that of a collection
-        which does not exist. Without collections it is that of the default one (kv_engine): the
-        client will never be shown more.
+    def _seqno_of(self, extras: bytes) -> Callable[[Partition], int]:
+        """Return what a client means by a partition's high seqno. Without collections it is that of
+        the default collection (kv_engine), because the client is never shown more.
+
+        Raises UnknownNameError.
         """
         state = self._state
         engine = state.engine
@@ -263,39 +259,33 @@ class ConnectionCommands:
         state.observes_manifest()
         collection_id = int.from_bytes(extras[4:], "big")
         if collection_id not in engine.keyspace.manifest.collections:
-            return None
+            raise UnknownNameError(Status.UNKNOWN_COLLECTION)
         return lambda part: engine.keyspace.collection_seqno(part.vb_id, collection_id)
 
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first."""
         state = self._state
         if request.vb_id >= state.engine.num_vbuckets:
-            self.refuse_vbucket(request)
-            return
+            raise NotMyVbucketError
         state.observes_history(request.vb_id)
         log = state.engine.partitions[request.vb_id].failover
         state.answer(request, value=pack_failover_log(log.pairs()))
 
     def observe_seqno(self, request: Frame) -> None:
-        """Answer how far a version has come, or where it ended if it is an older one."""
+        """Answer the current seqnos of a version, or where it ended if it is an older one."""
         state = self._state
         if len(request.value) != U64.size:
-            state.refuse(request, Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
-            return
+            raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
         if request.vb_id >= state.engine.num_vbuckets:
-            self.refuse_vbucket(request)
-            return
+            raise NotMyVbucketError
         part = state.engine.partitions[request.vb_id]
         state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]
         ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)
         if ended_at is None:
-            state.refuse(
-                request,
-                Status.KEY_ENOENT,
-                f"vb {part.vb_id} has no version {vb_uuid} in its failover log",
+            raise RefusedError(
+                Status.KEY_ENOENT, f"vb {part.vb_id} has no version {vb_uuid} in its failover log"
             )
-            return
         place = (part.vb_id, part.vb_uuid, part.persisted_seqno, part.committed_seqno)
         value = (
             OBSERVE_CURRENT.pack(0, *place)
@@ -303,9 +293,3 @@ class ConnectionCommands:
             else OBSERVE_OLD.pack(1, *place, vb_uuid, ended_at)
         )
         state.answer(request, value=value)
-
-    def refuse_vbucket(self, request: Frame) -> None:
-        """Answer NOT_MY_VBUCKET with the configuration that says whose it is."""
-        self._state.note_not_my_vbucket(request.opcode, request.vb_id)
-        config = self._state.facts.bucket_config()
-        self._state.answer(request, Status.NOT_MY_VBUCKET, value=config, is_json=True)

@@ -1,12 +1,11 @@
-"""What a connection has negotiated and what it has to say. Shared by its command groups."""
+"""The state of one connection, shared by its command groups: what is negotiated and pending."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
-from dcp.session.auth import Authenticator
+from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
@@ -14,34 +13,34 @@ from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import NotMyVbucketError, RefusedError, Status, UnknownNameError
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
 from vbucket.store.environment import StoreDamagedError
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-"""What may be waiting to be sent before a session stops to take commands: a client that asks and
-does not read costs no more than this and one answer."""
+"""Bytes of unsent answers above which a session takes no more commands. So a client that does not
+read costs this much and one answer."""
 
 CONTEXT_CHARS_MAX: Final = 300
-"""Longest text in an error response and its log line: what a client sent may stand in it."""
+"""Longest text in an error response and its log line, because it may quote what a client sent."""
 
 FLUSH_PAUSE_NS: Final = 250_000_000
-"""How long a flush waits before it looks again whether writes are taken."""
+"""How long a flush waits before it checks again whether writes are taken."""
 
 _PARTLY_FLUSHED: Final = "some documents were deleted before; flush again to delete the rest"
 
 NOTES_MAX: Final = 16
-"""Log lines that one batch may leave: a client that errs a thousand times need not fill the log."""
+"""Most log lines of one batch, so that a client with a thousand errors does not fill the log."""
 
 
 BODY_BYTES_MAX_BEFORE_LOGIN: Final = 64 * 1024
-"""Largest body of a stranger: logging in needs far less, and anybody can be one."""
+"""Largest body before the login, which needs far less. Anybody can send so much."""
 
 
 class NodeFacts(Protocol):
-    """What sessions tell about the node they run in."""
+    """What sessions tell about their node."""
 
     version: str
 
@@ -55,7 +54,7 @@ class NodeFacts(Protocol):
         """Return (revEpoch, rev) of the cluster configuration."""
 
     def stats(self, group: bytes) -> list[tuple[str, str]] | None:
-        """Return the statistics of a group, None for an unknown group."""
+        """Return the statistics of a group; None: it is unknown."""
 
 
 class Limits(NamedTuple):
@@ -65,18 +64,7 @@ class Limits(NamedTuple):
     streams_max: int = 1024
     login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
     login_failures_max: int = 5
-    """Wrong logins after which a connection is closed."""
-
-
-class FlushAnswers(NamedTuple):
-    """How a flush is answered once it ends."""
-
-    done: bytes
-    """Follows the last step; b"" where the client wants no answer."""
-    damaged: Callable[[StoreDamagedError], None]
-    """Called instead where a step meets damaged data. What was deleted by then stays deleted."""
-    refused: Callable[[str], None]
-    """Called instead where writes are refused meanwhile, with the reason. The same holds."""
+    """Failed logins after which a connection is closed."""
 
 
 class SessionState:
@@ -95,7 +83,6 @@ class SessionState:
         "facts",
         "faults",
         "flush",
-        "flush_answers",
         "has_collections",
         "has_fit_meta",
         "has_json",
@@ -112,6 +99,7 @@ class SessionState:
         "limits",
         "login",
         "login_failures",
+        "login_question",
         "notes",
         "notes_left_out",
         "peer_is_loopback",
@@ -148,55 +136,59 @@ class SessionState:
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
         self.scans = scans
-        """The node's range scans; None: this session has no such commands."""
+        """The node's range scans; None: this session has no commands for them."""
         self.buffer = b""
-        """What was received and not yet consumed."""
+        """Bytes that were received and are not handled yet."""
         self.held_bytes = 0
-        """All that the session keeps of what was received: an incomplete packet, or packets that
-        wait while the session is full."""
+        """All received bytes that the session keeps: an incomplete packet, or packets that wait
+        while the session is full."""
         self.taken_bytes = 0
-        """How much of what was received has been worked through, since the connection began."""
+        """Received bytes that were handled since the connection began."""
         self.answers: list[bytes] = []
         """Responses in order; they may leave when `wait_group` is committed."""
         self.wait_group = 0
         self.unread_bytes = 0
-        """Bytes among `answers` that a request can ask for without sending as many itself."""
+        """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
-        """Stop taking commands until the answers are gone."""
+        """Whether no command is taken until the shell calls `resume`."""
         self.waits_for_room = False
-        """A command that writes waits at the head of the buffer until `engine.writers_wait` ends.
-        The shell calls `resume` then."""
+        """Whether a command that writes waits at the head of the buffer until `engine.writers_wait`
+        ends. The shell calls `resume` then."""
         self.held_until_ns = 0
-        """No command is taken before this Unix time: a fault asked for a delay."""
+        """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
         self.close_reason = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
-        """What the shell should log: (event, fields)."""
+        """Log lines for the shell: (event, fields)."""
         self.notes_left_out = 0
         self.user: str | None = None
         self.stale_user = ""
-        """Who was logged in until the user was removed."""
+        """The user who was logged in until it was removed."""
         self.login_failures = 0
         self.login: Frame | None = None
         """The SASL request whose outcome is not known yet; no command is taken before it is."""
+        self.login_question: LoginQuestion | None = None
+        """What the shell has to ask the authenticator; `take_login_question` hands it over."""
         self.exchange: object | None = None
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
-        """What the client may do; None: nothing before it has logged in."""
+        """What the client may do; None: it has to log in first."""
         self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
-        """The client knows nothing of partitions (neither HELLO nor SELECT_BUCKET came)."""
+        """Whether keys are hashed here, because the client does not know partitions: it sent
+        neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
         self.has_put_frames = self.has_fit_meta = False
         self.has_json = 0
-        """1 where the datatype bit JSON was negotiated (HELLO 0x0b), as a mask of that bit."""
+        """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
+        """Rings the shell, which pumps the producer later: it only notes that, and does not enter
+        the session."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
-        self.flush_answers = _NOT_FLUSHING
 
     def answer(
         self,
@@ -208,7 +200,7 @@ class SessionState:
         value: bytes = b"",
         is_json: bool = False,
     ) -> None:
-        """Answer a request; `is_json` says that the value is a JSON document."""
+        """Answer a request; `is_json`: the value is a JSON document."""
         self.send(
             pack_response(
                 request.opcode,
@@ -221,15 +213,41 @@ class SessionState:
             )
         )
 
-    def refuse(self, request: Frame, status: int, context: str) -> None:
-        """Answer with an error; the context goes along where the client understands it."""
+    def refuse(self, opcode: int, opaque: int, status: int, context: str) -> None:
+        """Answer with an error, and leave a line for the log."""
         context = context[:CONTEXT_CHARS_MAX]
-        self.note("refused", opcode=request.opcode, status=status, reason=context)
-        body = self.error_body(context)
-        self.answer(request, status, value=body, is_json=bool(body))
+        self.note("refused", opcode=opcode, status=status, reason=context)
+        self.answer_json(opcode, opaque, status, self.error_body(context))
+
+    def answer_error(
+        self, opcode: int, opaque: int, vb_id: int, error: RefusedError | StoreDamagedError
+    ) -> None:
+        """Answer a request whose handler raised."""
+        if isinstance(error, StoreDamagedError):
+            self.note("damaged data", opcode=opcode, reason=str(error))
+            body = self.error_body(f"the stored data is damaged: {error}")
+            self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
+        elif isinstance(error, NotMyVbucketError):
+            self._note_not_my_vbucket(opcode, vb_id)
+            self.answer_json(opcode, opaque, error.status, self.facts.bucket_config())
+        elif isinstance(error, UnknownNameError):
+            self.observes_manifest()
+            body = b'{"manifest_uid":"%x"}' % self.engine.keyspace.manifest.uid
+            self.answer_json(opcode, opaque, error.status, body)
+        else:
+            self.refuse(opcode, opaque, error.status, str(error))
+
+    def deny(self, opcode: int, opaque: int, why: str) -> None:
+        """Answer that the client may not do this. `denial` has left the line for the log."""
+        self.answer_json(opcode, opaque, Status.EACCESS, self.error_body(why))
+
+    def answer_json(self, opcode: int, opaque: int, status: int, body: bytes) -> None:
+        """Answer with a JSON document, or with nothing where `body` is empty."""
+        datatype = self.has_json if body else 0
+        self.send(pack_response(opcode, status, opaque=opaque, value=body, datatype=datatype))
 
     def denial(self, opcode: int, wire_key: bytes) -> str:
-        """Return why the client may not do this, "" if it may; what is refused is noted."""
+        """Return why the client may not do this; "": it may. A denial leaves a log line."""
         assert self.rights is not None, "asked before the login"
         collection, key = split_key(wire_key, has_collections=self.has_collections)
         if collection is None:
@@ -246,7 +264,7 @@ class SessionState:
         )[:CONTEXT_CHARS_MAX]
 
     def collection_named_by(self, wire_key: bytes) -> str | None:
-        """Return "scope.collection" of a key that carries its id, None where there is none."""
+        """Return "scope.collection" of a key with a collection id; None: there is none."""
         decoded = decode_leb128(wire_key)
         manifest = self.engine.keyspace.manifest
         if decoded is None or decoded[0] not in manifest.collections:
@@ -254,20 +272,20 @@ class SessionState:
         return manifest.path_of(decoded[0])
 
     def rights_changed(self, rights: Rights | None) -> None:
-        """Take note of what the logged-in user may do from now on; None: the user is gone."""
+        """Set what the logged-in user may do from now on; None: the user was removed."""
         assert self.user is not None, "nobody is logged in"
         self.rights = rights
         if rights is None:
             self.stale_user, self.user = self.user, None
 
     def logged_in(self, user: str | None, rights: Rights) -> None:
-        """Take note of a login; None: it failed, and the client is nobody again."""
+        """Set who is logged in; None: the login failed, and nobody is logged in any more."""
         self.user = user
         self.stale_user = ""
         self.rights = rights if user is not None or self.allows_anonymous else None
 
     def send(self, packet: bytes) -> None:
-        """Send a response that may be longer than its request, and stop when there is enough."""
+        """Add a response, and count it against ANSWER_BYTES_MAX."""
         self.answers.append(packet)
         self.unread_bytes += len(packet)
         if self.unread_bytes > ANSWER_BYTES_MAX:
@@ -280,8 +298,8 @@ class SessionState:
         else:
             self.notes_left_out += 1
 
-    def note_not_my_vbucket(self, opcode: int, vb_id: int) -> None:
-        """Leave a line for the log: a partition does not take this command here."""
+    def _note_not_my_vbucket(self, opcode: int, vb_id: int) -> None:
+        """Leave a line for the log: this partition does not take the command here."""
         parts = self.engine.partitions
         why = f"it is {parts[vb_id].state.name.lower()}" if vb_id < len(parts) else "no such one"
         self.note(
@@ -294,68 +312,62 @@ class SessionState:
             return b""
         return json.dumps({"error": {"context": context}}).encode()
 
-    def answer_damage(self, opcode: int, opaque: int, error: StoreDamagedError) -> None:
-        """Answer a request whose data cannot be read; nothing more is changed by it."""
-        self.note("damaged data", opcode=opcode, reason=str(error))
-        body = self.error_body(f"the stored data is damaged: {error}")
-        self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
+    def step_flush(self, now_ns: int) -> bool:
+        """Take the next step of the flush; return whether it was the last one. Until then the
+        session is full, and each `resume` takes a step.
 
-    def begin_flush(self, flush: Flush, answers: FlushAnswers) -> None:
-        """Delete all documents in steps, one per `resume`."""
-        self.flush = flush
-        self.flush_answers = answers
-        self.continue_flush(0)
-
-    def continue_flush(self, now_ns: int) -> None:
-        """Take the next step; until the last one is done the session is full."""
-        assert self.flush is not None
-        engine = self.engine
+        Raises StoreDamagedError, and RefusedError if writes are refused now. The flush has ended
+        then, and what it deleted stays deleted.
+        """
+        flush, engine = self.flush, self.engine
+        assert flush is not None
         if engine.write_refusal:
             self.flush = None
-            self.flush_answers.refused(f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
-            return
+            raise RefusedError(Status.ETMPFAIL, f"{engine.write_refusal}; {_PARTLY_FLUSHED}")
         if engine.writers_wait:
             self.held_until_ns = now_ns + FLUSH_PAUSE_NS
             self.is_full = True
-            return
+            return False
         try:
-            if not self.flush.step():
-                self.is_full = True
-                return
-        except StoreDamagedError as error:
+            is_done = flush.step()
+        except StoreDamagedError:
             self.flush = None
-            self.flush_answers.damaged(error)
-            return
+            raise
+        if not is_done:
+            self.is_full = True
+            return False
         self.flush = None
         last_group = max(part.last_group for part in engine.partitions)
         if last_group > engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, last_group)
-        if self.flush_answers.done:
-            self.answers.append(self.flush_answers.done)
+        return True
+
+    def take_login_question(self) -> LoginQuestion | None:
+        """Hand over what the authenticator is to be asked, once. The session forgets the password,
+        and waits for `Session.login_checked`.
+        """
+        question, self.login_question = self.login_question, None
+        return question
 
     def close(self, reason: str) -> None:
         """Close the connection after what has been answered."""
         self.is_closing = True
         self.close_reason = reason
 
-    def manifest_uid_body(self) -> bytes:
-        """Return the body of an answer that a collection or scope is not known."""
-        return b'{"manifest_uid":"%x"}' % self.engine.keyspace.manifest.uid
-
     def observes_manifest(self) -> None:
-        """The next answers tell of the collections manifest: they wait until it is committed."""
+        """Let the answers wait until the collections manifest, which they tell of, is committed."""
         if self.engine.keyspace.manifest_group > self.engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, self.engine.keyspace.manifest_group)
 
     def observes(self, vb_id: int) -> None:
-        """The next answers tell of this partition: they wait until what they tell is committed."""
+        """Let the answers wait until the partition's changes, which they tell of, are committed."""
         last_group = self.engine.partitions[vb_id].last_group
         if last_group > self.engine.keyspace.committed_group:
             self.wait_group = max(self.wait_group, last_group)
 
     def observes_history(self, vb_id: int) -> None:
-        """The same for answers that tell of the partition's versions. A new version changes no
-        document, but nobody may know of it before it is committed.
+        """Let the answers wait until the partition's changes and its newest version are committed.
+        A new version changes no document, but nobody may see it before.
         """
         self.observes(vb_id)
         branch_group = self.engine.partitions[vb_id].branch_group
@@ -363,12 +375,5 @@ class SessionState:
             self.wait_group = max(self.wait_group, branch_group)
 
 
-def _not_flushing(_why: object) -> None:
-    """No flush is under way."""
-
-
-_NOT_FLUSHING: Final = FlushAnswers(b"", _not_flushing, _not_flushing)
-
-
 def _nothing_to_schedule() -> None:
-    """A session without a producer has nothing to pump."""
+    """Do nothing: no shell has connected itself."""

@@ -1,13 +1,12 @@
-"""The JSON value of a stream request: what it says beside the filter. Pure.
+"""The JSON value of a stream request, except for its filter. Pure.
 
     {"uid": "0", "collections": [...], "scope": "...", "purge_seqno": "17",
      "sid": 3, "key_prefixes": ["<hexadecimal>", ...],
      "version_log": [["<vb_uuid>", "<seqno>"], ...], "want_version_log": false}
 
-64-bit numbers are decimal text, because JSON readers round them. Unknown names are ignored by
-design; `version_log` and `want_version_log` are known once x_version_log was negotiated, `sid` once
-enable_stream_id was, `key_prefixes` once x_key_prefix was. Collections and scope are
-`dcp.stream.filter`'s.
+64-bit numbers are decimal text, because JSON readers round them. Unknown names are ignored. So are
+`version_log` and `want_version_log` without control x_version_log, and `key_prefixes` without
+x_key_prefix. `sid` needs enable_stream_id. `dcp.stream.filter` reads collections and scope.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import msgspec
 from dcp.session.controls import is_decimal
 from dcp.stream.terms import Terms
 from dcp.wire.frame import MAX_KEY_BYTES
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 
 VALUE_BYTES_MAX: Final = 64 * 1024
-"""Longest JSON value of a stream request; a list of 1,024 collections has some 10 KiB."""
+"""Longest JSON value of a stream request; a list of 1,024 collections has about 10 KiB."""
 
 STREAM_ID_MAX: Final = 0xFFFF
 KEY_PREFIXES_MAX: Final = 64
-"""Prefixes in one request: each change is compared with all of them."""
+"""Most prefixes in one request. Each change is compared with all of them."""
 _U64_MAX: Final = 2**64 - 1
 
 
@@ -35,43 +34,35 @@ class StreamValue(NamedTuple):
 
     document: dict[str, Any]
     purge_seqno: int = 0
-    """The purge seqno under which the client's data was sent to it; 0: it does not say."""
+    """The partition's purge seqno when the client got its data; 0: not given."""
     stream_id: int = 0
-    """What the client calls the stream; 0: nothing."""
+    """The stream's name on the wire; 0: it has none."""
     versions: tuple[tuple[int, int], ...] = ()
-    """(vb_uuid, seqno at which it began) of all versions that the client knows, newest first."""
+    """(vb_uuid, first seqno) of all versions that the client knows, newest first."""
     wants_version_log: bool = True
-    """Whether the answer shall carry the whole failover log."""
+    """Whether the answer carries the whole failover log."""
     key_prefixes: tuple[bytes, ...] = ()
-    """How keys begin that the client wants; (): all."""
+    """Prefixes of the keys that the client wants; (): all keys."""
 
 
 _NOTHING_TOLD: Final = StreamValue({})
 
 
-class ValueRefusedError(Exception):
-    """The value cannot be taken; the text says why."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 def parse_stream_value(value: bytes, terms: Terms) -> StreamValue:
-    """Return what the value of a stream request says. Raises ValueRefusedError."""
+    """Return what the value of a stream request says. Raises RefusedError."""
     if not value and not terms.has_stream_ids:
         return _NOTHING_TOLD
     document = _document(value)
     purge = document.get("purge_seqno", "0")
     if not is_decimal(purge):
-        raise ValueRefusedError(Status.EINVAL, "purge_seqno is decimal text")
+        raise RefusedError(Status.EINVAL, "purge_seqno is decimal text")
     stream_id = _stream_id(document, has_stream_ids=terms.has_stream_ids)
     prefixes = _prefixes(document.get("key_prefixes")) if terms.has_key_prefixes else ()
     if not terms.has_version_lists:
         return StreamValue(document, int(purge), stream_id, key_prefixes=prefixes)
     wants_log = document.get("want_version_log", True)
     if not isinstance(wants_log, bool):
-        raise ValueRefusedError(Status.EINVAL, "want_version_log is true or false")
+        raise RefusedError(Status.EINVAL, "want_version_log is true or false")
     versions = _versions(document.get("version_log", []))
     return StreamValue(document, int(purge), stream_id, versions, wants_log, prefixes)
 
@@ -80,20 +71,18 @@ def _document(value: bytes) -> dict[str, Any]:
     if not value:
         return {}
     if len(value) > VALUE_BYTES_MAX:
-        raise ValueRefusedError(
-            Status.EINVAL, f"a stream filter has at most {VALUE_BYTES_MAX} bytes"
-        )
+        raise RefusedError(Status.EINVAL, f"a stream filter has at most {VALUE_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(value, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueRefusedError(
+        raise RefusedError(
             Status.EINVAL, f"the stream filter is not a JSON object: {error}"
         ) from error
 
 
 def _stream_id(document: dict[str, Any], *, has_stream_ids: bool) -> int:
     if ("sid" in document) != has_stream_ids:
-        raise ValueRefusedError(
+        raise RefusedError(
             Status.DCP_STREAMID_INVALID,
             'with control enable_stream_id every request names its stream ("sid": 1 to 65535)'
             if has_stream_ids
@@ -103,19 +92,19 @@ def _stream_id(document: dict[str, Any], *, has_stream_ids: bool) -> int:
         return 0
     stream_id = document["sid"]
     if type(stream_id) is not int or not 0 <= stream_id <= STREAM_ID_MAX:
-        raise ValueRefusedError(Status.EINVAL, f"sid is a number, 1 to {STREAM_ID_MAX}")
+        raise RefusedError(Status.EINVAL, f"sid is a number, 1 to {STREAM_ID_MAX}")
     if not stream_id:
-        raise ValueRefusedError(Status.DCP_STREAMID_INVALID, "a stream id is not 0")
+        raise RefusedError(Status.DCP_STREAMID_INVALID, "a stream id is not 0")
     return stream_id
 
 
 def _prefixes(entries: object) -> tuple[bytes, ...]:
-    """Return the prefixes of keys, hexadecimal because JSON text cannot hold every key."""
+    """Return the key prefixes. They are hexadecimal, because JSON text cannot hold every key."""
     if entries is None:
         return ()
     wanted = f"key_prefixes is a list of 1 to {KEY_PREFIXES_MAX} keys' beginnings, hexadecimal"
     if not isinstance(entries, list) or not 0 < len(entries) <= KEY_PREFIXES_MAX:
-        raise ValueRefusedError(Status.EINVAL, wanted)
+        raise RefusedError(Status.EINVAL, wanted)
     prefixes = []
     for entry in entries:
         try:
@@ -123,22 +112,22 @@ def _prefixes(entries: object) -> tuple[bytes, ...]:
         except ValueError:
             prefix = b""
         if not 0 < len(prefix) <= MAX_KEY_BYTES:
-            raise ValueRefusedError(Status.EINVAL, f"{wanted}; {entry!r} cannot be")
+            raise RefusedError(Status.EINVAL, f"{wanted}; {entry!r} cannot be")
         prefixes.append(prefix)
     return tuple(prefixes)
 
 
 def _versions(entries: object) -> tuple[tuple[int, int], ...]:
-    """Return a version log, checked: pairs of text, newest first."""
+    """Return the checked version log: pairs, newest first."""
     wanted = 'version_log is [["<vb_uuid>", "<seqno>"], ...], decimal text, newest first'
     if not isinstance(entries, list):
-        raise ValueRefusedError(Status.EINVAL, wanted)
+        raise RefusedError(Status.EINVAL, wanted)
     versions: list[tuple[int, int]] = []
     for entry in entries:
         if not isinstance(entry, list) or len(entry) != 2 or not all(map(is_decimal, entry)):
-            raise ValueRefusedError(Status.EINVAL, wanted)
+            raise RefusedError(Status.EINVAL, wanted)
         vb_uuid, seqno = int(entry[0]), int(entry[1])
         if not 0 < vb_uuid <= _U64_MAX or seqno > (versions[-1][1] if versions else _U64_MAX):
-            raise ValueRefusedError(Status.EINVAL, f"{wanted}; {vb_uuid} at {seqno} cannot be")
+            raise RefusedError(Status.EINVAL, f"{wanted}; {vb_uuid} at {seqno} cannot be")
         versions.append((vb_uuid, seqno))
     return tuple(versions)

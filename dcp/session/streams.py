@@ -1,4 +1,7 @@
-"""DCP commands: open, control, stream requests, flow control."""
+"""DCP commands: open, control, stream requests, flow control.
+
+Handlers raise RefusedError for every answer that says no; the session answers it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from typing import Final
 
 from dcp.session.controls import CONTROLS
 from dcp.session.rights import Role
-from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
-from dcp.session.stream_value import StreamValue, ValueRefusedError, parse_stream_value
+from dcp.session.stream_value import StreamValue, parse_stream_value
 from dcp.stream.codec import frame_codec, plain_frames
-from dcp.stream.filter import FilterRefusedError, StreamFilter, filter_of, unfiltered
+from dcp.stream.filter import StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
 from dcp.wire.message import (
@@ -27,8 +29,8 @@ from dcp.wire.message import (
     stream_id_of,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
-from failover.rollback import Question, decide
+from dcp.wire.status import NotMyVbucketError, RefusedError, Status
+from failover.rollback import Decision, Question, decide
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.ids import SEQNO_MAX
 
@@ -46,8 +48,8 @@ _OPEN_FLAGS: Final = (
     | OpenFlag.INCLUDE_DELETED_USER_XATTRS
     | OpenFlag.SKIP_DELETES_IN_BACKFILL
 )
-# Plain numbers: asking for 1,024 streams tests them thousands of times, and an IntFlag's operators
-# take 1 us each.
+# Plain numbers, because an IntFlag's operators take 1 us each, and a client that asks for 1,024
+# streams costs thousands of them.
 _TAKEOVER: Final = int(StreamFlag.TAKEOVER)
 _DISK_ONLY: Final = int(StreamFlag.DISK_ONLY)
 _TO_LATEST: Final = int(StreamFlag.TO_LATEST)
@@ -73,9 +75,8 @@ _NO_VALUES: Final = OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE
 class DcpCommands:
     """Handlers of the DCP commands of one session."""
 
-    def __init__(self, state: SessionState, connection: ConnectionCommands) -> None:
+    def __init__(self, state: SessionState) -> None:
         self._state = state
-        self._connection = connection
         self._open_flags = 0
 
     def handlers(self) -> dict[int, Handler]:
@@ -97,14 +98,12 @@ class DcpCommands:
         state = self._state
         problem = self._problem_of_open(request)
         if problem:
-            state.refuse(request, Status.EINVAL, problem)
-            return
+            raise RefusedError(Status.EINVAL, problem)
         flags = OPEN_EXTRAS.unpack(request.extras)[1]
         if not flags & OpenFlag.PRODUCER:
-            state.refuse(
-                request, Status.NOT_SUPPORTED, "this server is a producer: open with flag 0x01"
+            raise RefusedError(
+                Status.NOT_SUPPORTED, "this server is a producer: open with flag 0x01"
             )
-            return
         self._open_flags = int(flags)
         producer = Producer(request.key, state.engine, state.hub, state.schedule)
         state.producer = producer
@@ -114,7 +113,7 @@ class DcpCommands:
         state.answer(request)
 
     def _set_codec(self, producer: Producer) -> None:
-        """What was negotiated has changed, and with it the form of the frames."""
+        """Set the form of the frames after what was negotiated has changed."""
         producer.terms.has_json = bool(self._state.has_json)
         producer.terms.has_values = not self._open_flags & _NO_VALUES
         producer.snapshots.plain = plain_frames(
@@ -146,195 +145,58 @@ class DcpCommands:
     def control(self, request: Frame) -> None:
         """Set one property of the connection."""
         state = self._state
-        producer = self._producer_of(request)
-        if producer is None:
-            return
+        producer = self._producer()
         if not request.key or not request.value or request.extras:
-            state.refuse(request, Status.EINVAL, "DCP_CONTROL has a key and a value, no extras")
-            return
+            raise RefusedError(Status.EINVAL, "DCP_CONTROL has a key and a value, no extras")
         if len(request.key) > CONTROL_BYTES_MAX or len(request.value) > CONTROL_BYTES_MAX:
-            state.refuse(
-                request,
-                Status.EINVAL,
-                f"key and value of a control have at most {CONTROL_BYTES_MAX} bytes",
+            raise RefusedError(
+                Status.EINVAL, f"key and value of a control have at most {CONTROL_BYTES_MAX} bytes"
             )
-            return
         key = request.key.decode("utf-8", "replace")
         value = request.value.decode("utf-8", "replace")
         setter = CONTROLS.get(key)
         if setter is None:
-            state.refuse(request, Status.EINVAL, f"no control {key!r}")
-            return
-        status = setter(producer, state, value)
-        if status:
-            state.refuse(request, status, f"control {key!r} does not take {value!r} here")
-            return
+            raise RefusedError(Status.EINVAL, f"no control {key!r}")
+        if status := setter(producer, state, value):
+            raise RefusedError(status, f"control {key!r} does not take {value!r} here")
         self._set_codec(producer)
         state.answer(request)
 
     def buffer_ack(self, request: Frame) -> None:
-        """Open the window. Never answered."""
+        """Widen the window. Never answered."""
         producer = self._state.producer
         if producer is not None and len(request.extras) == U32.size:
             producer.acknowledge(U32.unpack(request.extras)[0])
 
     def noop(self, request: Frame) -> None:
-        """A client may ask whether we are there, too."""
+        """Answer a client that asks whether the server is there."""
         self._state.answer(request)
 
-    def add_stream(self, request: Frame) -> None:
-        """ADD_STREAM is for consumers; kv_engine closes a producer's connection on it."""
+    def add_stream(self, _request: Frame) -> None:
+        """Refuse and close, as kv_engine does: ADD_STREAM is for consumers."""
         self._state.close("ADD_STREAM on a producer connection")
-        self._state.refuse(request, Status.EINVAL, "ADD_STREAM goes to a consumer")
+        raise RefusedError(Status.EINVAL, "ADD_STREAM goes to a consumer")
 
     # -- streams -------------------------------------------------------------------------------
 
     def stream_request(self, request: Frame) -> None:
-        """Answer OK and the failover log, or ROLLBACK, or why not. The order of checks is
-        kv_engine's.
+        """Answer OK and the failover log, or ROLLBACK. Every other answer is a RefusedError.
+
+        The order of checks is kv_engine's.
         """
         state = self._state
-        producer = self._producer_of(request)
-        if producer is None:
-            return
-        if len(request.extras) != STREAM_REQ_EXTRAS.size or request.key:
-            state.refuse(request, Status.EINVAL, "STREAM_REQ has 48 bytes of extras and no key")
-            return
-        asked = parse_stream_request(request.extras)
-        if asked.flags & ~_STREAM_FLAGS:
-            state.refuse(
-                request, Status.EINVAL, f"unknown flags 0x{asked.flags & ~_STREAM_FLAGS:x}"
-            )
-            return
-        if asked.flags & _TAKEOVER:
-            status, context = _refusal_of_takeover(state, producer)
-            if status:
-                state.refuse(request, status, context)
-                return
-        takes_value = state.has_collections or producer.terms.takes_values
-        if request.value and not takes_value:
-            state.refuse(request, Status.EINVAL, "a filter needs collections (HELLO 0x12)")
-            return
-        part = self._partition_of(request, asked.flags)
-        if part is None:
-            return
+        producer = self._producer()
+        asked = self._asked(request, producer)
+        part = self._partition_of(request.vb_id, asked.flags)
         state.observes_history(part.vb_id)
         if asked.flags & _FROM_LATEST:
-            high = part.committed_seqno
-            vb_uuid = asked.vb_uuid or part.vb_uuid
-            asked = asked._replace(
-                start_seqno=high, snap_start_seqno=high, snap_end_seqno=high, vb_uuid=vb_uuid
-            )
-        status, context = self._check(asked, producer)
-        if status:
-            state.refuse(request, status, context)
-            return
-        try:
-            told = parse_stream_value(request.value, producer.terms)
-            stream_filter = self._filter_of(told)
-        except (ValueRefusedError, FilterRefusedError) as error:
-            state.refuse(request, error.status, str(error))
-            return
-        if asked.flags & _TAKEOVER and stream_filter.is_limited:
-            state.refuse(request, Status.EINVAL, "a takeover hands over all: it has no filter")
-            return
-        if producer.has_stream(part.vb_id, told.stream_id):
-            name = f" with id {told.stream_id}" if told.stream_id else ""
-            state.refuse(
-                request, Status.KEY_EEXISTS, f"a stream of vb {part.vb_id}{name} is open here"
-            )
-            return
-        self._decide(request, asked, part, producer, told, stream_filter)
-
-    def _filter_of(self, told: StreamValue) -> StreamFilter:
-        """Return what the stream shows. Raises FilterRefusedError."""
-        state = self._state
-        if not told.document or not state.has_collections:
-            return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
-        state.observes_manifest()
-        return filter_of(told.document, state.engine.keyspace.manifest, told.key_prefixes)
-
-    def close_stream(self, request: Frame) -> None:
-        """End a stream; STREAM_END follows where the client asked for it by control."""
-        producer = self._producer_of(request)
-        if producer is None:
-            return
-        stream_id, terms = stream_id_of(request.framing), producer.terms
-        if bool(stream_id) != terms.has_stream_ids:
-            self._state.refuse(
-                request,
-                Status.DCP_STREAMID_INVALID,
-                "CLOSE_STREAM names the stream (frame info 2) where control enable_stream_id is"
-                " on, and only there",
-            )
-            return
-        if not producer.has_stream(request.vb_id, stream_id):
-            name = f" with id {stream_id}" if stream_id else ""
-            self._state.refuse(
-                request,
-                Status.DCP_STREAM_NOT_FOUND if terms.has_v7_status_codes else Status.KEY_ENOENT,
-                f"no stream of vb {request.vb_id}{name}",
-            )
-            return
-        self._state.answer(request)
-        producer.close_stream(request.vb_id, stream_id)
-
-    def _producer_of(self, request: Frame) -> Producer | None:
-        producer = self._state.producer
-        if producer is None:
-            self._state.refuse(request, Status.EINVAL, "DCP_OPEN comes first")
-        return producer
-
-    def _partition_of(self, request: Frame, flags: int) -> Partition | None:
-        """Return the partition where its state lets a stream begin, else refuse."""
-        engine = self._state.engine
-        if request.vb_id < engine.num_vbuckets:
-            part = engine.partitions[request.vb_id]
-            if part.state == VbState.ACTIVE:
-                return part
-            if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
-                return part
-        self._connection.refuse_vbucket(request)
-        return None
-
-    def _check(self, asked: StreamRequest, producer: Producer) -> tuple[int, str]:
-        """Return status and context; status 0: nothing is wrong with the range."""
-        needs_noop = self._state.has_collections or self._open_flags & _INCLUDE_XATTRS
-        if needs_noop and not producer.noop_is_enabled:
-            return (
-                Status.NOT_SUPPORTED, "collections and xattrs need control enable_noop=true first"
-            )  # fmt: skip
-        if asked.start_seqno > asked.end_seqno:
-            return Status.ERANGE, f"start {asked.start_seqno} lies above end {asked.end_seqno}"
-        if not asked.snap_start_seqno <= asked.start_seqno <= asked.snap_end_seqno:
-            window = f"{asked.snap_start_seqno} to {asked.snap_end_seqno}"
-            return Status.ERANGE, f"start {asked.start_seqno} lies outside snapshot {window}"
-        return Status.OK, ""
-
-    def _decide(
-        self,
-        request: Frame,
-        asked: StreamRequest,
-        part: Partition,
-        producer: Producer,
-        told: StreamValue,
-        stream_filter: StreamFilter,
-    ) -> None:
-        state = self._state
-        question = Question(
-            asked.start_seqno,
-            asked.vb_uuid,
-            asked.snap_start_seqno,
-            asked.snap_end_seqno,
-            strict=bool(asked.flags & _STRICT_VB_UUID),
-            ignore_purged=bool(asked.flags & _IGNORE_PURGED),
-            client_purge_seqno=told.purge_seqno,
-            versions=() if asked.flags & _FROM_LATEST else told.versions,
-        )
-        if stream_filter.is_limited and asked.start_seqno >= self._high_seqno(part, stream_filter):
-            # Nothing of what it follows changed after it: no deletion can have been purged.
-            question = question._replace(ignore_purged=True)
-        decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
+            asked = _from_latest(asked, part)
+        self._check_range(asked, producer)
+        told = parse_stream_value(request.value, producer.terms)
+        stream_filter = self._filter_of(told)
+        _check_is_free(asked, part, producer, told, stream_filter)
+        decision = self._decide(asked, part, told, stream_filter)
+        log = part.failover.pairs()
         if decision.rollback_seqno is not None:
             state.note(
                 "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
@@ -342,40 +204,112 @@ class DcpCommands:
             )  # fmt: skip
             value = U64.pack(decision.rollback_seqno)
             if producer.terms.has_version_lists and told.wants_version_log:
-                value += pack_failover_log(part.failover.pairs())
+                value += pack_failover_log(log)
             state.answer(request, Status.ROLLBACK, value=value)
             return
-        end_seqno = asked.end_seqno
-        if asked.flags & _TAKEOVER:
-            end_seqno = SEQNO_MAX
-        elif asked.flags & _DISK_ONLY:
-            end_seqno = part.persisted_seqno
-        elif asked.flags & _TO_LATEST:
-            end_seqno = part.committed_seqno
-        if asked.start_seqno > min(end_seqno, part.high_seqno):
-            state.refuse(
-                request,
-                Status.ERANGE,
-                f"start {asked.start_seqno} lies above the end of vb {part.vb_id}, "
-                f"{min(end_seqno, part.high_seqno)}",
-            )
-            return
+        asked = asked._replace(end_seqno=_end_seqno(asked, part))
         if producer.stream_count >= state.limits.streams_max:
             limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
-            state.refuse(request, Status.ENOMEM, limit)
-            return
-        versions = part.failover.pairs()
-        state.answer(
-            request, value=pack_failover_log(versions if told.wants_version_log else versions[:1])
-        )
-        if end_seqno != asked.end_seqno:
-            asked = asked._replace(end_seqno=end_seqno)
+            raise RefusedError(Status.ENOMEM, limit)
+        state.answer(request, value=pack_failover_log(log if told.wants_version_log else log[:1]))
         producer.add_stream(
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
         )
 
+    def close_stream(self, request: Frame) -> None:
+        """End a stream. STREAM_END follows if the client asked for it by control."""
+        producer = self._producer()
+        stream_id, terms = stream_id_of(request.framing), producer.terms
+        if bool(stream_id) != terms.has_stream_ids:
+            raise RefusedError(
+                Status.DCP_STREAMID_INVALID,
+                "CLOSE_STREAM names the stream (frame info 2) where control enable_stream_id is"
+                " on, and only there",
+            )
+        if not producer.has_stream(request.vb_id, stream_id):
+            name = f" with id {stream_id}" if stream_id else ""
+            raise RefusedError(
+                Status.DCP_STREAM_NOT_FOUND if terms.has_v7_status_codes else Status.KEY_ENOENT,
+                f"no stream of vb {request.vb_id}{name}",
+            )
+        self._state.answer(request)
+        producer.close_stream(request.vb_id, stream_id)
+
+    def _producer(self) -> Producer:
+        producer = self._state.producer
+        if producer is None:
+            raise RefusedError(Status.EINVAL, "DCP_OPEN comes first")
+        return producer
+
+    def _asked(self, request: Frame, producer: Producer) -> StreamRequest:
+        """Return what a request asks for, if it may ask for it on this connection."""
+        if len(request.extras) != STREAM_REQ_EXTRAS.size or request.key:
+            raise RefusedError(Status.EINVAL, "STREAM_REQ has 48 bytes of extras and no key")
+        asked = parse_stream_request(request.extras)
+        if unknown := asked.flags & ~_STREAM_FLAGS:
+            raise RefusedError(Status.EINVAL, f"unknown flags 0x{unknown:x}")
+        if asked.flags & _TAKEOVER:
+            _check_takeover(self._state, producer)
+        takes_value = self._state.has_collections or producer.terms.takes_values
+        if request.value and not takes_value:
+            raise RefusedError(Status.EINVAL, "a filter needs collections (HELLO 0x12)")
+        return asked
+
+    def _partition_of(self, vb_id: int, flags: int) -> Partition:
+        """Return the partition, if streams can begin in its state."""
+        engine = self._state.engine
+        if vb_id < engine.num_vbuckets:
+            part = engine.partitions[vb_id]
+            if part.state == VbState.ACTIVE:
+                return part
+            if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
+                return part
+        raise NotMyVbucketError
+
+    def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
+        needs_noop = self._state.has_collections or self._open_flags & _INCLUDE_XATTRS
+        if needs_noop and not producer.noop_is_enabled:
+            why = "collections and xattrs need control enable_noop=true first"
+            raise RefusedError(Status.NOT_SUPPORTED, why)
+        start_seqno = asked.start_seqno
+        if start_seqno > asked.end_seqno:
+            why = f"start {start_seqno} lies above end {asked.end_seqno}"
+            raise RefusedError(Status.ERANGE, why)
+        if not asked.snap_start_seqno <= start_seqno <= asked.snap_end_seqno:
+            window = f"{asked.snap_start_seqno} to {asked.snap_end_seqno}"
+            raise RefusedError(Status.ERANGE, f"start {start_seqno} lies outside snapshot {window}")
+
+    def _filter_of(self, told: StreamValue) -> StreamFilter:
+        """Return what the stream shows."""
+        state = self._state
+        if not told.document or not state.has_collections:
+            return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
+        state.observes_manifest()
+        return filter_of(told.document, state.engine.keyspace.manifest, told.key_prefixes)
+
+    def _decide(
+        self, asked: StreamRequest, part: Partition, told: StreamValue, stream_filter: StreamFilter
+    ) -> Decision:
+        """Decide whether the client has to roll back first."""
+        # Where nothing of what the filter shows changed after the start, no deletion that the
+        # client needs can have been purged.
+        has_all = stream_filter.is_limited and asked.start_seqno >= self._high_seqno(
+            part, stream_filter
+        )
+        question = Question(
+            asked.start_seqno,
+            asked.vb_uuid,
+            asked.snap_start_seqno,
+            asked.snap_end_seqno,
+            strict=bool(asked.flags & _STRICT_VB_UUID),
+            ignore_purged=has_all or bool(asked.flags & _IGNORE_PURGED),
+            client_purge_seqno=told.purge_seqno,
+            versions=() if asked.flags & _FROM_LATEST else told.versions,
+        )
+        return decide(question, part.failover, part.high_seqno, part.purge_seqno)
+
     def _high_seqno(self, part: Partition, stream_filter: StreamFilter) -> int:
-        """Return the last change of what a filter lets through."""
+        """Return the seqno of the last change that a filter lets through."""
         engine = self._state.engine
         return max(
             (
@@ -386,17 +320,60 @@ class DcpCommands:
         )
 
 
-def _refusal_of_takeover(state: SessionState, producer: Producer) -> tuple[int, str]:
-    """Return why a connection gets no partition handed over, status 0: it may.
+def _check_takeover(state: SessionState, producer: Producer) -> None:
+    """Raise RefusedError where no partition can be handed over to this connection.
 
     The partition is dead here afterwards, so the client has to be sent all that is in it.
     """
     if state.rights is None or not state.rights.has(Role.ADMIN):
-        return Status.EACCESS, "a takeover (flag 0x01) takes the role admin"
+        raise RefusedError(Status.EACCESS, "a takeover (flag 0x01) takes the role admin")
     if not state.has_collections:
-        return Status.NOT_SUPPORTED, "a takeover (flag 0x01) takes collections (HELLO 0x12)"
+        why = "a takeover (flag 0x01) takes collections (HELLO 0x12)"
+        raise RefusedError(Status.NOT_SUPPORTED, why)
     if not producer.terms.has_values:
-        return Status.EINVAL, "a takeover (flag 0x01) takes values: open without 0x08 and 0x40"
+        why = "a takeover (flag 0x01) takes values: open without 0x08 and 0x40"
+        raise RefusedError(Status.EINVAL, why)
     if producer.terms.skips_deletions:
-        return Status.EINVAL, "a takeover (flag 0x01) takes deletions: open without 0x200"
-    return Status.OK, ""
+        why = "a takeover (flag 0x01) takes deletions: open without 0x200"
+        raise RefusedError(Status.EINVAL, why)
+
+
+def _check_is_free(
+    asked: StreamRequest,
+    part: Partition,
+    producer: Producer,
+    told: StreamValue,
+    stream_filter: StreamFilter,
+) -> None:
+    """Raise RefusedError where this stream cannot be added to the ones that are open."""
+    if asked.flags & _TAKEOVER and stream_filter.is_limited:
+        raise RefusedError(Status.EINVAL, "a takeover hands over everything: it has no filter")
+    if producer.has_stream(part.vb_id, told.stream_id):
+        name = f" with id {told.stream_id}" if told.stream_id else ""
+        why = f"a stream of vb {part.vb_id}{name} is open here"
+        raise RefusedError(Status.KEY_EEXISTS, why)
+
+
+def _from_latest(asked: StreamRequest, part: Partition) -> StreamRequest:
+    """Return the request as if it began at the partition's high seqno (flag 0x40)."""
+    high = part.committed_seqno
+    return asked._replace(
+        start_seqno=high, snap_start_seqno=high, snap_end_seqno=high,
+        vb_uuid=asked.vb_uuid or part.vb_uuid,
+    )  # fmt: skip
+
+
+def _end_seqno(asked: StreamRequest, part: Partition) -> int:
+    """Return where the stream ends."""
+    end_seqno = asked.end_seqno
+    if asked.flags & _TAKEOVER:
+        end_seqno = SEQNO_MAX
+    elif asked.flags & _DISK_ONLY:
+        end_seqno = part.persisted_seqno
+    elif asked.flags & _TO_LATEST:
+        end_seqno = part.committed_seqno
+    last_seqno = min(end_seqno, part.high_seqno)
+    if asked.start_seqno > last_seqno:
+        why = f"start {asked.start_seqno} lies above the end of vb {part.vb_id}, {last_seqno}"
+        raise RefusedError(Status.ERANGE, why)
+    return end_seqno

@@ -1,21 +1,21 @@
 """One client connection that speaks the classic memcached text protocol. Sans-IO.
 
-The same shell drives it as a binary `Session`: bytes go in by `receive`, answers gather in
-`state.answers` and may leave when `state.wait_group` is committed. A connection speaks text if its
-first byte is a lower-case letter (`begins_text`), and until its end.
+The shell drives it like a binary `Session`: `receive` takes bytes, and the answers in
+`state.answers` may be sent when `state.wait_group` is committed. A connection speaks text if its
+first byte is a lower-case letter (`begins_text`), and does not change that.
 
-Such clients know no partitions, so keys are hashed here; nor do they log in, so they are served
-only where the binary protocol takes guests.
+These clients do not know partitions, so keys are hashed here. They cannot log in, so they are
+served only where the binary protocol takes guests.
 
 Invariants
-- responses keep the order of the requests, and are the same however the network cut the bytes;
-- no input raises; what cannot be read is answered with ERROR or CLIENT_ERROR, and the data block
-  of a refused command is swallowed, never read as commands;
-- what is kept of a peer is bounded: a line of LINE_BYTES_MAX, one value, and ANSWER_BYTES_MAX of
-  answers plus one (a get of many keys goes on when its first answers are gone).
+- responses keep the order of the requests, and do not depend on how the network splits the bytes;
+- no input raises out of the session. Bad input is answered with ERROR or CLIENT_ERROR. The data
+  block of a refused command is skipped and never read as commands;
+- what a peer can make the session keep is bounded: a line of LINE_BYTES_MAX, one value, and
+  ANSWER_BYTES_MAX of answers plus one. A get of many keys goes on when its first answers are sent.
 
-Rules: memcached's doc/protocol.txt. `noreply` silences errors too, as clients that send it do not
-read.
+Rules: memcached's doc/protocol.txt. `noreply` suppresses errors too, because clients that send it
+do not read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Final, NamedTuple
 
 from dcp.session.documents import absolute_expiry
 from dcp.session.session_commands import REPORTED_VERSION
-from dcp.session.state import CONTEXT_CHARS_MAX, FlushAnswers, SessionState
+from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
@@ -38,12 +38,12 @@ LINE_BYTES_MAX: Final = 64 * 1024
 """Longest command line: a get of 250 keys of the longest kind."""
 
 KEY_BYTES: Final = 64
-"""What a key of a get that is under way takes in memory: most are short."""
+"""Memory that is counted for a key of a get under way; most keys are short."""
 
 _LONG_PAST_S: Final = 1
-"""Expiry of a document that is stored with a time before now (a negative exptime)."""
+"""Expiry of a document with a negative exptime, which means that it expires at once."""
 _NO_CAS: Final = 1
-"""A CAS that no document has; 0 would mean that any will do."""
+"""A CAS that no document has. 0 would match every document."""
 _UINT32_MAX: Final = 2**32 - 1
 _UINT64_MAX: Final = 2**64 - 1
 _DIGITS_MAX: Final = 20
@@ -78,15 +78,15 @@ _COMMON_ANSWERS: Final[dict[int, bytes]] = {
     Status.NOT_MY_VBUCKET: _NOT_HERE,
     Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
 }
-"""Status of a refused change -> answer."""
+"""Status of a change that failed -> answer."""
 _DAMAGED: Final = b"SERVER_ERROR the stored data is damaged\r\n"
 
 
 def begins_text(first_byte: int) -> bool:
-    """Whether a connection that begins so speaks the text protocol.
+    """Whether a connection that begins with this byte speaks the text protocol.
 
-    Commands are lower case. What begins with a capital is somebody else's protocol: an HTTP request
-    read line by line could carry commands in its body.
+    Commands are in lower case. A capital letter begins another protocol, such as HTTP, whose body
+    could carry commands if it was read line by line.
     """
     return 0x61 <= first_byte <= 0x7A
 
@@ -104,7 +104,7 @@ class _Store(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """A get of keys that are left; `expiry` is set where they are touched too."""
+    """A get under way, with the keys that are left. `expiry` is set if it touches them too."""
 
     keys: list[bytes]
     """In reverse: the next one is the last."""
@@ -122,10 +122,12 @@ class TextSession:
         self._now_s = 0
         self._store: _Store | None = None
         self._read: _Read | None = None
+        self._flushes_quietly = False
+        """Whether the last flush_all came with `noreply`."""
         self._skip_bytes = 0
-        """Bytes of a refused data block that are still to come."""
+        """Bytes to skip of the data block of a refused command."""
         self._skips_line = False
-        """What comes up to the next newline is the rest of a bad data block."""
+        """Whether to skip everything up to the next newline: the rest of a bad data block."""
         self._commands: dict[bytes, Callable[[bytes, list[bytes]], bytes]] = {
             **dict.fromkeys(_MODES, self._begin_store),
             **dict.fromkeys((b"get", b"gets"), self._get),
@@ -141,11 +143,11 @@ class TextSession:
 
     @property
     def is_logged_in(self) -> bool:
-        """Whether commands are taken: the peer is local and guests are welcome (still)."""
+        """Whether commands are taken: the peer is local, and guests are still taken."""
         return self.state.rights is not None
 
     def receive(self, data: bytes, now_ns: int) -> None:
-        """Work through what a read brought in; `now_ns` is Unix time."""
+        """Handle the bytes of one read; `now_ns` is Unix time."""
         state = self.state
         if state.is_closing:
             return
@@ -157,14 +159,14 @@ class TextSession:
         self.resume(now_ns)
 
     def resume(self, now_ns: int) -> None:
-        """Go on with what is buffered, after the answers were taken away."""
+        """Go on with what is buffered. The caller has taken the answers."""
         state = self.state
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
         self._engine.begin_batch(now_ns)
         self._now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            state.continue_flush(now_ns)
+            self._continue_flush(now_ns)
         position = 0
         try:
             while not (state.is_full or state.is_closing):
@@ -176,7 +178,7 @@ class TextSession:
                     break
                 position = step
         except StoreDamagedError as error:
-            # A line of the protocol cannot be given half an answer: say it, and end.
+            # The answer may be half sent, and the protocol has no way to take that back.
             state.send(_DAMAGED)
             state.close(f"damaged data: {error}")
         del self._buffer[:position]
@@ -185,14 +187,14 @@ class TextSession:
         state.held_bytes = len(self._buffer) + KEY_BYTES * len(keys)
 
     def drop_received(self) -> None:
-        """Let go of what was received and not taken: the connection is gone."""
+        """Drop what was received and not handled: the connection is gone."""
         self._buffer = bytearray()
         self._read = self._store = None
         self.state.held_bytes = 0
 
     def _next_step(self, position: int) -> int:
-        """Do what the bytes at `position` are about; return where the next ones begin, the same
-        place where there are too few.
+        """Handle what begins at `position`; return the position behind it, or the same position if
+        bytes are missing.
         """
         buffer = self._buffer
         if self._skip_bytes:
@@ -259,7 +261,7 @@ class TextSession:
         return b""
 
     def _take_block(self, store: _Store, position: int) -> int:
-        """Store the value at `position`, once it is all there."""
+        """Store the value at `position` once it is complete."""
         buffer = self._buffer
         end = position + store.value_bytes
         if len(buffer) < end + 2:
@@ -316,7 +318,7 @@ class TextSession:
         return b""
 
     def _go_on_reading(self, read: _Read) -> None:
-        """Answer the keys that are left, until there is enough to send."""
+        """Answer the keys that are left, until the session is full."""
         state = self.state
         while read.keys and not state.is_full:
             key = read.keys.pop()
@@ -390,28 +392,33 @@ class TextSession:
             if not is_quiet:
                 self.state.send(self._not_now())
         elif arguments in ([], [b"0"]):
-            answers = FlushAnswers(
-                done=b"" if is_quiet else b"OK\r\n",
-                damaged=self._flush_damaged,
-                refused=self._flush_refused,
-            )
-            self.state.begin_flush(Flush(self._engine), answers)
+            self.state.flush = Flush(self._engine)
+            self._flushes_quietly = is_quiet
+            self._continue_flush(0)
         elif not is_quiet:
             self.state.send(b"CLIENT_ERROR flush_all works at once; it takes no delay but 0\r\n")
 
-    def _flush_damaged(self, error: StoreDamagedError) -> None:
-        """Where quiet too: what is not gone may be taken for gone."""
-        self.state.note("damaged data", command="flush_all", reason=str(error))
-        self.state.send(_DAMAGED)
+    def _continue_flush(self, now_ns: int) -> None:
+        """Take the next step of the flush under way; answer after the last one.
 
-    def _flush_refused(self, why: str) -> None:
-        """Where quiet too, for the same reason."""
-        self.state.send(b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode())
+        Errors are answered despite `noreply`, or the client would believe that all is deleted.
+        """
+        state = self.state
+        try:
+            is_done = state.step_flush(now_ns)
+        except StoreDamagedError as error:
+            state.note("damaged data", command="flush_all", reason=str(error))
+            state.send(_DAMAGED)
+        except RefusedError as error:
+            state.send(b"SERVER_ERROR %b\r\n" % str(error)[:CONTEXT_CHARS_MAX].encode())
+        else:
+            if is_done and not self._flushes_quietly:
+                state.send(b"OK\r\n")
 
     def _answer_of(self, vb_id: int, outcome: Outcome, success: bytes) -> bytes:
-        """Return the answer to a change, which waits for what it made or saw."""
+        """Return the answer to a change. It waits until what it tells is committed."""
         status = outcome[0]
-        if status == Status.ETMPFAIL:  # which tells nothing of what is stored
+        if status == Status.ETMPFAIL:  # it tells nothing about stored data
             return self._not_now()
         self.state.observes(vb_id)
         return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
@@ -421,7 +428,7 @@ class TextSession:
         return b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode() if why else _NOT_NOW
 
     def _must_wait(self) -> bool:
-        """Whether a command that writes has to wait for room; the session is full then."""
+        """Return whether a command that writes has to wait; the session is full then."""
         state = self.state
         if self._engine.writers_wait and not self._engine.write_refusal:
             state.is_full = state.waits_for_room = True
@@ -435,7 +442,7 @@ class TextSession:
             return b"CLIENT_ERROR no such statistics\r\n"
         if arguments == [b"reset"]:
             return b"RESET\r\n"
-        # A client may call its DCP connection what it likes, a line break included.
+        # A client may put a line break into the name of its DCP connection.
         lines = (" ".join(f"STAT {name} {value}".split()) for name, value in stats)
         return "".join(f"{line}\r\n" for line in lines).encode() + b"END\r\n"
 
@@ -451,7 +458,7 @@ class TextSession:
         return b""
 
     def _expiry(self, text: bytes) -> int | None:
-        """Return an exptime as Unix seconds, 0 for never; None where it is no such number."""
+        """Return an exptime as Unix time in seconds, 0 for never; None: it is invalid."""
         if text.startswith(b"-"):
             return None if _number(text[1:], _UINT64_MAX) is None else _LONG_PAST_S
         seconds = _number(text, _UINT32_MAX)
@@ -464,9 +471,9 @@ class TextSession:
 
 
 _WRITES: Final = re.compile(rb" *(gats?|incr|decr|delete|touch|flush_all)\b")
-"""Lines that change something; stores wait with their data block."""
+"""Lines of commands that write. Stores are checked at their data block."""
 _ALWAYS_ANSWERED: Final = frozenset({b"get", b"gets", b"gat", b"gats", b"stats", b"version"})
-"""Commands that know no `noreply`: it is a key there, or nothing."""
+"""Commands without `noreply`: the word is a key there, or means nothing."""
 
 
 def _is_bad_key(key: bytes) -> bool:
@@ -474,7 +481,7 @@ def _is_bad_key(key: bytes) -> bool:
 
 
 def _number(text: bytes, maximum: int) -> int | None:
-    """Return a decimal number without sign, None where it is none or too large."""
+    """Return an unsigned decimal number; None: it is not one, or too large."""
     if not text.isdigit() or len(text) > _DIGITS_MAX:
         return None
     number = int(text)

@@ -1,10 +1,10 @@
-"""Commands that change a document by what it is, ask about it, or concern all of them.
+"""Counters, append and prepend, touch and get-and-touch, GET_META, FLUSH, VERBOSITY.
 
-Counters, append and prepend, touch and get-and-touch, GET_META, FLUSH, VERBOSITY. Not the hot path:
-each gets its request as a `Frame`.
+These are not the hot path: a handler gets its request as a `Frame`.
 
-Rules: as in dcp.session.documents. Token and CAS as for other mutations, except that TOUCH and GAT
-carry no token. An expiry of 0xffffffff in a counter command means: do not create it.
+Rules: as in dcp.session.documents. Answers carry CAS and mutation token as for other changes,
+except that TOUCH and GAT carry no token. An expiry of 0xffffffff in a counter command means: do not
+create the counter.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.documents import DocumentCommands
-from dcp.session.state import FlushAnswers, SessionState
+from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
-from dcp.wire.message import MUTATION_TOKEN, U32, U64
-from dcp.wire.opcode import QUIET_FORMS, Opcode
-from dcp.wire.status import Status
-from vbucket.engine.engine import Outcome
+from dcp.wire.message import U32, U64
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import RefusedError, Status
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.ids import time_ns_from_cas
+from vbucket.store.environment import StoreDamagedError
 
 Handler = Callable[[Frame], None]
 
 COUNTER_EXTRAS: Final = Struct(">QQI")
 """Delta, initial number, expiry."""
 META_EXTRAS: Final = Struct(">IIIQ")
-"""Deleted (1) or not (0), flags, expiry (of a deletion: when), rev_seqno."""
+"""Deleted (1) or not (0), flags, expiry (for a deletion its time), rev_seqno."""
 NO_INITIAL: Final = 0xFFFF_FFFF
 """The expiry of a counter command that does not create the counter."""
 META_WITH_DATATYPE: Final = b"\x02"
-"""Extras of GET_META that ask for the datatype too."""
+"""Extras of a GET_META that asks for the datatype too."""
 
 _DECREMENTS: Final = frozenset({Opcode.DECREMENT, Opcode.DECREMENTQ})
 _PREPENDS: Final = frozenset({Opcode.PREPEND, Opcode.PREPENDQ})
@@ -45,6 +45,8 @@ class UpdateCommands:
     def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
         self._state = state
         self._documents = documents
+        self._flush_request: Frame | None = None
+        """The last FLUSH or FLUSHQ; it counts while `state.flush` is set."""
 
     def handlers(self) -> dict[int, Handler]:
         """Return opcode -> handler."""
@@ -70,12 +72,8 @@ class UpdateCommands:
         """INCREMENT, DECREMENT and their quiet forms."""
         extras = request.extras
         if len(extras) != COUNTER_EXTRAS.size or not request.key or request.value:
-            self._refuse(request, "a counter command has 20 bytes of extras and a key")
-            return
-        located = self._locate(request)
-        if located is None:
-            return
-        vb_id, key = located
+            raise RefusedError(Status.EINVAL, "a counter command has 20 bytes of extras and a key")
+        vb_id, key = self._documents.locate(request.vb_id, request.key)
         delta, initial, expiry = COUNTER_EXTRAS.unpack(extras)
         if request.opcode in _DECREMENTS:
             delta = -delta
@@ -88,17 +86,17 @@ class UpdateCommands:
             expiry=self._documents.absolute_expiry(key, expiry),
             cas=request.cas,
         )
-        self._answer_change(request, vb_id, outcome, U64.pack(number))
+        self._documents.answer_change(
+            request.opcode, request.opaque, vb_id, outcome, U64.pack(number)
+        )
 
     def extend(self, request: Frame) -> None:
         """APPEND, PREPEND and their quiet forms."""
         if request.extras or not request.key:
-            self._refuse(request, "append and prepend have a key, a value and no extras")
-            return
-        located = self._locate(request)
-        if located is None:
-            return
-        vb_id, key = located
+            raise RefusedError(
+                Status.EINVAL, "append and prepend have a key, a value and no extras"
+            )
+        vb_id, key = self._documents.locate(request.vb_id, request.key)
         outcome = extend(
             self._state.engine,
             vb_id,
@@ -108,47 +106,31 @@ class UpdateCommands:
             cas=request.cas,
             value_bytes_max=self._state.limits.value_bytes_max,
         )
-        self._answer_change(request, vb_id, outcome)
+        self._documents.answer_change(request.opcode, request.opaque, vb_id, outcome)
 
     def touch(self, request: Frame) -> None:
         """TOUCH, GAT and GATQ."""
         if len(request.extras) != U32.size or not request.key or request.value:
-            self._refuse(request, "touch has 4 bytes of extras and a key")
-            return
-        located = self._locate(request)
-        if located is None:
-            return
-        vb_id, key = located
+            raise RefusedError(Status.EINVAL, "touch has 4 bytes of extras and a key")
+        vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         expiry = self._documents.absolute_expiry(key, U32.unpack(request.extras)[0])
         outcome, document = touch(state.engine, vb_id, key, expiry)
         if outcome[0] != Status.ETMPFAIL:
             state.observes(vb_id)
-        if document is None:
-            if outcome[0] != Status.KEY_ENOENT or request.opcode != Opcode.GATQ:
-                self._documents.refuse_outcome(request.opcode, request.opaque, outcome[0], vb_id)
-            return
-        is_read = request.opcode != Opcode.TOUCH
-        state.send(
-            pack_response(
-                request.opcode,
-                opaque=request.opaque,
-                cas=document.cas,
-                extras=document.flags if is_read else b"",
-                value=document.value if is_read else b"",
-                datatype=document.datatype & state.has_json if is_read else 0,
-            )
+        value, flags, datatype = b"", b"", 0
+        if document is not None and request.opcode != Opcode.TOUCH:
+            value, flags = document.value, document.flags
+            datatype = document.datatype & state.has_json
+        self._documents.answer_change(
+            request.opcode, request.opaque, vb_id, outcome, value, flags, datatype
         )
 
     def get_meta(self, request: Frame) -> None:
-        """Answer what is known of a document but its value; of a deleted one too."""
+        """Answer the metadata of a document, or of a deleted one."""
         if request.extras not in {b"", META_WITH_DATATYPE} or not request.key or request.value:
-            self._refuse(request, "GET_META has a key, and no extras or one byte 2")
-            return
-        located = self._locate(request)
-        if located is None:
-            return
-        vb_id, key = located
+            raise RefusedError(Status.EINVAL, "GET_META has a key, and no extras or one byte 2")
+        vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         meta = state.engine.meta(vb_id, key)
         state.observes(vb_id)
@@ -165,52 +147,33 @@ class UpdateCommands:
         )
 
     def flush(self, request: Frame) -> None:
-        """Delete all documents, each with a seqno of its own; at once only (memcached's delay is
-        a time to come, and nothing here waits for it).
-        """
+        """Delete all documents, each with a seqno of its own. A delay is not supported."""
         if request.extras not in {b"", bytes(4)} or request.key or request.value:
-            self._refuse(request, "FLUSH has nothing, or a delay of 0: later is not supported")
-            return
+            raise RefusedError(
+                Status.EINVAL,
+                "FLUSH has nothing, or a delay of 0: later is not supported",
+            )
         if why := self._state.engine.write_refusal:
-            self._documents.refuse(request.opcode, request.opaque, Status.ETMPFAIL, why)
-            return
-        opcode, opaque, state = request.opcode, request.opaque, self._state
-        answers = FlushAnswers(
-            done=b"" if opcode == Opcode.FLUSHQ else pack_response(opcode, opaque=opaque),
-            damaged=lambda error: state.answer_damage(opcode, opaque, error),
-            refused=lambda why: self._documents.refuse(opcode, opaque, Status.ETMPFAIL, why),
-        )
-        state.begin_flush(Flush(state.engine), answers)
+            raise RefusedError(Status.ETMPFAIL, why)
+        self._state.flush = Flush(self._state.engine)
+        self._flush_request = request
+        self.continue_flush(0)
+
+    def continue_flush(self, now_ns: int) -> None:
+        """Take the next step of the flush under way; answer after the last one."""
+        state, request = self._state, self._flush_request
+        assert request is not None, "no flush is under way"
+        opcode, opaque = request.opcode, request.opaque
+        try:
+            is_done = state.step_flush(now_ns)
+        except (RefusedError, StoreDamagedError) as error:
+            state.answer_error(opcode, opaque, 0, error)
+        else:
+            if is_done and opcode != Opcode.FLUSHQ:
+                state.answer(request)
 
     def verbosity(self, request: Frame) -> None:
-        """Take note of nothing: how much is logged is the server's setting, not a client's."""
+        """Accept the level and ignore it: the server's settings decide what is logged."""
         if len(request.extras) != U32.size or request.key or request.value:
-            self._refuse(request, "VERBOSITY has 4 bytes of extras")
-            return
+            raise RefusedError(Status.EINVAL, "VERBOSITY has 4 bytes of extras")
         self._state.answer(request)
-
-    def _locate(self, request: Frame) -> tuple[int, bytes] | None:
-        return self._documents.locate(request.opcode, request.opaque, request.vb_id, request.key)
-
-    def _refuse(self, request: Frame, context: str) -> None:
-        self._documents.refuse(request.opcode, request.opaque, Status.EINVAL, context)
-
-    def _answer_change(
-        self, request: Frame, vb_id: int, outcome: Outcome, value: bytes = b""
-    ) -> None:
-        state = self._state
-        status, cas, seqno = outcome
-        if status:
-            self._documents.refuse_outcome(request.opcode, request.opaque, status, vb_id)
-            return
-        state.wait_group = state.engine.keyspace.group
-        if request.opcode in QUIET_FORMS:
-            return
-        extras = b""
-        if state.has_mutation_tokens:
-            extras = MUTATION_TOKEN.pack(state.engine.partitions[vb_id].vb_uuid, seqno)
-        state.answers.append(
-            pack_response(
-                request.opcode, opaque=request.opaque, cas=cas, extras=extras, value=value
-            )
-        )

@@ -1,19 +1,20 @@
-"""SET_WITH_META and DEL_WITH_META: changes that bring their revision and CAS along.
+"""SET_WITH_META and DEL_WITH_META: changes that carry their own revision and CAS.
 
-Who sends them: restores of a backup, replication between clusters. A change wins against what is
-there, a deletion included, by its revision, then by its CAS; else it is KEY_EEXISTS.
+Restores of backups and replication between clusters send them. A change wins against the stored
+version, which may be a deletion, if its revision is higher, or the revision is equal and the CAS is
+higher. Otherwise the answer is KEY_EEXISTS.
 
     extras   u32 flags, u32 expiry (absolute), u64 rev_seqno, u64 CAS; then nothing, u32 options,
-             u16 length of extended metadata, or both; that section follows the value, and is
-             read over
+             u16 length of extended metadata, or both. The extended metadata follows the value and
+             is ignored.
 
-Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x02 is for buckets
-of the other mode: refused, as there. IS_EXPIRATION makes a removal an expiry; its time is the
-expiry field. Its time of deletion a deletion has from its CAS.
+Rules: kv_engine's with-meta commands, conflict_resolution_mode seqno. Option 0x02 is for buckets of
+the other mode and is refused, as there. IS_EXPIRATION makes a removal an expiry, whose time is the
+expiry field. The time of a deletion is the time of its CAS.
 
-Limits: a revision has 48 bits, as in kv_engine, and a CAS is at most `cas_drift_max` ahead of the
-clock, because the partition's own follows it. With FIT_META, an extension of ours that HELLO
-negotiates, what is beyond them is made to fit: for restores of what an older server took.
+Limits: a revision has 48 bits, as in kv_engine. A CAS is at most `cas_drift_max` ahead of the
+clock, because the partition's own CAS follows it. With FIT_META, our extension that HELLO
+negotiates, values beyond these limits are adjusted, so that restores can bring older data back.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Final
 
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
 from dcp.session.state import SessionState
-from dcp.wire.frame import MAX_KEY_BYTES, pack_response
-from dcp.wire.message import CAS_SPECIAL, FIT_META, MUTATION_TOKEN, U32
-from dcp.wire.opcode import QUIET_FORMS, Opcode
-from dcp.wire.status import Status
+from dcp.wire.frame import MAX_KEY_BYTES
+from dcp.wire.message import CAS_SPECIAL, FIT_META, U32
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import NotMyVbucketError, RefusedError, Status
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
 from vbucket.model.ids import time_ns_from_cas
@@ -76,10 +77,7 @@ class WithMetaCommands:
         key_at = start + extras_len
         is_removal = opcode in _REMOVALS
         if extras_len not in _EXTRAS_LENGTHS or not key_len or key_at + key_len > end:
-            documents.refuse(
-                opcode, opaque, Status.EINVAL, "with-meta has 24, 26, 28 or 30 bytes of extras"
-            )
-            return
+            raise RefusedError(Status.EINVAL, "with-meta has 24, 26, 28 or 30 bytes of extras")
         flags, expiry, rev_seqno, meta_cas = _unpack_meta(buffer, start)
         options = 0
         if extras_len in _OPTIONS_LENGTHS:
@@ -95,76 +93,50 @@ class WithMetaCommands:
             numbers = rev_seqno, meta_cas, value_bytes, datatype
             problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
-                documents.refuse(opcode, opaque, Status.EINVAL, problem)
-                return
+                raise RefusedError(Status.EINVAL, problem)
         key = buffer[key_at : key_at + key_len]
         assert state.rights is not None
         is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
-        if not is_plain and self._has_refused(opcode, opaque, key, value_bytes):
-            return
+        if not is_plain:
+            if value_bytes > state.limits.value_bytes_max:
+                limit = f"a value has at most {state.limits.value_bytes_max} bytes"
+                raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
+            if why := state.denial(opcode, key):
+                state.deny(opcode, opaque, why)
+                return
         if state.has_collections and not key[0] and 1 < key_len <= MAX_KEY_BYTES:
             body = buffer[key_at:end]
         else:
-            located = documents.locate(opcode, opaque, vb_id, key)
-            if located is None:
-                return
-            vb_id, key = located
+            vb_id, key = documents.locate(vb_id, key)
             body = key + buffer[key_at + key_len : end]
         if vb_id >= state.engine.num_vbuckets:
-            documents.refuse_outcome(opcode, opaque, Status.NOT_MY_VBUCKET, vb_id)
-            return
+            raise NotMyVbucketError
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
-        status, new_cas, seqno = state.engine.put_with_meta(
+        outcome = state.engine.put_with_meta(
             stored, vb_id, key, body, flags, expiry, datatype & state.has_json, rev_seqno,
             meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
-        if status:
-            self._refuse(opcode, opaque, status, vb_id, meta_cas)
-            return
-        state.wait_group = state.engine.keyspace.group
-        if opcode not in QUIET_FORMS:
-            token = b""
-            if state.has_mutation_tokens:
-                token = MUTATION_TOKEN.pack(state.engine.partitions[vb_id].vb_uuid, seqno)
-            state.answers.append(pack_response(opcode, opaque=opaque, cas=new_cas, extras=token))
-
-    def _refuse(self, opcode: int, opaque: int, status: int, vb_id: int, cas: int) -> None:
-        """Answer what the engine said."""
-        if status == Status.CAS_VALUE_INVALID:
-            status, why = cas_refusal(self._state, cas)
-            self._documents.refuse(opcode, opaque, status, why)
-        else:
-            self._documents.refuse_outcome(opcode, opaque, status, vb_id)
-
-    def _has_refused(self, opcode: int, opaque: int, key: bytes, value_bytes: int) -> bool:
-        """Refuse what is too large, and who may not do this."""
-        state, documents = self._state, self._documents
-        value_bytes_max = state.limits.value_bytes_max
-        if value_bytes > value_bytes_max:
-            limit = f"a value has at most {value_bytes_max} bytes (setting value_bytes_max)"
-            documents.refuse(opcode, opaque, Status.E2BIG, limit)
-            return True
-        why = state.denial(opcode, key)
-        if why:
-            documents.refuse(opcode, opaque, Status.EACCESS, why)
-        return bool(why)
+        if outcome[0] == Status.CAS_VALUE_INVALID:
+            raise cas_refusal(state, meta_cas)
+        documents.answer_change(opcode, opaque, vb_id, outcome)
 
 
-def cas_refusal(state: SessionState, cas: int) -> tuple[Status, str]:
-    """Return status and words for a CAS that is too far ahead.
+def cas_refusal(state: SessionState, cas: int) -> RefusedError:
+    """Return the refusal of a CAS that is too far ahead of the clock.
 
-    kv_engine tells clients without XERROR that the key exists, which a restore would take for a
-    newer document.
+    Clients without XERROR get EINVAL. kv_engine answers KEY_EEXISTS, which a restore would take for
+    a newer document.
     """
     drift_s = state.engine.cas_drift_ns / 1e9
     ahead_s = (time_ns_from_cas(cas) - state.engine.now_ns) / 1e9
     status = Status.CAS_VALUE_INVALID if state.has_xerror else Status.EINVAL
-    return status, (
+    return RefusedError(
+        status,
         f"the CAS {cas} is {ahead_s:.0f} s ahead of this server's clock, and may be {drift_s:g} s "
-        "ahead (setting cas_drift_max); set the clocks right, or leave the CAS to this server"
+        "ahead (setting cas_drift_max); set the clocks right, or leave the CAS to this server",
     )
 
 
@@ -178,7 +150,7 @@ def _problem_of(
     *,
     is_removal: bool,
 ) -> str:
-    """Return what is wrong with a request in words, "" if nothing is."""
+    """Return what is wrong with a request; "": nothing."""
     if options & ~known:
         return f"unknown options 0x{options & ~known:x}"
     if options & REGENERATE_CAS and not options & SKIP_CONFLICT_RESOLUTION:

@@ -94,7 +94,7 @@ class ActiveStream:
         self.vb_uuid = part.vb_uuid
         """The partition's version whose failover log answered the request."""
         self.stream_id = stream_id
-        """What the client calls it (control enable_stream_id); 0: nothing."""
+        """Its name on the wire (control enable_stream_id); 0: it has none."""
         self.framing = stream_id_framing(stream_id) if stream_id else b""
         self.opaque = opaque
         self.opaque_bytes = opaque.to_bytes(4, "big")
@@ -106,55 +106,54 @@ class ActiveStream:
         self.snap_end_seqno: int | None = None
         """End of the snapshot under way; None between snapshots."""
         self.limit_seqno = 0
-        """The snapshot under way is the state as of this seqno; what it shows may end before."""
+        """The snapshot under way is the state as of this seqno. The changes that the stream shows
+        may end before."""
         self.is_history = False
         """Whether the snapshot under way has every version."""
         self.skip: Collection[int] = ()
         self.skips_deletions = False
-        """Whether its backlog leaves deletions out: the client has nothing to delete."""
+        """Whether its backlog leaves out deletions, because the client has nothing to delete."""
         self.filter = stream_filter
         self.accepts: Accepts | None = None
-        """What the filter lets through in the snapshot under way; None: everything."""
+        """The filter's test of keys for the snapshot under way; None: all keys pass."""
         self.is_backlog = True
         """Whether it has not caught up once yet."""
         self.state = SendState.SENDING
         self.is_active_only = bool(request.flags & _ACTIVE_ONLY)
         self.ignores_purges = bool(request.flags & _IGNORE_PURGED)
         self.purge_seqno = part.purge_seqno
-        """The partition's when the request was answered."""
+        """The partition's purge seqno when the request was answered."""
         self.takeover = Takeover() if request.flags & _TAKEOVER else None
         self.rate: RateLimit | None = None
         """A limit that an operator set; None: as fast as the connection takes it."""
         self.opened_ns = 0
-        """When it was asked for, Unix time; 0: not known."""
+        """When it was requested, by the clock of `Producer.heard`; 0: not known."""
 
     @property
     def key(self) -> int:
-        """What tells it from the other streams of its connection."""
+        """What identifies it among the streams of its connection."""
         return self.stream_id << 16 | self.vb_id
 
     @property
     def floor_max(self) -> int:
-        """Up to where the history floor may rise without taking anything from the snapshot under
-        way.
-        """
+        """The highest history floor that the snapshot under way allows."""
         return min(self.next_seqno, self.limit_seqno) if self.is_history else self.limit_seqno
 
     @property
     def purge_max(self) -> int:
-        """The same for the purge seqno. Who began with nothing has nothing to delete."""
+        """The highest purge seqno that it allows. A client that began empty needs no deletions."""
         if self.is_history or (self.held_seqno and not self.ignores_purges):
             return min(self.next_seqno, self.limit_seqno) - 1
         return self.limit_seqno - 1
 
     def has_lost_its_snapshot(self, part: Partition) -> bool:
-        """Whether history was given up that the snapshot under way still needs."""
+        """Whether history that the snapshot under way needs is gone."""
         return self.snap_end_seqno is not None and part.history_floor > self.floor_max
 
     def has_missed_a_purge(self, part: Partition) -> bool:
-        """Whether deletions that it still had to send were purged since it began.
+        """Whether deletions that it still has to send were purged since it began.
 
-        Who began with nothing has nothing to delete, so its first snapshot may leave them out.
+        The first snapshot of a client that began empty needs no deletions.
         """
         if part.purge_seqno < self.next_seqno or part.purge_seqno == self.purge_seqno:
             return False

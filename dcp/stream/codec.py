@@ -1,7 +1,7 @@
-"""From a stored frame to what a connection negotiated.
+"""Converts stored frames into the form that a connection negotiated.
 
-The stored frame is what a connection with collections, JSON and the expiry opcode gets; every other
-form is derived here, one frame at a time, in steps that each leave alone what they need not touch.
+A connection with collections, JSON and the expiry opcode gets frames as they are stored. Every
+other form is derived here, one frame at a time. Each step changes only what it has to.
 
 Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
 enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
@@ -32,7 +32,7 @@ FrameStep = Callable[[bytes], bytes]
 def frame_codec(
     open_flags: int, *, has_collections: bool, has_json: bool, has_expiry_opcode: bool
 ) -> FrameStep:
-    """Return the function that makes a connection's frames out of stored ones."""
+    """Return the function that converts stored frames for a connection."""
     steps: list[FrameStep] = []
     if not open_flags & OpenFlag.INCLUDE_DELETE_TIMES:
         steps.append(expiry_as_deletion)
@@ -61,8 +61,9 @@ def frame_codec(
 
 
 def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> int | None:
-    """Return which stored frames `frame_codec` leaves as they are, as flags of vbucket.store.block
-    that hold for them; None: none for sure.
+    """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block.
+
+    None: it may change any frame.
     """
     if not has_collections or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
         return None
@@ -70,7 +71,7 @@ def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> i
 
 
 def without_collection(frame: bytes) -> bytes:
-    """Return the frame with the one byte of the default collection taken off its key."""
+    """Return the frame without the byte in its key that names the default collection."""
     magic, opcode, key_len, extras_len, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(
         frame
     )
@@ -94,7 +95,7 @@ def without_value(frame: bytes) -> bytes:
 
 
 def without_datatype(frame: bytes) -> bytes:
-    """Return the frame with datatype raw: the client has not said that it knows others."""
+    """Return the frame with datatype raw, for clients that did not negotiate another."""
     if not frame[_DATATYPE_AT]:
         return frame
     return frame[:_DATATYPE_AT] + b"\0" + frame[_DATATYPE_AT + 1 :]
@@ -127,7 +128,7 @@ def removal_with_time(frame: bytes) -> bytes:
 
 
 def system_event_as_sent(frame: bytes) -> bytes:
-    """Return a system event without that part of its key which only the store knows."""
+    """Return a system event without the part of its key that only the store uses."""
     magic, opcode, key_len, extras_len, datatype, vb_id, body, opaque, cas = HEADER.unpack_from(
         frame
     )

@@ -6,9 +6,9 @@
     collections, "scope": "..."            what is in the scope, now and later, and its events
     x_key_prefix, "key_prefixes": [...]    of those only keys that begin so; system events pass
 
-Rules (kv_engine): items of collections that do not exist any more are left out; creations and
-drops come in seqno order among the changes; the stream ends with FILTER_EMPTY when the last
-collection of its list is dropped, or its scope.
+Rules (kv_engine): items of dropped collections are left out. Creations and drops come in seqno
+order among the changes. A stream ends with FILTER_EMPTY when its scope or the last collection of
+its list is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 from vbucket.model.manifest import (
     DEFAULT_COLLECTION,
     SYSTEM_COLLECTION,
@@ -34,14 +34,6 @@ from vbucket.store.store import Accepts
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _HEXADECIMAL: Final = frozenset("0123456789abcdefABCDEF")
 _SCOPE_EVENTS: Final = frozenset({SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE})
-
-
-class FilterRefusedError(Exception):
-    """A stream cannot have this filter; `status` is the answer, the text says why."""
-
-    def __init__(self, status: Status, what: str) -> None:
-        super().__init__(what)
-        self.status = status
 
 
 class StreamFilter:
@@ -74,16 +66,16 @@ class StreamFilter:
 
     @property
     def may_advance(self) -> bool:
-        """Whether the client knows SEQNO_ADVANCED, so that a snapshot may end on it."""
+        """Whether a snapshot may end on SEQNO_ADVANCED, because the client knows the message."""
         return self.has_events or bool(self._prefixes)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing will ever come through any more."""
+        """Whether the filter can never let anything through again."""
         return self._is_over or (self._collections is not None and not self._collections)
 
     def collection_ids(self, manifest: Manifest) -> list[int]:
-        """Return the collections that it lets through now."""
+        """Return the ids of the collections that the filter lets through now."""
         ids = manifest.collections
         if self._collections is not None:
             return [key for key in self._collections if key in ids]
@@ -94,10 +86,10 @@ class StreamFilter:
     def accepts(
         self, manifest: Manifest, start_seqno: int, other_high_seqno: int
     ) -> Accepts | None:
-        """Return the test of stored keys for a snapshot from `start_seqno`; None: all pass.
+        """Return a test of stored keys for a snapshot from `start_seqno` on; None: all keys pass.
 
-        `manifest` is the committed one; the partition has nothing above `other_high_seqno` but
-        the default collection.
+        `manifest` is the committed one. Above `other_high_seqno` the partition has changes of the
+        default collection only.
         """
         if (
             not self.is_limited
@@ -123,7 +115,7 @@ class StreamFilter:
         return accept
 
     def _accepts_prefixes(self, allowed: frozenset[int]) -> Accepts:
-        """Return the test of stored keys where the client named prefixes."""
+        """Return the test of stored keys for a client that asked for key prefixes."""
         prefixes = self._prefixes
         # The default collection's id is one zero byte: its keys need no decoding.
         has_default = DEFAULT_COLLECTION in allowed
@@ -151,7 +143,7 @@ class StreamFilter:
         return True
 
     def sent(self, frame: bytes) -> bool:
-        """Take note of a stored frame that was sent; True where the filter is empty after it."""
+        """Note that a stored frame was sent; return whether the filter is empty after it."""
         if frame[1] != _SYSTEM_EVENT:
             return False
         _, kind, scope_id, collection_id = SYSTEM_KEY.unpack_from(frame, HEADER_BYTES + frame[4])
@@ -167,21 +159,20 @@ def filter_of(
 ) -> StreamFilter:
     """Return the filter that a stream request's JSON value asks for (connections with collections).
 
-    Raises FilterRefusedError. What is asked for must exist (kv_engine). The `uid`, which manifest
-    the client has seen, is for whoever reads the log, as in today's kv_engine: which events are
-    still to come follows from the seqno, and a client that has seen more than we have is told to
-    roll back.
+    Raises RefusedError. What is asked for must exist (kv_engine). The `uid`, which manifest
+    the client has seen, is not used, as in today's kv_engine: the seqno tells which events are
+    still to come, and a client that has seen more than this server is told to roll back.
     """
     if "collections" in document and "scope" in document:
-        raise FilterRefusedError(Status.EINVAL, "a filter names collections or a scope, not both")
+        raise RefusedError(Status.EINVAL, "a filter names collections or a scope, not both")
     if not is_hexadecimal(document.get("uid", "0")):
-        raise FilterRefusedError(Status.EINVAL, "uid is hexadecimal text")
+        raise RefusedError(Status.EINVAL, "uid is hexadecimal text")
     if "scope" in document:
         scope = document["scope"]
         if not isinstance(scope, str) or not is_hexadecimal(scope):
-            raise FilterRefusedError(Status.EINVAL, "scope is hexadecimal text")
+            raise RefusedError(Status.EINVAL, "scope is hexadecimal text")
         if int(scope, 16) not in manifest.scopes:
-            raise FilterRefusedError(
+            raise RefusedError(
                 Status.UNKNOWN_SCOPE, f"there is no scope {scope} in manifest {manifest.uid:x}"
             )
         return StreamFilter(scope_id=int(scope, 16), key_prefixes=key_prefixes)
@@ -189,13 +180,13 @@ def filter_of(
         return StreamFilter(key_prefixes=key_prefixes)
     collections = document["collections"]
     if not isinstance(collections, list) or not collections:
-        raise FilterRefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+        raise RefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
     if not all(map(is_hexadecimal, collections)):
-        raise FilterRefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
+        raise RefusedError(Status.EINVAL, "collections is a list of hexadecimal ids")
     ids = [int(item, 16) for item in collections]
     for collection_id in ids:
         if collection_id not in manifest.collections:
-            raise FilterRefusedError(
+            raise RefusedError(
                 Status.UNKNOWN_COLLECTION,
                 f"there is no collection {collection_id:x} in manifest {manifest.uid:x}",
             )

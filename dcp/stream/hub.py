@@ -1,4 +1,4 @@
-"""Who follows which partition, so that a commit wakes those and costs nothing for idle ones."""
+"""Which connections follow which partition, so that a commit wakes only those that need it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Follower(Protocol):
         """Streams that are open on the connection."""
 
     def wake(self, vb_id: int) -> None:
-        """Something may be there to send for this partition."""
+        """The partition committed something."""
 
     def branched(self, vb_id: int, reason: EndReason) -> None:
         """The failover log of this partition changed."""
@@ -26,7 +26,7 @@ class Follower(Protocol):
         """The state of this partition changed."""
 
     def supersede(self) -> None:
-        """Another connection took this one's name: close."""
+        """Another connection took this one's name: this one closes."""
 
     def reading(self, vb_id: int) -> Iterable[ActiveStream]:
         """Return the streams of this partition that are in the middle of a snapshot."""
@@ -40,7 +40,7 @@ class StreamHub:
 
     def __init__(self) -> None:
         self._followers: dict[int, dict[Follower, None]] = {}
-        """Per partition, in the order they came: what is woken first does not depend on chance."""
+        """Per partition, in order of arrival, so that the order of waking is deterministic."""
         self._names: dict[bytes, Follower] = {}
 
     @property
@@ -50,7 +50,7 @@ class StreamHub:
 
     @property
     def stream_count(self) -> int:
-        """Streams that are open, over all connections."""
+        """Streams that are open on all connections together."""
         open_now = {follower for group in self._followers.values() for follower in group}
         return sum(follower.stream_count for follower in open_now)
 
@@ -82,14 +82,14 @@ class StreamHub:
             yield from follower.reading(vb_id)
 
     def end(self, stream: ActiveStream, reason: EndReason) -> None:
-        """End a stream, whichever connection it is of."""
+        """End a stream of any connection."""
         for follower in tuple(self._followers.get(stream.vb_id, ())):
             if stream in follower.reading(stream.vb_id):
                 follower.end(stream, reason)
                 return
 
     def committed(self, vb_ids: Iterable[int]) -> None:
-        """Wake whoever follows one of these partitions."""
+        """Wake the followers of these partitions."""
         followers = self._followers
         if not followers:
             return
@@ -98,11 +98,11 @@ class StreamHub:
                 follower.wake(vb_id)
 
     def branched(self, vb_id: int, reason: EndReason = EndReason.ROLLBACK) -> None:
-        """The partition's failover log changed: every stream that began before ends."""
+        """The partition's failover log changed: end the streams that began before."""
         for follower in tuple(self._followers.get(vb_id, ())):
             follower.branched(vb_id, reason)
 
     def restated(self, vb_id: int) -> None:
-        """The partition's state changed: streams end that may not be in it."""
+        """The partition's state changed: end the streams that the new state does not allow."""
         for follower in tuple(self._followers.get(vb_id, ())):
             follower.restated(vb_id)

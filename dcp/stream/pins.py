@@ -1,9 +1,9 @@
-"""How far history may be given up without taking anything from streams under way. Pure.
+"""How far a history floor may rise without taking anything from the streams under way. Pure.
 
-A stream in the middle of a snapshot reads versions as of its end; between snapshots it needs
-nothing. So nothing is noted while streams are served: who wants to raise a partition's floor asks
-its followers, and raises it in memory before anything else happens. A snapshot that begins later
-begins under the new floor.
+A stream in the middle of a snapshot reads versions as of its end. Between snapshots it needs
+nothing. So serving a stream records nothing here. Whoever wants to raise a partition's floor asks
+the partition's followers, and raises it in memory in the same step. Later snapshots begin under the
+new floor.
 
 - a de-duplicated snapshot as of seqno E has all that it needs while history_floor <= E: what was
   replaced at or below the floor is not the newest as of E, so the snapshot leaves it out anyway;
@@ -29,21 +29,21 @@ class Allowed(NamedTuple):
 
 
 def is_merged(part: Partition, vb_uuid: int, floor: int) -> bool:
-    """Whether the store is what a floor that was found there, in this version, was meant for.
+    """Whether a floor that was planned from the store, in this version, still fits the store.
 
-    It is not where history branched since, and not where that floor, or the one that the partition
-    has by now (a purge raises it), lies above what is merged: the store may hold versions there
-    which a branch undid. A compaction would take them for what replaced versions that the branch
-    brought back. Whoever asks plans again after the next merge.
+    It does not if history branched since. Nor does it if that floor, or the partition's own floor
+    (which a purge may have raised), is above what is merged: there the store may hold versions that
+    a branch undid, and a compaction would drop the versions that the branch brought back. The
+    caller plans again after the next merge.
     """
     return part.vb_uuid == vb_uuid and max(floor, part.history_floor) <= part.merged_seqno
 
 
 def allowed(part: Partition, floor: int, purge: int, streams: Iterable[ActiveStream]) -> Allowed:
-    """Return what of `floor` and `purge` a partition may take on; never less than it has.
+    """Return how far a partition may go towards `floor` and `purge`. Neither ever falls.
 
-    The floor may rise to a merged change, because what the store has was planned for; and not above
-    a read view.
+    The floor does not rise above what is merged, because the plan was made from the store, nor
+    above a read view.
     """
     wanted = floor
     floor = min(floor, part.merged_seqno, *part.pins[:1])

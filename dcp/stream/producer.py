@@ -5,16 +5,16 @@
 
 A stream is in its backlog until it has caught up once.
 
-A stream holds no data: it is a cursor (next seqno, end of the snapshot under way) over what the
-engine has, in memory or in the store, so a slow consumer costs nothing but its cursor and no
-writer ever waits for it.
+A stream holds no data. It is a cursor (next seqno, end of the snapshot under way) over what the
+engine has in memory and in the store. So a slow consumer costs its cursor only, and no writer waits
+for it.
 
 Invariants
-- within a snapshot seqnos rise and, except in a history snapshot, keys are unique; a snapshot ends
-  on its announced end;
-- the first marker starts at the requested snapshot start, each later one at the previous end + 1
-  (never at the first item: after de-duplication a consumer that stopped in between would resume
-  with a gap);
+- within a snapshot seqnos rise, and keys are unique except in history snapshots. A snapshot ends on
+  its announced end;
+- the first marker starts at the requested snapshot start, each later one at the previous end + 1.
+  It never starts at the first item, because a consumer that stops before that item would resume
+  with a gap;
 - nothing above the partition's committed_seqno is sent;
 - all messages of a stream, STREAM_END included, carry the opaque of its request;
 - a stream's `state` (SendState) says why it sends nothing now. `_state_of` alone decides it. READY
@@ -24,8 +24,8 @@ Invariants
   or a stream that may take the free place is in the ready queue;
 - a partition whose newest version is not committed yet sends nothing: the snapshots under way are
   undone, but a crash could bring them back;
-- with a window of N bytes, sending stops as soon as N or more are unacknowledged; command
-  responses, NOOP and STREAM_END still flow.
+- with a window of N bytes, streams stop as soon as N or more bytes are unacknowledged. Responses,
+  NOOP and the STREAM_END of `end` are still sent.
 
 Rules: DCP flow control and snapshots as kv_engine documents them.
 """
@@ -56,19 +56,19 @@ from vbucket.engine.partition import Partition, VbState
 from vbucket.store.environment import StoreDamagedError
 
 TURN_BYTES: Final = 128 * 1024
-"""What one stream may send before it is another one's turn."""
+"""What a stream may send in one turn."""
 
 NOOP_OPAQUE_FIRST: Final = 10_000_001
-"""Opaques of our own requests count from here, as kv_engine's do."""
+"""First opaque of the server's own requests, as in kv_engine."""
 
 NOOP_INTERVAL_DEFAULT_NS: Final = 180 * 1_000_000_000
 
 IDLE_CLOSE_NS: Final = 360 * 1_000_000_000
-"""A peer that enabled NOOP and was not heard of for so long is gone (kv_engine: 360 s)."""
+"""A peer that enabled NOOP and is silent for so long is gone (kv_engine: 360 s)."""
 
 BACKLOGS_MAX: Final = 16
-"""Backlogs under way at once on a connection. Each remembers the superseded seqnos of its snapshot;
-the others wait their turn, so that memory does not grow with the number of partitions."""
+"""Backlogs that a connection sends at once. Each one keeps the superseded seqnos of its snapshot,
+so this limit keeps memory from growing with the number of partitions."""
 
 # Enum members cost a look-up in their class each time, once per change of a live stream.
 _SENDING: Final = SendState.SENDING
@@ -86,7 +86,9 @@ _NOT_WOKEN: Final = (*_QUEUED, _STALLED)
 
 
 class Producer:
-    """See the module. `schedule` is called when there is something to pump."""
+    """See the module. `schedule` rings the shell: there may be something to pump. It may only note
+    that, because streams are woken amid other work.
+    """
 
     def __init__(
         self, name: bytes, engine: Engine, hub: StreamHub, schedule: Callable[[], None]
@@ -104,18 +106,18 @@ class Producer:
         self.noop_interval_ns = NOOP_INTERVAL_DEFAULT_NS
         self.is_superseded = False
         self.damages: list[str] = []
-        """What could not be read of the store, in words; the caller logs and empties it."""
+        """What is damaged in the store, in words. The caller logs it and empties the list."""
         self._engine = engine
         self._hub = hub
         self._schedule = schedule
         self._streams: dict[int, ActiveStream] = {}
-        """By `ActiveStream.key`; that of a stream without a name is its partition."""
+        """By `ActiveStream.key`; the key of a stream without a name is its partition's id."""
         self._by_vb: dict[int, tuple[ActiveStream, ...]] = {}
         self._takeovers: dict[int, ActiveStream] = {}
-        """Streams that hand a partition over, by opaque: the client's answers carry it."""
+        """Streams that hand a partition over, by the opaque, which the client's answers carry."""
         self._ready: deque[ActiveStream] = deque()
         self._waiting: deque[ActiveStream] = deque()
-        """Streams that wait until one of `BACKLOGS_MAX` backlogs is through."""
+        """Streams that wait until one of BACKLOGS_MAX backlogs ends."""
         self._backlogs = 0
         self._urgent: list[Message] = []
         self._limited: dict[int, ActiveStream] = {}
@@ -144,7 +146,7 @@ class Producer:
         *,
         stream_filter: StreamFilter,
     ) -> None:
-        """Begin to stream; the caller has answered the request with OK."""
+        """Begin a stream; the caller has answered the request with OK."""
         part = self._engine.partitions[vb_id]
         stream = ActiveStream(part, opaque, request, stream_id, stream_filter)
         assert stream.key not in self._streams
@@ -161,7 +163,7 @@ class Producer:
         self._settle(stream, _READY)
 
     def close_stream(self, vb_id: int, stream_id: int = 0) -> bool:
-        """End a stream because the client asks; False where there is none."""
+        """End a stream because the client asks for it; False: there is none."""
         stream = self._streams.get(stream_id << 16 | vb_id)
         if stream is None:
             return False
@@ -171,7 +173,7 @@ class Producer:
         return True
 
     def answered(self, opcode: int, opaque: int, status: int) -> None:
-        """Take a client's answer to a message of ours: a takeover waits for some of them."""
+        """The client answered a message of this server. Takeovers wait for some of the answers."""
         stream = self._takeovers.get(opaque)
         takeover = stream.takeover if stream is not None else None
         if stream is None or takeover is None:
@@ -184,7 +186,7 @@ class Producer:
             self.end(stream, EndReason.STATE_CHANGED)
             return
         if status != Status.OK:
-            self.end(stream, EndReason.CLOSED)  # the client will not have it
+            self.end(stream, EndReason.CLOSED)  # the client refuses the partition
         elif takeover.is_done:
             self.end(stream, EndReason.OK)
         else:
@@ -199,17 +201,17 @@ class Producer:
             self._schedule()
 
     def acknowledge(self, processed_bytes: int) -> None:
-        """Open the window by what the client has processed."""
+        """Widen the window by the bytes that the client has processed."""
         self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes)
         if self._ready:
             self._schedule()
 
     def heard(self, now_ns: int) -> None:
-        """Note that something came in; the clock is that of `tick`, one that never jumps."""
+        """Note that the client sent something; the clock is the steady one of `tick`."""
         self._last_heard_ns = now_ns
 
     def tick(self, now_ns: int) -> bool:
-        """Send a NOOP where one is due. False: the peer is gone, close the connection."""
+        """Let time pass: send a NOOP if one is due. False: the peer is gone, so close."""
         if self._limited:
             self._refill(now_ns)
         for stream in self._takeovers.values():
@@ -238,13 +240,13 @@ class Producer:
                 self._schedule()
 
     def branched(self, vb_id: int, reason: EndReason) -> None:
-        """The partition's failover log changed: its streams end, unless they began under it."""
+        """The partition's failover log changed: end its streams, except those that began after."""
         for stream in self._by_vb[vb_id]:
             if stream.vb_uuid != self._engine.partitions[vb_id].vb_uuid:
                 self.end(stream, reason)
 
     def restated(self, vb_id: int) -> None:
-        """The partition's state changed: streams end that may not be in it."""
+        """The partition's state changed: end the streams that the new state does not allow."""
         state = self._engine.partitions[vb_id].state
         for stream in self._by_vb[vb_id]:
             takeover = stream.takeover
@@ -284,7 +286,7 @@ class Producer:
         return iter(tuple(self._streams.values()))
 
     def phase_of(self, stream: ActiveStream) -> str:
-        """Say in a word what a stream is doing."""
+        """Return a stream's state as operators see it."""
         if stream.state is _STALLED:
             return "stalled"
         if stream.state is _WAITS_FOR_BACKFILL:
@@ -297,9 +299,9 @@ class Producer:
         self._send_end(stream, reason)
 
     def limit(self, stream: ActiveStream, rate: RateLimit | None) -> None:
-        """Slow a stream down, stop it (a rate of 0), or let it go again (None).
+        """Slow a stream down, stop it (a rate of 0), or lift its limit (None).
 
-        A stream that stops in the middle of its backlog keeps its place among BACKLOGS_MAX.
+        A stream that is stopped in the middle of its backlog keeps its place among BACKLOGS_MAX.
         """
         stream.rate = rate
         if rate is None:
@@ -459,7 +461,7 @@ class Producer:
         self._admit()
 
     def _admit(self) -> None:
-        """A backlog's place is free, or a stream that might have taken it has not: offer it."""
+        """If a backlog's place is free, let the next stream that waits for one take a turn."""
         if self._waiting and self._backlogs < BACKLOGS_MAX:
             self._settle(self._waiting.popleft(), _READY)
 
@@ -518,7 +520,7 @@ class Producer:
         stream.state = _SENDING
 
     def _send_end(self, stream: ActiveStream, reason: EndReason) -> None:
-        """Send STREAM_END, window or not; it counts all the same."""
+        """Send STREAM_END even if the window is full. It counts against the window."""
         message = pack_stream_end(stream.vb_id, stream.opaque, reason)
         self._count(self.snapshots.put(stream, self._urgent, message))
         self._schedule()

@@ -1,11 +1,11 @@
-"""How a stream's snapshots are written on one connection: markers, changes, ends. Sans-IO.
+"""Writes the snapshots of streams on one connection: markers, changes, ends. Sans-IO.
 
-Who calls it: `dcp.stream.producer`, which decides whose turn it is and how much may be sent.
+`dcp.stream.producer` calls it. The producer decides which stream sends next, and how much.
 
 Invariants
-- a snapshot ends on its announced end: on an item, or with collections on SEQNO_ADVANCED;
-- what a message tells beside the change (previous value, snapshot end, stream id) is there only
-  where the connection's terms ask for it.
+- a snapshot ends on its announced end: on an item, or on SEQNO_ADVANCED where the client knows it;
+- previous values, snapshot ends and stream ids are sent only if the connection's terms ask for
+  them.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATI
 _HISTORY: Final = int(MarkerFlag.HISTORY | MarkerFlag.MAY_DUPLICATE_KEYS)
 
 Message = bytes | bytearray
-"""One message on its way out, or several."""
+"""One message to send, or several in one piece."""
 
 FrameCodec = Callable[[bytes], bytes]
-"""Turns a stored frame (opaque set) into what this connection negotiated."""
+"""Converts a stored frame, with its opaque set, into the form that the connection negotiated."""
 
 MARKER_FORMS: Final[dict[MarkerVersion, Callable[[int, int, SnapshotMarker, int], bytes]]] = {
     MarkerVersion.V1: lambda vb_id, opaque, marker, _: pack_marker(vb_id, opaque, marker),
     MarkerVersion.V2_0: lambda vb_id, opaque, marker, _: pack_marker_v2_0(vb_id, opaque, marker),
     MarkerVersion.V2_2: pack_marker_v2_2,
 }
-"""How a marker is written; the last argument is the partition's purge seqno."""
+"""Packs a marker of each version; the last argument is the partition's purge seqno."""
 
 
 class SnapshotWriter:
-    """See the module. All of it may raise StoreDamagedError."""
+    """See the module. Every method may raise StoreDamagedError."""
 
     def __init__(self, engine: Engine, terms: Terms) -> None:
         self.codec: FrameCodec | None = None
-        """None: stored frames leave as they are."""
+        """None: stored frames are sent unchanged."""
         self.plain: int | None = ALL_PLAIN
-        """Flags of vbucket.store.block: what the codec leaves as it is; None: nothing."""
+        """Which frames the codec leaves unchanged (flags of vbucket.store.block); None: none."""
         self.refused_bytes = 0
-        """What filters refused in the turn under way: it is work, too. The caller empties it."""
+        """Bytes that filters left out in this turn. The caller counts and resets them."""
         self._engine = engine
         self._terms = terms
 
@@ -131,9 +131,8 @@ class SnapshotWriter:
     def _go_on(
         self, stream: ActiveStream, out: list[Message], next_seqno: int, last_seqno: int
     ) -> int:
-        """Move the cursor to `next_seqno`; return the bytes of what has to be said about it.
-
-        `last_seqno` is that of the last change that was sent.
+        """Move the cursor to `next_seqno`. Send SEQNO_ADVANCED if the snapshot is over and its last
+        change, `last_seqno`, was not at its end. Return the bytes sent.
         """
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
@@ -141,21 +140,21 @@ class SnapshotWriter:
         stream.next_seqno = next_seqno
         if next_seqno <= end_seqno or last_seqno == end_seqno:
             return 0
-        assert stream.filter.may_advance, "who does not know it gets snapshots that end on items"
+        assert stream.filter.may_advance, "other clients get snapshots that end on items"
         return self.put(stream, out, pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno))
 
     def _note_events(self, stream: ActiveStream, batch: FrameBatch) -> None:
-        """Tell the filter which drops the client has heard of: it may be empty now."""
+        """Tell the filter which drops were sent, because it may be empty after them."""
         for frame in batch.frames:
             is_sent = U64.unpack_from(frame, HEADER_BYTES)[0] < stream.next_seqno
             if frame[1] == Opcode.DCP_SYSTEM_EVENT and is_sent:
                 stream.filter.sent(frame)
 
     def _limit_of(self, stream: ActiveStream, part: Partition) -> int:
-        """Return where the next snapshot has to end at the latest.
+        """Return the highest seqno that the next snapshot may end at.
 
-        Not below the history floor: the state as of such a seqno need not be there any more, and no
-        change at it. Who asks for less than that gets the state as of the floor.
+        It is not below the history floor, because older states may be gone. A client that asks for
+        less gets the state as of the floor.
         """
         limit, floor = min(part.committed_seqno, stream.end_seqno), part.history_floor
         if stream.next_seqno <= floor and (self._terms.has_history or limit < floor):
@@ -185,7 +184,7 @@ class SnapshotWriter:
         return stream.next_seqno != first_seqno
 
     def finish(self, stream: ActiveStream, out: list[Message]) -> int:
-        """Everything of the snapshot is sent; return the bytes of the message that says so."""
+        """End a snapshot that is sent completely; return the bytes of SNAPSHOT_END, if any."""
         end_seqno = stream.snap_end_seqno
         assert end_seqno is not None
         stream.snap_end_seqno = None
@@ -211,7 +210,7 @@ class SnapshotWriter:
         return lambda frame: with_framing(codec(frame), framing)
 
     def _previous_value(self, stream: ActiveStream, frame: bytes) -> bytes | None:
-        """Return the message that tells what a stored frame's change replaced, None if nothing."""
+        """Return PREVIOUS_VALUE for the change in a stored frame; None: it replaced nothing."""
         by_seqno: int = U64.unpack_from(frame, HEADER_BYTES)[0]
         found = self._engine.versions.previous_value(stream.vb_id, by_seqno)
         if found is None:
@@ -233,7 +232,7 @@ def _last_seqno(batch: FrameBatch) -> int:
 
 
 def _without_deletions(stream: ActiveStream, batch: FrameBatch) -> FrameBatch:
-    """Take the deletions out, but for one that ends the snapshot of a client which does not know
+    """Leave out the deletions. One that ends the snapshot stays if the client does not know
     SEQNO_ADVANCED.
     """
     end_seqno = stream.snap_end_seqno
@@ -257,9 +256,10 @@ def _encode(
     out: list[Message],
     bytes_max: int,
 ) -> tuple[int, int]:
-    """Send a batch in the stream's own form; return bytes sent and the next seqno.
+    """Send a batch in the stream's own form; return the bytes sent and the next seqno.
 
-    The engine counted stored bytes: where messages become longer or more, the last ones wait.
+    `bytes_max` limits the messages. The engine counted stored bytes, so if messages get longer, or
+    there are more of them, the last frames stay for the next turn.
     """
     sent = 0
     for frame in batch.frames:

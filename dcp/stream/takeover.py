@@ -1,4 +1,4 @@
-"""Handing a partition over to the client of a stream (stream request flag 0x01). Pure.
+"""Takeover: a stream hands its partition over to the client (stream request flag 0x01). Pure.
 
     SENDING --- all sent, nothing under way ------> SET_VBUCKET_STATE(pending)
     PENDING_ASKED --- client: OK -----------------> the partition is dead here
@@ -7,16 +7,16 @@
 
 After the backlog every marker asks for an answer (flag 0x08), and the next one waits for it.
 
-Who is active when a step fails
-- before the client answered "pending" the partition stays active here;
-- while DRAINING it is dead here, and the client is not active either: only our message makes it so,
-  and that was not sent. If the stream ends now, it becomes active here again. It is still the same
-  history, so no new version begins;
-- from ACTIVE_ASKED on the client may be active and may have taken writes, whether or not its answer
-  reaches us: the partition stays dead here, and an operator decides. Two active partitions of one
-  history would be worse than none;
-- a crash of this server forgets which of the last two it was: a partition that is dead in the log
-  stays dead.
+Which side is active when a step fails
+- until the client has answered "pending", the partition stays active here;
+- while DRAINING, the partition is dead here, and the client is not active either, because the
+  message that makes it active was not sent yet. If the stream ends now, the partition becomes
+  active here again. It is the same history, so no new version begins;
+- from ACTIVE_ASKED on, the client may be active and may have taken writes, whether or not its
+  answer arrives here. The partition stays dead here, and an operator decides: two active partitions
+  of one history would be worse than none;
+- after a crash of this server nothing tells DRAINING from ACTIVE_ASKED: a partition that is dead in
+  the log stays dead.
 
 Rules: kv_engine's takeover.
 """
@@ -31,8 +31,8 @@ from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
 
 SENDING_NS_MAX: Final = 60 * 1_000_000_000
-"""After so long in SENDING writes are told to come back later, so that the stream can catch up
-(kv_engine's dcp_takeover_max_time)."""
+"""After so long in SENDING, writes are refused with a temporary failure, so that the stream can
+catch up (kv_engine's dcp_takeover_max_time)."""
 
 
 class TakeoverStep(Enum):
@@ -50,16 +50,16 @@ _ASKED: Final = frozenset({TakeoverStep.PENDING_ASKED, TakeoverStep.ACTIVE_ASKED
 
 
 class Takeover:
-    """How far one stream's takeover has come."""
+    """The progress of one stream's takeover."""
 
     __slots__ = ("began_ns", "has_open_marker", "step")
 
     def __init__(self) -> None:
         self.step = TakeoverStep.SENDING
         self.has_open_marker = False
-        """A marker with flag 0x08 was sent and not answered yet."""
+        """Whether a marker with flag 0x08 was sent and is not answered yet."""
         self.began_ns = 0
-        """When SENDING was first seen by a clock."""
+        """The time of the first `tick` in SENDING; 0: none yet."""
 
     @property
     def is_waiting(self) -> bool:
@@ -68,12 +68,12 @@ class Takeover:
 
     @property
     def made_it_dead(self) -> bool:
-        """Whether it is this takeover because of which the partition is dead."""
+        """Whether this takeover made the partition dead."""
         return self.step in {TakeoverStep.DRAINING, TakeoverStep.ACTIVE_ASKED, TakeoverStep.DONE}
 
     @property
     def is_done(self) -> bool:
-        """Whether the partition is the client's now."""
+        """Whether the client has the partition now."""
         return self.step is TakeoverStep.DONE
 
     def may_go_on(self, engine: Engine, vb_id: int) -> bool:
@@ -97,7 +97,7 @@ class Takeover:
         return VbState.ACTIVE
 
     def accepted(self, engine: Engine, vb_id: int) -> bool:
-        """Take the client's OK to the state that it was asked for; False: it cannot go on."""
+        """The client accepted the state that it was asked for. False: the takeover cannot go on."""
         part = engine.partitions[vb_id]
         if self.step is TakeoverStep.ACTIVE_ASKED:
             self.step = TakeoverStep.DONE
@@ -110,7 +110,7 @@ class Takeover:
         return True
 
     def tick(self, engine: Engine, vb_id: int, now_ns: int) -> None:
-        """Hold writers back once the stream has tried to catch up for too long."""
+        """Refuse writes once the stream has tried to catch up for too long."""
         if self.step is not TakeoverStep.SENDING:
             return
         self.began_ns = self.began_ns or now_ns
@@ -118,7 +118,7 @@ class Takeover:
             engine.partitions[vb_id].hold_writes(self, _TOO_FAST)
 
     def abandon(self, engine: Engine, vb_id: int) -> None:
-        """The stream ends: leave the partition in the state that is safe (see the module)."""
+        """The stream ends: leave the partition in the safe state (see the module)."""
         part = engine.partitions[vb_id]
         part.release_writes(self)
         if self.step is TakeoverStep.DRAINING and part.state == VbState.DEAD:

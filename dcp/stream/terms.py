@@ -1,7 +1,7 @@
-"""What a client asked of its streams by DCP_CONTROL, one connection's worth. Plain attributes.
+"""What a client negotiated for the streams of its connection, mostly by DCP_CONTROL.
 
-Everything is off until a control turns it on, and a connection on which nothing is on sends exactly
-what it sent before the control existed. `x_` names are this server's own; the others are
+Everything is off until a control turns it on. A connection with everything off sends exactly what
+it sent before the controls existed. `x_` controls are this server's own, the others are
 kv_engine's.
 """
 
@@ -37,17 +37,17 @@ class Terms:
 
     def __init__(self) -> None:
         self.has_stream_ids = False
-        """enable_stream_id: a request names its stream, every message of it carries the name."""
+        """enable_stream_id: a request names its stream, and every message carries the name."""
         self.has_history = False
-        """change_streams: every version, no de-duplication, as far back as there are all."""
+        """change_streams: every version without de-duplication, back to the history floor."""
         self.has_snapshot_ends = False
         """x_snapshot_end: a message after the last one of each snapshot."""
         self.has_version_lists = False
-        """x_version_log: a request may name all versions that the client knows."""
+        """x_version_log: a request may list all versions that the client knows."""
         self.has_previous_values = False
-        """x_previous_value: what a change replaced comes right before it."""
+        """x_previous_value: the value that a change replaced is sent right before the change."""
         self.has_key_prefixes = False
-        """x_key_prefix: a request may name prefixes of keys; the client knows SEQNO_ADVANCED."""
+        """x_key_prefix: a request may list key prefixes. The client knows SEQNO_ADVANCED."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True
@@ -56,7 +56,7 @@ class Terms:
         """HELLO 0x0b: the client knows the datatype bit JSON."""
         self.marker_version = MarkerVersion.V1
         self.skips_deletions = False
-        """DCP_OPEN asked for no deletions in the backlog of who begins with nothing (0x200)."""
+        """DCP_OPEN flag 0x200: the backlog of a stream from seqno 0 leaves out deletions."""
 
     @property
     def takes_values(self) -> bool:

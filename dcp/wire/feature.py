@@ -1,4 +1,4 @@
-"""HELLO features and which of them this server grants."""
+"""HELLO features, and which of them this server grants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 
 class Feature(IntEnum):
-    """Feature codes of HELLO that this project knows by name."""
+    """Feature codes of HELLO that this project has names for."""
 
     TCP_NODELAY = 0x03
     MUTATION_SEQNO = 0x04
@@ -26,9 +26,9 @@ class Feature(IntEnum):
     GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION = 0x1D
     DEDUPE_NOT_MY_VBUCKET = 0x1E
     X_PUT_FRAMES = 0xDC01
-    """An extension of ours: the command of that name."""
+    """Our extension: the command X_PUT_FRAMES."""
     X_FIT_META = 0xDC02
-    """An extension of ours: option FIT_META of changes that bring their metadata."""
+    """Our extension: the option FIT_META of commands that carry a revision and a CAS."""
 
 
 GRANTED: Final = frozenset(
@@ -47,4 +47,4 @@ GRANTED: Final = frozenset(
         Feature.X_FIT_META,
     }
 )
-"""What HELLO grants when asked. A feature that was not asked for is never echoed."""
+"""What HELLO grants when asked. It never grants a feature that the client did not ask for."""

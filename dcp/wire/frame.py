@@ -1,11 +1,11 @@
 """Framing: a 24-byte header and a body; big-endian throughout.
 
-`FrameDecoder` is the reading side that clients and tests use: bytes in, `Frame` out. The server's
-session has its own loop over the same header structs, because it works on whole batches.
+`FrameDecoder` is the reading side of clients and tests: bytes in, `Frame` out. The server's session
+has its own loop over the same header structs, because it handles whole batches.
 
 Limits
-- a body is at most `MAX_BODY_BYTES` (20 MiB value as in kv_engine, plus key, extras and room);
-  a longer one is a `RemoteProtocolError` before its body is buffered.
+- a body has at most `MAX_BODY_BYTES` (a value of 20 MiB as in kv_engine, plus room for key and
+  extras). A longer one raises `RemoteProtocolError` before its body is buffered.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ HEADER_BYTES: Final = 24
 HEADER: Final = Struct(">BBHBBHIIQ")
 """magic, opcode, key length, extras length, datatype, vbucket or status, body length, opaque, CAS.
 
-The opaque is echoed byte for byte, so it is only a number to us."""
+The opaque is echoed unchanged; its byte order does not matter."""
 
 FLEX_HEADER: Final = Struct(">BBBBBBHIIQ")
-"""The same for flex magics: framing-extras length and an 8-bit key length share a field."""
+"""The same for flex packets: the length of the framing extras and an 8-bit key length share the
+field of the key length."""
 
 MAX_KEY_BYTES: Final = 250
 """Longest logical key (memcached, Couchbase)."""
@@ -35,23 +36,23 @@ MAX_BODY_BYTES: Final = MAX_VALUE_BYTES + 4096
 
 
 class ProtocolError(Exception):
-    """The rules of the wire were broken; `LocalProtocolError` by us, `RemoteProtocolError` by the
+    """The protocol was broken: `LocalProtocolError` by this side, `RemoteProtocolError` by the
     peer.
     """
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own side asked for something that the protocol has no bytes for."""
+    """The caller asked for something that the protocol cannot express."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent what no frame can begin with; the connection cannot be used further."""
+    """The peer sent bytes that are no valid frame. The connection cannot be used any more."""
 
 
 class Frame(NamedTuple):
-    """One packet, taken apart. `status` is the vbucket id in a request.
+    """One decoded packet. In a request, `status` is the vbucket id.
 
-    `framing` holds the framing extras of a flex packet, else b"".
+    `framing` holds the framing extras of a flex packet, and is b"" in other packets.
     """
 
     magic: int
@@ -72,12 +73,12 @@ class Frame(NamedTuple):
 
     @property
     def is_request(self) -> bool:
-        """Whether the peer asks something (server-initiated requests included)."""
+        """Whether this is a request, a server-initiated one included."""
         return self.magic in {Magic.REQUEST, Magic.FLEX_REQUEST, Magic.SERVER_REQUEST}
 
     @property
     def wire_bytes(self) -> int:
-        """Length of the packet on the wire, as flow control counts it."""
+        """Length of the packet on the wire. Flow control counts this."""
         return HEADER_BYTES + len(self.framing) + len(self.extras) + len(self.key) + len(self.value)
 
 
@@ -128,9 +129,9 @@ def pack_response(
 
 
 def frame_infos(framing: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield id and data of each frame info in the framing extras of a flex packet.
+    """Yield the id and the data of each frame info in the framing extras of a flex packet.
 
-    Raises RemoteProtocolError after the last one if it is cut short.
+    Raises RemoteProtocolError after the last one if the extras are cut short.
     """
     position, end = 0, len(framing)
     while position < end:
@@ -155,7 +156,7 @@ _FLEX: Final = frozenset({Magic.FLEX_REQUEST, Magic.FLEX_RESPONSE})
 
 
 class FrameDecoder:
-    """Bytes in, frames out. Holds at most one incomplete frame and what one read brought in."""
+    """Bytes in, frames out. It holds at most one incomplete frame and the bytes of one read."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._buffer = b""
@@ -163,14 +164,14 @@ class FrameDecoder:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of the incomplete frame that is waiting for more."""
+        """Bytes that are held of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Take what a read brought in and return the frames that are now complete.
+        """Take the bytes of one read; return the frames that are complete now.
 
-        Raises RemoteProtocolError where no frame can begin so, or one is larger than allowed;
-        frames before it in the same read are lost with it, the connection is unusable.
+        Raises RemoteProtocolError if the bytes are no valid frame or the frame is too large. The
+        frames before it in the same read are lost, and the connection is unusable.
         """
         buffer = self._buffer + data if self._buffer else data
         frames: list[Frame] = []

@@ -1,8 +1,7 @@
-"""DCP messages: what is in the extras and values of stream traffic.
+"""DCP messages: the layouts of their extras and values, and functions that pack and parse them.
 
-Both directions use the same functions; the layouts are those of kv_engine's DCP documents. The
-stored form of a change is its DCP_MUTATION or DCP_DELETION frame, so these structs are also the
-disk's (vbucket.model.entry).
+The layouts are those of kv_engine's DCP documents. A change is stored as its DCP_MUTATION or
+DCP_DELETION frame, so these structs are part of the disk format too (vbucket.model.entry).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ MARKER_EXTRAS: Final = Struct(">QQI")
 MARKER_V2_0_VALUE: Final = Struct(">QQIQQ")
 """Start seqno, end seqno, type, highest visible seqno, highest completed seqno; extras: u8 0."""
 MARKER_V2_2_VALUE: Final = Struct(">QQIQQQQ")
-"""The same and purge seqno, highest prepared seqno; extras: u8 2."""
+"""The fields of version 2.0, purge seqno, highest prepared seqno; extras: u8 2."""
 PREVIOUS_VALUE_EXTRAS: Final = Struct(">QQ")
-"""by_seqno of the change that it belongs to, seqno of the version that was replaced."""
+"""by_seqno of the change, seqno of the version that the change replaced."""
 STREAM_ID_FRAMING: Final = Struct(">BH")
-"""Frame info of id 2 and length 2, stream id: framing extras of flex packets."""
+"""Framing extras of a flex packet: one byte (frame info id 2, length 2), stream id."""
 MUTATION_EXTRAS: Final = Struct(">QQIIIHB")
 """by_seqno, rev_seqno, flags, expiration (absolute s), lock time, nmeta = 0, nru."""
 DELETION_EXTRAS: Final = Struct(">QQH")
@@ -43,34 +42,34 @@ FAILOVER_ENTRY: Final = Struct(">QQ")
 VB_SEQNO: Final = Struct(">HQ")
 """vbucket id, high seqno."""
 OBSERVE_CURRENT: Final = Struct(">BHQQQ")
-"""0, vbucket id, vb_uuid, persisted seqno, current seqno."""
+"""0, vbucket id, current vb_uuid, persisted seqno, current seqno."""
 OBSERVE_OLD: Final = Struct(">BHQQQQQ")
 """1, vbucket id, current vb_uuid, persisted, current, old vb_uuid, seqno where it ended."""
 MUTATION_TOKEN: Final = Struct(">QQ")
-"""vb_uuid, by_seqno: extras of a mutation's response when MUTATION_SEQNO was granted."""
+"""vb_uuid, by_seqno: extras of the response to a mutation if HELLO granted MUTATION_SEQNO."""
 STREAM_ID_FRAME: Final = 2
-"""Id of the frame info that names a stream."""
+"""Id of the frame info that carries a stream id."""
 U32: Final = Struct(">I")
 U64: Final = Struct(">Q")
 PUT_FRAMES_MAX: Final = 1024
 PUT_FRAMES_BYTES_MAX: Final = 256 * 1024
-"""Frames in one X_PUT_FRAMES, and bytes of its value: applying them takes 1 to 2 ms, in which
-nobody else is served, and larger packets are not faster."""
+"""Most frames in one X_PUT_FRAMES, and most bytes in its value. Applying so many takes 1 to 2 ms,
+during which no other client is served. Larger packets are not faster."""
 PUT_FRAMES_REQUEST: Final = Struct(">II")
 """Options, number of frames."""
 PUT_FRAMES_ANSWER: Final = Struct(">II")
-"""Frames that were applied, frames that lost against what was there."""
+"""Number of frames applied, number of frames that lost against the stored version."""
 PUT_FRAMES_FITTED_ANSWER: Final = Struct(">III")
-"""The same with option FIT_META: and frames that were given another CAS."""
+"""With option FIT_META: the same, and the number of frames whose CAS was replaced."""
 FIT_META: Final = 0x0100_0000
-"""Option of SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES, an extension (HELLO 0xdc02): what is
-beyond the server's bounds is made to fit them. A CAS that is too far ahead is replaced by one of
-the server's own, and then the revision alone decides conflicts; a revision is lowered to the
-highest."""
+"""Option of SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES, our extension (HELLO 0xdc02): values
+beyond the server's limits are adjusted. A CAS too far ahead of the clock is replaced by a CAS of
+the server, and the revision alone decides conflicts then. A revision that is too high is lowered to
+the highest one."""
 CAS_SPECIAL: Final = 2**64 - 1
-"""Not a CAS of a document, like 0: kv_engine tells a locked document by it."""
+"""No document has this CAS, nor 0: kv_engine reports it for a locked document."""
 PUT_FRAMES_REFUSED: Final = Struct(">IH")
-"""Index of a frame, its status."""
+"""Index of a refused frame, its status."""
 
 
 class OpenFlag(IntFlag):
@@ -109,7 +108,7 @@ class MarkerFlag(IntFlag):
 
 
 class EndReason(IntEnum):
-    """Why a stream ended (DCP_STREAM_END)."""
+    """Reason of a DCP_STREAM_END."""
 
     OK = 0
     CLOSED = 1
@@ -123,7 +122,7 @@ class EndReason(IntEnum):
 
 
 class StreamRequest(NamedTuple):
-    """What a DCP_STREAM_REQ asks for; the same fields as on the wire."""
+    """The fields of a DCP_STREAM_REQ."""
 
     flags: int
     start_seqno: int
@@ -134,7 +133,7 @@ class StreamRequest(NamedTuple):
 
 
 class SnapshotMarker(NamedTuple):
-    """A snapshot of unique keys, in seqno order, complete when `end_seqno` is reached."""
+    """A snapshot: unique keys in seqno order. It is complete when `end_seqno` is reached."""
 
     start_seqno: int
     end_seqno: int
@@ -142,7 +141,7 @@ class SnapshotMarker(NamedTuple):
 
 
 class MutationMessage(NamedTuple):
-    """A set, as a stream shows it. `expiration` is absolute Unix seconds, 0 = never."""
+    """The numbers of a DCP_MUTATION. `expiration` is Unix time in seconds, 0 means never."""
 
     by_seqno: int
     rev_seqno: int
@@ -151,7 +150,9 @@ class MutationMessage(NamedTuple):
 
 
 class DeletionMessage(NamedTuple):
-    """A delete or an expiry, as a stream shows it. `delete_time` in Unix seconds, 0 = not told."""
+    """The numbers of a DCP_DELETION or DCP_EXPIRATION. `delete_time` is Unix time in seconds,
+    0 means that the message does not carry it.
+    """
 
     by_seqno: int
     rev_seqno: int

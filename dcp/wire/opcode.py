@@ -1,12 +1,12 @@
 """Opcodes of the binary protocol, as one table.
 
-The session dispatches on the names, the documentation is generated from `OPCODES`. Names are the
-field's own (kv_engine, memcached); a quiet opcode answers errors only (mutations) or hits only
+The session dispatches on the opcodes, and docs/commands.md is generated from `OPCODES`. The names
+are those of kv_engine and memcached. A quiet opcode answers errors only (changes) or hits only
 (reads).
 
-0x23 and 0x24 are memcached's GATK and GATKQ and Couchbase's IOCTL_GET and IOCTL_SET: no client can
-be sure what they would do here, so they are unknown commands. `X_` names extensions of ours, which
-only those can use who negotiate them.
+0x23 and 0x24 are unknown commands here, because memcached and Couchbase disagree about them: they
+are GATK and GATKQ in one, IOCTL_GET and IOCTL_SET in the other. Names with `X_` are our extensions,
+which a client has to negotiate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Magic(IntEnum):
 
 
 class Opcode(IntEnum):
-    """Every opcode that this project sends or answers with something else than 0x81."""
+    """Every opcode that this project sends, or answers with another status than UNKNOWN_COMMAND."""
 
     GET = 0x00
     SET = 0x01
@@ -120,11 +120,11 @@ QUIET_FORMS: Final[dict[Opcode, Opcode]] = {
     Opcode.SETQ_WITH_META: Opcode.SET_WITH_META,
     Opcode.DELQ_WITH_META: Opcode.DEL_WITH_META,
 }
-"""Quiet opcode -> the opcode whose work it does."""
+"""Quiet opcode -> the loud opcode that does the same."""
 
 
 class OpGroup(IntEnum):
-    """What an opcode is about; the order is that of the documentation."""
+    """What an opcode is about, in the order of the documentation."""
 
     SESSION = 1
     DOCUMENT = 2
@@ -134,8 +134,8 @@ class OpGroup(IntEnum):
 
 
 class OpSpec(NamedTuple):
-    """One line of the opcode table. `extras` and `body` are the request's: "-" where there are
-    none; of opcodes that the server sends they are the server's.
+    """One line of the opcode table. `extras` and `body` describe the request, which the server
+    sends in the case of stream messages; "-" means none.
     """
 
     group: OpGroup
@@ -282,4 +282,4 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
 }  # fmt: skip
-"""What each opcode does, grouped, in the order in which the documentation shows them."""
+"""What each opcode does, in the order of the documentation."""

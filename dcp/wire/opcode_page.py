@@ -1,6 +1,6 @@
-"""The page docs/commands.md, made from the opcode table and the status table.
+"""Generates docs/commands.md from the opcode table and the status table.
 
-python -m dcp.wire.opcode_page writes it to stdout; a test checks that the page is current.
+`python -m dcp.wire.opcode_page` writes the page to stdout. A test checks that the page is current.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Status codes and the error map that clients ask for (GET_ERROR_MAP, format version 2)."""
+"""Status codes, the error map (GET_ERROR_MAP, format version 2), and errors that carry a status."""
 
 from __future__ import annotations
 
@@ -41,6 +41,30 @@ class Status(IntEnum):
     RANGE_SCAN_MORE = 0xA6
     RANGE_SCAN_COMPLETE = 0xA7
     RANGE_SCAN_VB_UUID_NOT_EQUAL = 0xA8
+
+
+class RefusedError(Exception):
+    """A request is refused: `status` is the answer, the text says why and what to try."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class NotMyVbucketError(RefusedError):
+    """The partition is not served here. The answer carries the configuration instead of a text."""
+
+    def __init__(self) -> None:
+        super().__init__(Status.NOT_MY_VBUCKET, "")
+
+
+class UnknownNameError(RefusedError):
+    """There is no such collection or scope. The answer carries the manifest's uid instead of a
+    text, so that the client can tell whether it or the server is behind.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status, "")
 
 
 ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {

@@ -40,6 +40,7 @@ def peer(node: MemoryNode) -> Peer:
 def receive(peer: Peer, data: bytes) -> list[Frame]:
     """Hand over bytes once; return what is answered by then."""
     peer.session.receive(data, peer.node.now_ns)
+    peer.session.ask_logins(peer.node.now_ns)
     return peer._answers()
 
 

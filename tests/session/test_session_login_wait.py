@@ -46,12 +46,14 @@ class Waiting:
 
     def receive(self, *frames: bytes) -> list[Frame]:
         self.peer.session.receive(b"".join(frames), self.node.now_ns)
+        self.peer.session.ask_logins(self.node.now_ns)
         return self.peer._answers()
 
     def conclude(self, step: AuthStep) -> list[Frame]:
         self.peer.session.login_checked(step)
         answers = self.peer._answers()
         self.peer.session.resume(self.node.now_ns)
+        self.peer.session.ask_logins(self.node.now_ns)
         return answers + self.peer._answers()
 
 
@@ -137,3 +139,33 @@ def test_scram_is_answered_at_once(waiting: Waiting) -> None:
     )
     assert (begun.status, ended.status) == (Status.AUTH_CONTINUE, Status.OK)
     assert got.status == Status.KEY_ENOENT
+
+
+def test_the_authenticator_is_not_asked_while_a_packet_is_handled(waiting: Waiting) -> None:
+    waiting.peer.session.receive(plain(3) + GET, waiting.node.now_ns)
+    assert waiting.door.asked == []
+    question = waiting.state.login_question
+    assert question is not None
+    assert (question.mechanism, question.message) == ("PLAIN", b"\0alice\0secret")
+    waiting.peer.session.ask_logins(waiting.node.now_ns)
+    assert waiting.door.asked == [b"\0alice\0secret"]
+    assert waiting.state.login_question is None, "it is asked once"
+
+
+def test_a_connection_that_goes_away_keeps_no_password(waiting: Waiting) -> None:
+    waiting.peer.session.receive(plain(3), waiting.node.now_ns)
+    waiting.peer.session.drop_received()
+    assert waiting.state.login_question is None
+
+
+def test_what_a_handler_calls_cannot_enter_the_session(waiting: Waiting) -> None:
+    session, now_ns = waiting.peer.session, waiting.node.now_ns
+
+    class CallsBack(LaterDoor):
+        def mechanisms(self, peer_is_loopback: bool) -> list[str]:
+            session.receive(GET, now_ns)
+            return []
+
+    waiting.state.authenticator = CallsBack()
+    with pytest.raises(AssertionError, match="may call the session"):
+        session.receive(LIST, now_ns)

@@ -100,6 +100,7 @@ class _Pair:
         self.output += self.intake.take_output()
         if self.output:
             self.peer.session.receive(self.output, self.node.now_ns)
+            self.peer.session.ask_logins(self.node.now_ns)
             self.output = b""
         self.node.commit()
         state = self.peer.state

@@ -263,9 +263,11 @@ class Peer:
         if self.state.producer is not None:
             self.state.producer.heard(self.node.now_ns)
         self.session.receive(data, self.node.now_ns)
+        self.session.ask_logins(self.node.now_ns)
         frames = self._answers()
         while self.state.is_full:
             self.session.resume(self.node.now_ns)
+            self.session.ask_logins(self.node.now_ns)
             frames += self._answers()
         return frames
 

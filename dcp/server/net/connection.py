@@ -301,7 +301,11 @@ class ClientConnection(asyncio.Protocol):
         self.abort(f"the server failed in this session: {type(error).__name__}")
 
     def _after_commands(self) -> None:
+        """Carry out what the session left to do: logins, answers, commit, log lines, streams."""
         state = self.session.state
+        if state.login_question is not None:
+            assert isinstance(self.session, Session), "text knows no login"
+            self.session.ask_logins(time.time_ns())
         if self._is_new and state.taken_bytes and self.session.is_logged_in:
             self._is_new = False
             self._connections.newcomers.leave(self)
@@ -316,11 +320,6 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
-        if self._engine.keyspace.has_pending:
-            if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
-                self._committer.kick_now()  # nobody else could add to the group
-            else:
-                self._committer.kick()
         if state.notes:
             self._sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
             state.notes.clear()
@@ -330,6 +329,13 @@ class ClientConnection(asyncio.Protocol):
             self._note_received()
         if state.producer is not None:
             self.schedule_pump()
+        if self._engine.keyspace.has_pending:
+            if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
+                # Nobody else could add to the group. `release` may run within this call, so
+                # nothing follows it here.
+                self._committer.kick_now()
+            else:
+                self._committer.kick()
         if state.is_closing and state.flush is None:
             self._close_if_done()
         elif state.is_full:
