@@ -309,21 +309,17 @@ class Node:
             sync_seconds=self.meter.sync_seconds,
         )
         self.merging = Merging(
-            engine,
-            storage.device,
-            self.store,
-            self.meter,
-            self.log,
-            kick=self.committer.kick,
-            on_merged=self._merged,
+            engine, storage.device, self.store, self.meter, self.log,
+            kick=self.committer.kick, on_merged=self._merged,
             kept=kept_segments(storage.store.quarantine()),
-        )
+        )  # fmt: skip
         self.backpressure = Backpressure(
             engine,
             self._settings.write_wait_s,
             why=self.merging.why_behind,
             on_change=self._pressure_changed,
         )
+        self.merging.on_trouble = self.backpressure.reword
 
     async def _start_store_process(self) -> StoreProcess:
         return await StoreProcess.start(

@@ -72,8 +72,16 @@ class Backpressure:
             self._timer.cancel()
             self._timer = None
 
+    def reword(self) -> None:
+        """Refuse with the present reason: a merge that only took long may have failed since."""
+        if self.pressure is Pressure.REFUSED:
+            self._engine.refuse_writes(self._refusal(), Hold.STORE_BEHIND)
+
+    def _refusal(self) -> str:
+        return f"writes are refused until the store has caught up: {self._why()}"
+
     def _refuse(self) -> None:
         self.pressure = Pressure.REFUSED
-        why = f"writes are refused until the store has caught up: {self._why()}"
+        why = self._refusal()
         self._engine.refuse_writes(why, Hold.STORE_BEHIND)
         self._on_change(self.pressure, why)

@@ -81,6 +81,8 @@ class Merging:
         self.count = 0
         self.trouble = ""
         """Why the merge under way is put off; "" where it is not."""
+        self.on_trouble: Callable[[], None] = _nobody_asks
+        """Called when `trouble` has changed to another reason."""
 
     @property
     def seconds_under_way(self) -> float:
@@ -186,12 +188,17 @@ class Merging:
         if not self.trouble:
             self._log.error("merge put off", reason=str(error), retry_s=pause_s)
         self.trouble = str(error)
+        self.on_trouble()
         await self._notify()
         await asyncio.sleep(pause_s)
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _nobody_asks() -> None:
+    """Nobody waits for trouble."""
 
 
 def _delete(device: LogDevice, segments: list[int]) -> None:
