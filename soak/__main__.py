@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from soak import churn, flip, kill, power, proxy
 from soak.attack import run as attacking
@@ -44,6 +45,31 @@ def fuzz(frames_wanted: int, state_path: Path) -> int:
     return 0
 
 
+def add_attack(commands: Any) -> None:
+    """Add the command `attack`."""
+    attackers = commands.add_parser(
+        "attack", help="kills, stalls, full disks, damage, floods and garbage, in random cases"
+    )
+    attackers.add_argument("--minutes", type=float, help="stop after this time")
+    attackers.add_argument("--cases", type=int, help="stop at this many cases, over all runs")
+    attackers.add_argument("--seed", type=int, help="of the run; a new seed begins a new run")
+    attackers.add_argument("--kinds", type=lambda text: text.split(","), default=[],
+                           help=f"only these of {','.join(attacking.KINDS)}")  # fmt: skip
+    attackers.add_argument("--case", type=int, metavar="SEED", help="repeat one case")
+    attackers.add_argument("--state", type=Path, default=Path(".soak-attack.json"))
+    attackers.add_argument("--folder", type=Path, help="where cases work and failed ones are kept")
+
+
+def attack(arguments: argparse.Namespace) -> int:
+    """Run what `add_attack` has parsed; return the exit code."""
+    if arguments.case is not None:
+        return attacking.attack_once(arguments.case, arguments.folder)
+    return attacking.attack(
+        arguments.state, seed=arguments.seed, kinds=arguments.kinds,
+        minutes=arguments.minutes, cases=arguments.cases, folder=arguments.folder,
+    )  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -73,27 +99,12 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
-    attackers = commands.add_parser(
-        "attack", help="kills, stalls, full disks, damage, floods and garbage, in random cases"
-    )
-    attackers.add_argument("--minutes", type=float, help="stop after this time")
-    attackers.add_argument("--cases", type=int, help="stop at this many cases, over all runs")
-    attackers.add_argument("--seed", type=int, help="of the run; a new seed begins a new run")
-    attackers.add_argument("--kinds", type=lambda text: text.split(","), default=[],
-                           help=f"only these of {','.join(attacking.KINDS)}")  # fmt: skip
-    attackers.add_argument("--case", type=int, metavar="SEED", help="repeat one case")
-    attackers.add_argument("--state", type=Path, default=Path(".soak-attack.json"))
-    attackers.add_argument("--folder", type=Path, help="where cases work and failed ones are kept")
+    add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():
             parser.error(f"there is no kind {', '.join(sorted(unknown))}")
-        if arguments.case is not None:
-            return attacking.attack_once(arguments.case, arguments.folder)
-        return attacking.attack(
-            arguments.state, seed=arguments.seed, kinds=arguments.kinds,
-            minutes=arguments.minutes, cases=arguments.cases, folder=arguments.folder,
-        )  # fmt: skip
+        return attack(arguments)
     if arguments.command == "proxy":
         if arguments.round is None:
             return proxy.soak(arguments.events, arguments.state, arguments.writes)

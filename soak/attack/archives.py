@@ -57,6 +57,13 @@ class MadeArchive:
         self.runs = draw.randint(2, 4)
         self.server = AttackedServer(folder / "data")
         self.server.start()
+        try:
+            self._make(draw)
+        except BaseException:
+            self.server.close()
+            raise
+
+    def _make(self, draw: random.Random) -> None:
         keys = keys_in(self.history.changes, KEYS)
         newest_only = ("--newest-only",) if draw.random() < 0.3 else ()
         for run in range(self.runs):

@@ -61,11 +61,11 @@ class CasServer:
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.server = AttackedServer(folder / "data", "--memtable-bytes", "1MiB")
-        self.server.start()
         self.vb_ids = draw.sample(range(NUM_VBUCKETS), PARTITIONS)
         self.keys = keys_in(self.vb_ids, 40, b"doc")
         self.cas: dict[int, int] = {}
         self.number = 0
+        self.server.start()  # last: nobody would close it if this was interrupted after it
 
     def close(self) -> None:
         self.server.close()

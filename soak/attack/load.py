@@ -95,7 +95,8 @@ class Load(threading.Thread):
                 packets.append(delete_packet(key))
                 continue
             self._numbers[key] += 1
-            value = value_of(key, self._numbers[key]).ljust(self._value_bytes, b".")
+            value = value_of(key, self._numbers[key])
+            value += self._draw.randbytes(max(0, self._value_bytes - len(value)))
             self._ledger.send(key, value)
             packets.append(set_packet(key, value))
         self._began_s = time.monotonic()

@@ -10,12 +10,14 @@ import pytest
 
 from dcp.server.config.settings import Settings
 from dcp.server.observe.meter import Meter
+from dcp.server.storage.backpressure import Backpressure, Pressure
 from dcp.server.storage.compaction_schedule import Compaction, CompactionError
 from dcp.server.storage.merging import MergeTroubleError, Merging
 from dcp.server.storage.store_process import StoreProcessDiedError
 from dcp.server.storage.store_queue import StoreQueue, Work
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from support.memory_node import MemoryNode
+from support.node_here import until
 from vbucket.engine.engine import SET
 from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
@@ -154,3 +156,21 @@ async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
         with pytest.raises(CompactionError, match=why):
             await work._asked(Work.PLAN, lambda process: process.used_bytes())
     assert await work._asked(Work.PLAN, lambda process: process.used_bytes()) == 7
+
+
+async def test_a_refusal_of_writes_names_trouble_that_came_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A merge takes long, writes are refused for that, and then the disk is full."""
+    shell = Shell(FULL, None)
+    engine = shell.node.engine
+    monkeypatch.setattr(type(engine.keyspace), "is_overfull", True)
+    pressure = Backpressure(
+        engine, 0.0, why=shell.merging.why_behind, on_change=lambda _pressure, _why: None
+    )
+    shell.merging.on_trouble = pressure.reword
+    pressure.update()
+    await until(lambda: pressure.pressure is Pressure.REFUSED)
+    assert engine.write_refusal.endswith("it has fallen behind")
+    await shell.merge_one()
+    assert engine.write_refusal.endswith("caught up: the disk is full")

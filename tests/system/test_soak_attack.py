@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import copy, deepcopy
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from soak.attack.damage import Verdict, _Attack
 from soak.attack.folders import ARGUMENTS, MadeFolder
 from soak.attack.harm import Harm, apply, files_in
 from soak.attack.probe import WRONG, Watched
+from soak.attack.processes import PROBE_KEY, PROBE_VALUE, put_probe_key
 from soak.attack.run import attack, judge_probe, kind_of, on_stage, run_case
 from soak.attack.truth import keys_in, with_tokens
 from support.raw_client import RawClient
@@ -55,16 +57,16 @@ def test_a_run_ends_with_a_table_and_goes_on_from_its_state_file(tmp_path: Path)
                 "--kinds", "damage", "--state", str(tmp_path / "state.json"),
                 "--folder", str(tmp_path / "work"),
             ],
-            cwd=ROOT, capture_output=True, text=True, timeout=50, check=True,
+            cwd=ROOT, capture_output=True, text=True, timeout=100, check=True,
         ).stdout  # fmt: skip
         assert "FAILED" not in done
         return rows(done)
 
-    first, second = soak(1), soak(3)
+    first, second = soak(1), soak(2)
     assert list(first) == ["kind", "---", "damage", "all"]
     assert first["kind"][:4] == ["cases", "wrong answers", "unnamed damage", "crashes, hangs"]
     assert first["all"][:4] == ["1", "0", "0", "0"]
-    assert second["all"][:4] == ["3", "0", "0", "0"]
+    assert second["all"][:4] == ["2", "0", "0", "0"]
     assert not list((tmp_path / "work").iterdir()), "cases that passed leave nothing"
 
 
@@ -97,9 +99,8 @@ def test_a_failed_case_is_told_kept_and_remembered(
     assert attack(state, seed=6, cases=0, folder=place) == 0, "another seed begins anew"
 
 
-@pytest.mark.parametrize("kind", ["cas", "kill"])
-def test_a_short_case_passes(stage: Stage, kind: str) -> None:
-    outcome = run_case(4, stage, kind)
+def test_a_short_case_passes(stage: Stage) -> None:
+    outcome = run_case(4, stage, "cas")
     assert outcome.reason == ""
     assert outcome.measured.worst_s["read"] > 0
 
@@ -116,16 +117,16 @@ def case_on(stage: Stage) -> Case:
 def test_the_probe_tells_a_wrong_value(stage: Stage, tmp_path: Path) -> None:
     case = case_on(stage)
     with DcpdProcess(tmp_path / "data") as server:
-        with RawClient(server.port) as client:
-            assert not client.set(b"probe", b"the truth").status
+        put_probe_key(server.port)
 
         def is_found(value: str) -> bool:
             case.measured.troubles.clear()
-            case.watch(Watched(server.port, server.admin_port, "probe", value))
+            key = PROBE_KEY.decode()
+            case.watch(Watched(server.port, server.admin_port, key, value))
             case.rest()
             return any(WRONG in text for text in case.measured.troubles)
 
-        assert not is_found("the truth")
+        assert not is_found(PROBE_VALUE.decode())
         assert case.measured.worst_s["livez"] > 0
         until(lambda: is_found("a lie"))
     judge_probe(case, case.measured)
@@ -148,16 +149,25 @@ def test_the_probe_tells_silence(stage: Stage, monkeypatch: pytest.MonkeyPatch) 
     assert Fault.BROKEN in {finding.fault for finding in case.findings}
 
 
-def test_a_folder_without_an_answered_write_is_wrong(stage: Stage, tmp_path: Path) -> None:
-    case, made = case_on(stage), MadeFolder(tmp_path, random.Random(1))
-    old = made.copy(tmp_path / "old")
-    sound = _Attack(case, made, NO_HARM, SOUND, AttackedServer(made.copy(tmp_path / "b")))
-    sound.run()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeFolder:
+    return MadeFolder(tmp_path_factory.mktemp("made"), random.Random(1))
+
+
+def test_a_folder_without_an_answered_write_is_wrong(
+    stage: Stage, made: MadeFolder, tmp_path: Path
+) -> None:
+    case, known = case_on(stage), copy(made)
+    sound = AttackedServer(made.copy(tmp_path / "sound"), *ARGUMENTS)
+    _Attack(case, made, NO_HARM, SOUND, sound).run()
     assert not case.findings
-    with AttackedServer(made.path, *ARGUMENTS) as server, RawClient(server.port) as client:
+    known.history = deepcopy(made.history)
+    newer = made.copy(tmp_path / "newer")
+    with AttackedServer(newer, *ARGUMENTS) as server, RawClient(server.port) as client:
         key = keys_in(made.history.changes, 1, b"later")[0]
-        made.history.write(with_tokens(client), [(key, b"answered", 0)])
-    lost = _Attack(case, made, NO_HARM, SOUND, AttackedServer(old, *ARGUMENTS))
+        known.history.write(with_tokens(client), [(key, b"answered", 0)])
+    old = AttackedServer(made.copy(tmp_path / "old"), *ARGUMENTS)
+    lost = _Attack(case, known, NO_HARM, SOUND, old)
     try:
         with pytest.raises(AttackError, match="are not there") as info:
             lost.run()
@@ -167,8 +177,10 @@ def test_a_folder_without_an_answered_write_is_wrong(stage: Stage, tmp_path: Pat
     assert info.value.fault == Fault.WRONG
 
 
-def test_damage_that_verify_does_not_name_is_a_fault(stage: Stage, tmp_path: Path) -> None:
-    case, made = case_on(stage), MadeFolder(tmp_path, random.Random(1))
+def test_damage_that_verify_does_not_name_is_a_fault(
+    stage: Stage, made: MadeFolder, tmp_path: Path
+) -> None:
+    case = case_on(stage)
     damaged = made.copy(tmp_path / "damaged")
     log = next(name for name in files_in(damaged) if name.endswith(".log") and "log/" in name)
     harm = Harm(log, "zero", 5000, 512)
