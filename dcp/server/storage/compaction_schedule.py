@@ -1,11 +1,9 @@
 """When partitions are compacted, and how plan, engine and store process work together.
 
-    plan      the store process finds floors that are worth raising
-    (vbucket.upkeep.retention) raise     the engine raises them as far as streams under way and read
-    views allow, and logs
+    plan      the store process finds floors that are worth raising           (vbucket.upkeep.retention)
+    raise     the engine raises them as far as streams under way and read views allow, and logs
               them; no rollback goes below them from then on                  (dcp.stream.pins)
-    compact   the store process drops what they allow, in slices
-    (vbucket.upkeep.compaction)
+    compact   the store process drops what they allow, in slices              (vbucket.upkeep.compaction)
 
 Invariants
 - one compaction at a time; merges and turns of compaction alternate in the store process

@@ -1,9 +1,9 @@
 """The work of the store process: one job at a time, the most urgent first, with one retry rule.
 
-    FAILOVER_LOG   the versions of a partition that has branched (dcp.server.storage.failover_logs)
-    MERGE          sealed log segments into the store (dcp.server.storage.merging) PLAN which floors
-    are worth raising (dcp.server.storage.compaction_schedule) COMPACTION     drops what the floors
-    allow (dcp.server.storage.compaction_schedule)
+    FAILOVER_LOG   the versions of a partition that has branched   (dcp.server.storage.failover_logs)
+    MERGE          sealed log segments into the store              (dcp.server.storage.merging)
+    PLAN           which floors are worth raising                  (dcp.server.storage.compaction_schedule)
+    COMPACTION     drops what the floors allow                     (dcp.server.storage.compaction_schedule)
 
 A job that has begun is not interrupted. It asks the store process for something; what that must not
 be older than the store itself (floors) is looked up when the job begins, not when it is queued.
