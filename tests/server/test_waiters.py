@@ -11,6 +11,9 @@ from dcp.server.storage.waiters import CommitWaiters
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 
+NODE = MemoryNode()
+"""For tests that only wait: making one takes time, and they do nothing with it."""
+
 
 def waiters_of(node: MemoryNode) -> CommitWaiters:
     return CommitWaiters(node.engine, node.commit)
@@ -47,7 +50,7 @@ async def test_a_waiter_that_was_cancelled_keeps_nobody_waiting() -> None:
 )
 def test_each_waits_for_its_group_and_no_other(groups: list[int], commits: list[int]) -> None:
     async def live() -> None:
-        waiters = waiters_of(MemoryNode())
+        waiters = waiters_of(NODE)
         tasks = [asyncio.create_task(waiters.wait(group)) for group in groups]
         await asyncio.sleep(0)
         for committed in commits:
