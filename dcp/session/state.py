@@ -140,8 +140,7 @@ class SessionState:
         self.buffer = b""
         """Bytes that were received and are not handled yet."""
         self.held_bytes = 0
-        """All received bytes that the session keeps: an incomplete packet, or packets that wait
-        while the session is full."""
+        """Received bytes that the session keeps: incomplete packets, and packets that wait."""
         self.taken_bytes = 0
         """Received bytes that were handled since the connection began."""
         self.answers: list[bytes] = []
@@ -152,8 +151,7 @@ class SessionState:
         self.is_full = False
         """Whether no command is taken until the shell calls `resume`."""
         self.waits_for_room = False
-        """Whether a command that writes waits at the head of the buffer until `engine.writers_wait`
-        ends. The shell calls `resume` then."""
+        """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
@@ -176,8 +174,7 @@ class SessionState:
         self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
-        """Whether keys are hashed here, because the client does not know partitions: it sent
-        neither HELLO nor SELECT_BUCKET."""
+        """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
         self.has_put_frames = self.has_fit_meta = False
@@ -185,8 +182,7 @@ class SessionState:
         """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
-        """Rings the shell, which pumps the producer later: it only notes that, and does not enter
-        the session."""
+        """Rings the shell, which only notes it, and pumps the producer later."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
 
