@@ -1,7 +1,7 @@
-"""The answer to a stream request, with all that it was decided from. For people.
+"""The answer to a stream request with its reasons, for people.
 
-Who calls it: the admin API and `dcpctl explain rollback`; the second also against servers that only
-speak DCP. The rule itself is failover.rollback, the order of the checks is that of STREAM_REQ.
+Who calls it: the admin API and `dcpctl explain rollback`, which also works with servers that only
+speak DCP. The rule itself is failover.rollback. The order of checks is that of STREAM_REQ.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""The failover log: which versions of a partition its history went through, and where each began.
+"""The failover log: the versions of a partition's history, and the seqno at which each began.
 
-A version is a stretch of history with a name: writes between the seqno at which it began and the
-seqno at which the next newer one began belong to it. Two nodes, or a server and a client, that
-know the same version have the same writes up to the smaller of the two places where it ended.
-That is all a rollback decision needs (failover/rollback.py).
+A version is a named stretch of history. It has the changes from the seqno at which it began to the
+seqno at which the next newer version began. A server and a client that know the same version have
+the same changes up to the smaller of their two ends of it. A rollback decision needs no more
+(failover/rollback.py).
 
-Who calls it: the engine (keeps one log per partition), sessions (send it), clients and replicas
-(take over the log of an accepted stream request, at once and durably).
+Who calls it: the engine (keeps one log per partition), sessions (send it), clients (replace theirs
+with the log of an accepted stream request, at once and durably).
 
 Invariants, asserted when a log is made
 - 1 to FAILOVER_ENTRIES_MAX entries, newest first
-- seqnos do not rise towards older entries; equal ones are right: a version that ended where it
-  began stays known, so that whoever followed it is sent back to that seqno and not to 0
+- seqnos do not rise towards older entries; equal ones are allowed: a version that ended where it
+  began stays known, so that its followers are sent back to that seqno and not to 0
 - uuids are not 0 and distinct
 
-A log may be newer than the data beside it: a replica stores its master's log before the changes
-arrive. Whoever makes a version goes through `branch`, which drops what lies above.
+A log may be newer than the data beside it: a client stores the server's log before the changes
+arrive. New versions are made by `branch`, which drops entries above the branch.
 
 The rules are those of kv_engine's failover table.
 """

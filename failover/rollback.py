@@ -1,21 +1,19 @@
 """The rule that answers a stream request with OK or ROLLBACK, and says why.
 
-Who calls it: the server for every stream request, replicas, backup and whoever explains a
-decision. One function, so that all of them agree.
+Who calls it: the server for every stream request, the Spark source when it plans a batch, and
+whoever explains a decision.
 
 Sources: kv_engine's rule for one vb_uuid (FailoverTable::needsRollback), and its generalisation to
 the client's whole list of versions, which needs one round where the other needs several or falls
 back to 0.
 
-What the caller sees to
+Preconditions
 - snap_start <= start <= snap_end (ERANGE otherwise), asserted here
-- `high_seqno` is that of the partition's log, never the high watermark
-- a client that has seen more than this node holds or has committed, because the node is behind and
-  not because history branched, is told to retry (ETMPFAIL) before this rule is asked
+- `high_seqno` is the last seqno of the partition
 
-What a client does with ROLLBACK(r): it restores a state it held at or below r, forgets versions
-that began above that state, and asks again from there; from 0 it asks with vb_uuid 0. The next
-answer is then OK, or 0.
+After ROLLBACK(r) a client restores a state that it held at or below r, forgets versions that began
+above that state, and asks again from there; from 0 it asks with vb_uuid 0. The next answer is OK or
+ROLLBACK(0).
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from failover.history import FailoverLog
 
 
 class Question(NamedTuple):
-    """What a client says it holds: the position of one stream request.
+    """The position of a client in one stream request.
 
-    The client holds everything up to `snap_start_seqno`, of the snapshot that goes on to
-    `snap_end_seqno` what lies at or below `start_seqno`, on the branch that `vb_uuid` names.
+    The client holds everything up to `snap_start_seqno`. Of the snapshot that ends at
+    `snap_end_seqno` it holds the part up to `start_seqno`. `vb_uuid` names the branch.
     """
 
     start_seqno: int
@@ -42,26 +40,26 @@ class Question(NamedTuple):
     strict: bool = False
     """Check the vb_uuid at seqno 0 too (stream request flag 0x20)."""
     ignore_purged: bool = False
-    """Purged tombstones do not matter to this client (flag 0x80)."""
+    """The client ignores purged tombstones (flag 0x80)."""
     client_purge_seqno: int = 0
-    """The purge seqno under which the client's data was sent to it; 0: it does not say."""
+    """The purge seqno at which the client got its data; 0: unknown."""
 
 
 class RollbackKind(StrEnum):
     """Why a client has to go back."""
 
     PURGED = "purged"
-    """Deletions that it may have missed are gone."""
+    """Deletions that the client may have missed are gone."""
     UNKNOWN_VERSION = "unknown_version"
-    """No version that it knows is in the failover log."""
+    """The failover log has no version that the client knows."""
     BRANCHED = "branched"
-    """It holds changes that this history does not have."""
+    """The client holds changes that this history does not have."""
     INSIDE_SNAPSHOT = "inside_snapshot"
-    """History branched inside the snapshot that it holds in part."""
+    """History branched inside a snapshot that the client holds in part."""
 
 
 class Decision(NamedTuple):
-    """The answer: None for no rollback, else the seqno to go back to; and the reason in words."""
+    """The answer: the seqno to go back to (None: no rollback), and the reason in words."""
 
     rollback_seqno: int | None
     reason: str
@@ -78,7 +76,7 @@ class _Known(NamedTuple):
 
 
 def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: int) -> Decision:
-    """Decide whether a stream may go on where the client stands, or how far it must go back.
+    """Decide whether a stream may start at the client's position, or how far it must go back.
 
     `log`, `high_seqno` and `purge_seqno` are the partition's own.
     """
