@@ -1,13 +1,13 @@
-"""Builds the hot modules as C extensions, from the same source, where that is asked for.
+"""Builds the hot modules as C extensions from the same source, on request.
 
     DCPD_COMPILE=1 pip install .      a wheel with them
     scripts/compile                   in place, beside the sources (scripts/compile --remove)
 
-DCPD_COMPILE_LEVEL is the C compiler's level of optimisation (3). It takes a C compiler, Python's
-headers, mypyc, and the packages whose types the modules use. pip installs the packages into its
-isolated build environment, in the versions that requirements/compile.txt locks; scripts/compile
-takes them from .venv. Nothing else depends on compiling: without it the modules run as they stand.
-`COMPILED` is what is compiled: the way of a SET, a GET and a stream.
+DCPD_COMPILE_LEVEL is the C compiler's optimisation level (3). The build needs a C compiler,
+Python's headers, mypyc, and the packages whose types the modules use. pip installs these packages
+into its isolated build environment, in the versions that requirements/compile.txt locks.
+scripts/compile takes them from .venv. Without compiling, the same modules run as plain Python.
+`COMPILED` lists the compiled modules: the path of a SET, a GET and a stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COMPILED: Final = (
     "vbucket/store/opened_blocks.py",
 )
 PACKAGES: Final = ("dcp", "vbucket", "failover")
-"""What has to be there for the types of those."""
+"""Packages that are needed for the types of these modules."""
 GROUP: Final = "dcpd"
 """All of it is one library, dcpd__mypyc, and a stub for each module that leads into it."""
 SOURCES: Final = "dcp/compiled_sources.txt"

@@ -1,8 +1,8 @@
-"""Counting and checking answers at a cost far below a server's, in the generator.
+"""Counts and checks answers in the generator, at a cost far below a server's.
 
-A counter takes received bytes until a batch of answers is whole. While all is well it looks at
-status bytes by slicing or counting; at the first sign of anything else it reads answer by answer,
-so an error of another length is counted and the connection stays in step.
+A counter takes received bytes until a batch of answers is complete. While all answers are good it
+checks status bytes by slicing or counting. At the first sign of anything else it reads answer by
+answer, so an error of another length is counted and the connection stays in step.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python -m benchmarks.backup                       a million documents, three rounds
     python -m benchmarks.backup --documents 10000000 --rounds 1
 
-The raw stream is the same connection, requests and decoding, with what comes thrown away: the
-fastest that a consumer of ours can count. In each round: raw stream, backup into a new archive,
-restore into an empty server, each in a process of its own, so that memory is theirs alone. It
-prints one JSON document, and a table before it. Beside the rates stand the microseconds of CPU that
-a change takes: of the client, of the server with all its threads, of the server's store process
-(which may go on merging after the restore). Those hold better on a machine that others use, too.
+The raw stream uses the same connection, requests and decoding, but discards the changes. It is the
+upper limit for a Python consumer. Each round runs the raw stream, a backup into a new archive, and
+a restore into an empty server. Each has its own process, so memory figures are separate. The output
+is a table and one JSON document. It has rates, and microseconds of CPU per change: of the client,
+of the server with all its threads, and of the server's store process (which may still merge after
+the restore). CPU times are more stable than rates on a busy machine.
 """
 
 from __future__ import annotations

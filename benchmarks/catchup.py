@@ -1,9 +1,9 @@
-"""A Python consumer that catches up with all changes, in a process of its own.
+"""A Python consumer in its own process that catches up with all changes.
 
     python -m benchmarks.catchup redis --port 6379 --changes 500000
 
-Both sides do with a change what any consumer does at least: they keep the newest value of its key.
-It prints one JSON document: changes seen, different keys, seconds from the first request on.
+Both sides do the minimum that a consumer does: they keep the newest value of each key. The output
+is one JSON document: changes, distinct keys, and seconds since the first request.
 """
 
 from __future__ import annotations

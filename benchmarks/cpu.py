@@ -1,14 +1,14 @@
-"""What the server's core costs a core: microseconds of processor time per operation.
+"""Processor time of the server's core: microseconds per operation.
 
     python -m benchmarks.cpu --keys 1000000
 
-One process without sockets, the log in memory, the store in LMDB: processor time is counted, so
-the figures hold on a machine that has other things to do. It prints one JSON document.
+It runs in one process without sockets, with the log in memory and the store in LMDB. It counts
+processor time, so the figures hold on a busy machine. The output is one JSON document.
 
-- set_new, set_memory               a SET of a key that is new, in memory
-- set_cached, set_merged            in the store, and in the item cache or not
+- set_new, set_memory               a SET of a key that is new, or in memory
+- set_cached, set_merged            of a key in the store, in the item cache or not
 - get_memory, get_cached, get_merged   the same for GET
-- get_absent                        a GET of a key that is not there, with the others in the store
+- get_absent                        a GET of an absent key, with others in the store
 - get_filling                       a GET from the store that goes into the item cache
 - merge                             an entry of a merge of new keys
 - backfill_memory, backfill_merged  a change of a backlog, up to the bytes for the socket

@@ -1,9 +1,9 @@
-"""etcd's side of the benchmarks: its gRPC as HTTP/2 frames, cheap enough for a load generator.
+"""etcd's side of the benchmarks: gRPC as raw HTTP/2 frames, cheap enough for a load generator.
 
-One operation is a Put of etcdserverpb.KV: durable when answered, and there for every watcher. A
-request is one HEADERS frame, whose HPACK block uses no dynamic table and is the same for all, and
-one DATA frame; only the stream ids differ, so requests are made before the clock starts and get
-their ids when they are sent. A client library would be the bottleneck by far.
+One operation is a Put of etcdserverpb.KV. It is durable when answered, and watchers can see it. A
+request is one HEADERS frame, whose HPACK block uses no dynamic table and is the same for all
+requests, and one DATA frame. Only the stream ids differ. So requests are built before the clock
+starts, and get their ids when they are sent. A client library would be the bottleneck by far.
 
 Rules: RFC 9113 (frames), RFC 7541 (HPACK), gRPC over HTTP/2, etcd's rpc.proto.
 """

@@ -1,17 +1,17 @@
-"""What the server's side of streams does, whatever the client: all of it in a process of its own.
+"""What streams cost the server, independent of the client. Each tool is its own process.
 
     python -m benchmarks.following drain-dcpd --port 11210 --changes 500000
     python -m benchmarks.following drain-redis --port 6379 --changes 500000
     python -m benchmarks.following tail --port 11210
     python -m benchmarks.following idle --port 11210 --pid 4711
 
-- drain  all changes from the beginning, into a socket that counts bytes: once to learn how many
-         bytes that is and to count the changes in them, then again against the clock. In Redis, one
-         XREAD for each stream, all sent at once.
-- tail   SETs at a fixed rate on one connection, a stream of every partition on another: the time
-         from sending a SET to its answer, and to its event
-- idle   1,024 streams on each of 100 connections: memory and processor time of the server, without
-         a change and with some
+- drain  reads all changes from the beginning into a socket that counts bytes: once to learn the
+         number of bytes and changes, then again against the clock. For Redis it sends one XREAD per
+         stream, all at once.
+- tail   sends SETs at a fixed rate on one connection, with a stream of every partition on another.
+         It measures the time from sending a SET to its answer, and to its event.
+- idle   opens 1,024 streams on each of 100 connections and measures memory and processor time of
+         the server, without changes and with some.
 
 Each prints one JSON document.
 """

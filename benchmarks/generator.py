@@ -1,14 +1,14 @@
-"""The load generator: a process of its own that drives every server in the same way.
+"""The load generator: its own process, which drives every server in the same way.
 
     python -m benchmarks.generator --protocol binary --port 11210 --connections 8 --in-flight 64
 
-Each connection sends a batch of `in-flight` operations, awaits all its answers, and sends the next.
-Requests are made before the clock starts; answers are counted, and each one's status is looked at,
-by slicing (benchmarks/answers.py). It prints one JSON document: operations a second, the latency
-of a batch (p50, p99, the longest), errors, and the generator's own share of a core: far below 1,
-or the figure is the generator's.
+Each connection sends a batch of `in-flight` operations, waits for all answers, and sends the next.
+Requests are built before the clock starts. Answers are counted, and each status is checked by
+slicing (benchmarks/answers.py). The output is one JSON document: operations a second, latency of a
+batch (p50, p99, maximum), errors, and the generator's share of a core. That share must be far below
+1; otherwise the generator is the limit.
 
-With `--load` it writes the keys 0 to `--keys` - 1 once each instead, and stops.
+With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Latencies in microseconds, counted in buckets 1/64 wide, so that memory does not grow."""
+"""Latencies in microseconds, counted in buckets of relative width 1/64. Memory stays constant."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""What guessed passwords cost the clients that are logged in.
+"""What guessed passwords cost clients that are logged in.
 
     python -m benchmarks.logins --seconds 10 --rate 300
 
-A server of its own; a client sends a NOOP every millisecond, while another process sends so many
-wrong PLAIN logins a second. It prints one JSON document with a part for each kind of flood:
+It starts a server. A client sends a NOOP every millisecond, while another process sends wrong PLAIN
+logins at a fixed rate. The output is one JSON document with a part for each kind of flood:
 
 - quiet     no logins
-- blocked   one user from one address: login_failures_per_minute wrong ones, the others are blocked
-- spread    each login from another address: none is blocked, so passwords are derived all the time
+- blocked   one user from one address: after login_failures_per_minute failures it is blocked
+- spread    each login from another address: none is blocked, so passwords are always derived
 
-In each, `noop` is the time from sending a NOOP to its answer in milliseconds, `logins` the answers
-a second by status, and `cores` the processor time that the server took each second.
+Each part has `noop`, the time from sending a NOOP to its answer in milliseconds; `logins`, answers
+a second by status; and `cores`, the server's processor time per second.
 """
 
 from __future__ import annotations

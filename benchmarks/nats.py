@@ -1,8 +1,8 @@
-"""NATS JetStream's side of the benchmarks: its text protocol, and the bucket that is written to.
+"""NATS JetStream's side of the benchmarks: its text protocol, and the bucket.
 
-One operation is what a client's `kv.put` does: a publish to the key's subject that asks for the
-stream's acknowledgement. JetStream keeps its default, which syncs every two minutes, so an
-acknowledged value is in the page cache and not on disk; a power cut may lose it.
+One operation is a client's `kv.put`: a publish to the key's subject that asks for the stream's
+acknowledgement. JetStream uses its default, which syncs every two minutes. So an acknowledged value
+is in the page cache but not on disk, and a power cut may lose it.
 
 Rules: NATS client protocol, JetStream wire API, ADR-8 (key-value buckets are streams `KV_name`
 with the subjects `$KV.name.>`).

@@ -1,14 +1,14 @@
-"""How long the server keeps a lone request waiting while others write and merges go on.
+"""How long a single request waits while others write and merges run.
 
     python -m benchmarks.pauses --seconds 20 --keys 1000000
 
-A server of its own takes SETs from 8 connections with 64 in flight each and merges meanwhile. A
-client beside it sends a NOOP every millisecond. It prints one JSON document, milliseconds:
+It starts a server that takes SETs from 8 connections with 64 in flight each, and merges meanwhile.
+A client sends a NOOP every millisecond. The output is one JSON document, in milliseconds:
 
-- noop      from sending a NOOP to its answer: the operating system's share is in it
-- wall      in the server: how late a timer of 1 ms came, which is what one turn of the loop took
-- cpu       the same in processor time of the loop's thread: our own code, whatever else runs here
-- gc        passes of the cyclic collector, by generation: how many, and the longest
+- noop      from sending a NOOP to its answer, with the share of the operating system
+- wall      in the server: how late a timer of 1 ms fired, which is the length of a turn of the loop
+- cpu       the same in processor time of the loop's thread: our own code, whatever else runs
+- gc        passes of the cyclic collector by generation: count and maximum
 """
 
 from __future__ import annotations

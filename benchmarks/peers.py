@@ -1,9 +1,9 @@
-"""The servers that are measured, ours and its peers, each a process with a folder of its own.
+"""The servers that are measured: ours and its peers, each with its own process and folder.
 
-dcpd with its default (`--durability commit`), Redis with `appendonly yes, appendfsync always` and
-no snapshots, and etcd keep what they answer before they answer it; NATS JetStream by its default
-does not sync. Their folders lie side by side, so on the same file system. A peer is started,
-measured, killed with SIGKILL and started again; its folder stays until `discard`.
+These keep what they answer: dcpd with its default (`--durability commit`), Redis with `appendonly
+yes, appendfsync always` and no snapshots, and etcd. NATS JetStream does not sync by default. All
+folders are on the same file system. A peer is started, measured, killed with SIGKILL and started
+again. Its folder stays until `discard`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""GETs of keys that are all there, over several connections with several in flight on each.
+"""GETs of existing keys, over several connections with several in flight on each.
 
     python -m benchmarks.reading binary --port 11210 --keys 500000
 
-The answers have one length each, so they are checked by slicing and cost the generator next to
-nothing. It prints one JSON document.
+All answers have the same length, so they are checked by slicing, which costs the generator almost
+nothing. The output is one JSON document.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A server that does nothing but answer: it shows how fast the generator itself can be.
+"""A server that only answers. It shows how fast the generator itself can be.
 
     python -m benchmarks.responder          prints the port it listens on
 
-It understands just enough of both protocols to count operations and sends answers made beforehand.
-`--wrong-every N` makes each N-th answer an error, to see that the generator notices.
+It understands just enough of both protocols to count operations, and sends prepared answers.
+`--wrong-every N` makes each N-th answer an error, to test that the generator notices.
 """
 
 from __future__ import annotations

@@ -4,21 +4,21 @@
     python -m benchmarks.run --only set --runs 3    one part
     python -m benchmarks.run --peers dcpd,redis,nats,etcd
 
-Each measurement starts a server on an empty folder, alone on the machine, ours and Redis in turn
+Each measurement starts a server on an empty folder, alone on the machine. The servers take turns
 (A B A B ...), and the table shows medians. Progress goes to stderr, the Markdown to stdout.
 
 Parts
-- generator  the load generator against a responder that does nothing: the ceiling of all figures
+- generator  the load generator against a responder that only answers: the upper limit
 - set        durable SETs a second and latency, at 1 x 1, 1 x 128 and 8 x 64 in flight
 - catchup    a Python consumer follows all changes from the beginning
-- memory     of the server with all that it started, after all keys were written
-- get        GETs a second and latency, 8 x 64 in flight, of keys that are all there
+- memory     of the server with its child processes, after all keys were written
+- get        GETs a second and latency, 8 x 64 in flight, of existing keys
 - serve      all changes from the beginning into a socket that counts, 128-byte and 1 KiB values
 - tail       from sending a SET to its answer and to its event, at 10,000 a second (dcpd alone)
 - idle       1,024 streams on each of 100 connections: memory, processor time (dcpd alone)
 - restart    SIGKILL, start again, until the first GET is answered
 
-What the server's core costs without sockets, in processor time: python -m benchmarks.cpu
+For processor time of the server's core without sockets: python -m benchmarks.cpu
 """
 
 from __future__ import annotations

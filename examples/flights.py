@@ -1,22 +1,22 @@
 """A year of flights out of New York, written to a server that is killed, while a replica follows.
 
-    scripts/demo                         # installs what is needed, then runs this
+    scripts/demo                         # installs the dependencies, then runs this
     python examples/flights.py --rows 20000 --csv FILE.csv.zip --keep
 
 What happens, with real processes only
 1. `dcpd` starts on free ports with an empty data folder; examples/replica.py follows its stream;
 2. the flights are written in the order of their scheduled departure (UTC, to the minute; flights
-   of the same minute in the order of the file), one JSON document per aircraft under its tail
-   number, so that later flights update earlier ones. The key of a flight without a tail number is
-   its own: departure, carrier, flight number and origin;
-3. dcpd is killed with SIGKILL in the middle of a batch and started again: the writer repeats what
-   was not acknowledged, the replica reconnects by itself and goes on where it was;
+   of the same minute in the order of the file): one JSON document per aircraft under its tail
+   number, so later flights update earlier ones. A flight without a tail number has its own key:
+   departure, carrier, flight number and origin;
+3. dcpd is killed with SIGKILL in the middle of a batch and started again. The writer repeats what
+   was not acknowledged; the replica reconnects by itself and resumes;
 4. the replica is killed, misses many flights, and resumes from its checkpoint;
 5. some partitions get a history branch: they go back to an earlier seqno, as after a failover to a
-   copy that was behind. The replica is told ROLLBACK, undoes what it has above, and goes on;
+   copy that was behind. The replica gets ROLLBACK, undoes its changes above it, and continues;
 6. the documents of the replica, of the server, and what the writer knows are compared key by key.
 
-The exit code is 0 only if all are equal; if not, every difference is explained.
+The exit code is 0 only if all are equal. Otherwise every difference is explained.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ ROLLBACKS_SHOWN = 4
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the text says why."""
+    """The demo cannot continue. The text says why."""
 
 
 FAILURES = (DataError, WriteFailedError, ProcessFailedError, DemoError, DcpdError)
 
 
 class Summary(NamedTuple):
-    """What is printed at the end."""
+    """The summary that is printed at the end."""
 
     writes: int
     repeated: int
@@ -80,7 +80,7 @@ class Summary(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """Who plays."""
+    """The processes and helpers of the demo."""
 
     server: ServerProcess
     replica: ReplicaProcess
@@ -90,7 +90,7 @@ class Cast(NamedTuple):
 
 
 async def run_demo(flights: list[Flight], folder: Path, progress: Progress) -> Summary:
-    """Play the story of the module; return what came of it."""
+    """Run the steps of the module's docstring. Return the summary."""
     server = ServerProcess(folder / "data")
     replica = ReplicaProcess(folder / "replica.sqlite")
     try:
@@ -118,7 +118,7 @@ async def run_demo(flights: list[Flight], folder: Path, progress: Progress) -> S
 
 
 async def play(flights: list[Flight], cast: Cast) -> None:
-    """Write all flights, with everything that goes wrong on the way."""
+    """Write all flights, with the crashes and the branch on the way."""
     server, replica, kv, writer, progress = cast
     first, second, third, fourth, last = parts(flights, (0.3, 0.45, 0.6, 0.75))
     await replica_caught_up(cast)
@@ -158,7 +158,7 @@ def parts(flights: list[Flight], cuts: Sequence[float]) -> list[list[Flight]]:
 
 
 async def crash(server: ServerProcess, writer: Writer) -> None:
-    """Kill the server while the writer's second batch is under way, and start it again."""
+    """Kill the server during the writer's second batch, and start it again."""
     writer.batch_done.clear()
     await writer.batch_done.wait()
     server.kill()
@@ -168,7 +168,7 @@ async def crash(server: ServerProcess, writer: Writer) -> None:
 async def branch(
     server: ServerProcess, then: Mapping[int, int], now: Mapping[int, int]
 ) -> dict[int, int]:
-    """Take the partitions that changed most back to `then`; return how much each lost."""
+    """Take the partitions that changed most back to `then`. Return how much each lost."""
     busiest = sorted(now, key=lambda vb_id: now[vb_id] - then[vb_id])[-BRANCHES:]
     for vb_id in busiest:
         await asyncio.to_thread(server.branch, vb_id, then[vb_id])
@@ -176,7 +176,7 @@ async def branch(
 
 
 async def replica_caught_up(cast: Cast) -> None:
-    """Return when the replica's checkpoint has all that the server has now."""
+    """Return when the replica's checkpoint has everything that the server has now."""
     wanted = await cast.kv.get_all_vb_seqnos()
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -191,7 +191,7 @@ async def replica_caught_up(cast: Cast) -> None:
 
 
 async def show_rollbacks(cast: Cast, awaited: set[int]) -> None:
-    """Tell of the rollbacks as the replica gets them; return when it got all that are due."""
+    """Report rollbacks as the replica gets them. Return when it has got all of them."""
     told = 0
     deadline = time.monotonic() + PATIENCE_S
     while awaited:
@@ -208,10 +208,10 @@ async def show_rollbacks(cast: Cast, awaited: set[int]) -> None:
 
 
 def rollback_text(rollback: Undone) -> str:
-    """Return what a rollback took back, and why to there."""
+    """Return what a rollback undid, and why it went back to that seqno."""
     return (
         f"ROLLBACK of partition {rollback.vb_id} to seqno {rollback.server_seqno}: the replica goes"
-        f" from {rollback.from_seqno} to {rollback.to_seqno}, the newest state it held whole, and"
+        f" from {rollback.from_seqno} to {rollback.to_seqno}, its newest complete state, and"
         f" undoes {rollback.undone} changes"
     )
 
@@ -220,13 +220,13 @@ def rollback_text(rollback: Undone) -> str:
 
 
 async def differences(cast: Cast) -> list[str]:
-    """Compare what the replica, the server and the writer have; return the differences in words."""
+    """Compare replica, server and writer. Return the differences in words."""
     held, written = replica_documents(cast.replica), cast.writer.expected
     streamed: dict[bytes, bytes] = {}
     async with Consumer(cast.server.address, until_now=True, validate=True) as consumer:
         async for events in consumer.batches():
             streamed.update((e.key, e.value) for e in events if isinstance(e, Mutation))
-    # Asking by key cannot show a key that nobody knows of: hence the stream from the beginning too.
+    # GETs cannot find a key that nobody knows. So also compare a stream from the beginning.
     keys = held.keys() | written.keys() | streamed.keys()
     stored = {key: found.value for key, found in (await cast.kv.get_many(keys)).items()}
     return [
@@ -242,7 +242,7 @@ def replica_documents(replica: ReplicaProcess) -> dict[bytes, bytes]:
 
 
 def compare(name: str, ours: Mapping[bytes, bytes], server: Mapping[bytes, bytes]) -> list[str]:
-    """Return in words where `ours` differs from the server's documents."""
+    """Return in words how `ours` differs from the server's documents."""
     return [
         f"{key.decode()}: {name} has {show(ours.get(key))}, the server {show(server.get(key))}"
         for key in sorted(ours.keys() | server.keys())
@@ -265,12 +265,12 @@ def show(document: bytes | None) -> str:
 
 
 def say(progress: Progress, text: str) -> None:
-    """Tell a step of the story, above the progress bar."""
+    """Print a step above the progress bar."""
     progress.console.print(f"  {text}", soft_wrap=True)
 
 
 async def show_progress(cast: Cast, total: int) -> None:
-    """Keep the bar up to date."""
+    """Update the progress bar."""
     task = cast.progress.add_task("flights", total=total, seen=0)
     while True:
         seen = cast.replica.file.changes_seen()
@@ -334,6 +334,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # SIGTERM ends it by an exception, as Ctrl-C does, so that what was started is ended too.
+    # SIGTERM raises an exception, like Ctrl-C, so that started processes are ended too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The processes of the flights example: dcpd and the replica, started, killed, started again."""
+"""The processes of the flights example: dcpd and the replica are started, killed, started again."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
 CATCH_UP_TIMEOUT_S = 120.0
 PORTS = range(15_000, 30_000)
-"""Below what systems give to outgoing connections. A port from there could be taken by one while
-the server is down, even by a client that tries to reach the server."""
+"""Below the range for outgoing connections. An outgoing connection could take a port of that range
+while the server is down, even one of a client that tries to reach the server."""
 GUEST = base64.b64encode(b"guest:guest").decode()
-"""The built-in user; works from this machine only."""
+"""The built-in user. It works from this machine only."""
 
 
 class ProcessFailedError(Exception):
-    """A process did not start, or ended by itself; the text says why."""
+    """A process did not start, or ended by itself. The text says why."""
 
 
 class ServerProcess:
-    """A dcpd on ports of its own that keeps its data in a folder."""
+    """A dcpd with its own ports and data folder."""
 
     def __init__(self, data: Path) -> None:
         self.port, self.admin_port = free_ports(2)
@@ -43,7 +43,7 @@ class ServerProcess:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start, and return when it is ready. After `kill` on the same ports and folder."""
+        """Start, and return when it is ready. After `kill` it uses the same ports and folder."""
         log_path = self._data.with_name("dcpd.log")
         with log_path.open("a") as log:
             self._process = subprocess.Popen(
@@ -54,20 +54,20 @@ class ServerProcess:
                 stdout=subprocess.PIPE, stderr=log, text=True, env=environment(),
             )  # fmt: skip
         assert self._process.stdout is not None
-        # It prints where everything is once it is ready, and nothing before.
+        # It prints its addresses once it is ready, and nothing before.
         if not self._process.stdout.readline():
             self.kill()
             raise ProcessFailedError(f"dcpd did not start: {tail(log_path)}")
 
     def kill(self) -> None:
-        """End it with SIGKILL, as a crash does: it gets no chance to write anything."""
+        """End it with SIGKILL. Like a crash, this leaves no chance to write anything."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def stop(self) -> None:
-        """End it as an operator does, with SIGTERM; it finishes what is under way."""
+        """End it with SIGTERM, as an operator does. It finishes pending work."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -77,7 +77,7 @@ class ServerProcess:
             self._process = None
 
     def branch(self, vb_id: int, seqno: int) -> None:
-        """Begin a new history of a partition at a seqno: `dcpctl vb branch VB --at SEQNO`."""
+        """Branch a partition's history at a seqno: `dcpctl vb branch VB --at SEQNO`."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.admin_port}/api/v1/vbuckets/{vb_id}/branch",
             data=json.dumps({"at": seqno}).encode(),
@@ -96,7 +96,7 @@ class ServerProcess:
 
 
 class ReplicaProcess:
-    """examples/replica.py in a process of its own; `file` reads what it wrote."""
+    """examples/replica.py in its own process. `file` reads what it wrote."""
 
     def __init__(self, path: Path) -> None:
         self.file = Replica(path)
@@ -105,11 +105,11 @@ class ReplicaProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, server: str) -> None:
-        """Follow the server from where the file stands, until killed."""
+        """Follow the server from the file's position until it is killed."""
         self._process = self._run(server)
 
     def kill(self) -> None:
-        """End it with SIGKILL: the file stays as the last transaction left it."""
+        """End it with SIGKILL. The file keeps the state of the last transaction."""
         if self._process is not None:
             self.check()
             self._process.kill()
@@ -117,7 +117,7 @@ class ReplicaProcess:
             self._process = None
 
     def catch_up(self, server: str) -> None:
-        """Run it until it has all that the server has now."""
+        """Run it until it has everything that the server has now."""
         with self._run(server, "--until-now") as process:
             try:
                 code = process.wait(CATCH_UP_TIMEOUT_S)
@@ -136,7 +136,7 @@ class ReplicaProcess:
             raise ProcessFailedError(f"the replica failed: {tail(self._log_path)}")
 
     def close(self) -> None:
-        """End it, whatever became of it, and close the file."""
+        """End it in any case, and close the file."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -152,7 +152,7 @@ class ReplicaProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, all different."""
+    """Return distinct ports that nobody listens on."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
@@ -168,7 +168,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Return ours without settings of a dcpd: this one runs with its defaults."""
+    """Return our environment without dcpd settings, so that dcpd runs with its defaults."""
     return {name: value for name, value in os.environ.items() if not name.startswith("DCPD_")}
 
 

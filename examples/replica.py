@@ -1,15 +1,15 @@
-"""A consumer: what a dcpd server holds, kept in one SQLite file that follows every change.
+"""A consumer that copies a dcpd server's documents to one SQLite file and follows every change.
 
     python examples/replica.py 127.0.0.1:11210 replica.sqlite               # until it is stopped
     python examples/replica.py 127.0.0.1:11210 replica.sqlite --until-now   # until it caught up
 
-The file holds the changes and the checkpoint, and both are written in one transaction. So it may
-be killed at any moment: the next run goes on where the last transaction ended, and no change is
-lost or counted twice.
+The file has the changes and the checkpoint. Both are written in one transaction. So the program may
+be killed at any moment: the next run continues after the last transaction, and no change is lost or
+applied twice.
 
-Every version of a document is kept, by partition and seqno. That makes a rollback one DELETE: what
-lies above the seqno that the server names goes, and what was held then is held again. (A replica
-that runs for years would drop versions that no rollback can bring back.)
+It keeps every version of a document, by partition and seqno. So a rollback is one DELETE of all
+versions above the seqno that the server names. (A replica that runs for years would drop versions
+that no rollback can bring back.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SELECT_ROLLBACKS = "SELECT vb_id, from_seqno, to_seqno, server_seqno, undone, re
 
 
 class Undone(NamedTuple):
-    """A rollback: the event, and how many changes it took back."""
+    """A rollback: the event, and the number of undone changes."""
 
     vb_id: int
     from_seqno: int
@@ -60,22 +60,22 @@ class Undone(NamedTuple):
 
 
 class Replica:
-    """The file: changes come in by `apply`, and count from the next `commit` on."""
+    """The file. `apply` adds changes, and the next `commit` makes them durable."""
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, timeout=30)
-        self._db.execute("PRAGMA journal_mode = WAL")  # others may read while we write
+        self._db.execute("PRAGMA journal_mode = WAL")  # others can read while we write
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA cache_size = -65536")  # KiB
         self._db.executescript(SCHEMA)
         self._changes_seen = self.changes_seen()
 
     def close(self) -> None:
-        """Close the file; what was not committed is gone, as after a crash."""
+        """Close the file. Uncommitted changes are lost, as after a crash."""
         self._db.close()
 
     def apply(self, events: Sequence[Event]) -> None:
-        """Take what the stream brought, in order."""
+        """Apply events of the stream, in order."""
         rows: list[tuple[int, int, bytes, bytes | None]] = []
         for event in events:
             match event:
@@ -89,21 +89,21 @@ class Replica:
                 case StreamFailed():
                     raise SystemExit(f"partition {event.vb_id}: {event.what}. {event.hint}")
                 case _:
-                    pass  # openings and ends of streams and snapshots change no document
+                    pass  # stream and snapshot boundaries change no document
         self._insert(rows)
 
     def commit(self, checkpoint: Checkpoint) -> None:
-        """Make what was applied durable, together with the place in the stream."""
+        """Make the applied changes durable, together with the position in the stream."""
         self._db.execute(REPLACE_CHECKPOINT, (encode_checkpoint(checkpoint), self._changes_seen))
         self._db.commit()
 
     def checkpoint(self) -> Checkpoint:
-        """Return where the file stands in the stream, by partition."""
+        """Return the file's position in the stream, by partition."""
         row = self._db.execute("SELECT positions FROM checkpoint").fetchone()
         return decode_checkpoint(row[0]) if row else {}
 
     def changes_seen(self) -> int:
-        """Return how many changes came in since the file was made."""
+        """Return the number of changes since the file was created."""
         row = self._db.execute("SELECT changes_seen FROM checkpoint").fetchone()
         return int(row[0]) if row else 0
 
@@ -112,7 +112,7 @@ class Replica:
         return [Undone(*row) for row in self._db.execute(SELECT_ROLLBACKS)]
 
     def documents(self) -> dict[bytes, bytes]:
-        """Return every document, by key: its newest version, unless that is a deletion."""
+        """Return every document by key: its newest version, unless that is a deletion."""
         ordered = self._db.execute("SELECT key, value FROM change ORDER BY vb_id, seqno")
         newest: dict[bytes, bytes | None] = dict(ordered)
         return {key: value for key, value in newest.items() if value is not None}
@@ -131,13 +131,13 @@ class Replica:
 
 
 async def follow(server: str, replica: Replica, *, until_now: bool) -> None:
-    """Apply the stream to the replica: for ever, or until it has what the server has now."""
+    """Apply the stream to the replica: without end, or up to the server's present state."""
     consumer = Consumer(
         server,
         name="replica",
-        start=replica.checkpoint(),  # a partition that it does not name starts from the beginning
+        start=replica.checkpoint(),  # partitions without a position start from the beginning
         until_now=until_now,
-        validate=True,  # check that the stream keeps every promise of the protocol
+        validate=True,  # check the stream against the rules of the protocol
         give_up_after_s=30,
     )
     async with consumer:
@@ -146,14 +146,14 @@ async def follow(server: str, replica: Replica, *, until_now: bool) -> None:
             async for events in consumer.batches():
                 replica.apply(events)
                 if committing.done():
-                    committing.result()  # raises what ended it
+                    committing.result()  # raises the error that ended it
         finally:
             committing.cancel()
         replica.commit(consumer.checkpoint())
 
 
 async def commit_regularly(replica: Replica, consumer: Consumer) -> None:
-    """Commit a few times a second. It runs only between batches, so nothing is half applied."""
+    """Commit a few times a second. This runs between batches, so no batch is half applied."""
     while True:
         await asyncio.sleep(COMMIT_INTERVAL_S)
         replica.commit(consumer.checkpoint())
@@ -163,8 +163,8 @@ def main() -> int:
     """Run the program; return its exit code."""
     parser = argparse.ArgumentParser(description="Keep a copy of a dcpd server in a SQLite file.")
     parser.add_argument("server", help="HOST:PORT, or dcpd://USER:PASSWORD@HOST:PORT")
-    parser.add_argument("file", type=Path, help="the SQLite file; made when it is not there")
-    parser.add_argument("--until-now", action="store_true", help="end when caught up")
+    parser.add_argument("file", type=Path, help="the SQLite file; created if missing")
+    parser.add_argument("--until-now", action="store_true", help="stop when caught up")
     options = parser.parse_args()
     replica = Replica(options.file)
     try:

@@ -3,8 +3,9 @@
     python examples/search_index.py 127.0.0.1:11210 index.db                 follow until Ctrl-C
     python examples/search_index.py 127.0.0.1:11210 index.db --search "fox"  catch up, then search
 
-The index is built from the last value of each document, so after a rollback a partition is simply
-built anew (`on_rollback="restart"`); no journal is needed. Positions are committed with the index.
+The index only has the last value of each document. So after a rollback the partition is indexed
+again from the beginning (`on_rollback="restart"`), and no journal is needed. Positions are
+committed with the index.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ CREATE TABLE IF NOT EXISTS positions (vb INTEGER PRIMARY KEY, position BLOB);
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Make the tables; an index with keys as text, in which some read alike, is built anew."""
+    """Create the tables. An old index with keys as text, which can collide, is rebuilt."""
     db.executescript(SCHEMA)
     if db.execute("SELECT 1 FROM keys WHERE typeof(key) = 'text' LIMIT 1").fetchone():
         db.executescript(f"DROP TABLE texts; DROP TABLE keys; DROP TABLE positions; {SCHEMA}")
@@ -44,7 +45,7 @@ def forget(db: sqlite3.Connection, where: str, what: object) -> None:
 
 
 def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
-    """Index a batch, in one transaction with where it ended."""
+    """Index a batch and store its positions, in one transaction."""
     with db:
         for event in delivery.events:
             match event:
@@ -57,7 +58,7 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
                     forget(db, "key", event.key)
                 case Rollback():
                     forget(db, "vb", event.vb_id)
-                case StreamFailed():  # it would stand still
+                case StreamFailed():  # the partition would stop silently
                     raise RuntimeError(f"{event.what}; {event.hint}")
         db.executemany(
             "INSERT OR REPLACE INTO positions VALUES (?, ?)",

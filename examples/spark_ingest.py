@@ -1,20 +1,20 @@
-"""Flights into a Spark table, with a history branch in the middle, and the lag drawn over time.
+"""Flights into a Spark table, with a history branch in the middle, and a plot of the lag.
 
     python examples/spark_ingest.py                       # 7,000 flights, into ./spark-ingest
     python examples/spark_ingest.py --rows 5000 --format delta --folder /tmp/flights
 
 What happens, with real processes only
-1. `dcpd` starts on free ports; Spark starts, `local[2]`, and runs a query without end: the changes
-   of all partitions, every second a batch, applied to a table;
+1. `dcpd` starts on free ports. Spark starts with `local[2]` and runs a continuous query: every
+   second it applies a batch of changes of all partitions to a table;
 2. half of the flights are written, one document per aircraft, so later flights update earlier ones;
-3. some partitions get a history branch, as after a failover to a copy that was behind: what was
-   written to them last is undone. The query gets rollback rows, and the table goes back too;
-4. the other half is written; the query is stopped in the middle of it and started again from its
+3. some partitions get a history branch, as after a failover to a copy that was behind: their last
+   changes are undone. The query gets rollback rows, and the table goes back too;
+4. the other half is written; in the middle of it the query is stopped and restarted from its
    checkpoint;
 5. after the branch and at the end the table is compared with the server, key by key.
 
-The folder then has the table, the checkpoint, `lag.png` and the server's data. Exit code 0 only if
-all documents are equal. Needs: pip install 'dcpd[spark,examples]', and Java 17 or newer.
+The folder then has the table, the checkpoint, `lag.png` and the server's data. The exit code is 0
+only if all documents are equal. Needs: pip install 'dcpd[spark,examples]', and Java 17 or newer.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ JANUARY = Path(__file__).resolve().parent.parent / "tests" / "data" / "flights-2
 BRANCHES = 12
 BATCH_ROWS = 500
 PAUSE_S = 0.1
-"""Between two writes, so that there is something to see."""
+"""Pause between two writes, so that the lag becomes visible."""
 SAMPLE_S = 0.25
 PATIENCE_S = 120.0
 FAILURES = (DataError, WriteFailedError, ProcessFailedError, DcpdError, JavaMissingError)
 
 
 class Sample(NamedTuple):
-    """How far the table was behind the server at a moment."""
+    """The lag of the table at a moment."""
 
     at_s: float
     changes: int
 
 
 class Ingest:
-    """The query, and what is seen of it."""
+    """The query, and what is recorded about it."""
 
     def __init__(self, spark: SparkSession, address: str, folder: Path, format: str) -> None:  # noqa: A002
         self.spark = spark
@@ -71,7 +71,7 @@ class Ingest:
         self.table = str(folder / "table")
         self.samples: list[Sample] = []
         self.marks: list[tuple[float, str]] = []
-        """Moments to be drawn, and what happened then."""
+        """Moments to mark in the plot, and what happened then."""
         self._address = address
         self._checkpoint = str(folder / "checkpoint")
         self._query: StreamingQuery | None = None
@@ -79,7 +79,7 @@ class Ingest:
         self._seqnos: dict[int, int] = {}
 
     def start(self) -> None:
-        """Run the query; from the checkpoint, if there is one."""
+        """Run the query, from its checkpoint if there is one."""
         changes = self.spark.readStream.format("dcp").option("servers", self._address).load()
         self._query = (
             changes.writeStream.foreachBatch(
@@ -91,17 +91,17 @@ class Ingest:
         )
 
     def stop(self) -> None:
-        """End the query as it stands."""
+        """Stop the query."""
         if self._query is not None:
             self._query.stop()
 
     def mark(self, text: str) -> None:
-        """Note that something happens now."""
+        """Record and print an event."""
         self.marks.append((time.monotonic() - self._began, text))
         print(f"  {text}", flush=True)
 
     def look(self, high: Mapping[int, int]) -> int:
-        """Return how many changes the table lacks, and note it."""
+        """Return how many changes the table lacks, and record it."""
         assert self._query is not None
         failure = self._query.exception()
         if failure is not None:
@@ -120,7 +120,7 @@ class Ingest:
 
 
 async def watch(ingest: Ingest, kv: KvClient) -> None:
-    """Note the lag again and again."""
+    """Record the lag repeatedly."""
     while True:
         await asyncio.to_thread(ingest.look, await kv.get_all_vb_seqnos())
         await asyncio.sleep(SAMPLE_S)
@@ -136,14 +136,14 @@ async def caught_up(ingest: Ingest, kv: KvClient) -> None:
 
 
 async def write(writer: Writer, flights: list[Flight]) -> None:
-    """Write flights at a pace that one can watch."""
+    """Write flights slowly enough to watch."""
     for at in range(0, len(flights), BATCH_ROWS):
         await writer.write(flights[at : at + BATCH_ROWS])
         await asyncio.sleep(PAUSE_S)
 
 
 async def branch(server: ServerProcess, writer: Writer, kv: KvClient) -> int:
-    """Take the busiest partitions back to half of what they have; return how much is undone."""
+    """Take the busiest partitions back to half of their changes. Return how many are undone."""
     now = await kv.get_all_vb_seqnos()
     busiest = sorted(now, key=lambda vb_id: now[vb_id])[-BRANCHES:]
     for vb_id in busiest:
@@ -157,7 +157,7 @@ async def branch(server: ServerProcess, writer: Writer, kv: KvClient) -> int:
 
 
 async def differences(ingest: Ingest, writer: Writer, kv: KvClient) -> list[bytes]:
-    """Return the keys at which table, server and writer do not agree."""
+    """Return the keys on which table, server and writer disagree."""
     held = await asyncio.to_thread(ingest.documents)
     keys = held.keys() | writer.expected.keys()
     stored = {key: found.value for key, found in (await kv.get_many(keys)).items()}
@@ -167,7 +167,7 @@ async def differences(ingest: Ingest, writer: Writer, kv: KvClient) -> list[byte
 
 
 async def play(ingest: Ingest, server: ServerProcess, flights: list[Flight]) -> list[bytes]:
-    """Play the story of the module; return where table and server differ."""
+    """Run the steps of the module's docstring. Return the keys that differ."""
     half, part = len(flights) // 2, len(flights) * 3 // 4
     async with KvClient.connect(server.address) as kv:
         writer = Writer(kv, BATCH_ROWS)
@@ -196,7 +196,7 @@ async def play(ingest: Ingest, server: ServerProcess, flights: list[Flight]) -> 
 
 
 def draw(ingest: Ingest, path: Path) -> None:
-    """Draw the lag over time."""
+    """Plot the lag over time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -222,7 +222,7 @@ def draw(ingest: Ingest, path: Path) -> None:
 
 
 def spark_session() -> SparkSession:
-    """Start Spark on this machine, listening on loopback alone."""
+    """Start Spark on this machine, listening on loopback only."""
     from pyspark.sql import SparkSession
 
     check_java()
@@ -247,14 +247,16 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, default=JANUARY, help="flights, zipped or not")
     parser.add_argument("--rows", type=int, help="only the first flights")
     parser.add_argument("--format", choices=["parquet", "delta"], default="parquet")
-    parser.add_argument("--folder", type=Path, default=Path("spark-ingest"), help="is made anew")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("spark-ingest"), help="recreated by each run"
+    )
     options = parser.parse_args()
     server = ServerProcess(options.folder / "data")
     try:
         flights = read_flights(options.csv)[: options.rows]
         marker = options.folder / "table"
         if options.folder.exists() and any(options.folder.iterdir()) and not marker.exists():
-            raise DataError(f"{options.folder} has something else in it: choose another --folder")
+            raise DataError(f"{options.folder} has other content: choose another --folder")
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
         server.start()

@@ -1,11 +1,11 @@
-"""All documents in a table of SQLite, exactly: positions are committed with what the events did.
+"""All documents in a table of SQLite: positions are committed with the effects of the events.
 
     python examples/sqlite_mirror.py 127.0.0.1:11210 mirror.db      follow until Ctrl-C
     sqlite3 mirror.db "SELECT * FROM documents LIMIT 10"
 
-Kill it whenever you like: it goes on exactly where it was. When history branches it undoes what the
-server undid, by a journal of what each change replaced. (The journal grows; `clients.Mirror` has
-one with an end, and begins a partition anew where that does not reach.)
+You may kill it at any time: it resumes exactly where it stopped. If history branches it undoes what
+the server undid, with a journal of replaced values. (This journal grows without limit.
+`clients.Mirror` has a bounded one, and starts a partition again if a branch lies deeper.)
 """
 
 import asyncio
@@ -57,7 +57,7 @@ def undo(db: sqlite3.Connection, vb_id: int, to_seqno: int) -> None:
 
 
 def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
-    """Do what a batch says, in one transaction with where it ended."""
+    """Apply a batch and store its positions, in one transaction."""
     with db:
         for event in delivery.events:
             match event:
@@ -67,7 +67,7 @@ def apply(db: sqlite3.Connection, delivery: Delivery) -> None:
                     change(db, event, None)
                 case Rollback():
                     undo(db, event.vb_id, event.to_seqno)
-                case StreamFailed():  # it would stand still
+                case StreamFailed():  # the partition would stop silently
                     raise RuntimeError(f"{event.what}; {event.hint}")
         db.executemany(
             "INSERT OR REPLACE INTO positions VALUES (?, ?)",

@@ -1,4 +1,4 @@
-"""Writes documents in batches through the ordinary client, also over a server that crashes."""
+"""Writes documents in batches with the ordinary client, also while the server crashes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WriteFailedError(Exception):
 
 
 class Writer:
-    """Writes flights in batches, and knows what the server must hold then."""
+    """Writes flights in batches, and remembers what the server must then hold."""
 
     def __init__(self, kv: KvClient, batch_rows: int) -> None:
         self.expected: dict[bytes, bytes] = {}
@@ -29,12 +29,12 @@ class Writer:
         self.repeated = 0
         self.load_s = 0.0
         self.batch_done = asyncio.Event()
-        """Set after each batch, for who waits for one."""
+        """Set after each batch."""
         self._kv = kv
         self._batch_rows = batch_rows
 
     async def write(self, flights: Sequence[Flight]) -> None:
-        """Write flights in order; return when all are acknowledged."""
+        """Write flights in order. Return when all are acknowledged."""
         began = time.monotonic()
         for start in range(0, len(flights), self._batch_rows):
             batch = flights[start : start + self._batch_rows]
@@ -45,7 +45,7 @@ class Writer:
         self.load_s += time.monotonic() - began
 
     async def _write_batch(self, batch: Sequence[Flight]) -> None:
-        """Send a batch until all of it is acknowledged: after a crash again from the first gap.
+        """Send a batch until all of it is acknowledged. After a crash, go on at the first gap.
 
         What came without an answer may have been done. Doing it twice is harmless, as long as the
         order of a key's flights stays: hence everything after the gap again, answered or not.

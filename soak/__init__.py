@@ -1,1 +1,1 @@
-"""Long runs that can be stopped and go on where they were; `scripts/soak` starts them."""
+"""Long runs that can be stopped and resumed; `scripts/soak` starts them."""

@@ -1,4 +1,4 @@
-"""python -m soak COMMAND: long runs; all but flip go on where they were."""
+"""python -m soak COMMAND: long runs. All but flip can be resumed."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The same keys written again and again: does the store stay small, and memory flat?
+"""Writes the same keys again and again. Does the store stay small, and memory constant?
 
     scripts/soak churn                    100 million writes over a million keys
     scripts/soak churn --writes 5000000 --keys 250000 --history-bytes 512MiB
 
-A real server in a folder that stays. Every ten seconds a line: writes, rate, the store's file
-against what the live documents take, the log, memory of both processes. A run fails where the store
-takes more than three times the live data and the history window, the log more than LOG_BYTES_MAX,
-or memory grows after it has settled.
-Stopped, it goes on with the next write; what was written last is read back first.
+It runs a real server in a folder that is kept. Every ten seconds it prints a line: writes, rate,
+the store's file beside the size of the live documents, the log, and the memory of both processes. A
+run fails if the store takes more than three times the live data and the history window, if the log
+takes more than LOG_BYTES_MAX, or if memory grows after it has settled. A stopped run resumes with
+the next write, after it has read back the last ones.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Flipped bits and damaged pages in a real LMDB file: what a reader and the check make of them.
+"""Flips bits and damages pages in a real LMDB file, and runs readers and the check on it.
 
-Each damage happens to a copy of one small store, and is read in a process of its own. A reader asks
-for every key, every version and a few keys that were never there; the truth is what it was told
-before the damage.
+Each damage happens to a copy of one small store, which a separate process reads. A reader asks for
+every key, every version and a few keys that never existed. The truth is what it read before the
+damage.
 
-What must hold: a reader is told what is RIGHT, or is REFUSED in words, and never ends with a crash;
-and whatever is not RIGHT, the check names.
+What must hold: an answer is RIGHT, or REFUSED with a reason, and the reader does not crash. The
+check names everything that is not RIGHT.
 """
 
 from __future__ import annotations

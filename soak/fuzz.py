@@ -1,15 +1,15 @@
-"""Garbage at whole sessions: no crash, no hang, no memory without bound, whatever a peer sends.
+"""Sends garbage to whole sessions: no crash, no hang, no unbounded memory.
 
-Each round is one node in memory and a few connections, made from the round's number alone, so a
-failing round replays by itself. What is sent mixes plain noise, packets whose headers lie, and
-ordinary conversations with some of their bytes changed; all of it cut anywhere.
+Each round is one node in memory and a few connections. It depends on the round's number only, so a
+failing round can be replayed. The input mixes noise, packets with lying headers, and ordinary
+conversations with some changed bytes, all cut anywhere.
 
 Invariants, checked after each piece
 - nothing raises;
 - a session keeps at most one incomplete packet, and only one whose header was accepted;
-- answers are well-formed packets, and no more than the limit wait at a time;
-- the connection either goes on or has said why it closes;
-- memory at the end of a run is what it was near its beginning.
+- answers are well-formed packets, and at most the limit of them wait;
+- the connection either continues or has said why it closes;
+- memory at the end of a run is near what it was at the beginning.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""A server under load, killed at any moment, thousands of times: nothing that was answered is lost.
+"""Kills a server under load at any moment, thousands of times. No answered change may be lost.
 
-One life is one data folder. Each kill of it is one round:
+One life is one data folder. Each kill is one round:
 
 1. writers on several connections send sets, deletes and increments, many in flight;
-2. the server is killed (SIGKILL): at a random moment, while a merge is under way, while it starts,
-   or its store process alone, and the server soon after;
+2. the server is killed (SIGKILL): at a random moment, during a merge, during its start, or its
+   store process alone, and the server soon after;
 3. it starts again, and every key of every writer is read.
 
 What must hold
 - every answered change is there, with its value and its CAS;
-- of the changes that were sent and not answered, a beginning is there and nothing else: a writer's
-  changes happen in its order, so no later one without the earlier ones, and none by half;
-- seqnos and CAS of a partition rise over kills, its version stays the same one;
-- a consumer that follows through all of it ends with the same map, and never has to roll back;
+- of a writer's unanswered changes a prefix is there: they happen in order, and none by half;
+- seqnos and CAS of a partition rise over kills, and its version stays the same;
+- a consumer that follows through all kills ends with the same map, without any rollback;
 - the offline check of the folder finds nothing.
 """
 

@@ -1,7 +1,7 @@
 """One writer of the kill loop: a connection, the keys that only it writes, and what must be there.
 
-A writer's changes happen in its order. So after a kill there is exactly one question: how many of
-those that were sent and not answered have happened; `check` answers it, or says that none fits.
+A writer's changes happen in its order. So after a kill there is one question: how many of the
+unanswered changes happened? `check` answers it, or says that no number fits.
 """
 
 from __future__ import annotations

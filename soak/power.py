@@ -1,8 +1,8 @@
 """Power cuts at random points of random lives of a node in memory, over all durabilities.
 
-Each round is a life of its own, made from the round's number alone (`support.power_node`): it does
-whatever a node does, and the power goes between steps, in the middle of them, and in the start
-after a cut. In every life, a stretch of it tries a cut at every single point beside.
+Each round is one life, which depends on the round's number only (`support.power_node`). The node
+does everything a node does. Power goes between steps, in the middle of them, and during the start
+after a cut. In addition, one stretch of each life tries a cut at every single point.
 """
 
 from __future__ import annotations

