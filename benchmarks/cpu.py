@@ -83,8 +83,8 @@ class CoreNode:
         def draw_uuid() -> int:
             return vb_uuid_from_random(drawn.getrandbits(64))
 
-        self.store = Store.create(self.env, node, new_partitions(draw_uuid))
-        self.engine = Engine(self.store, draw_uuid, 1 << 40)
+        self.store = Store.create(self.env, node, new_partitions(draw_uuid, NUM_VBUCKETS))
+        self.engine = Engine(self.store, draw_uuid, NUM_VBUCKETS, 1 << 40)
         self.writer = LogWriter(MemoryLogDevice())
         self.writer.rotate()
         self.hub = StreamHub()

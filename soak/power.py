@@ -11,7 +11,7 @@ import json
 import time
 from pathlib import Path
 
-from support.power_node import SHARES, Story, few_partitions, live
+from support.power_node import SHARES, Story, live
 
 DURABILITIES = ("commit", "interval", "none")
 STEPS = 60
@@ -20,11 +20,10 @@ STEPS_WITH_EVERY_POINT = 8
 
 def run_round(seed: int) -> int:
     """Play one life; return how many points it had."""
-    with few_partitions():
-        story = Story(seed, DURABILITIES[seed % len(DURABILITIES)])
-        live(story, STEPS)
-        story.shares = SHARES
-        live(story, STEPS_WITH_EVERY_POINT)
+    story = Story(seed, DURABILITIES[seed % len(DURABILITIES)])
+    live(story, STEPS)
+    story.shares = SHARES
+    live(story, STEPS_WITH_EVERY_POINT)
     return story.power.points
 
 

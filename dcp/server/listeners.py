@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin import AdminServer
-from dcp.server.admin.crowd import Crowd, PortLimits
 from dcp.server.config.settings import Settings
 from dcp.server.config.sources import plain_host_of
 from dcp.server.net.connection import ClientConnection
+from dcp.server.net.crowd import Crowd, PortLimits
 from dcp.server.net.tls_listener import TlsListener
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.read_modify_write import expiry_of
 from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
-from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, NUM_VBUCKETS, vbucket_of
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.model.manifest import Collection, collection_of, decode_leb128
 from vbucket.store.environment import StoreDamagedError
 
@@ -106,6 +106,7 @@ class DocumentCommands:
     def __init__(self, state: SessionState) -> None:
         self._state = state
         self._engine = state.engine
+        self._num_vbuckets = state.engine.num_vbuckets
         self._reading_runs: dict[int, Run] = {_GET: self.get_run}
         self._runs: dict[int, Run] = {_GET: self.get_run, int(Opcode.SET): self.store_run}
         self.now_s = 0
@@ -156,14 +157,14 @@ class DocumentCommands:
                 self._refuse_long_key(opcode, opaque, key_len)
                 return
             if state.hashes_keys:
-                vb_id = vbucket_of(key)
+                vb_id = vbucket_of(key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
         if len(body) - len(key) > state.limits.value_bytes_max:
             limit = f"a value has at most {state.limits.value_bytes_max} bytes"
             self.refuse(opcode, opaque, Status.E2BIG, f"{limit} (setting value_bytes_max)")
             return
-        if vb_id >= NUM_VBUCKETS:
+        if vb_id >= self._num_vbuckets:
             self._refuse_vbucket(opcode, opaque, vb_id)
             return
         flags, expiry = _unpack_store(buffer, start)
@@ -206,7 +207,7 @@ class DocumentCommands:
         buffer, answers = state.buffer, state.answers
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
-        partitions = engine.partitions
+        partitions, num_vbuckets = engine.partitions, self._num_vbuckets
         first, head_bytes = position, SET_REQUEST.size
         while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
@@ -219,7 +220,7 @@ class DocumentCommands:
             key = body[:key_len]
             if not 1 < key_len <= MAX_KEY_BYTES + 1 or len(key) != key_len or key[0]:
                 break
-            if cas or expiry or vb_id >= NUM_VBUCKETS or len(body) - key_len > value_bytes_max:
+            if cas or expiry or vb_id >= num_vbuckets or len(body) - key_len > value_bytes_max:
                 break
             part = partitions[vb_id]
             if part.state != 1 or part.is_backed_up:
@@ -356,7 +357,7 @@ class DocumentCommands:
             return
         key = wire_key = state.buffer[start:end]
         if not (state.has_collections and key[0] == 0 and 1 < key_len <= MAX_KEY_BYTES + 1) or (
-            vb_id >= NUM_VBUCKETS
+            vb_id >= self._num_vbuckets
         ):
             located = self.locate(opcode, opaque, vb_id, wire_key)
             if located is None:
@@ -406,7 +407,8 @@ class DocumentCommands:
         """
         state, engine = self._state, self._engine
         buffer, answer = state.buffer, state.answers.append
-        partitions, has_json = engine.partitions, state.has_json
+        partitions, num_vbuckets = engine.partitions, self._num_vbuckets
+        has_json = state.has_json
         committed_group, wait_group = engine.committed_group, state.wait_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
@@ -414,7 +416,7 @@ class DocumentCommands:
             key_at = position + HEADER_BYTES
             after = key_at + body_len
             if (
-                head - _GET_MARK != body_len or others or after > end or vb_id >= NUM_VBUCKETS
+                head - _GET_MARK != body_len or others or after > end or vb_id >= num_vbuckets
                 or not 1 < body_len <= MAX_KEY_BYTES + 1 or buffer[key_at]
             ):  # fmt: skip
                 break
@@ -492,9 +494,9 @@ class DocumentCommands:
                 self._refuse_long_key(opcode, opaque, len(wire_key))
                 return None
             if state.hashes_keys:
-                vb_id = vbucket_of(wire_key)
+                vb_id = vbucket_of(wire_key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + wire_key
-        if vb_id >= NUM_VBUCKETS:
+        if vb_id >= self._num_vbuckets:
             self._refuse_vbucket(opcode, opaque, vb_id)
             return None
         return vb_id, key

@@ -46,7 +46,8 @@ class FaultGate:
         state = self._state
         if state.hashes_keys and magic == Magic.REQUEST:
             key_at = position + HEADER_BYTES + extras_len
-            vb_id = vbucket_of(buffer[key_at : key_at + key_len])
+            key = buffer[key_at : key_at + key_len]
+            vb_id = vbucket_of(key, state.engine.num_vbuckets)
         fault, self._waiting = self._waiting, None
         if fault is None:
             fault = state.faults.meet(opcode, vb_id)

@@ -37,7 +37,6 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine.bulk import Frames, MalformedFramesError
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import collection_of
 
 Handler = Callable[[Frame], None]
@@ -72,7 +71,7 @@ class PutFramesCommand:
         if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * fits_meta):
             state.refuse(request, Status.EINVAL, f"unknown options 0x{options:x}")
             return
-        if vb_id >= NUM_VBUCKETS:
+        if vb_id >= state.engine.num_vbuckets:
             self._refuse_outcome(request, Status.NOT_MY_VBUCKET)
             return
         try:

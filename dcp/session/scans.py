@@ -23,7 +23,6 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
 from vbucket.store.environment import StoreDamagedError
 
@@ -293,9 +292,9 @@ class ScanCommands:
 
     def _active_partition(self, request: Frame) -> Partition | None:
         """Return the partition of a request; refuse where it is not active here."""
-        partitions = self._state.engine.partitions
-        if request.vb_id < NUM_VBUCKETS:
-            part = partitions[request.vb_id]
+        engine = self._state.engine
+        if request.vb_id < engine.num_vbuckets:
+            part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
         self._documents.refuse_outcome(

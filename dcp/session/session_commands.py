@@ -23,7 +23,6 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status, error_map_document
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
@@ -270,7 +269,7 @@ class ConnectionCommands:
     def failover_log(self, request: Frame) -> None:
         """Answer a partition's failover log, newest first."""
         state = self._state
-        if request.vb_id >= NUM_VBUCKETS:
+        if request.vb_id >= state.engine.num_vbuckets:
             self.refuse_vbucket(request)
             return
         state.observes_history(request.vb_id)
@@ -283,7 +282,7 @@ class ConnectionCommands:
         if len(request.value) != U64.size:
             state.refuse(request, Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
             return
-        if request.vb_id >= NUM_VBUCKETS:
+        if request.vb_id >= state.engine.num_vbuckets:
             self.refuse_vbucket(request)
             return
         part = state.engine.partitions[request.vb_id]

@@ -30,7 +30,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from failover.rollback import Question, decide
 from vbucket.engine.partition import Partition, VbState
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 
 Handler = Callable[[Frame], None]
 
@@ -287,8 +287,9 @@ class DcpCommands:
 
     def _partition_of(self, request: Frame, flags: int) -> Partition | None:
         """Return the partition where its state lets a stream begin, else refuse."""
-        if request.vb_id < NUM_VBUCKETS:
-            part = self._state.engine.partitions[request.vb_id]
+        engine = self._state.engine
+        if request.vb_id < engine.num_vbuckets:
+            part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
             if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:

@@ -279,7 +279,7 @@ class TextSession:
 
     def _apply(self, store: _Store, value: bytes) -> bytes:
         mode = _MODES[store.name]
-        vb_id, key = _locate(store.key)
+        vb_id, key = self._locate(store.key)
         if mode in {_APPEND, _PREPEND}:
             outcome = extend(
                 self._engine, vb_id, key, value, is_prepended=mode == _PREPEND, cas=0,
@@ -337,7 +337,7 @@ class TextSession:
             state.send(b"END\r\n")
 
     def _look_up(self, wire_key: bytes, expiry: int | None) -> StoredDocument | int:
-        vb_id, key = _locate(wire_key)
+        vb_id, key = self._locate(wire_key)
         found: StoredDocument | int | None
         if expiry is None:
             found = self._engine.get(vb_id, key)
@@ -355,7 +355,7 @@ class TextSession:
             return _ERROR
         if _is_bad_key(arguments[0]) or arguments[1:] not in ([], [b"0"]):
             return _BAD_FORMAT[:-2] + b".  Usage: delete <key> [noreply]\r\n"
-        vb_id, key = _locate(arguments[0])
+        vb_id, key = self._locate(arguments[0])
         return self._answer_of(vb_id, self._engine.delete(vb_id, key, 0), b"DELETED\r\n")
 
     def _count(self, name: bytes, arguments: list[bytes]) -> bytes:
@@ -368,7 +368,7 @@ class TextSession:
             return _BAD_DELTA
         if name == b"decr":
             delta = -delta
-        vb_id, key = _locate(arguments[0])
+        vb_id, key = self._locate(arguments[0])
         outcome, number = count(self._engine, vb_id, key, delta, initial=None, expiry=0)
         return self._answer_of(vb_id, outcome, b"%d\r\n" % number)
 
@@ -380,7 +380,7 @@ class TextSession:
         expiry = self._expiry(arguments[1])
         if expiry is None:
             return _BAD_EXPTIME
-        vb_id, key = _locate(arguments[0])
+        vb_id, key = self._locate(arguments[0])
         outcome, _ = touch(self._engine, vb_id, key, expiry)
         return self._answer_of(vb_id, outcome, b"TOUCHED\r\n")
 
@@ -457,16 +457,16 @@ class TextSession:
         seconds = _number(text, _UINT32_MAX)
         return None if seconds is None else absolute_expiry(seconds, self._now_s)
 
+    def _locate(self, wire_key: bytes) -> tuple[int, bytes]:
+        """Return the partition and the stored key of a key."""
+        vb_id = vbucket_of(wire_key, self.state.engine.num_vbuckets)
+        return vb_id, DEFAULT_COLLECTION_PREFIX + wire_key
+
 
 _WRITES: Final = re.compile(rb" *(gats?|incr|decr|delete|touch|flush_all)\b")
 """Lines that change something; stores wait with their data block."""
 _ALWAYS_ANSWERED: Final = frozenset({b"get", b"gets", b"gat", b"gats", b"stats", b"version"})
 """Commands that know no `noreply`: it is a key there, or nothing."""
-
-
-def _locate(wire_key: bytes) -> tuple[int, bytes]:
-    """Return the partition and the stored key of a key."""
-    return vbucket_of(wire_key), DEFAULT_COLLECTION_PREFIX + wire_key
 
 
 def _is_bad_key(key: bytes) -> bool:

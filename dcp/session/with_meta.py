@@ -29,7 +29,7 @@ from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
-from vbucket.model.ids import NUM_VBUCKETS, time_ns_from_cas
+from vbucket.model.ids import time_ns_from_cas
 
 META_EXTRAS: Final = Struct(">IIQQ")
 """Flags, expiry, rev_seqno, CAS."""
@@ -110,7 +110,7 @@ class WithMetaCommands:
                 return
             vb_id, key = located
             body = key + buffer[key_at + key_len : end]
-        if vb_id >= NUM_VBUCKETS:
+        if vb_id >= state.engine.num_vbuckets:
             documents.refuse_outcome(opcode, opaque, Status.NOT_MY_VBUCKET, vb_id)
             return
         stored = MUTATION

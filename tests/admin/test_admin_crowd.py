@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.admin.crowd import Crowd, Phase, Places, PortLimits, TooManyError, Visitor, group_of
+from dcp.server.net.crowd import Crowd, Phase, Places, PortLimits, TooManyError, Visitor, group_of
 
 WAITING = [phase for phase in Phase if phase is not Phase.ANSWER]
 

@@ -17,7 +17,7 @@ import pytest
 from dcp.server.admin import AdminServer
 from dcp.server.admin.answers import BODY_BYTES_MAX
 from dcp.server.admin.couchbase_routes import BLOCK_END
-from dcp.server.admin.crowd import Crowd, Phase, PortLimits
+from dcp.server.net.crowd import Crowd, Phase, PortLimits
 from support.admin_node import SmallNode
 from support.certificates import TestCa
 from support.raw_http import RawHttp, ask, login, request
@@ -501,7 +501,7 @@ async def test_after_the_handshake_the_same_deadlines_hold(
 async def test_a_connection_that_failed_and_is_not_read_does_not_keep_it_from_stopping(
     serve: Serve, node: SmallNode
 ) -> None:
-    node.metrics = lambda by_vbucket: bytes(30_000)  # type: ignore[method-assign]
+    node.metrics = lambda by_vbucket: bytes(60_000)  # type: ignore[method-assign]
     port = await serve()
     unread = await port.open()
     unread.writer.transport.pause_reading()  # type: ignore[attr-defined]

@@ -8,10 +8,11 @@ import pytest
 
 from dcp.server.report.stats import Stats, stats
 from support.memory_node import START_NS, MemoryNode
+from vbucket.model.ids import NUM_VBUCKETS
 
 
 def ask(request: bytes) -> Stats | None:
-    node = MemoryNode()
+    node = MemoryNode(partitions=NUM_VBUCKETS)
     return stats(SimpleNamespace(engine=node.engine), request)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from dcp.wire.frame import FLEX_HEADER, HEADER, pack_request, pack_response
 from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_stream_request
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode, Peer
+from support.memory_node import START_NS, MemoryNode, Peer, node_for
 from vbucket.engine.partition import Hold, VbState
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -26,8 +26,8 @@ BODY_MAX = VALUE_MAX + BODY_EXTRA_BYTES
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -207,6 +207,7 @@ def test_a_large_packet_is_gathered_without_copying_it_for_every_piece(peer: Pee
     assert peer.ask(Opcode.GET, key=b"k").value == value
 
 
+@pytest.mark.all_partitions
 @pytest.mark.parametrize(
     "opcode", [Opcode.GET, Opcode.STAT, Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_ERROR_MAP, 0xB5]
 )
@@ -305,8 +306,8 @@ class Outcome(NamedTuple):
     wait_group: int
 
 
-def outcome(pieces: list[bytes]) -> Outcome:
-    node = PIPELINE_NODE
+def outcome(pieces: list[bytes], node: MemoryNode | None = None) -> Outcome:
+    node = node or PIPELINE_NODE
     before = [part.high_seqno for part in node.engine.partitions[:2]]
     assert not any(before), "the node is as new"
     peer = node.connect(limits=LIMITS)
@@ -325,7 +326,7 @@ def outcome(pieces: list[bytes]) -> Outcome:
     return Outcome(b"".join(answers), peer.state.is_closing, after, entries, wait_group)
 
 
-PIPELINE_NODE = MemoryNode()
+PIPELINE_NODE = MemoryNode(partitions=8)
 """Nothing is ever committed on it, so a crash makes it new again."""
 
 
@@ -342,7 +343,7 @@ def test_the_same_bytes_get_the_same_answers_wherever_they_are_cut(
     assert outcome(pieces) == outcome([stream])
 
 
-def test_byte_by_byte_is_the_same_as_at_once() -> None:
+def test_byte_by_byte_is_the_same_as_at_once(node: MemoryNode) -> None:
     stream = (
         pack_request(Opcode.SET, key=b"a", value=b"v", extras=bytes(8))
         + pack_request(Opcode.GETK, key=b"a")
@@ -350,7 +351,7 @@ def test_byte_by_byte_is_the_same_as_at_once() -> None:
         + pack_request(Opcode.GET, key=b"missing", vb_id=3)
         + pack_request(Opcode.QUIT)
     )
-    assert outcome([bytes([byte]) for byte in stream]) == outcome([stream])
+    assert outcome([bytes([byte]) for byte in stream], node) == outcome([stream], node)
 
 
 # -- runs of SETs ------------------------------------------------------------------------------

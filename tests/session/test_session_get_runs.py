@@ -12,6 +12,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
 from vbucket.engine.partition import VbState
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.records import BY_KEY_TABLE
 
 VB = 3
@@ -23,9 +24,9 @@ KEYS = [
 ]  # fmt: skip
 
 
-def node_of_all_kinds() -> MemoryNode:
+def node_of_all_kinds(partitions: int = 8) -> MemoryNode:
     """Documents in the store, in both layers, in the cache, and such as are no more."""
-    node = MemoryNode(item_cache_bytes=1 << 20)
+    node = MemoryNode(partitions=partitions, item_cache_bytes=1 << 20)
     peer = connected(node)
     for key in [*KEYS[:5], b"\0json", b"\0damaged"]:
         expiry = {b"\0expired": DAY_S, b"\0later": 9 * DAY_S}.get(key, 0)
@@ -161,7 +162,7 @@ def test_answers_of_a_run_wait_for_what_they_show() -> None:
 
 
 def test_each_of_a_run_gets_its_own_status() -> None:
-    node = node_of_all_kinds()
+    node = node_of_all_kinds(NUM_VBUCKETS)
     peer = connected(node)
     frames = peer.send(b"".join(a_request("get", key, n) for n, key in enumerate(KEYS)))
     statuses = {key: frame.status for key, frame in zip(KEYS, frames, strict=True)}

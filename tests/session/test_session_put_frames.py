@@ -4,7 +4,6 @@ DEL_WITH_META leave, byte for byte, and what is no sound frame changes nothing.
 
 from __future__ import annotations
 
-import itertools
 import struct
 
 import pytest
@@ -139,7 +138,7 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=10), st.booleans())
 def test_it_leaves_what_single_commands_leave(story, has_json):
     features = [feature for feature in FEATURES if has_json or feature != Feature.JSON]
-    vb_id, nodes = next(_FRESH), _NODES.pop() if _NODES else [ShopNode(), ShopNode()]
+    vb_id, nodes = VB, [ShopNode(partitions=8), ShopNode(partitions=8)]
     peers = [connect(node, *features) for node in nodes]
     one, many = peers
     for step, *arguments in story:
@@ -180,13 +179,6 @@ def test_it_leaves_what_single_commands_leave(story, has_json):
         _do(node, "merge")
     records = [node.store.partitions()[vb_id] for node in nodes]
     assert records[0] == records[1]
-    _NODES.append(nodes)
-
-
-_FRESH = itertools.cycle(range(1024))
-"""Each story has a partition of its own: a node takes longer to make than to use."""
-_NODES: list[list[ShopNode]] = []
-_TARGETS: list[ShopNode] = []
 
 
 class ShopNode(MemoryNode):
@@ -326,14 +318,14 @@ def test_a_table_that_does_not_fit_refuses_the_packet(value, count):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_garbage_changes_nothing_or_is_stored_soundly(data):
-    vb_id = next(_FRESH)
+    vb_id = VB
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     frames = [frame(b"\0k%d" % n, kind=kind, vb_id=vb_id) for n, kind in enumerate(kinds)]
     packet = bytearray(value_of(*frames))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(packet) - 1))
         packet[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
-    node = _TARGETS.pop() if _TARGETS else ShopNode()
+    node = ShopNode(partitions=8)
     part = node.engine.partitions[vb_id]
     first, before = part.high_seqno + 1, state_of(node, vb_id)
     answer = put_value(connect(node), bytes(packet), len(frames), vb_id=vb_id)
@@ -349,7 +341,6 @@ def test_garbage_changes_nothing_or_is_stored_soundly(data):
             assert seqno_of(entry) == seqno
             assert node.engine.is_reachable(key_of(entry))
         node.commit()
-    _TARGETS.append(node)
 
 
 def test_limits_of_a_packet():

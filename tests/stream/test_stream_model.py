@@ -28,6 +28,7 @@ from support.memory_node import LmdbNode, MemoryNode, Peer
 from vbucket.engine.engine import SET
 from vbucket.engine.lifecycle import purge
 from vbucket.log.commit_group import CommitGroup
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store import block
 from vbucket.upkeep import compaction
 
@@ -55,6 +56,9 @@ def state(versions: Versions, seqno: int) -> dict[bytes, bytes]:
 
 
 class StreamMachine(RuleBasedStateMachine):
+    partitions = 8
+    """Of the node; those from VBUCKETS on stay empty."""
+
     def __init__(self) -> None:
         super().__init__()
         self.node = self.new_node()
@@ -69,7 +73,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.followers = [Follower(self.connect(n)) for n in range(len(WINDOWS))]
 
     def new_node(self) -> MemoryNode:
-        return MemoryNode()
+        return MemoryNode(partitions=self.partitions)
 
     def connect(self, number: int) -> Peer:
         peer = self.node.connect()
@@ -308,11 +312,22 @@ StreamMachine.TestCase.settings = settings(
 )
 
 
+class WholeStreamMachine(StreamMachine):
+    """The same with as many partitions as the product has."""
+
+    partitions = NUM_VBUCKETS
+
+
+WholeStreamMachine.TestCase.settings = settings(
+    max_examples=4, stateful_step_count=50, deadline=None, phases=set(Phase) - {Phase.explain}
+)
+
+
 class LmdbStreamMachine(StreamMachine):
     """The same over LMDB."""
 
     def new_node(self) -> MemoryNode:
-        return LmdbNode()
+        return LmdbNode(partitions=self.partitions)
 
     def teardown(self) -> None:
         super().teardown()
@@ -336,6 +351,10 @@ class TestStreams(StreamMachine.TestCase):
             patch = mock.patch.object(module, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+
+
+class TestWholeStreams(WholeStreamMachine.TestCase):
+    setUp = TestStreams.setUp
 
 
 class TestStreamsOverLmdb(LmdbStreamMachine.TestCase):

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dcp.session.auth import AuthStep
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
@@ -32,7 +34,7 @@ from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
-from vbucket.model.ids import SEQNO_MAX, vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
 from vbucket.store.environment import KvEnv
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
@@ -41,6 +43,8 @@ from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Compactor, Floors
 from vbucket.upkeep.merge import merge
 
+FEW_PARTITIONS = 16
+"""As many as a node has where a test does not ask for those of the product."""
 START_NS = 1_800_000_000_000_000_000
 
 
@@ -58,25 +62,37 @@ class OpenDoor:
 
 
 @lru_cache(maxsize=16)
-def _new_store(seed: int) -> tuple[dict[str, Any], Any]:
+def _new_store(seed: int, partitions: int) -> tuple[dict[str, Any], Any]:
     """Return the tables of a store that begins, and the state of the node's randomness after it.
 
-    Every test begins with a node, so it is made once for each seed.
+    Every test begins with a node, so it is made once for each seed and number of partitions.
     """
     drawn = random.Random(seed)
     env = MemoryEnv(TABLES)
     node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
-    partitions = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)))
-    Store.create(env, node, partitions).close()
+    records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)), partitions)
+    Store.create(env, node, records).close()
     return env.tables, drawn.getstate()
 
 
+def node_for(request: pytest.FixtureRequest) -> MemoryNode:
+    """Return a node; with the product's partitions where the test is marked `all_partitions`."""
+    marked = request.node.get_closest_marker("all_partitions") is not None
+    return MemoryNode(partitions=NUM_VBUCKETS if marked else FEW_PARTITIONS)
+
+
 class MemoryNode:
-    """See the module. Time stands still unless `now_ns` is moved."""
+    """See the module. Time stands still unless `now_ns` is moved.
+
+    A start and every merge go over all partitions, so there are few.
+    """
 
     version = "test"
 
-    def __init__(self, seed: int = 0, *, item_cache_bytes: int = 0) -> None:
+    def __init__(
+        self, seed: int = 0, *, partitions: int = FEW_PARTITIONS, item_cache_bytes: int = 0
+    ) -> None:
+        self.partitions = partitions
         self.item_cache_bytes = item_cache_bytes
         self._random = random.Random(seed)
         self.now_ns = START_NS
@@ -90,14 +106,16 @@ class MemoryNode:
     def _new_env(self, seed: int) -> KvEnv:
         """Return the database of a store that begins."""
         env = MemoryEnv(TABLES)
-        tables, random_state = _new_store(seed)
+        tables, random_state = _new_store(seed, self.partitions)
         env.tables = {name: rows.copy() for name, rows in tables.items()}
         self._random.setstate(random_state)
         return env
 
     def _open(self) -> None:
         self.store = Store(self.env)
-        self.engine = Engine(self.store, self.draw_uuid, item_cache_bytes=self.item_cache_bytes)
+        self.engine = Engine(
+            self.store, self.draw_uuid, self.partitions, item_cache_bytes=self.item_cache_bytes
+        )
         node = self.store.node()
         assert node is not None
         recovery = recover(
@@ -151,8 +169,9 @@ class MemoryNode:
         if is_answer_lost:
             report = merge(self.env, sealed)
         self.engine.merged(report)
-        self.engine.drop_frozen(0, 512)
-        self.engine.drop_frozen(512, 1024)
+        half = self.partitions // 2
+        self.engine.drop_frozen(0, half)
+        self.engine.drop_frozen(half, self.partitions)
         for segment in segments:
             if segment not in report.kept:
                 self.device.delete(segment)
@@ -223,7 +242,7 @@ class LmdbNode(MemoryNode):
         self._folder = tempfile.TemporaryDirectory()
         env = LmdbEnv(Path(self._folder.name) / "store", TABLES)
         node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
-        Store.create(env, node, new_partitions(self.draw_uuid)).close()
+        Store.create(env, node, new_partitions(self.draw_uuid, self.partitions)).close()
         return env
 
     def close(self) -> None:

@@ -12,16 +12,12 @@ and every partition gets a new version.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 from dcp.wire.frame import FrameDecoder
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
-from vbucket.engine import keyspace
-from vbucket.engine import startup as recovery
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.startup import recover_node
 from vbucket.log.device_files import FileLogDevice
@@ -30,8 +26,8 @@ from vbucket.store.records import TABLES, CleanEnd, put_failover
 from vbucket.upkeep.merge import merge
 
 VBUCKETS = (0, 2, 3)
-COUNT = 4
-"""Partitions of the node: a start costs as much as there are, and there is one after each cut."""
+PARTITIONS = 4
+"""Few, because a start goes over all of them, and there is a start after every cut."""
 KEYS = [b"\0a", b"\0b", b"\0longer-key"]
 START_NS = 1_800_000_000_000_000_000
 MEMTABLE_BYTES = 1 << 20
@@ -39,15 +35,6 @@ MEMTABLE_BYTES = 1 << 20
 
 class PowerCutError(Exception):
     """The power is gone."""
-
-
-@contextmanager
-def few_partitions() -> Iterator[None]:
-    """Nodes that begin meanwhile have COUNT partitions."""
-    with ExitStack() as stack:
-        for module in (keyspace, recovery):
-            stack.enter_context(patch.object(module, "NUM_VBUCKETS", COUNT))
-        yield
 
 
 class Picture(NamedTuple):
@@ -64,7 +51,13 @@ class PowerNode:
     """See the module. Begins with what is on the disk."""
 
     def __init__(
-        self, disk: ForgetfulDisk, env: ForgetfulEnv, durability: str, draw: random.Random
+        self,
+        disk: ForgetfulDisk,
+        env: ForgetfulEnv,
+        durability: str,
+        draw: random.Random,
+        *,
+        partitions: int = PARTITIONS,
     ) -> None:
         self.env = env
         self.durability = durability
@@ -73,6 +66,7 @@ class PowerNode:
         startup = recover_node(
             env,
             self.device,
+            num_vbuckets=partitions,
             durability=durability,
             draw_uuid=self._draw_uuid,
             draw_node_id=lambda: "00",
@@ -116,7 +110,10 @@ class Story:
         seed: int,
         durability: str = "commit",
         disk_type: type[ForgetfulDisk] = ForgetfulDisk,
+        *,
+        partitions: int = PARTITIONS,
     ) -> None:
+        self.partitions = partitions
         self.draw = random.Random(seed)
         self.durability = durability
         self.power = Power()
@@ -137,8 +134,11 @@ class Story:
 
     def begin(self) -> None:
         """Start for the first time. After a cut in the middle, `lose_power` starts again."""
-        self.node = PowerNode(self.disk, self.env, self.durability, self.draw)
+        self.node = self._start(self.disk, self.env, self.draw)
         self.pictures = [self.node.picture()]
+
+    def _start(self, disk: ForgetfulDisk, env: ForgetfulEnv, draw: random.Random) -> PowerNode:
+        return PowerNode(disk, env, self.durability, draw, partitions=self.partitions)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Story:
         segments = device.segments()[:-1]
         report = merge(node.env, [(segment, device.read(segment)) for segment in segments])
         node.engine.merged(report)
-        node.engine.drop_frozen(0, COUNT)
+        node.engine.drop_frozen(0, node.engine.num_vbuckets)
         for segment in segments:
             device.delete(segment)
 
@@ -237,7 +237,7 @@ class Story:
         self._restart()
 
     def _restart(self) -> None:
-        node = PowerNode(self.disk, self.env, self.durability, self.draw)
+        node = self._start(self.disk, self.env, self.draw)
         if self.pictures:
             self._check(node, self.pictures[self.certain :])
         self.node = node
@@ -260,7 +260,7 @@ class Story:
         draw = random.Random(self.draw.getrandbits(32))
         disk = self.disk.after(quiet, draw, share)
         env = self.env.after(quiet, draw, share)
-        node = PowerNode(disk, env, self.durability, draw)
+        node = self._start(disk, env, draw)
         if self.pictures:
             self._check(node, self.pictures[self.certain :])
         self.checked += 1
@@ -275,7 +275,8 @@ class Story:
         node.writer.sync()
         node.engine.group_committed(group)
         expected = node.picture()
-        again = PowerNode(disk.after(quiet, draw, 0), env.after(quiet, draw, 0), "commit", draw)
+        disk, env = disk.after(quiet, draw, 0), env.after(quiet, draw, 0)
+        again = PowerNode(disk, env, "commit", draw, partitions=self.partitions)
         if self.durability == "commit":
             assert again.picture() == expected
         else:
@@ -287,7 +288,7 @@ class Story:
             assert found in possible, self._difference(found, possible)
             return
         assert self.durability != "commit", "a cut takes nothing that anybody saw"
-        assert len(node.new_versions) == COUNT
+        assert len(node.new_versions) == node.engine.num_vbuckets
         # One version more than one of the pictures has; a start that died may have added some too.
         for picture in possible:
             if found[:4] == picture[:4] and all(

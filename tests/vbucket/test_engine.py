@@ -9,11 +9,13 @@ from struct import error as StructError  # noqa: N812 - the struct module names 
 
 import pytest
 
+from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, Engine, StoredDocument
 from vbucket.engine.keyspace import BranchRefusedError
 from vbucket.log.record import scan_segment, split_entries
+from vbucket.store.environment import StoreDamagedError
 
 VB, OTHER = 7, 8
 KEY = b"\0k"
@@ -104,6 +106,31 @@ def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: Memo
     assert len(split_entries(scanned[1])) == 2
     node.crash()
     assert value_of(node.engine) == b"2"
+
+
+def test_streams_read_the_new_branch_alone(node: MemoryNode, engine: Engine) -> None:
+    for value in (b"1", b"2", b"3"):
+        put(engine, value)
+    engine.branch(VB, 1)
+    put(engine, b"new")
+    node.commit()
+    batch = engine.frames(VB, 1, 2, bytes(4), set(), 1 << 20)
+    assert [frame.rpartition(b"k")[2] for frame in batch.frames] == [b"1", b"new"]
+
+
+def test_a_merge_that_left_a_partition_out_gives_its_changes_back(
+    node: MemoryNode, engine: Engine
+) -> None:
+    put(engine, b"1")
+    put(engine, b"2")
+    node.commit()
+    engine.freeze()
+    put(engine, b"3")
+    node.commit()
+    engine.partitions[VB].take_back_frozen()
+    batch = engine.frames(VB, 1, 3, bytes(4), set(), 1 << 20)
+    assert [frame.rpartition(b"k")[2] for frame in batch.frames] == [b"1", b"2", b"3"]
+    assert value_of(engine) == b"3"
 
 
 # -- what waits, what does not -------------------------------------------------------------------
@@ -210,7 +237,7 @@ def test_a_freeze_stands_at_a_group_boundary(engine: Engine) -> None:
 def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
     node: MemoryNode,
 ) -> None:
-    engine = Engine(node.store, node.draw_uuid, memtable_bytes_max=10_000)
+    engine = Engine(node.store, node.draw_uuid, node.partitions, memtable_bytes_max=10_000)
 
     def fill(size: int) -> None:
         put(engine, bytes(size))
@@ -270,3 +297,22 @@ def test_a_branch_in_the_open_group_breaks_no_invariant(node: MemoryNode) -> Non
     assert node.engine.broken_invariant() == ""
     put(node.engine, b"4")
     assert node.engine.broken_invariant() == ""
+
+
+def test_the_number_of_partitions_is_an_argument_and_a_power_of_two() -> None:
+    node = MemoryNode(partitions=8)
+    peer = node.connect()
+    peer.hello()
+    assert len(node.engine.partitions) == node.engine.num_vbuckets == 8
+    assert peer.set(7, b"k", b"v").status == Status.OK
+    for opcode in (Opcode.SET, Opcode.GET, Opcode.DCP_GET_FAILOVER_LOG):
+        parts = {"key": b"k"} if opcode != Opcode.DCP_GET_FAILOVER_LOG else {}
+        parts |= {"extras": bytes(8)} if opcode == Opcode.SET else {}
+        assert peer.ask(opcode, vb_id=8, **parts).status == Status.NOT_MY_VBUCKET
+    node.merge()
+    node.crash()
+    assert isinstance(node.engine.get(7, b"\0k"), StoredDocument)
+    with pytest.raises(AssertionError, match="bits of a key's hash"):
+        Engine(node.store, node.draw_uuid, 6)
+    with pytest.raises(StoreDamagedError, match="no record of vb 8 and 7 other"):
+        Engine(node.store, node.draw_uuid, 16)

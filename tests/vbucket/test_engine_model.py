@@ -29,11 +29,12 @@ from vbucket.engine.item_cache import ITEM_OVERHEAD_BYTES
 from vbucket.engine.keyspace import BranchRefusedError, FloorError
 from vbucket.engine.lifecycle import purge
 from vbucket.model.entry import PREFIX_BYTES, is_deleted
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 from vbucket.store import block
 from vbucket.upkeep import compaction
 
-VBUCKETS = (3, 1000)
+VB_IDS = st.runner().flatmap(lambda machine: st.sampled_from(machine.vbuckets))
 KEYS = [b"\0a", b"\0b", b"\0c"]
 COLLECTION_IDS = (8, 9, 10, 11)
 OTHER_KEYS = [bytes([collection_id]) + b"a" for collection_id in COLLECTION_IDS]
@@ -80,6 +81,9 @@ def event_key(kind: int, collection_id: int, name: str = "") -> bytes:
 
 
 class EngineMachine(RuleBasedStateMachine):
+    partitions = 8
+    vbuckets = (3, 7)
+
     def __init__(self) -> None:
         super().__init__()
         self.node = self.new_node()
@@ -92,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
             patch.start()
         self.live = {
             vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
-            for vb_id in VBUCKETS
+            for vb_id in self.vbuckets
         }
         self.collections: dict[int, str] = {}
         self.durable = copy.deepcopy((self.live, self.collections))
@@ -100,7 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
 
     def new_node(self) -> MemoryNode:
-        return MemoryNode()
+        return MemoryNode(partitions=self.partitions)
 
     def teardown(self) -> None:
         for patch in self.patches:
@@ -112,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.node.engine.item_cache.resize(item_cache_bytes)
         self.create_collection()
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS + OTHER_KEYS))
+    @rule(vb_id=VB_IDS, key=st.sampled_from(KEYS + OTHER_KEYS))
     def set(self, vb_id: int, key: bytes) -> None:
         if key[0] and key[0] not in self.collections:
             return  # the session refuses it
@@ -124,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (status, seqno) == (0, len(history.versions))
         assert cas
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS + OTHER_KEYS))
+    @rule(vb_id=VB_IDS, key=st.sampled_from(KEYS + OTHER_KEYS))
     def delete(self, vb_id: int, key: bytes) -> None:
         if key[0] and key[0] not in self.collections:
             return
@@ -188,7 +192,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.node.end_merge(is_answer_lost=is_answer_lost)
         self.merging = False
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), purge=st.floats(0, 1))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1), purge=st.floats(0, 1))
     def raise_floor(self, vb_id: int, part: float, purge: float) -> None:
         """Only what is merged may be given up, and nothing above which the store may be wrong."""
         history = self.live[vb_id]
@@ -200,7 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert may.purge == max(history.purge, min(int(purge * floor), floor - 1))
         history.floor, history.purge = may.floor, may.purge
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1, exclude_max=True))
     def purge(self, vb_id: int, part: float) -> None:
         """What is merged does not matter to an operator."""
         history = self.live[vb_id]
@@ -215,7 +219,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A branch, a purge and a compaction before the merge that takes out of the store what the
         branch undid: all of it together, because chance rarely brings it in this order.
         """
-        vb_id = VBUCKETS[0]
+        vb_id = self.vbuckets[0]
         kept = len(self.live[vb_id].versions)
         for undone_key in undone:
             self.set(vb_id, undone_key)
@@ -227,12 +231,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.purge(vb_id, 0.99)
         self.raise_floor(vb_id, 0.0, 0.0)
         self.commit()
-        self.node.compact(VBUCKETS)
+        self.node.compact(self.vbuckets)
         self.node.merge()
 
     @rule(slices=st.integers(1, 3) | st.none())
     def compact(self, slices: int | None) -> None:
-        self.node.compact(VBUCKETS, slices=slices)
+        self.node.compact(self.vbuckets, slices=slices)
 
     @precondition(lambda self: not self.merging)
     @rule(part=st.floats(0.5, 1), meanwhile=st.lists(st.sampled_from(KEYS)))
@@ -242,16 +246,16 @@ class EngineMachine(RuleBasedStateMachine):
         """
         self.commit()
         self.node.merge()
-        for vb_id in VBUCKETS:
+        for vb_id in self.vbuckets:
             self.raise_floor(vb_id, part, 1.0)
         self.commit()
         self.node.merge()
         for key in meanwhile:
-            self.set(VBUCKETS[0], key)
-        self.node.compact(VBUCKETS)
+            self.set(self.vbuckets[0], key)
+        self.node.compact(self.vbuckets)
 
     @precondition(lambda self: not self.merging)
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS), others=st.booleans())
+    @rule(vb_id=VB_IDS, key=st.sampled_from(KEYS), others=st.booleans())
     def begin_anew(self, vb_id: int, key: bytes, others: bool) -> None:
         """What was read from the store before is not there any more, and the store is asked again.
 
@@ -268,14 +272,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.commit()
         self.node.merge()
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1, exclude_max=True))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1, exclude_max=True))
     def branch_below_the_floor(self, vb_id: int, part: float) -> None:
         seqno = int(self.live[vb_id].floor * part)
         if seqno:
             with pytest.raises(FloorError, match="or to 0"):
                 self.node.engine.branch(vb_id, seqno)
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1))
     def branch(self, vb_id: int, part: float) -> None:
         history = self.live[vb_id]
         seqno = int(len(history.versions) * part)
@@ -298,7 +302,7 @@ class EngineMachine(RuleBasedStateMachine):
             name = self.collections[collection_id]
             history.versions.append((event_key(0, collection_id, name), None))
 
-    @rule(vb_id=st.sampled_from(VBUCKETS))
+    @rule(vb_id=VB_IDS)
     def branch_above_the_end(self, vb_id: int) -> None:
         try:
             self.node.engine.branch(vb_id, len(self.live[vb_id].versions) + 1)
@@ -313,7 +317,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.live, self.collections = copy.deepcopy(self.durable)
         self.merging = False
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1), bytes_max=st.integers(1, 300))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1), bytes_max=st.integers(1, 300))
     def stream(self, vb_id: int, part: float, bytes_max: int) -> None:
         """Whoever holds the state as of any seqno reaches the newest committed one."""
         engine = self.node.engine
@@ -353,7 +357,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert of(collection_id, state) == of(collection_id, expected)
 
     @rule(
-        vb_id=st.sampled_from(VBUCKETS),
+        vb_id=VB_IDS,
         part=st.floats(0, 1),
         bytes_max=st.integers(1, 300),
         wanted=st.sets(st.sampled_from((0, 1, *COLLECTION_IDS))),
@@ -384,7 +388,7 @@ class EngineMachine(RuleBasedStateMachine):
             is_dropped = key[0] not in self.reachable() and seqno <= history.floor
             assert is_purged or is_dropped
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1))
     def last_change_of_the_default_collection(self, vb_id: int, part: float) -> None:
         history = self.live[vb_id]
         seqno = max(history.floor, int(len(history.versions) * part))
@@ -449,11 +453,24 @@ EngineMachine.TestCase.settings = settings(
 TestEngine = EngineMachine.TestCase
 
 
+class WholeEngineMachine(EngineMachine):
+    """The same with as many partitions as the product has."""
+
+    partitions = NUM_VBUCKETS
+    vbuckets = (3, 1000)
+
+
+WholeEngineMachine.TestCase.settings = settings(
+    max_examples=4, stateful_step_count=40, deadline=None, print_blob=True
+)
+TestWholeEngine = WholeEngineMachine.TestCase
+
+
 class LmdbEngineMachine(EngineMachine):
     """The same over LMDB."""
 
     def new_node(self) -> MemoryNode:
-        return LmdbNode()
+        return LmdbNode(partitions=self.partitions)
 
     def teardown(self) -> None:
         super().teardown()

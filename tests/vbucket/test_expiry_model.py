@@ -21,18 +21,19 @@ from vbucket.engine.expiry import Pager
 from vbucket.engine.lifecycle import put_state
 from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import touch
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.due import read_due
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.key_record import checked_meta
 from vbucket.store.records import BY_KEY_TABLE, EXPIRY_TABLE, TABLES
 from vbucket.store.store import Store
 
-VBUCKETS = (3, 1000)
+VB_IDS = st.runner().flatmap(lambda machine: st.sampled_from(machine.vbuckets))
 KEYS = [b"\0a", b"\0b", b"\0c"]
 MUTATION = 0x57
 
 WRITES = st.lists(
-    st.tuples(st.sampled_from(VBUCKETS), st.sampled_from(KEYS), st.sampled_from((1, 2, 3, 9, 0))),
+    st.tuples(VB_IDS, st.sampled_from(KEYS), st.sampled_from((1, 2, 3, 9, 0))),
     min_size=1,
     max_size=6,
 )
@@ -42,12 +43,15 @@ Documents = dict[bytes, int]
 
 
 class ExpiryMachine(RuleBasedStateMachine):
+    partitions = 8
+    vbuckets = (3, 7)
+
     def __init__(self) -> None:
         super().__init__()
-        self.node = MemoryNode()
+        self.node = MemoryNode(partitions=self.partitions)
         self.prepare()
         self.pager = Pager(self.node.engine, self.node.store)
-        self.states: dict[int, list[Documents]] = {vb_id: [{}] for vb_id in VBUCKETS}
+        self.states: dict[int, list[Documents]] = {vb_id: [{}] for vb_id in self.vbuckets}
         """The documents after each seqno."""
         self.kept = copy.deepcopy(self.states)
         self.merging = False
@@ -92,7 +96,7 @@ class ExpiryMachine(RuleBasedStateMachine):
         if is_committed:
             self.commit()
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS), ttl_s=st.integers(0, 9))
+    @rule(vb_id=VB_IDS, key=st.sampled_from(KEYS), ttl_s=st.integers(0, 9))
     def touch(self, vb_id: int, key: bytes, ttl_s: int) -> None:
         if not self.is_active(vb_id):
             return
@@ -103,7 +107,7 @@ class ExpiryMachine(RuleBasedStateMachine):
         if before is not None and before != expiry:
             self.changed(vb_id, key, expiry)
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), key=st.sampled_from(KEYS))
+    @rule(vb_id=VB_IDS, key=st.sampled_from(KEYS))
     def delete(self, vb_id: int, key: bytes) -> None:
         if not self.is_active(vb_id):
             return
@@ -136,12 +140,12 @@ class ExpiryMachine(RuleBasedStateMachine):
         else:
             raise AssertionError("the pager looks at the same entries for ever")
         self.adopt(before, 500)
-        for vb_id in VBUCKETS:
+        for vb_id in self.vbuckets:
             due = [key for key, expiry in self.documents(vb_id).items() if 0 < expiry <= self.now_s]
             assert not due or not self.is_active(vb_id)
 
     def parts(self) -> dict[int, Any]:
-        return {vb_id: self.node.engine.partitions[vb_id] for vb_id in VBUCKETS}
+        return {vb_id: self.node.engine.partitions[vb_id] for vb_id in self.vbuckets}
 
     def adopt(self, before: dict[int, int], changes_max: int) -> None:
         """Take over what the pager changed; every change is the expiry of a document in time."""
@@ -157,14 +161,14 @@ class ExpiryMachine(RuleBasedStateMachine):
                 self.changed(vb_id, key, None)
         assert changes <= changes_max
 
-    @rule(vb_id=st.sampled_from(VBUCKETS), part=st.floats(0, 1))
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1))
     def branch(self, vb_id: int, part: float) -> None:
         states = self.states[vb_id]
         seqno = int((len(states) - 1) * part)
         self.node.engine.branch(vb_id, seqno)
         del states[seqno + 1 :]
 
-    @rule(vb_id=st.sampled_from(VBUCKETS))
+    @rule(vb_id=VB_IDS)
     def pause(self, vb_id: int) -> None:
         """A partition stops to be active; the pager passes it over."""
         put_state(self.node.engine, vb_id, VbState.REPLICA)
@@ -172,7 +176,7 @@ class ExpiryMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        for vb_id in VBUCKETS:
+        for vb_id in self.vbuckets:
             put_state(self.node.engine, vb_id, VbState.ACTIVE)
         self.page_all(0, 3)
 
@@ -211,7 +215,7 @@ class ExpiryMachine(RuleBasedStateMachine):
 
     @invariant()
     def documents_are_those_of_the_model(self) -> None:
-        for vb_id in VBUCKETS:
+        for vb_id in self.vbuckets:
             part = self.node.engine.partitions[vb_id]
             assert part.high_seqno == len(self.states[vb_id]) - 1
             assert part.item_count == len(self.documents(vb_id))
@@ -250,7 +254,16 @@ class LmdbExpiryMachine(ExpiryMachine):
         self.folder.cleanup()
 
 
+class WholeExpiryMachine(ExpiryMachine):
+    """The same with as many partitions as the product has."""
+
+    partitions = NUM_VBUCKETS
+    vbuckets = (3, 1000)
+
+
 TestExpiry = ExpiryMachine.TestCase
 TestExpiry.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+TestWholeExpiry = WholeExpiryMachine.TestCase
+TestWholeExpiry.settings = settings(max_examples=3, stateful_step_count=50, deadline=None)
 TestExpiryInLmdb = LmdbExpiryMachine.TestCase
 TestExpiryInLmdb.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)

@@ -7,14 +7,13 @@ removal of the log, and every commit of the store, is a point at which a cut is 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forgetful_disk import ForgetfulDisk, Power
-from support.power_node import SHARES, PowerCutError, Story, few_partitions, live
+from support.power_node import SHARES, PowerCutError, Story, live
 
 FIXED_LIFE = (
     "commit", "commit", "branch", "commit", "reserve", "commit", "begin_merge", "commit", "branch",
@@ -27,12 +26,6 @@ POINTS = {
     "create", "write", "cut", "sync", "sync_data", "rename", "remove", "sync_folder",
     "store commit",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_nodes() -> Iterator[None]:
-    with few_partitions():
-        yield
 
 
 def live_fixed(story: Story) -> None:

@@ -11,7 +11,7 @@ from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.startup import Startup, recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_memory import MemoryLogDevice
-from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION
 from vbucket.store.environment import StoreFullError
 from vbucket.store.environment_memory import MemoryEnv
@@ -36,6 +36,7 @@ class Disk:
         startup = recover_node(
             self.env,
             self.device,
+            num_vbuckets=NUM_VBUCKETS,
             durability=durability,
             draw_uuid=lambda: vb_uuid_from_random(self._draw.getrandbits(64)),
             draw_node_id=lambda: "00",
@@ -67,7 +68,7 @@ def merge_all(disk: Disk, startup: Startup) -> None:
     startup.writer.rotate()
     segments = disk.device.segments()[:-1]
     startup.engine.merged(merge(disk.env, [(n, disk.device.read(n)) for n in segments]))
-    startup.engine.drop_frozen(0, 1024)
+    startup.engine.drop_frozen(0, NUM_VBUCKETS)
     for segment in segments:
         disk.device.delete(segment)
 

@@ -100,9 +100,9 @@ def compact(env: LmdbEnv, churn: Churn, planner: Planner) -> Iterator[int]:
 def test_the_file_stays_within_three_times_the_live_data_and_the_history(tmp_path: Path) -> None:
     env = LmdbEnv(tmp_path / "store", TABLES)
     drawn = random.Random(2)
-    records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)))
+    records = new_partitions(lambda: vb_uuid_from_random(drawn.getrandbits(64)), PARTITIONS)
     node = NodeRecord(STORE_FORMAT_VERSION, env.engine, "00", False, "commit", 0)
-    store = Store.create(env, node, {vb_id: records[vb_id] for vb_id in range(PARTITIONS)})
+    store = Store.create(env, node, records)
     churn, planner = Churn(), Planner()
     dropped = 0
     with mock.patch.object(compaction, "SLICE_BYTES", SLICE_BYTES):

@@ -22,6 +22,7 @@ from vbucket.engine.read_view import (
     ViewRefusedError,
     Views,
 )
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_SEQNO_TABLE
 
@@ -43,9 +44,11 @@ class Reading:
 
 
 class ViewMachine(RuleBasedStateMachine):
+    partitions = 8
+
     def __init__(self) -> None:
         super().__init__()
-        self.node = MemoryNode()
+        self.node = MemoryNode(partitions=self.partitions)
         self.views = Views(self.node.engine, self.node.store)
         self.states: list[State] = [{}]
         """The documents after each seqno."""
@@ -170,8 +173,16 @@ class ViewMachine(RuleBasedStateMachine):
         assert not self.part.pins
 
 
+class WholeViewMachine(ViewMachine):
+    """The same with as many partitions as the product has."""
+
+    partitions = NUM_VBUCKETS
+
+
 TestViews = ViewMachine.TestCase
 TestViews.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestWholeViews = WholeViewMachine.TestCase
+TestWholeViews.settings = settings(max_examples=4, stateful_step_count=30, deadline=None)
 
 
 # -- single rules ----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.partition_check import FINDINGS_MAX, SLICE_KEYS, PartitionCheck
 from vbucket.engine.partition import VbState
 from vbucket.log.end_mark import LogEnd, read_marks
-from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
+from vbucket.model.ids import SEQNO_MAX
 from vbucket.model.manifest import INITIAL_MANIFEST, Manifest
 from vbucket.store.due import read_due
 from vbucket.store.environment import KvReader, StoreDamagedError
@@ -65,8 +65,8 @@ class StoreCheck:
         segments: list[int],
         read_segment: Callable[[int], bytes],
         *,
+        vb_ids: Iterable[int],
         marks: Sequence[bytes] | None = None,
-        vb_ids: Iterable[int] = range(NUM_VBUCKETS),
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[CheckProgress], None] = lambda _: None,
         cas_max: int = SEQNO_MAX,

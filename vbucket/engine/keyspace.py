@@ -100,15 +100,19 @@ class Keyspace:
         self,
         store: Store,
         draw_uuid: Callable[[], int],
+        num_vbuckets: int,
         memtable_bytes_max: int = 64 << 20,
         *,
         item_cache_bytes: int = 0,
     ) -> None:
+        assert 0 < num_vbuckets <= NUM_VBUCKETS, "more than the wire has"
+        assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
         self._draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
+        self.num_vbuckets = num_vbuckets
         records = store.partitions()
-        missing = sorted(set(range(NUM_VBUCKETS)) - records.keys())
+        missing = sorted(set(range(num_vbuckets)) - records.keys())
         if missing:
             raise StoreDamagedError(
                 f"the store has no record of vb {missing[0]} and {len(missing) - 1} other "
@@ -117,7 +121,7 @@ class Keyspace:
         self.partitions: list[Partition] = []
         self.item_cache = ItemCache(self.partitions, item_cache_bytes)
         self._versions = Versions(store, self.item_cache)
-        for vb_id in range(NUM_VBUCKETS):
+        for vb_id in range(num_vbuckets):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
             part.state = VbState(record.state)
@@ -553,7 +557,10 @@ class Keyspace:
         )
 
     def drop_frozen(self, first_vb: int, last_vb: int) -> None:
-        """Forget frozen layers of a slice of partitions, last_vb excluded; at 1,024 all is done."""
+        """Forget the frozen layers of a slice of partitions, `last_vb` excluded.
+
+        The slice that ends with the last partition ends the merge.
+        """
         assert self.is_merging
         for vb_id in range(first_vb, last_vb):
             part = self.partitions[vb_id]
@@ -563,8 +570,8 @@ class Keyspace:
             if part.frozen is not None:
                 self.item_cache.absorb(part, part.frozen.newest)
             part.drop_frozen()
-        self.due.drop(-((first_vb - NUM_VBUCKETS) // (last_vb - first_vb)))
-        if last_vb == NUM_VBUCKETS:
+        self.due.drop(-((first_vb - self.num_vbuckets) // (last_vb - first_vb)))
+        if last_vb == self.num_vbuckets:
             self.frozen_bytes = 0
             self.is_merging = False
             self.merged_group = self._frozen_group

@@ -16,7 +16,6 @@ from dcp.wire.status import Status
 from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import MUTATION
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.key_record import StoredMeta
 
 COUNTER_MODULUS: Final = 2**64
@@ -157,7 +156,7 @@ class Flush:
 
     def step(self, keys_max: int = FLUSH_SLICE_KEYS) -> bool:
         """Look at about `keys_max` keys; True when no document is left."""
-        while self._vb_id < NUM_VBUCKETS:
+        while self._vb_id < self._engine.num_vbuckets:
             if keys_max <= 0:
                 return False
             keys_max -= self._look_at(keys_max)

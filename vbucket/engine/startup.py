@@ -30,7 +30,6 @@ from vbucket.log.record import LogDamagedError, groups_after, scan_segment, spli
 from vbucket.log.recovery import Recovery, TornTail, recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, head_of, seqno_of
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import KvEnv
 from vbucket.store.quarantine import Quarantine, is_kept_for, kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION, CleanEnd, NodeRecord, PartitionRecord
@@ -117,6 +116,7 @@ def recover_node(
     env: KvEnv,
     device: LogDevice,
     *,
+    num_vbuckets: int,
     durability: str,
     draw_uuid: Callable[[], int],
     draw_node_id: Callable[[], str],
@@ -142,11 +142,13 @@ def recover_node(
             )
         store.close()
         node = _first_node(env, draw_node_id(), durability)
-        store = Store.create(env, node, new_partitions(draw_uuid))
+        store = Store.create(env, node, new_partitions(draw_uuid, num_vbuckets))
     was_synced = node.durability == "commit"
     clean_end = store.clean_end() if node.clean_shutdown else None
     kept, lost_kept = _read_kept(store, device, keep_copies)
-    engine = Engine(store, draw_uuid, memtable_bytes_max, item_cache_bytes=item_cache_bytes)
+    engine = Engine(
+        store, draw_uuid, num_vbuckets, memtable_bytes_max, item_cache_bytes=item_cache_bytes
+    )
     replay = Replay(engine, store)
     for number, entries in kept:
         replay.apply(number, entries)
@@ -187,8 +189,8 @@ def recover_node(
     )
 
 
-def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:
-    """Return the records of a keyspace that begins: every partition active, at seqno 0."""
+def new_partitions(draw_uuid: Callable[[], int], num_vbuckets: int) -> dict[int, PartitionRecord]:
+    """Return the records of a new keyspace: every partition is active, at seqno 0."""
     return {
         vb_id: PartitionRecord(
             state=VbState.ACTIVE,
@@ -200,7 +202,7 @@ def new_partitions(draw_uuid: Callable[[], int]) -> dict[int, PartitionRecord]:
             epoch=0,
             failover=FailoverLog.create(draw_uuid()).to_document(),
         )
-        for vb_id in range(NUM_VBUCKETS)
+        for vb_id in range(num_vbuckets)
     }
 
 

@@ -13,7 +13,9 @@ from typing import Final
 from zlib import crc32
 
 NUM_VBUCKETS: Final = 1024
-"""Number of partitions. Fixed: tools of the field assume it."""
+"""Number of partitions of a node. The wire and the data folder fix it: SDKs and tools assume it.
+
+Code takes the number as an argument; only the server and the clients name this one."""
 
 SEQNO_MAX: Final = 2**64 - 1
 """The largest sequence number; as the end of a stream it means "never ends"."""
@@ -26,7 +28,10 @@ _LOGICAL_MASK: Final = 0xFFFF
 
 
 def vbucket_of(logical_key: bytes, num_vbuckets: int = NUM_VBUCKETS) -> int:
-    """Return the partition of a key; `logical_key` carries no collection-id prefix."""
+    """Return the partition of a key; `logical_key` carries no collection-id prefix.
+
+    `num_vbuckets` is a power of two: fewer partitions use fewer bits of the hash.
+    """
     return ((crc32(logical_key) >> 16) & 0x7FFF) % num_vbuckets
 
 

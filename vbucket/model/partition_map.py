@@ -7,8 +7,8 @@ Invariants
 - every chain has the same length;
 - (rev_epoch, rev) only ever grows; clients keep the greatest they have seen.
 
-Limits: 1,024 partitions. A node without an advertised host is named by "$HOST", which clients
-replace by the name they used, so that a server behind a port forward or in a container works.
+The product has 1,024 partitions. A node without an advertised host is named "$HOST"; clients
+replace that by the name they used. So a server behind a port forward or in a container works.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class PartitionMap(NamedTuple):
         admin_port: int,
         kv_tls_port: int = 0,
         admin_tls_port: int = 0,
+        num_vbuckets: int = NUM_VBUCKETS,
         rev: int = 1,
         rev_epoch: int = 1,
     ) -> PartitionMap:
@@ -71,15 +72,16 @@ class PartitionMap(NamedTuple):
         advertised = None if host in _WILDCARDS or _is_loopback(host) else host
         return cls(
             nodes=(MapNode(advertised, kv_port, admin_port, kv_tls_port, admin_tls_port),),
-            chains=((0,),) * NUM_VBUCKETS,
+            chains=((0,),) * num_vbuckets,
             rev=rev,
             rev_epoch=rev_epoch,
         ).checked()
 
     def checked(self) -> PartitionMap:
         """Return the map itself; its invariants hold, or ValueError says which does not."""
-        if len(self.chains) != NUM_VBUCKETS:
-            raise ValueError(f"{len(self.chains)} chains; a map has {NUM_VBUCKETS}")
+        count = len(self.chains)
+        if not count or count & (count - 1):
+            raise ValueError(f"{count} chains; the number of partitions is a power of two")
         if len({len(chain) for chain in self.chains}) != 1 or not self.chains[0]:
             raise ValueError("all chains must have the same length, at least 1")
         for vb_id, chain in enumerate(self.chains):

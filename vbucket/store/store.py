@@ -61,6 +61,7 @@ from vbucket.store.records import (
 from vbucket.store.runs import RunBatch, run_of_block
 
 _VB_PREFIXES: Final = tuple(vb_id.to_bytes(2, "big") for vb_id in range(NUM_VBUCKETS))
+"""Made once; a store with fewer partitions uses the first of them."""
 _NO_PREFIX: Final = bytes(PREFIX_BYTES)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 

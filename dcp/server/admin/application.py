@@ -30,9 +30,9 @@ from dcp.server.admin.answers import (
     peer_of,
     receive_body,
 )
-from dcp.server.admin.crowd import Crowd, Places, TooManyError
 from dcp.server.admin.node_view import NodeView
 from dcp.server.admin.origin import HostRule, page_refusal
+from dcp.server.net.crowd import Crowd, Places, TooManyError
 from dcp.session.rights import Rights, Role
 
 if TYPE_CHECKING:

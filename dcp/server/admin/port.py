@@ -18,9 +18,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from dcp.server.admin.application import admin_app
-from dcp.server.admin.crowd import Crowd, Phase, Visitor
 from dcp.server.admin.node_view import NodeView
 from dcp.server.admin.origin import HostRule
+from dcp.server.net.crowd import Crowd, Phase, Visitor
 
 if TYPE_CHECKING:
     from ssl import SSLContext

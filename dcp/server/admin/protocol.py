@@ -23,7 +23,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from dcp.server.admin.answers import JSON_TYPE, error_document
-from dcp.server.admin.crowd import Crowd, Phase, Visitor
+from dcp.server.net.crowd import Crowd, Phase, Visitor
 
 if TYPE_CHECKING:
     from uvicorn import Config

@@ -44,7 +44,7 @@ from vbucket.log.device import UnknownFormatError
 from vbucket.log.device_files import read_mark_slots, read_segment, segments_in
 from vbucket.log.end_mark import read_marks
 from vbucket.log.record import LogDamagedError
-from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
+from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS, NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.environment_lmdb import LmdbPageReader
 from vbucket.store.records import TABLES
@@ -172,6 +172,7 @@ def check_tables(data_path: Path) -> int:
         _segments(log_folder),
         lambda n: _segment(log_folder, n),
         marks=_marks(log_folder),
+        vb_ids=range(NUM_VBUCKETS),
         on_progress=tell,
         cas_max=time.time_ns() + CAS_DRIFT_NS + CAS_AHEAD_NS,
     )

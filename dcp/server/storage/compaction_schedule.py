@@ -1,11 +1,9 @@
 """When partitions are compacted, and how the three parties to it work together.
 
-    plan      the store process finds out which floors are worth raising
-    (vbucket.upkeep.retention) raise     the engine takes them on, as far as streams under way and
-    read views allow, and the
+    plan      the store process finds out which floors are worth raising      (vbucket.upkeep.retention)
+    raise     the engine takes them on, as far as streams under way and read views allow, and the
               log has them; no rollback goes below them from then on          (dcp.stream.pins)
-    compact   the store process drops what they allow, in slices
-    (vbucket.upkeep.compaction)
+    compact   the store process drops what they allow, in slices              (vbucket.upkeep.compaction)
 
 Invariants
 - one compaction at a time; merges and compaction's slices take turns in the store process;

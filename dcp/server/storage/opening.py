@@ -23,7 +23,7 @@ from dcp.server.storage.log_loss import keep_copies, lost_words, write_receipt
 from vbucket.engine.startup import recover_node
 from vbucket.log.device import LogFullError
 from vbucket.log.device_files import FileLogDevice, sync_folder
-from vbucket.model.ids import vb_uuid_from_random
+from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.store.environment import StoreFailedError, StoreFullError
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.records import TABLES, CleanEnd, NodeRecord
@@ -61,6 +61,7 @@ class Storage:
                 env,
                 self.device,
                 durability=settings.durability,
+                num_vbuckets=NUM_VBUCKETS,
                 draw_uuid=lambda: vb_uuid_from_random(secrets.randbits(64)),
                 draw_node_id=lambda: secrets.token_hex(NODE_ID_BYTES),
                 memtable_bytes_max=settings.memtable_bytes,
