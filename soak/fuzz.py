@@ -27,6 +27,7 @@ from dcp.wire.frame import HEADER, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode, Peer
+from vbucket.model.ids import NUM_VBUCKETS
 
 VALUE_BYTES_MAX: Final = 2048
 PEERS: Final = 4
@@ -53,7 +54,9 @@ class Round(NamedTuple):
 def run_round(seed: int) -> Round:
     """Play one round; raises AssertionError, or whatever the code under test should not raise."""
     draw = random.Random(seed)
-    node = MemoryNode(seed % 8)  # uuids matter little here, making them costs a lot
+    node = MemoryNode(
+        seed % 8, partitions=NUM_VBUCKETS
+    )  # uuids matter little here, making them costs a lot
     limits = Limits(value_bytes_max=VALUE_BYTES_MAX)
     peers = [connect(node, draw, limits) for _ in range(PEERS)]
     frames = closed = 0

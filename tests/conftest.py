@@ -1,23 +1,109 @@
-"""What all tests share: how hypothesis runs, and a last word on what did not run.
+"""What all tests share: how hypothesis runs, how workers share the tests, and a last word on what
+did not run.
 
 Being here puts tests/ on the import path, so that `support` can be imported.
 """
 
+import fcntl
 import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 
 # A machine that is busy must not fail a test: examples have no deadline. The same examples in every
 # run, unless new ones are asked for: a change is judged by what it changes, not by luck.
-IS_RANDOM = os.environ.get("DCPD_TEST_RANDOM") == "1"
-settings.register_profile("dcpd", deadline=None, print_blob=True, derandomize=not IS_RANDOM)
-settings.load_profile("dcpd")
+settings.register_profile("same", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("random", settings.get_profile("same"), derandomize=False)
+# For scripts/mutate: that an example fails is enough, the smallest one is not looked for.
+settings.register_profile(
+    "mutate", settings.get_profile("same"), phases=(Phase.explicit, Phase.generate)
+)
+# Not DCPD_...: servers inherit it, and refuse settings that they do not know.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+# Tests start hundreds of processes. Without bytecode each would compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+TOGETHER = {"tests/spark": "Spark"}
+"""Folders whose tests stay in one worker, because they share what is expensive to make."""
+FIRST = ("tests/spark", "tests/system", "tests/benchmarks", "tests/backup", "tests/foreign")
+"""What takes longest begins first, so that both workers end at about the same time."""
+LEFT_OUT = pytest.StashKey[int]()
+TURN, QUIET = Path(__file__), Path(__file__).with_name("test_project.py")
+"""Files to lock, see `quiet`; any would do."""
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_collection_modifyitems(config, items):
+    """Put the files in order where workers share them."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=_place)
+
+
+def _place(item):
+    return next((at for at, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST))
+
+
+def pytest_deselected(items):
+    """Count what the arguments leave out."""
+    config = items[0].config
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give workers whole files, so that what a module shares is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::", 1)[0]
+            return TOGETHER.get(file.rpartition("/")[0], file)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@contextmanager
+def locked(path, how):
+    with path.open() as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Run a test that is marked `quiet` while the other workers run none."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    how = fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH
+    with QUIET.open() as quiet:
+        # Who waits for quiet has the turn meanwhile, so nobody else begins a test.
+        with locked(TURN, fcntl.LOCK_EX):
+            fcntl.flock(quiet, how)
+        return (yield)
+
+
+def pytest_sessionfinish(session):
+    """Tell the parent what this worker has left out; both leave out the same."""
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """Take what a worker tells."""
+    told = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[LEFT_OUT] = max(told, node.config.stash.get(LEFT_OUT, 0))
+
+
+def pytest_terminal_summary(terminalreporter, config):
     """Name every test that did not run, with its reason; say so when all did."""
     skipped = terminalreporter.stats.get("skipped", [])
-    deselected = len(terminalreporter.stats.get("deselected", []))
+    deselected = config.stash.get(LEFT_OUT, 0)
     terminalreporter.section("what did not run", sep="-")
     for report in skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr

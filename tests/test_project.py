@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import tomllib
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,13 @@ TRACKED = tracked_files()
 PYTHON = [path for path in TRACKED if path.suffix == ".py"]
 PRODUCT = [path for path in PYTHON if path.relative_to(ROOT).parts[0] in PACKAGES]
 SCRIPTS = [path for path in TRACKED if path.relative_to(ROOT).parts[0] in {"scripts", ".ci"}]
-TREES = {path: ast.parse(path.read_text()) for path in PYTHON}
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@lru_cache(maxsize=1)
+def trees() -> dict[Path, ast.Module]:
+    """Every file's syntax tree. Not made while tests are collected: every worker does that."""
+    return {path: ast.parse(path.read_text()) for path in PYTHON}
 
 
 def name_of(path: Path) -> str:
@@ -91,7 +96,7 @@ def test_there_is_something_to_check():
 def test_functions_fit_on_a_screen():
     too_long = [
         f"{name_of(path)}:{function.lineno} {function.name}: {lines} lines"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for function in functions(tree)
         if (lines := lines_without_docstring(function)) > FUNCTION_LINES_MAX
     ]
@@ -137,7 +142,7 @@ def test_only_supervision_points_catch_everything():
     found = {
         (name_of(path), function.name)
         for path in PRODUCT
-        for function in functions(TREES[path])
+        for function in functions(trees()[path])
         for node in ast.walk(function)
         if isinstance(node, ast.ExceptHandler) and is_broad(node)
     }
@@ -161,7 +166,7 @@ def test_what_is_public_is_documented(package):
     missing = []
     for path in PRODUCT:
         if path.relative_to(ROOT).parts[0] == package:
-            tree = TREES[path]
+            tree = trees()[path]
             if ast.get_docstring(tree) is None:
                 missing.append(name_of(path))
             missing += public_without_docstring(tree.body, f"{name_of(path)}: ")

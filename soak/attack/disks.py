@@ -69,7 +69,7 @@ MAP_BYTES: Final = 64 << 20
 def disk_of(case: Case, mebibytes: int) -> Iterator[Path]:
     """Mount a small disk. Raises NotRunError where nobody may."""
     try:
-        with small_disk(case.folder / "disk", f"{mebibytes}m") as disk:
+        with small_disk(f"{mebibytes}m") as disk:
             yield disk
     except pytest.skip.Exception as error:
         raise NotRunError(str(error)) from error

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from dcp.server.access import users as users_module
 from dcp.server.access.users import USERS_FILE, Users
 from support.admin_node import SmallNode
 
@@ -20,6 +19,5 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallNode:
-    monkeypatch.setattr(users_module, "ITERATIONS", 4096)
-    return SmallNode(Users(tmp_path / USERS_FILE), tmp_path)
+def node(tmp_path: Path) -> SmallNode:
+    return SmallNode(Users(tmp_path / USERS_FILE, iterations=4096), tmp_path)

@@ -501,7 +501,7 @@ async def test_after_the_handshake_the_same_deadlines_hold(
 async def test_a_connection_that_failed_and_is_not_read_does_not_keep_it_from_stopping(
     serve: Serve, node: SmallNode
 ) -> None:
-    node.metrics = lambda by_vbucket: bytes(30_000)  # type: ignore[method-assign]
+    node.metrics = lambda by_vbucket: bytes(60_000)  # type: ignore[method-assign]
     port = await serve()
     unread = await port.open()
     unread.writer.transport.pause_reading()  # type: ignore[attr-defined]

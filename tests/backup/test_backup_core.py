@@ -17,6 +17,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.opcode import Opcode
 from support.backup_pair import KilledError, back_up, documents_of, memory_archive, state_as_of
 from support.memory_node import MemoryNode
+from vbucket.model.ids import NUM_VBUCKETS
 
 VB_IDS = (3, 17)
 KEYS = [b"\0a", b"\0b", b"\0c", b"\x08a", b"\x08b"]
@@ -54,7 +55,7 @@ class Story:
     current; and for each run a copy of that, as it was when the run ended."""
 
     def __init__(self, seed):
-        self.node = MemoryNode(seed)
+        self.node = MemoryNode(seed, partitions=NUM_VBUCKETS)
         self.archive = memory_archive()
         self.writer = self.node.connect()
         self.writer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS)

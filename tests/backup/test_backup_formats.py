@@ -30,6 +30,7 @@ from clients.backup.reading import PointReader
 from dcp.wire.feature import Feature
 from support.backup_pair import back_up, documents_of, state_as_of
 from support.memory_node import MemoryNode
+from vbucket.model.ids import NUM_VBUCKETS
 
 GOLDEN = Path(__file__).parents[1] / "data" / "backup-v1"
 """Written by `write_golden` and never again: every later version must read it."""
@@ -38,7 +39,7 @@ VB_IDS = (0, 5, 1023)
 
 def write_golden(folder: Path) -> None:
     """How the golden archive came to be: python tests/backup/test_backup_formats.py FOLDER"""
-    node = MemoryNode(1)
+    node = MemoryNode(1, partitions=NUM_VBUCKETS)
     writer = node.connect()
     writer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS)
     archive = create_archive(str(folder), 1_800_000_000_000_000_000)

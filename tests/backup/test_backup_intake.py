@@ -286,6 +286,11 @@ def test_servers_that_break_the_rules():
         server.send(server.mutations(3, 2, 5))
     server = Server({3: 9})
     server.reply(3)
+    server.send(server.marker(3, 0, 4))
+    with pytest.raises(StreamViolationError, match="a change with seqno 2 after seqno 2"):
+        server.send(server.mutations(3, 1, 2, 2))
+    server = Server({3: 9})
+    server.reply(3)
     with pytest.raises(StreamViolationError, match="in no snapshot"):
         server.send(server.mutations(3, 1))
     server = Server({3: 9})

@@ -86,7 +86,7 @@ def test_loads_hold_all_frames_in_order_and_are_no_larger_than_a_packet(runs, th
 def source(tmp_path_factory):
     """An archive of a server with all kinds of changes."""
     folder = tmp_path_factory.mktemp("load")
-    with DcpdProcess(folder / "data") as server:
+    with DcpdProcess(folder / "data", "--durability", "none") as server:  # one change at a time
         ctl(server, "collection", "create", "shop.orders")
         with SyncLink(parse_address(server.address)) as link:
             expiry = int(time.time()) + 5000

@@ -14,7 +14,7 @@ from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, frames_of
 from clients.backup.export import Export, ExportRow, json_line
 from clients.backup.feed import Piece
-from clients.backup.fold import run_to_keep
+from clients.backup.fold import _base_of, run_to_keep
 from clients.backup.legs import (
     Leg,
     Placed,
@@ -59,6 +59,11 @@ def test_what_is_visible():
     assert position_of(CHAIN).versions == ((3, 110), (2, 90), (1, 0))
     assert position_of(CHAIN, 1).versions == ((3, 110),)
     assert position_of([]).seqno == 0
+
+
+def test_a_base_is_whole_at_its_end_and_where_a_later_run_stands_on_it():
+    base = _base_of(CHAIN[:2], cuts_of(CHAIN[:2], CHAIN[2:]))
+    assert whole_states([Placed(3, base)]) == ((0, 0), (110, 110), (120, 120))
 
 
 def record(run, ended_s):

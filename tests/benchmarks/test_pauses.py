@@ -14,6 +14,8 @@ import pytest
 from benchmarks import pauses
 from benchmarks.pauses import Probe, measure
 
+pytestmark = pytest.mark.quiet
+
 
 def test_the_probe_sees_a_busy_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pauses, "REPORT_SECONDS", 0.01)

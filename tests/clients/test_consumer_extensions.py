@@ -27,6 +27,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer
+from vbucket.model.ids import NUM_VBUCKETS
 
 VB = 17
 HELD = Position(((99, 60), (88, 50), (77, 0)), 100, 100, 100, ((0, 30), (40, 58)))
@@ -234,7 +235,7 @@ def follow_after_three_branches(*, is_aware: bool) -> tuple[int, list[int]]:
     Two nodes share a history up to 44; the consumer followed the other one, which branched at 44
     and at 48. It comes to this one, which branched three times meanwhile.
     """
-    node = MemoryNode(3)
+    node = MemoryNode(3, partitions=NUM_VBUCKETS)
     write_up_to(node, 50, b"shared", keys=1000)
     validator = StreamValidator()
     pair = Pair(node, Position(), is_aware=is_aware)
@@ -267,7 +268,7 @@ def test_after_three_branches_the_list_needs_one_round_where_one_version_needs_s
 
 @pytest.mark.parametrize("is_aware", [True, False])
 def test_history_with_previous_values_or_what_a_server_without_them_sends(is_aware):
-    node = MemoryNode(3)
+    node = MemoryNode(3, partitions=NUM_VBUCKETS)
     write_up_to(node, 10, b"1", keys=7)
     validator = StreamValidator()
     pair = Pair(node, Position(), is_aware=is_aware)

@@ -18,6 +18,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode
 from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.model.ids import NUM_VBUCKETS
 
 VB_IDS = (3, 17)
 ROUNDS_MAX = 1000
@@ -37,7 +38,7 @@ class ConsumerPair(RuleBasedStateMachine):
         asks=st.booleans(),
     )
     def begin(self, seed, has_collections, window, to_beginning, wishes, grants, asks):
-        self.node = MemoryNode(seed)
+        self.node = MemoryNode(seed, partitions=NUM_VBUCKETS)
         self.has_collections = has_collections
         self.window = window
         self.to_beginning = to_beginning
@@ -236,5 +237,5 @@ TestConsumerPair.settings = settings(max_examples=50, stateful_step_count=30, de
 
 def test_ping_of_the_writer():
     """A MemoryNode answers what the pair's helpers send."""
-    node = MemoryNode(1)
+    node = MemoryNode(1, partitions=NUM_VBUCKETS)
     assert node.connect().send(pack_request(Opcode.NOOP))[0].opcode == Opcode.NOOP

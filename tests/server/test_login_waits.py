@@ -49,7 +49,6 @@ class Derivations:
 @pytest.fixture
 async def derivations(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Derivations]:
     derivations = Derivations(asyncio.get_running_loop())
-    monkeypatch.setattr(users_module, "ITERATIONS", 4096)
     monkeypatch.setattr(users_module, "password_matches", derivations.run)
     yield derivations
     derivations.may_end.set()

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.server.access import logins as logins_module
 from dcp.server.access import password_checks
 from dcp.server.access import users as users_module
 from dcp.server.access.audit import AuditLog
@@ -33,9 +32,8 @@ HERE = Peer("127.0.0.1", "127.0.0.1:5", "admin")
 
 
 @pytest.fixture
-async def logins(tmp_path, monkeypatch):
-    monkeypatch.setattr(users_module, "ITERATIONS", 4096)
-    users = Users(tmp_path / USERS_FILE)
+async def logins(tmp_path):
+    users = Users(tmp_path / USERS_FILE, iterations=4096)
     users.add("ada", "secret1")
     audit = AuditLog(tmp_path / "audit.log", EventLog(logging.getLogger("dcpd")), bytes_max=1 << 20)
     logins = Logins(users, audit, LoginLimits(3, 2))
@@ -108,9 +106,8 @@ def test_guessing_names_counts_against_the_address():
     assert failed.blocked_s("b", "new", 0.0) == 0
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(logins_module, "PAIRS_MAX", 10)
-    failed = FailedLogins(1)
+def test_memory_is_bounded():
+    failed = FailedLogins(1, pairs_max=10)
     for number in range(100):
         failed.failed(f"host{number}", "ada", 0.0)
     assert len(failed._failures) <= 10 < PAIRS_MAX
@@ -182,10 +179,8 @@ async def test_clients_that_come_together_with_one_password_cost_one_derivation(
     assert len(derived) == 1
 
 
-async def test_what_does_not_fit_is_refused_at_once_and_is_no_wrong_login(
-    logins, audited, monkeypatch
-):
-    monkeypatch.setattr(password_checks, "WAITING_PER_HOST_MAX", 1)
+async def test_what_does_not_fit_is_refused_at_once_and_is_no_wrong_login(logins, audited):
+    logins._checks = password_checks.PasswordChecks(logins._is_blocked, waiting_per_host_max=1)
     places = password_checks.THREADS + 1
     peers = [logins.peer("h", f"h:{number}", "kv") for number in range(places + 10)]
     outcomes = [begin_plain(peer, f"user{at}", "secret1") for at, peer in enumerate(peers)]

@@ -20,6 +20,7 @@ from support.memory_node import MemoryNode
 from support.node_here import until
 from vbucket.engine.engine import SET
 from vbucket.log.record import LogDamagedError
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.environment import StoreDamagedError, StoreFailedError, StoreFullError
 from vbucket.upkeep.merge import MergeReport, merge
 
@@ -55,7 +56,7 @@ class Shell:
     """What merging needs of a server. `starts` is what comes of starting store processes."""
 
     def __init__(self, *starts: Exception | OSError | None) -> None:
-        self.node = MemoryNode()
+        self.node = MemoryNode(partitions=NUM_VBUCKETS)
         self.starts = list(starts)
         self.meter = Meter()
         self.said: list[str] = []

@@ -55,10 +55,10 @@ class Check(PasswordCheck):
 class Asker:
     """Submits checks and gathers what is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, **limits: int) -> None:
         self.derivations = Derivations()
         self.blocked: set[str] = set()
-        self.checks = PasswordChecks(lambda host, user: host in self.blocked)
+        self.checks = PasswordChecks(lambda host, user: host in self.blocked, **limits)
         self.told: dict[str, list[bool | None]] = {}
         self.refused: list[str] = []
         self.tickets: dict[str, password_checks.Ticket] = {}
@@ -84,8 +84,8 @@ class Asker:
 
 
 @pytest.fixture
-async def asker() -> AsyncIterator[Asker]:
-    asker = Asker()
+async def asker(request: pytest.FixtureRequest) -> AsyncIterator[Asker]:
+    asker = Asker(**getattr(request, "param", {}))
     yield asker
     asker.derivations.may_end.release(1000)
     await asker.checks.close()
@@ -115,11 +115,10 @@ async def test_addresses_take_turns(asker: Asker) -> None:
     assert [name for name in begun if name.startswith("flood")] == sorted(begun)[:30]
 
 
-async def test_the_queue_is_bounded_for_each_address_and_for_all(
-    asker: Asker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(password_checks, "WAITING_PER_HOST_MAX", 3)
-    monkeypatch.setattr(password_checks, "WAITING_MAX", 5)
+@pytest.mark.parametrize(
+    "asker", [{"waiting_per_host_max": 3, "waiting_max": 5}], indirect=True, ids=["few"]
+)
+async def test_the_queue_is_bounded_for_each_address_and_for_all(asker: Asker) -> None:
     for at in range(THREADS):
         asker.ask("a", f"running{at}")
     for at in range(4):

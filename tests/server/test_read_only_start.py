@@ -28,7 +28,7 @@ KEYS = [b"key-%d" % number for number in range(300)]
 
 @pytest.mark.parametrize("durability", ["commit", "interval"])
 async def test_a_start_on_a_full_disk_is_read_only(tmp_path: Path, durability: str) -> None:
-    with small_disk(tmp_path / "disk", "8m") as disk:
+    with small_disk("8m") as disk:
         arguments = ("--durability", durability, "--audit", "off")
         with DcpdProcess(disk / "data", *arguments) as server:
             server.log_path = tmp_path / "server.log"
@@ -78,7 +78,7 @@ async def streamed(server: DcpdProcess) -> set[bytes]:
 
 
 async def test_a_read_only_server_stops_in_order(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "8m") as disk, DcpdProcess(disk / "data") as server:
+    with small_disk("8m") as disk, DcpdProcess(disk / "data") as server:
         server.log_path = tmp_path / "server.log"
         async with KvClient.connect(server.address) as kv:
             await kv.set_many(dict.fromkeys(KEYS, b"v"))

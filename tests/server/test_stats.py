@@ -8,11 +8,12 @@ import pytest
 
 from dcp.server.report.stats import Rows, Stats
 from support.memory_node import START_NS, MemoryNode
+from vbucket.model.ids import NUM_VBUCKETS
 
 
 def ask(request: bytes) -> Rows | None:
     not_asked: Any = None
-    engine = MemoryNode().engine
+    engine = MemoryNode(partitions=NUM_VBUCKETS).engine
     stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
     return stats.rows(request)
 

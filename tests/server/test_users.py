@@ -30,10 +30,9 @@ RFC_NAMES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quick_keys(monkeypatch):
+def quick_users(path, **more):
     """PBKDF2 with the least that the client accepts: what is tested does not depend on it."""
-    monkeypatch.setattr(users_module, "ITERATIONS", 4096)
+    return Users(path, iterations=4096, **more)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def users(path):
-    table = Users(path)
+    table = quick_users(path)
     table.add("alice", "wonder land!")
     return table
 
@@ -130,7 +129,7 @@ def test_a_stranger_cannot_tell_which_users_exist(users, path):
     assert known[1] == unknown[1]
     assert len(known[0]) == len(unknown[0])
     assert server_first(users, "nobody") == unknown, "the salt of a stranger must not change"
-    assert server_first(Users(path), "nobody") == unknown, "nor with a restart"
+    assert server_first(quick_users(path), "nobody") == unknown, "nor with a restart"
     assert server_first(users, "nobody2") != unknown
     assert server_first(users, "guest", loopback=False)[1] == known[1]
 
@@ -216,7 +215,7 @@ def test_a_new_password_ends_the_old_one(users):
 
 def test_users_are_kept_and_removed(users, path):
     users.add("bob", "builder")
-    again = Users(path)
+    again = quick_users(path)
     assert again.names() == ["alice", "bob"]
     assert scram(again, "bob", "builder").status == Status.OK
     assert again.remove("bob")
@@ -274,7 +273,7 @@ def test_a_file_that_cannot_be_used_is_refused_and_left_alone(tmp_path, text, re
     path = tmp_path / USERS_FILE
     path.write_bytes(text)
     with pytest.raises(UsersFileError, match=reason):
-        Users(path)
+        quick_users(path)
     assert path.read_bytes() == text
 
 
@@ -299,10 +298,10 @@ def test_an_older_format_has_no_checksum(users, path, version):
     document["format_version"] = version
     path.write_text(json.dumps(document))
     with pytest.raises(UsersFileError, match=f"format version {version} has no checksum"):
-        Users(path)
+        quick_users(path)
     del document["crc32c"]
     path.write_text(json.dumps(document))
-    old = Users(path)
+    old = quick_users(path)
     assert old.table() == {"alice": FULL_RIGHTS}
     old.add("bob", "builder")
     assert json.loads(path.read_text())["format_version"] == 3
@@ -314,7 +313,7 @@ def test_absurd_iterations_are_damage(users, path):
     document["crc32c"] = users_file.checksum_of(document)
     path.write_text(json.dumps(document))
     with pytest.raises(UsersFileError, match="0 iterations"):
-        Users(path)
+        quick_users(path)
 
 
 def test_damage_while_running_keeps_what_was_read(users, path, caplog):
@@ -333,7 +332,7 @@ def test_damage_while_running_keeps_what_was_read(users, path, caplog):
 
 def test_a_file_that_cannot_be_written_changes_nothing(tmp_path):
     (tmp_path / "data").write_text("a file where the folder should be")
-    users = Users(tmp_path / "elsewhere" / USERS_FILE)
+    users = quick_users(tmp_path / "elsewhere" / USERS_FILE)
     users._path = tmp_path / "data" / USERS_FILE
     with pytest.raises(UsersFileError, match="cannot be"):
         users.add("bob", "builder")
@@ -348,7 +347,7 @@ def test_an_interrupted_change_leaves_the_old_file(users, path, monkeypatch):
     with pytest.raises(UsersFileError, match="cannot be written: No space left"):
         users.add("bob", "builder")
     monkeypatch.undo()
-    assert Users(path).names() == users.names() == ["alice"]
+    assert quick_users(path).names() == users.names() == ["alice"]
     assert [file.name for file in path.parent.iterdir()] == [USERS_FILE]
 
 
@@ -370,18 +369,18 @@ def test_users_have_all_roles_unless_told(users, path):
     assert plain(users, "alice", "wonder land!").rights == FULL_RIGHTS
     users.add("bob", "builder", Rights({Role.READ: (EVERYTHING,)}))
     assert scram(users, "bob", "builder").rights == Rights({Role.READ: (EVERYTHING,)})
-    assert Users(path).rights_of("bob") == Rights({Role.READ: (EVERYTHING,)})
+    assert quick_users(path).rights_of("bob") == Rights({Role.READ: (EVERYTHING,)})
     assert users.rights_of("nobody") is None
 
 
 def test_a_file_from_before_there_were_roles_gives_all_of_them(users, path):
     without_roles(path)
-    old = Users(path)
+    old = quick_users(path)
     assert old.rights_of("alice") == FULL_RIGHTS
     assert scram(old, "alice", "wonder land!", loopback=False).rights.is_full
     old.add("bob", "builder", Rights({}))
     assert json.loads(path.read_text())["format_version"] == 3
-    assert Users(path).table() == {"alice": FULL_RIGHTS, "bob": Rights({})}
+    assert quick_users(path).table() == {"alice": FULL_RIGHTS, "bob": Rights({})}
 
 
 def test_grants_are_kept_and_taken_back(users, path):
@@ -390,7 +389,7 @@ def test_grants_are_kept_and_taken_back(users, path):
     users.grant("bob", Role.READ, scope)
     users.grant("bob", Role.WRITE)
     expected = Rights({Role.READ: (scope,), Role.WRITE: (EVERYTHING,)})
-    assert Users(path).rights_of("bob") == users.rights_of("bob") == expected
+    assert quick_users(path).rights_of("bob") == users.rights_of("bob") == expected
     users.revoke("bob", Role.READ, scope)
     assert users.revoke("bob", Role.WRITE) == Rights({})
     for refused in (
@@ -431,7 +430,7 @@ def test_roles_that_are_not_understood_are_damage(users, path, roles):
     document["users"]["alice"]["roles"] = roles
     path.write_text(json.dumps(document))
     with pytest.raises(UsersFileError, match="is damaged"):
-        Users(path)
+        quick_users(path)
 
 
 def test_every_change_has_a_revision_of_its_own(users, path):
@@ -440,7 +439,7 @@ def test_every_change_has_a_revision_of_its_own(users, path):
     seen.append(users.revision)
     users.grant("alice", Role.READ)
     seen.append(users.revision)
-    Users(path).remove("bob")
+    quick_users(path).remove("bob")
     users.reload_if_changed()
     seen.append(users.revision)
     assert sorted(set(seen)) == seen
@@ -449,7 +448,7 @@ def test_every_change_has_a_revision_of_its_own(users, path):
 
 
 def test_a_guest_that_is_switched_off_is_a_stranger(users, path):
-    closed = Users(path, has_guest=False)
+    closed = quick_users(path, has_guest=False)
     assert plain(closed, "guest", "guest").status == Status.AUTH_ERROR
     assert scram(closed, "guest", "guest").status == Status.AUTH_ERROR
     assert closed.rights_of("guest") is None
@@ -457,7 +456,7 @@ def test_a_guest_that_is_switched_off_is_a_stranger(users, path):
 
 
 def test_without_a_guest_one_admin_stays(users, path):
-    closed = Users(path, has_guest=False)
+    closed = quick_users(path, has_guest=False)
     for refused in (
         lambda: closed.remove("alice"),
         lambda: closed.revoke("alice", Role.ADMIN),

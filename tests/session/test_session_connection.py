@@ -19,7 +19,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import ERROR_TABLE, Status
-from support.memory_node import MemoryNode, Peer
+from support.memory_node import MemoryNode, Peer, node_for
 from vbucket.engine.partition import VbState
 
 VB = 7
@@ -46,8 +46,8 @@ class OneUser:
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -384,6 +384,7 @@ def all_seqnos(peer: Peer, extras: bytes = b"") -> list[tuple[int, int]]:
     return list(VB_SEQNO.iter_unpack(answer.value))
 
 
+@pytest.mark.all_partitions
 def test_all_vb_seqnos_are_sorted_by_partition(node: MemoryNode, peer: Peer) -> None:
     peer.hello()
     peer.set(1023, b"k", b"v")
@@ -394,6 +395,7 @@ def test_all_vb_seqnos_are_sorted_by_partition(node: MemoryNode, peer: Peer) -> 
     assert all_seqnos(peer) == list(expected.items())
 
 
+@pytest.mark.all_partitions
 @pytest.mark.parametrize(
     ("asked", "found"),
     [(0, {1, 2, 3}), (1, {1}), (2, {2}), (3, {3}), (4, {4})],
@@ -410,6 +412,7 @@ def test_all_vb_seqnos_of_a_state(
     assert len(seqnos) == len(found) + 1020 * (asked == VbState.DEAD)
 
 
+@pytest.mark.all_partitions
 def test_all_vb_seqnos_take_a_collection_only_where_collections_are_on(peer: Peer) -> None:
     extras = b"\0\0\0\1" + bytes(4)
     assert peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=extras).status == Status.EINVAL

@@ -10,14 +10,14 @@ from dcp.wire.frame import FLEX_HEADER, pack_request
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from support.memory_node import MemoryNode, Peer
+from support.memory_node import FEW_PARTITIONS, MemoryNode, Peer
 from vbucket.engine.engine import SET
 from vbucket.engine.keyspace import BranchRefusedError
 from vbucket.model.ids import vbucket_of
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE
 
-VB = vbucket_of(b"a")
+VB = vbucket_of(b"a", FEW_PARTITIONS)
 
 
 def stored(node: MemoryNode) -> Peer:

@@ -19,15 +19,15 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.memory_node import MemoryNode, Peer
+from support.memory_node import MemoryNode, Peer, node_for
 from vbucket.engine.partition import VbState
 
 VB = 7
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -566,6 +566,7 @@ def test_close_stream_is_followed_by_a_stream_end_where_the_control_asked_for_it
     assert (parse_stream_end(end), end.opaque, end.vb_id) == (EndReason.CLOSED, 0xBEEF, VB)
 
 
+@pytest.mark.all_partitions
 def test_all_streams_may_be_asked_for_in_one_read(node: MemoryNode, peer: Peer) -> None:
     for vb_id in range(0, 1024, 100):
         write(node, 1, vb_id)

@@ -12,7 +12,7 @@ from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import MUTATION_TOKEN, parse_deletion, parse_mutation
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode, Peer
+from support.memory_node import START_NS, MemoryNode, Peer, node_for
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
@@ -25,8 +25,8 @@ QUIET_OF = {loud: quiet for quiet, loud in QUIET_FORMS.items()}
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -449,6 +449,7 @@ def test_any_collection_but_the_default_one_is_unknown(node: MemoryNode, prefix:
 # -- which partition ---------------------------------------------------------------------------
 
 
+@pytest.mark.all_partitions
 def test_a_connection_that_knows_no_partitions_has_its_keys_hashed(node: MemoryNode) -> None:
     peer = node.connect()
     assert store(peer, key=b"Hello", vb_id=0).status == Status.OK
@@ -459,6 +460,7 @@ def test_a_connection_that_knows_no_partitions_has_its_keys_hashed(node: MemoryN
     assert node.engine.partitions[977].high_seqno == 2
 
 
+@pytest.mark.all_partitions
 @pytest.mark.parametrize("how", ["HELLO", "SELECT_BUCKET"])
 def test_after_hello_or_select_bucket_the_header_names_the_partition(
     node: MemoryNode, how: str

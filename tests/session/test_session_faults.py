@@ -11,7 +11,7 @@ from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode
+from support.memory_node import START_NS, node_for
 from vbucket.model.ids import vbucket_of
 
 MS = 1_000_000
@@ -22,8 +22,8 @@ def always():
 
 
 @pytest.fixture
-def node():
-    return MemoryNode()
+def node(request: pytest.FixtureRequest):
+    return node_for(request)
 
 
 @pytest.fixture
@@ -62,6 +62,7 @@ def test_a_fault_meets_one_partition_and_no_command_without_one(peer):
     assert peer.ask(Opcode.NOOP).status == Status.OK, "its vbucket field means nothing"
 
 
+@pytest.mark.all_partitions
 def test_a_fault_finds_the_partition_of_a_client_that_knows_none(node):
     peer = node.connect()  # neither HELLO nor SELECT_BUCKET
     peer.state.faults.add(draw=always, vb_id=vbucket_of(b"key"), status=Status.EBUSY)

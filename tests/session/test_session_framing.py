@@ -16,7 +16,7 @@ from dcp.wire.frame import FLEX_HEADER, HEADER, pack_request, pack_response
 from dcp.wire.message import StreamRequest, pack_buffer_ack, pack_open, pack_stream_request
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode, Peer
+from support.memory_node import START_NS, MemoryNode, Peer, node_for
 from vbucket.engine.partition import Hold, VbState
 from vbucket.model.ids import NUM_VBUCKETS
 
@@ -26,8 +26,8 @@ BODY_MAX = VALUE_MAX + BODY_EXTRA_BYTES
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -207,6 +207,7 @@ def test_a_large_packet_is_gathered_without_copying_it_for_every_piece(peer: Pee
     assert peer.ask(Opcode.GET, key=b"k").value == value
 
 
+@pytest.mark.all_partitions
 @pytest.mark.parametrize(
     "opcode", [Opcode.GET, Opcode.STAT, Opcode.GET_ALL_VB_SEQNOS, Opcode.GET_ERROR_MAP, 0xB5]
 )

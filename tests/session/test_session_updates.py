@@ -15,7 +15,7 @@ from dcp.wire.frame import HEADER, Frame, pack_request
 from dcp.wire.message import MUTATION_TOKEN, OpenFlag
 from dcp.wire.opcode import OPCODES, QUIET_FORMS, Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode, Peer
+from support.memory_node import START_NS, MemoryNode, Peer, node_for
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 
@@ -27,8 +27,8 @@ NO_CREATE = 0xFFFF_FFFF
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -41,6 +41,15 @@ def peer(node: MemoryNode) -> Peer:
 def put(peer: Peer, value: bytes, *, key: bytes = KEY, flags: int = 0, expiry: int = 0) -> Frame:
     extras = struct.pack(">II", flags, expiry)
     return peer.ask(Opcode.SET, vb_id=VB, key=key, value=value, extras=extras)
+
+
+def touch(peer: Peer, expiry: int, opcode: int = Opcode.TOUCH) -> Frame:
+    return peer.ask(opcode, vb_id=VB, key=KEY, extras=expiry.to_bytes(4, "big"))
+
+
+def put_and_touch(peer: Peer, expiry: int) -> Frame:
+    put(peer, b"v")
+    return touch(peer, expiry)
 
 
 def count(
@@ -164,6 +173,29 @@ def test_cas_of_a_missing_counter_does_not_create_it(peer: Peer) -> None:
     assert count(peer, initial=1, expiry=0, cas=9).status == Status.KEY_ENOENT
 
 
+MONTH_S = 30 * 24 * 3600
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_an_expiry_of_up_to_30_days_counts_from_now(peer: Peer, is_touched: bool) -> None:
+    def store(expiry: int) -> Frame:
+        return put_and_touch(peer, expiry) if is_touched else put(peer, b"v", expiry=expiry)
+
+    store(MONTH_S)
+    assert expiry_in(meta(peer)) == START_S + MONTH_S
+    store(MONTH_S + 1)
+    assert get(peer).status == Status.KEY_ENOENT, "that was a second in 1970"
+
+
+def test_a_document_is_gone_in_the_second_of_its_expiry(node: MemoryNode, peer: Peer) -> None:
+    put(peer, b"v", expiry=1)
+    node.now_ns += 1_000_000_000
+    assert peer.ask(Opcode.DELETE, vb_id=VB, key=KEY).status == Status.KEY_ENOENT
+    put(peer, b"v", expiry=1)
+    node.now_ns += 1_000_000_000
+    assert peer.ask(Opcode.ADD, vb_id=VB, key=KEY, extras=bytes(8)).status == Status.OK
+
+
 # -- append and prepend --------------------------------------------------------------------------
 
 
@@ -277,10 +309,6 @@ def test_a_collection_that_is_not_there_is_unknown(node: MemoryNode, opcode: int
 
 
 # -- touch ---------------------------------------------------------------------------------------
-
-
-def touch(peer: Peer, expiry: int, opcode: int = Opcode.TOUCH) -> Frame:
-    return peer.ask(opcode, vb_id=VB, key=KEY, extras=expiry.to_bytes(4, "big"))
 
 
 def test_touch_changes_the_expiry_and_answers_nothing_else(node: MemoryNode, peer: Peer) -> None:
@@ -510,6 +538,7 @@ def test_gatk_and_gatkq_are_unknown_because_they_are_ioctl_too(peer: Peer, opcod
     assert peer.ask(opcode, vb_id=VB, key=KEY, extras=bytes(4)).status == Status.UNKNOWN_COMMAND
 
 
+@pytest.mark.all_partitions
 def test_a_client_that_knows_no_partitions_has_its_keys_hashed(node: MemoryNode) -> None:
     peer = node.connect()
     key = b"Hello"

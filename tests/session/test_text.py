@@ -13,7 +13,7 @@ from dcp.session.text import LINE_BYTES_MAX, TextSession, begins_text
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from support.memory_node import START_NS, MemoryNode, OpenDoor
+from support.memory_node import START_NS, MemoryNode, OpenDoor, node_for
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 
@@ -55,8 +55,8 @@ class TextPeer:
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture
@@ -135,6 +135,7 @@ def test_counters(peer: TextPeer) -> None:
     )
 
 
+@pytest.mark.all_partitions
 def test_touch_and_get_and_touch(node: MemoryNode, peer: TextPeer) -> None:
     exchange(
         peer,
@@ -293,6 +294,7 @@ def test_a_line_without_end_closes_the_connection(peer: TextPeer) -> None:
     assert peer.send(b"version\r\n") == b""
 
 
+@pytest.mark.all_partitions
 def test_a_partition_that_is_not_active_is_a_server_error(node: MemoryNode, peer: TextPeer) -> None:
     node.engine.partitions[vbucket_of(b"a")].state = VbState.DEAD
     for command in (b"get a b\r\n", b"set a 0 0 1\r\nx\r\n", b"incr a 1\r\n", b"touch a 1\r\n",
@@ -300,6 +302,7 @@ def test_a_partition_that_is_not_active_is_a_server_error(node: MemoryNode, peer
         assert peer.send(command).startswith(b"SERVER_ERROR the partition"), command
 
 
+@pytest.mark.all_partitions
 def test_strangers_are_not_served(node: MemoryNode) -> None:
     peer = TextPeer(node, is_loopback=False)
     assert peer.send(b"set a 0 0 1\r\nx\r\n").startswith(b"CLIENT_ERROR log in")

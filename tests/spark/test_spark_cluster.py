@@ -19,7 +19,7 @@ def test_a_query_on_two_executors(dcpd, tmp_path):
     problem = has_java()
     if problem:
         pytest.skip(problem)
-    documents = {f"k{number}": b"%d" % number for number in range(50_000)}
+    documents = {f"k{number}": b"%d" % number for number in range(41_000)}
 
     async def store() -> None:
         async with KvClient.connect(dcpd.address) as kv:

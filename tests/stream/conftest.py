@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from support.memory_node import MemoryNode, Peer
+from support.memory_node import MemoryNode, Peer, node_for
 
 
 @pytest.fixture
-def node() -> MemoryNode:
-    return MemoryNode()
+def node(request: pytest.FixtureRequest) -> MemoryNode:
+    return node_for(request)
 
 
 @pytest.fixture

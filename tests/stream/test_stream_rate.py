@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +98,7 @@ def test_a_stalled_stream_stands_still_until_it_is_let_go(
     assert peer.producer.phase_of(stream) == "live"
 
 
+@pytest.mark.all_partitions
 def test_streams_that_stand_still_before_they_began_hold_up_no_other(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_stalled_stream_can_end(node: MemoryNode, writer: Peer, peer: Peer) ->
     assert peer.stream(VB).status == 0, "and be asked for again"
 
 
+@pytest.mark.all_partitions
 def test_what_streams_do_is_shown(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     for vb_id in range(BACKLOGS_MAX + 1):
         write(node, writer, 30, vb_id)

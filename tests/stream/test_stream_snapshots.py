@@ -328,6 +328,7 @@ def test_who_followed_first_is_woken_first(node: MemoryNode, writer: Peer) -> No
     assert woken == list(range(20))
 
 
+@pytest.mark.all_partitions
 def test_a_producer_that_closes_frees_the_hub(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     for vb_id in range(100):
         peer.stream(vb_id)
@@ -364,6 +365,7 @@ def backlogs_under_way(peer: Peer) -> int:
     )
 
 
+@pytest.mark.all_partitions
 def test_no_more_than_backlogs_max_are_under_way_and_none_starves(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
@@ -382,6 +384,7 @@ def test_no_more_than_backlogs_max_are_under_way_and_none_starves(
     assert follower.seqnos == dict.fromkeys(range(count), 3)
 
 
+@pytest.mark.all_partitions
 def test_streams_without_a_backlog_leave_their_place_to_those_who_wait(
     node: MemoryNode, writer: Peer, peer: Peer
 ) -> None:
@@ -429,6 +432,7 @@ def test_a_stream_that_goes_before_it_begins_leaves_its_place_to_those_who_wait(
     assert backlogs_under_way(peer) == 0
 
 
+@pytest.mark.all_partitions
 def test_a_branched_stream_gives_its_place_back(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     follower = Follower(peer)
     count = BACKLOGS_MAX + 1

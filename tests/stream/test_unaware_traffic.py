@@ -19,6 +19,7 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from support.memory_node import START_NS, MemoryNode, Peer
+from vbucket.model.ids import NUM_VBUCKETS
 
 VB = 7
 END = 2**64 - 1
@@ -73,7 +74,7 @@ def session(lines: list[str], node: MemoryNode, features: list[int], flags: int)
 
 def traffic(features: list[int], flags: int) -> list[str]:
     lines = [f"-- features {[*map(int, features)]}, flags {flags:#x}"]
-    node = MemoryNode(seed=5)
+    node = MemoryNode(seed=5, partitions=NUM_VBUCKETS)
     prefix = b"\0" if Feature.COLLECTIONS in features else b""
     value = b'{"uid":"0","unknown":1}' if prefix else b""
     writer = node.connect()

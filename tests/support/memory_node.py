@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dcp.session.auth import AuthStep
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
@@ -41,6 +43,8 @@ from vbucket.store.store import Store
 from vbucket.upkeep.compaction import Compactor, Floors
 from vbucket.upkeep.merge import merge
 
+FEW_PARTITIONS = 16
+"""Partitions of a node if a test does not ask for the product's number."""
 START_NS = 1_800_000_000_000_000_000
 
 
@@ -71,6 +75,12 @@ def _new_store(seed: int, partitions: int) -> tuple[dict[str, Any], Any]:
     return env.tables, drawn.getstate()
 
 
+def node_for(request: pytest.FixtureRequest) -> MemoryNode:
+    """Return a node; with the product's partitions if the test is marked `all_partitions`."""
+    marked = request.node.get_closest_marker("all_partitions") is not None
+    return MemoryNode(partitions=NUM_VBUCKETS if marked else FEW_PARTITIONS)
+
+
 class MemoryNode:
     """See the module. Time stands still unless `now_ns` is moved.
 
@@ -80,7 +90,7 @@ class MemoryNode:
     version = "test"
 
     def __init__(
-        self, seed: int = 0, *, partitions: int = NUM_VBUCKETS, item_cache_bytes: int = 0
+        self, seed: int = 0, *, partitions: int = FEW_PARTITIONS, item_cache_bytes: int = 0
     ) -> None:
         self.partitions = partitions
         self.item_cache_bytes = item_cache_bytes

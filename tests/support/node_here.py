@@ -25,7 +25,7 @@ TIMEOUT_S = 20.0
 async def node_here(folder: Path, users: dict[str, str], **settings: Any) -> AsyncIterator[Node]:
     """Run a node with these users (name -> password); it is stopped afterwards."""
     data = folder / "data"
-    table = Users(data / USERS_FILE)
+    table = Users(data / USERS_FILE, iterations=4096)
     # The pager writes too, which would tell nothing of what is tested.
     chosen = {"data": data, "port": 0, "admin_port": 0, "expiry_interval_s": 0, **settings}
     chosen_settings = msgspec.structs.replace(Settings(), **chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +16,23 @@ from vbucket.log.record import written_bytes
 
 
 @contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """Mount a disk of this size (as tmpfs writes it) for a while; skip where nobody may."""
-    path.mkdir()
+def small_disk(size: str) -> Iterator[Path]:
+    """Mount a disk of this size (as tmpfs writes it) for a while; skip if that is not allowed.
+
+    It has a folder of its own. In `tmp_path` a run that was killed would leave a mount, which
+    pytest cannot remove, and every later run would fail.
+    """
+    path = Path(tempfile.mkdtemp(prefix="dcpd-disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        path.rmdir()
         pytest.skip("a disk of its own is mounted by root only: run the tests as root")
     try:
         yield path
     finally:
         # Lazily: the store process of a server that was killed ends a moment after it.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+        path.rmdir()
 
 
 def fill(disk: Path) -> Path:

@@ -20,9 +20,9 @@ def soak_is_importable(monkeypatch):
 
 
 async def test_a_consumer_behind_a_bad_network_loses_nothing(tmp_path):
-    report = await run_round(tmp_path, seed=1, writes=40_000)
-    assert report.events > 35_000
-    assert report.cuts > 5
+    report = await run_round(tmp_path, seed=1, writes=15_000)
+    assert report.events > 13_000
+    assert report.cuts > 3
     # Nearly each cut costs a connection that streamed: but for those in a handshake, and the last.
     assert report.connections > report.cuts // 2
 

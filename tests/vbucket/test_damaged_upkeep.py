@@ -13,6 +13,7 @@ from support.lmdb_layout import layout_of, overwrite
 from support.memory_node import LmdbNode
 from vbucket.engine.engine import SET
 from vbucket.engine.expiry import Pager
+from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.store.store import StoreView
 from vbucket.upkeep.compaction import Compactor, Floors, SliceReport
 from vbucket.upkeep.retention import Planner, Windows
@@ -28,7 +29,7 @@ DUE_S = 60
 @pytest.fixture
 def node() -> Iterator[LmdbNode]:
     """Every key was written four times in each partition; the last time with an expiry."""
-    node = LmdbNode()
+    node = LmdbNode(partitions=NUM_VBUCKETS)
     for round_ in range(1, ROUNDS + 1):
         expiry = node.now_ns // 10**9 + DUE_S if round_ == ROUNDS else 0
         for vb_id in VBS:

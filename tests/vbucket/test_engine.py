@@ -108,6 +108,31 @@ def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: Memo
     assert value_of(node.engine) == b"2"
 
 
+def test_streams_read_the_new_branch_alone(node: MemoryNode, engine: Engine) -> None:
+    for value in (b"1", b"2", b"3"):
+        put(engine, value)
+    engine.keyspace.branch(VB, 1)
+    put(engine, b"new")
+    node.commit()
+    batch = engine.versions.frames(VB, 1, 2, bytes(4), set(), 1 << 20)
+    assert [frame.rpartition(b"k")[2] for frame in batch.frames] == [b"1", b"new"]
+
+
+def test_a_merge_that_left_a_partition_out_gives_its_changes_back(
+    node: MemoryNode, engine: Engine
+) -> None:
+    put(engine, b"1")
+    put(engine, b"2")
+    node.commit()
+    engine.keyspace.freeze()
+    put(engine, b"3")
+    node.commit()
+    engine.partitions[VB].take_back_frozen()
+    batch = engine.versions.frames(VB, 1, 3, bytes(4), set(), 1 << 20)
+    assert [frame.rpartition(b"k")[2] for frame in batch.frames] == [b"1", b"2", b"3"]
+    assert value_of(engine) == b"3"
+
+
 # -- what waits, what does not -------------------------------------------------------------------
 
 

@@ -218,7 +218,7 @@ def test_the_budget_holds_and_what_is_read_again_stays() -> None:
 
 
 def test_partitions_take_turns() -> None:
-    node = MemoryNode(item_cache_bytes=3000)
+    node = MemoryNode(partitions=32, item_cache_bytes=3000)
     vb_ids = range(20)
     for vb_id in vb_ids:
         put(node, b"\0a", b"first", vb_id=vb_id)

@@ -319,7 +319,7 @@ def test_errors_of_a_transaction_get_their_meaning(
 def test_a_disk_that_takes_a_part_of_a_write_is_full(tmp_path: Path) -> None:
     """LMDB calls that an input/output error."""
     full = pytest.raises(StoreFullError, match="the disk is full: a write was cut short")
-    with small_disk(tmp_path / "disk", "1m") as disk, closing(LmdbEnv(disk / "s", TABLES)) as env:
+    with small_disk("1m") as disk, closing(LmdbEnv(disk / "s", TABLES)) as env:
         with full, env.write() as write:
             write.put("fruit", b"a", bytes(2 << 20))
         fill(env, b"b")

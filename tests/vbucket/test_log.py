@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vbucket.log.device import (
+    MARK_SLOTS,
     OLD_SALT,
     OLD_SEGMENT_HEADER,
     SEGMENT_HEADER_BYTES,
@@ -525,6 +526,27 @@ def test_the_writer_marks_what_is_synced_and_goes_on_with_the_chain() -> None:
     again.append(4, b"d")
     again.sync()
     assert [group.group for group in recover(device, 0).groups()] == [1, 2, 3, 4]
+
+
+def test_no_mark_goes_over_the_newest_one_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are synced while a mark is: a power cut then leaves one of the two."""
+    writer = written([b"a"])
+    device, slots = writer.device, []
+
+    def sync_mark_beside_groups() -> None:
+        before = read_marks(device.marks()).slot
+        writer.append(writer.end.group + 1, b"meanwhile")
+        writer.sync()
+        slots.append((before, read_marks(device.marks()).slot))
+
+    writer.sync()
+    monkeypatch.setattr(device, "sync_mark", sync_mark_beside_groups)
+    on_disk = -1
+    for _ in range(2 * MARK_SLOTS):
+        writer.sync_mark()
+        being_synced, written_meanwhile = slots[-1]
+        assert written_meanwhile not in {being_synced, on_disk}
+        on_disk = being_synced
 
 
 def test_marks_that_were_given_up_count_no_more() -> None:

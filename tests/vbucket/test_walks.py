@@ -15,7 +15,7 @@ VALUE = bytes(BODY_BYTES_TARGET // 2 + 1)
 
 
 def node_of(vb_ids: list[int], versions: int) -> MemoryNode:
-    node = MemoryNode()
+    node = MemoryNode(partitions=1 << max(vb_ids).bit_length())
     node.engine.begin_batch(START_NS)
     for vb_id in vb_ids:
         for number in range(versions):

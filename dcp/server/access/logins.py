@@ -39,8 +39,9 @@ TOO_MANY_CHECKS: Final = "too many passwords wait to be checked; try again soon"
 class FailedLogins:
     """Counts failures per (address, user) and per address. Time is an argument."""
 
-    def __init__(self, per_minute_max: int) -> None:
+    def __init__(self, per_minute_max: int, pairs_max: int = PAIRS_MAX) -> None:
         self._max = per_minute_max
+        self._pairs_max = pairs_max
         self._failures: dict[tuple[str, str], tuple[float, int]] = {}
         """(address, user) -> (beginning of its minute, failures since)."""
 
@@ -57,7 +58,7 @@ class FailedLogins:
             since_s, count = self._failures.pop(pair, (now_s, 0))
             if now_s - since_s >= WINDOW_S:
                 since_s, count = now_s, 0
-            if len(self._failures) >= PAIRS_MAX:
+            if len(self._failures) >= self._pairs_max:
                 del self._failures[next(iter(self._failures))]
             self._failures[pair] = (since_s, count + 1)
 

@@ -66,9 +66,17 @@ class _WaitingCheck:
 class PasswordChecks:
     """See the module. Everything is called on the loop, and calls back there."""
 
-    def __init__(self, is_blocked: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self,
+        is_blocked: Callable[[str, str], bool],
+        *,
+        waiting_max: int = WAITING_MAX,
+        waiting_per_host_max: int = WAITING_PER_HOST_MAX,
+    ) -> None:
         """`is_blocked` tells of an address and a user whether logins are refused unseen now."""
         self._is_blocked = is_blocked
+        self._waiting_max = waiting_max
+        self._waiting_per_host_max = waiting_per_host_max
         self._executor = ThreadPoolExecutor(THREADS, "password", initializer=_yield_to_others)
         self._waiting: OrderedDict[str, OrderedDict[bytes, _WaitingCheck]] = OrderedDict()
         """By address, the one whose turn is next first; then by what is checked."""
@@ -114,7 +122,8 @@ class PasswordChecks:
 
     def _has_queued(self, entry: _WaitingCheck) -> bool:
         of_host = len(self._waiting.get(entry.host, ()))
-        if self._is_closed or self._waiting_count >= WAITING_MAX or of_host >= WAITING_PER_HOST_MAX:
+        is_full = self._waiting_count >= self._waiting_max or of_host >= self._waiting_per_host_max
+        if self._is_closed or is_full:
             return False
         self._waiting.setdefault(entry.host, OrderedDict())[entry.check.memory] = entry
         self._waiting_count += 1

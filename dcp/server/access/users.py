@@ -129,6 +129,7 @@ class Users:
         draw_bytes: Callable[[int], bytes] = secrets.token_bytes,
         *,
         has_guest: bool = True,
+        iterations: int = ITERATIONS,
     ) -> None:
         """Read the file; a missing one means that there is only the guest.
 
@@ -142,6 +143,7 @@ class Users:
         self._verified: set[bytes] = set()
         self._stamp: tuple[int, int, int] | None = None
         self._has_guest = has_guest
+        self._iterations = iterations
         self._content = UsersContent({}, draw_bytes(32))
         self.revision = 0
         self.problem = ""
@@ -270,7 +272,7 @@ class Users:
         _check_password(password)
         return {
             mechanism: keys_of_password(
-                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=ITERATIONS
+                mechanism, password, salt=self._draw_bytes(SALT_BYTES), iterations=self._iterations
             )
             for mechanism in HASH_NAMES
         }
@@ -359,7 +361,7 @@ class Users:
         size = hashlib.new(HASH_NAMES[mechanism]).digest_size
         seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
         # No password has a stored key of zeros, and `is_known` is False besides.
-        decoy = ScramKeys(seed[:SALT_BYTES], ITERATIONS, bytes(size), bytes(size))
+        decoy = ScramKeys(seed[:SALT_BYTES], self._iterations, bytes(size), bytes(size))
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return self._guest_keys[mechanism], True
         known = self._content.users.get(name)

@@ -1,0 +1,279 @@
+"""The mutations: one faulty line of product code each, and the test files that shall find it.
+
+A mutation names no file: its old text occurs exactly once in the product packages
+(tests/test_mutations.py checks that), so code may move. Test files are named without their folder.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A fault: `old` becomes `new`. `tests`: names of test files, the likeliest first."""
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # -- partitions ----------------------------------------------------------------------------
+    Mutation(
+        "cas-not-compared",
+        "    if mode == ADD or (cas and cas != old_cas):\n",
+        "    if mode == ADD:\n",
+        ("test_engine", "test_session_documents"),
+    ),
+    Mutation(
+        "cas-stands-still",
+        "            cas = part.max_cas + 1\n        seqno = part.high_seqno + 1\n",
+        "            cas = part.max_cas\n        seqno = part.high_seqno + 1\n",
+        ("test_engine", "test_engine_model"),
+    ),
+    Mutation(
+        "expiry-one-second-late",
+        "        if known.opcode == MUTATION and 0 < known.expiry <= self._now_s:\n",
+        "        if known.opcode == MUTATION and 0 < known.expiry < self._now_s:\n",
+        ("test_session_updates", "test_expiry"),
+    ),
+    Mutation(
+        "rollback-keeps-one-change",
+        "        del self.entries[self.position_of(seqno + 1) :]\n",
+        "        del self.entries[self.position_of(seqno + 2) :]\n",
+        ("test_engine", "test_lifecycle"),
+    ),
+    Mutation(
+        "wrong-seqno-after-branch",
+        "        self.high_seqno = seqno\n        self.mended = self.mended and",
+        "        self.high_seqno = seqno + 1\n        self.mended = self.mended and",
+        ("test_engine", "test_engine_model"),
+    ),
+    Mutation(
+        "branch-keeps-answers-in-flight",
+        "                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)\n",
+        "                group.high_seqnos[vb_id] = group.high_seqnos[vb_id]\n",
+        ("test_engine", "test_engine_model"),
+    ),
+    Mutation(
+        "frozen-entries-lost-when-taken-back",
+        "        frozen.entries += active.entries\n",
+        "        pass\n",
+        ("test_engine", "test_damaged_upkeep"),
+    ),
+    Mutation(
+        "superseded-off-by-one",
+        "                    if prev_seqno >= start_seqno:\n",
+        "                    if prev_seqno > start_seqno:\n",
+        ("test_stream_snapshots", "test_view", "test_engine_model"),
+    ),
+    # -- log, store, merge ---------------------------------------------------------------------
+    Mutation(
+        "log-checksum-missed",
+        "    if _crc32c_extend(head_crc, data[payload_at:end]) != crc:\n",
+        "    if _crc32c_extend(head_crc, data[payload_at:end]) != crc and not payload_at:\n",
+        ("test_log",),
+    ),
+    Mutation(
+        "log-end-mark-ignored",
+        "    if found.group < mark.end.group:\n",
+        "    if found.group < mark.end.group - 1:\n",
+        ("test_log", "test_log_end", "test_power_loss"),
+    ),
+    Mutation(
+        "block-checksum-missed",
+        "        if _crc32c(frame) != self.frame_crcs[index]:\n",
+        "        if _crc32c(frame) != self.frame_crcs[index] and index:\n",
+        ("test_block", "test_store"),
+    ),
+    Mutation(
+        "record-checksum-missed",
+        "        if _crc32c(full_key + value[:-4]) == fields[7]:\n",
+        "        if fields[7]:\n",
+        ("test_key_record", "test_store"),
+    ),
+    Mutation(
+        "merge-drops-tombstones",
+        "        self._items = by_key_items(prefix, keys, entries)\n",
+        "        rows = by_key_items(prefix, keys, entries)\n"
+        "        self._items = [row for row in rows if row[1][0] == _MUTATION]\n",
+        ("test_merge", "test_verify"),
+    ),
+    Mutation(
+        "purge-seqno-not-raised",
+        "                purge_seqno=max(stage.record.purge_seqno, purge),\n",
+        "                purge_seqno=stage.record.purge_seqno,\n",
+        ("test_merge", "test_compaction"),
+    ),
+    Mutation(
+        "merge-takes-segments-out-of-order",
+        "        if segment != merged_segment + 1:\n",
+        "        if segment < merged_segment:\n",
+        ("test_merge",),
+    ),
+    Mutation(
+        "mark-slot-overwritten",
+        "slot for slot in range(MARK_SLOTS) if slot not in {self._kept_slot, synced_slot}\n",
+        "slot for slot in range(MARK_SLOTS) if slot not in {synced_slot}\n",
+        ("test_log", "test_power_loss"),
+    ),
+    # -- failover ------------------------------------------------------------------------------
+    Mutation(
+        "rollback-one-too-low",
+        "        return Decision(\n            common,\n",
+        "        return Decision(\n            max(0, common - 1),\n",
+        ("test_rollback",),
+    ),
+    Mutation(
+        "version-at-the-branch-forgotten",
+        "        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)\n",
+        "        kept = tuple(entry for entry in self.entries if entry.seqno < seqno)\n",
+        ("test_failover_history",),
+    ),
+    Mutation(
+        "purge-boundary-off-by-one",
+        "    if 0 < start < purge and told_purge != purge:\n",
+        "    if 0 < start < purge - 1 and told_purge != purge:\n",
+        ("test_rollback",),
+    ),
+    # -- streams -------------------------------------------------------------------------------
+    Mutation(
+        "snapshot-marker-starts-at-the-end-before",
+        "        stream.snap_start_seqno = end_seqno + 1\n",
+        "        stream.snap_start_seqno = end_seqno\n",
+        ("test_stream_snapshots",),
+    ),
+    Mutation(
+        "streams-show-what-is-not-committed",
+        "        limit, floor = min(part.committed_seqno, stream.end_seqno), part.history_floor\n",
+        "        limit, floor = min(part.high_seqno, stream.end_seqno), part.history_floor\n",
+        ("test_stream_snapshots", "test_stream_model"),
+    ),
+    Mutation(
+        "acknowledgement-off-by-one",
+        "        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes)\n",
+        "        self.unacked_bytes = max(0, self.unacked_bytes - processed_bytes - 1)\n",
+        ("test_stream_flow_control",),
+    ),
+    Mutation(
+        "stream-end-forgets-flow-control",
+        "        self._count(self.snapshots.put(stream, self._urgent, message))\n",
+        "        self.snapshots.put(stream, self._urgent, message)\n",
+        ("test_stream_flow_control", "test_stream_ends"),
+    ),
+    # -- sessions ------------------------------------------------------------------------------
+    Mutation(
+        "quiet-stores-answer",
+        "        if is_quiet:\n            return\n        if state.has_mutation_tokens:\n",
+        "        if state.has_mutation_tokens:\n",
+        ("test_session_documents",),
+    ),
+    Mutation(
+        "relative-expiry-taken-as-absolute",
+        "    return expiry + now_s if 0 < expiry <= RELATIVE_EXPIRY_MAX_S else expiry\n",
+        "    return expiry + now_s if 0 < expiry < RELATIVE_EXPIRY_MAX_S else expiry\n",
+        ("test_session_updates",),
+    ),
+    Mutation(
+        "get-does-not-wait-for-the-commit",
+        " and last_group > state.wait_group:\n            state.wait_group = last_group\n",
+        " and last_group > state.wait_group:\n            pass\n",
+        ("test_session_documents", "test_session_waits"),
+    ),
+    Mutation(
+        "rollback-refused-as-from-zero",
+        "            value = U64.pack(decision.rollback_seqno)\n",
+        "            value = U64.pack(0)\n",
+        ("test_session_dcp",),
+    ),
+    # -- server --------------------------------------------------------------------------------
+    Mutation(
+        "groups-not-synced",
+        "        if self._is_synced_with(group):\n            self._sync()\n",
+        "        if group.branched:\n            self._sync()\n",
+        ("test_committer", "test_failing_sync", "test_node_durability"),
+    ),
+    Mutation(
+        "branches-not-synced",
+        "        return self._syncs_groups or bool(group.branched)\n",
+        "        return self._syncs_groups\n",
+        ("test_committer", "test_node_durability"),
+    ),
+    Mutation(
+        "answers-leave-before-the-commit",
+        "            if self._held or state.wait_group > ",
+        "            if self._held or state.wait_group - 1 > ",
+        ("test_failing_sync", "test_connection", "test_full_disk"),
+    ),
+    # -- clients -------------------------------------------------------------------------------
+    Mutation(
+        "retry-status-dropped",
+        "        elif status in _RETRY:\n            error =",
+        "        elif status in _RETRY - {Status.ETMPFAIL}:\n            error =",
+        ("test_consumer_core",),
+    ),
+    Mutation(
+        "checkpoint-counts-what-is-in-hand",
+        "        return self._positions_after("
+        "self._count - 1 if self._is_single else self._piece_start)\n",
+        "        return self._positions_after(self._count)\n",
+        ("test_consumer_reader", "test_consumer_stops", "test_consumer_save"),
+    ),
+    Mutation(
+        "failover-log-not-taken",
+        "        self.versions = versions\n        self.retry_ns = 0\n",
+        "        self.retry_ns = 0\n",
+        ("test_consumer_core",),
+    ),
+    Mutation(
+        "acknowledged-before-processed",
+        "        return at - uncounted\n",
+        "        return at\n",
+        ("test_consumer_core", "test_consumer_pair"),
+    ),
+    Mutation(
+        "writes-sent-twice-after-a-lost-connection",
+        "    return isinstance(outcome, ConnectionLostError) and operation[0] == Opcode.GET\n",
+        "    return isinstance(outcome, ConnectionLostError)\n",
+        ("test_kv",),
+    ),
+    # -- backup --------------------------------------------------------------------------------
+    Mutation(
+        "backup-checksum-missed",
+        "or raw_bytes > RAW_BYTES_MAX or crc32c(packed) != checksum:\n",
+        "or raw_bytes > RAW_BYTES_MAX:\n",
+        ("test_backup_formats", "test_backup_damage"),
+    ),
+    Mutation(
+        "folded-runs-lose-their-cuts",
+        "    ranges = tuple((at, at) for at in sorted({0, *cuts, seqno}))\n",
+        "    ranges = tuple((at, at) for at in sorted({0, seqno}))\n",
+        ("test_backup_points", "test_backup_core"),
+    ),
+    Mutation(
+        "backup-takes-seqnos-twice",
+        "                if not last < seqno <= limit:\n",
+        "                if not last <= seqno <= limit:\n",
+        ("test_backup_intake",),
+    ),
+    # -- Spark ---------------------------------------------------------------------------------
+    Mutation(
+        "cut-one-too-high",
+        '        cut[row["vb"]] = row["seqno_min"] - 1\n',
+        '        cut[row["vb"]] = row["seqno_min"]\n',
+        ("test_spark_sinks", "test_spark_power_loss"),
+    ),
+    Mutation(
+        "common-seqno-of-the-server-alone",
+        "            return min(upper, theirs)\n",
+        "            return theirs\n",
+        ("test_spark_plan", "test_spark_fetch_core"),
+    ),
+    Mutation(
+        "spark-offset-loses-its-rollback",
+        "        if entries[vb_id].seqno or entries[vb_id].rollback_to is not None\n",
+        "        if entries[vb_id].seqno\n",
+        ("test_spark_offset", "test_spark_plan"),
+    ),
+)
