@@ -27,9 +27,9 @@ from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_r
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
-from vbucket.engine.keyspace import Group
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import new_partitions, replay_log
+from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
@@ -142,7 +142,7 @@ class MemoryNode:
         if group is not None:
             self.finish(group)
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: CommitGroup) -> None:
         """Write and sync a group that was taken before, and wake who waits for it."""
         self.writer.append(group.number, group.payload)
         self.writer.sync()
