@@ -7,6 +7,7 @@ TYPE_CHECKING: a type that two modules need of each other is a circle, too.
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -100,3 +101,17 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
     assert len(circle_in(graph)) == len(graph)  # all but the package itself, and the first again
     graph["pack.late"].clear()
     assert circle_in(graph) == []
+
+
+def test_no_two_modules_and_no_two_classes_have_one_name() -> None:
+    """A name says where it is: `connection.py` is one file, `Mutation` one class."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            where = str(path.relative_to(ROOT))
+            if not path.stem.startswith("__"):
+                places[path.stem].append(where)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[f"class {node.name}"].append(where)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -38,7 +38,7 @@ class Home(NamedTuple):
     feeds: list[Feed]
 
 
-class _Dial(NamedTuple):
+class _NodeDial(NamedTuple):
     task: asyncio.Task[Link]
     feeds: list[Feed]
 
@@ -77,7 +77,7 @@ class Dialing:
         self._on_news = on_news
         self._finding: asyncio.Task[Topology] | None = None
         self._find_pause = _Pause()
-        self._dials: dict[NodePlace, _Dial] = {}
+        self._dials: dict[NodePlace, _NodeDial] = {}
         self._pauses: dict[NodePlace, _Pause] = {}
         self._homeless: list[Feed] = []
         self._waiting: list[Feed] = []
@@ -188,6 +188,6 @@ class Dialing:
             elif place in self._pauses and now_s < self._pauses[place].until_s:
                 left += feeds
             else:
-                self._dials[place] = _Dial(self._start(self._connect(place)), feeds)
+                self._dials[place] = _NodeDial(self._start(self._connect(place)), feeds)
         self._homeless = left
         return homes

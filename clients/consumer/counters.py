@@ -87,7 +87,7 @@ class Measured(Protocol):
         """Return what GAUGES names."""
 
 
-class _Collector:
+class _ConsumerCollector:
     """Reads a consumer's numbers when Prometheus collects."""
 
     def __init__(self, consumer: Measured) -> None:
@@ -117,6 +117,6 @@ def export_prometheus(consumer: Measured, registry: Any = None) -> Any:
     """
     from prometheus_client import REGISTRY
 
-    collector = _Collector(consumer)
+    collector = _ConsumerCollector(consumer)
     (REGISTRY if registry is None else registry).register(collector)
     return collector

@@ -28,7 +28,7 @@ TASK_ROWS_MIN: Final = 20_000
 """A task has at least so many rows, if there are more tasks: starting one takes 20 ms."""
 
 
-class Facts(NamedTuple):
+class PartitionFacts(NamedTuple):
     """What a node says about a partition at one moment."""
 
     vb_id: int
@@ -70,7 +70,7 @@ class PlanStep(NamedTuple):
 class Start(NamedTuple):
     """Where a partition continues, with what is known about it."""
 
-    facts: Facts
+    facts: PartitionFacts
     entry: Entry
     position: Position
     rollback: GoneBack | None
@@ -82,7 +82,7 @@ class Start(NamedTuple):
         return max(seqno, min(max(facts.history_floor, facts.purge_seqno), facts.high_seqno))
 
 
-def start_of(entry: Entry, facts: Facts) -> Start:
+def start_of(entry: Entry, facts: PartitionFacts) -> Start:
     """Return where a partition continues, by the rule that the server uses too."""
     at = entry.position
     question = Question(at.seqno, at.vb_uuid, at.seqno, at.seqno, at.versions)
@@ -101,7 +101,7 @@ def start_of(entry: Entry, facts: Facts) -> Start:
 
 def next_entries(
     entries: Mapping[int, Entry],
-    survey: Iterable[Facts],
+    survey: Iterable[PartitionFacts],
     *,
     history: bool,
     rows_max: int | None = None,

@@ -37,8 +37,8 @@ from clients.spark.fetch import fetch
 from clients.spark.offset import COLLECTIONS, Entry, Offset, entries_of, entry_at, offset_of
 from clients.spark.options import OptionError, SourceSettings, parse_options
 from clients.spark.plan import (
-    Facts,
     GoneBack,
+    PartitionFacts,
     PlanStep,
     next_entries,
     steps_between,
@@ -146,7 +146,7 @@ class _Planner:
         ]
 
 
-def _based(seqnos: dict[int, int], facts: dict[int, Facts]) -> dict[int, Entry]:
+def _based(seqnos: dict[int, int], facts: dict[int, PartitionFacts]) -> dict[int, Entry]:
     """Return entries that begin at seqnos and never ask for what lies below."""
     return {
         vb_id: entry_at(seqno, facts[vb_id].versions, base_seqno=seqno)

@@ -24,7 +24,7 @@ from clients.link.blocking_link import SyncLink
 from clients.link.topology import ClusterNode, Topology
 from clients.position import Versions
 from clients.spark.fetch import RETRY_S, fetch, topology_of
-from clients.spark.plan import Facts, PlanStep
+from clients.spark.plan import PartitionFacts, PlanStep
 from dcp.wire.frame import RemoteProtocolError
 from dcp.wire.message import U64, parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
@@ -77,7 +77,7 @@ class Survey:
         """
         return self._patiently(lambda: self._all(self._high_seqnos(), all_of_them=all_of_them))
 
-    def facts(self, *, all_of_them: bool = False) -> list[Facts]:
+    def facts(self, *, all_of_them: bool = False) -> list[PartitionFacts]:
         """Return what there is to know of every wanted partition that is active somewhere.
 
         With `all_of_them` those that are active nowhere are waited for; raises TopologyError.
@@ -156,8 +156,8 @@ class Survey:
         rows = _parsed(parse_vb_seqnos, frame.value, node)
         return {vb_id: seqno for vb_id, seqno in rows.items() if vb_id in self._partitions}
 
-    def _facts(self) -> dict[int, Facts]:
-        found: dict[int, Facts] = {}
+    def _facts(self) -> dict[int, PartitionFacts]:
+        found: dict[int, PartitionFacts] = {}
         for node in self._nodes():
             for _ in range(SURVEYS_MAX):
                 active = self._active(node)
@@ -169,7 +169,7 @@ class Survey:
             else:
                 raise TemporaryError("versions begin faster than they can be read", node=node.name)
             for vb_id, (high, purge, floor, _) in told.items():
-                found[vb_id] = Facts(vb_id, high, purge, floor, self._logs[vb_id])
+                found[vb_id] = PartitionFacts(vb_id, high, purge, floor, self._logs[vb_id])
         if len(found) < len(self._partitions):
             self._topology = None  # some are elsewhere, or nowhere: look again next time
         return found

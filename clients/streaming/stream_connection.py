@@ -72,7 +72,7 @@ _NOOP: Final = int(Opcode.DCP_NOOP)
 _STREAM_END: Final = int(Opcode.DCP_STREAM_END)
 
 
-class PartitionStream(Protocol):
+class RetriedStream(Protocol):
     """What the connection needs of a partition's stream."""
 
     opaque: int
@@ -85,8 +85,8 @@ class PartitionStream(Protocol):
         """The partition."""
 
 
-S = TypeVar("S", bound=PartitionStream)
-S_contra = TypeVar("S_contra", bound=PartitionStream, contravariant=True)
+S = TypeVar("S", bound=RetriedStream)
+S_contra = TypeVar("S_contra", bound=RetriedStream, contravariant=True)
 
 
 class StreamOwner(Protocol[S_contra]):

@@ -46,7 +46,7 @@ from dcp.server.observe.tasks import Tasks
 from dcp.server.operate.collection_changes import Collections
 from dcp.server.operate.operations import Operations
 from dcp.server.operate.partition_dump import Dumps
-from dcp.server.report.facts import Facts
+from dcp.server.report.facts import ServerFacts
 from dcp.server.report.metric_sources import MetricSources
 from dcp.server.report.stats import Stats
 from dcp.server.storage.backpressure import Backpressure
@@ -249,7 +249,7 @@ class Node:
         )  # fmt: skip
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
-            engine, self._hub, Facts(config, stats), access, faults, scans, meter, log,
+            engine, self._hub, ServerFacts(config, stats), access, faults, scans, meter, log,
             self._refusals, on_failure=self._fail,
         )  # fmt: skip
         connection_parts = ConnectionParts(

@@ -20,10 +20,10 @@ from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (
     ERROR_TABLE,
-    NotMyVbucketError,
     RefusedError,
     Status,
     UnknownNameError,
+    WrongVbucketError,
 )
 from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
 from vbucket.engine.keyspace import MUTATION
@@ -169,7 +169,7 @@ class DocumentCommands:
             limit = f"a value has at most {state.limits.value_bytes_max} bytes"
             raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
         if vb_id >= self._num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s
@@ -369,7 +369,7 @@ class DocumentCommands:
         part = engine.partitions[vb_id]
         if part.state != 1:
             state.observes(vb_id)
-            raise NotMyVbucketError
+            raise WrongVbucketError
         entry = engine.document_entry(part, key)
         last_group = part.last_group
         if last_group > engine.keyspace.committed_group and last_group > state.wait_group:
@@ -493,14 +493,14 @@ class DocumentCommands:
                 vb_id = vbucket_of(wire_key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + wire_key
         if vb_id >= self._num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         return vb_id, key
 
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
         """Answer an error of the engine. The answer waits until what it tells is committed."""
         state = self._state
         if status == Status.NOT_MY_VBUCKET:
-            state.answer_error(opcode, opaque, vb_id, NotMyVbucketError())
+            state.answer_error(opcode, opaque, vb_id, WrongVbucketError())
             return
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
             holds = self._engine.partitions[vb_id].holds

@@ -35,7 +35,7 @@ from dcp.wire.message import (
     PUT_FRAMES_REQUEST,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import NotMyVbucketError, RefusedError, Status
+from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from vbucket.engine.bulk import Frames, MalformedFramesError
 from vbucket.model.manifest import collection_of
 
@@ -69,7 +69,7 @@ class PutFramesCommand:
         if options & ~(SKIP_CONFLICT_RESOLUTION | FIT_META * fits_meta):
             raise RefusedError(Status.EINVAL, f"unknown options 0x{options:x}")
         if vb_id >= state.engine.num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         try:
             frames = Frames(value, count, vb_id, fits_meta=fits_meta)
         except MalformedFramesError as error:

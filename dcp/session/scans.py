@@ -22,7 +22,7 @@ from dcp.session.range_scans import BATCH_DOCUMENTS, RangeScan, Sample
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import NotMyVbucketError, RefusedError, Status, UnknownNameError
+from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
@@ -269,7 +269,7 @@ class ScanCommands:
             part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
-        raise NotMyVbucketError
+        raise WrongVbucketError
 
 
 def _bounds_of(prefix: bytes, asked: _Range) -> tuple[bytes, bytes, bytes]:

@@ -22,10 +22,10 @@ from dcp.wire.message import (
 )
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import (
-    NotMyVbucketError,
     RefusedError,
     Status,
     UnknownNameError,
+    WrongVbucketError,
     error_map_document,
 )
 from vbucket.engine.partition import Partition, VbState
@@ -266,7 +266,7 @@ class ConnectionCommands:
         """Answer a partition's failover log, newest first."""
         state = self._state
         if request.vb_id >= state.engine.num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         state.observes_history(request.vb_id)
         log = state.engine.partitions[request.vb_id].failover
         state.answer(request, value=pack_failover_log(log.pairs()))
@@ -277,7 +277,7 @@ class ConnectionCommands:
         if len(request.value) != U64.size:
             raise RefusedError(Status.EINVAL, "OBSERVE_SEQNO carries a vb_uuid, 8 bytes")
         if request.vb_id >= state.engine.num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         part = state.engine.partitions[request.vb_id]
         state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]

@@ -13,7 +13,7 @@ from dcp.stream.hub import StreamHub
 from dcp.stream.producer import Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import NotMyVbucketError, RefusedError, Status, UnknownNameError
+from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
@@ -223,7 +223,7 @@ class SessionState:
             self.note("damaged data", opcode=opcode, reason=str(error))
             body = self.error_body(f"the stored data is damaged: {error}")
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
-        elif isinstance(error, NotMyVbucketError):
+        elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
             self.answer_json(opcode, opaque, error.status, self.facts.bucket_config())
         elif isinstance(error, UnknownNameError):

@@ -29,7 +29,7 @@ from dcp.wire.message import (
     stream_id_of,
 )
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import NotMyVbucketError, RefusedError, Status
+from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from failover.rollback import Decision, Question, decide
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.ids import SEQNO_MAX
@@ -264,7 +264,7 @@ class DcpCommands:
                 return part
             if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
                 return part
-        raise NotMyVbucketError
+        raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
         needs_noop = self._state.has_collections or self._open_flags & _INCLUDE_XATTRS

@@ -27,7 +27,7 @@ from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, FIT_META, U32
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import NotMyVbucketError, RefusedError, Status
+from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from vbucket.engine.bulk import REV_SEQNO_MAX
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION
 from vbucket.model.ids import time_ns_from_cas
@@ -110,7 +110,7 @@ class WithMetaCommands:
             vb_id, key = documents.locate(vb_id, key)
             body = key + buffer[key_at + key_len : end]
         if vb_id >= state.engine.num_vbuckets:
-            raise NotMyVbucketError
+            raise WrongVbucketError
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION

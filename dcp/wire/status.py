@@ -51,7 +51,7 @@ class RefusedError(Exception):
         self.status = status
 
 
-class NotMyVbucketError(RefusedError):
+class WrongVbucketError(RefusedError):
     """The partition is not served here. The answer carries the configuration instead of a text."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from clients.spark.offset import Entry, encode, entries_of, entry_at, offset_of
 from clients.spark.plan import (
     TASK_ROWS_MIN,
-    Facts,
+    PartitionFacts,
     PlanStep,
     next_entries,
     start_of,
@@ -21,8 +21,8 @@ from clients.streaming.rollback_rounds import agreed_seqno
 V1, V2, V3 = 0xA1, 0xB2, 0xC3
 
 
-def facts(vb_id=0, high=10, *, purge=0, floor=0, versions=((V1, 0),)) -> Facts:
-    return Facts(vb_id, high, purge, floor, versions)
+def facts(vb_id=0, high=10, *, purge=0, floor=0, versions=((V1, 0),)) -> PartitionFacts:
+    return PartitionFacts(vb_id, high, purge, floor, versions)
 
 
 def plan(start, survey, **more):
@@ -174,7 +174,7 @@ class History:
         else:
             self.items += [self.uuid] * self.random.randint(0, 6)
 
-    def facts(self) -> Facts:
+    def facts(self) -> PartitionFacts:
         return facts(0, len(self.items), versions=self.versions)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dcp.stream.active_stream import ActiveStream, SendState
 from dcp.stream.producer import BACKLOGS_MAX
 from dcp.stream.rate import RateLimit
@@ -50,6 +52,7 @@ def test_a_full_window_is_one_and_an_acknowledgement_ends_it(
     assert stream_of(peer).state is SendState.CAUGHT_UP
 
 
+@pytest.mark.all_partitions
 def test_a_backlog_without_a_place_is_one(node: MemoryNode, writer: Peer, peer: Peer) -> None:
     for vb_id in range(BACKLOGS_MAX + 1):
         for key in (b"a", b"b"):

@@ -7,7 +7,7 @@ from dcp.server.observe.about import About
 from dcp.server.report.stats import Rows, Stats
 
 
-class Facts:
+class ServerFacts:
     """The `NodeFacts` of all sessions."""
 
     version = About.version
