@@ -285,7 +285,7 @@ def test_the_core_passes_its_tests_compiled(site: Path, tmp_path: Path) -> None:
 def test_a_compiled_server_says_so_and_refuses_changed_sources(site: Path, tmp_path: Path) -> None:
     version = run_python(site, "-m", "dcp.server.main", "--version", cwd=tmp_path)
     assert version.stdout.endswith("(compiled)\n"), version.stderr
-    source = site / "vbucket" / "engine.py"
+    source = site / "vbucket" / "engine" / "engine.py"
     text = source.read_text()
     try:
         source.write_text(text + "# changed\n")
