@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -356,3 +359,23 @@ def test_a_broken_tree_is_damage(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises((StoreDamagedError, StoreFailedError, UnknownFormatError)):
         list(LmdbEnv(tmp_path / "s", TABLES).snapshot().range("fruit", b"0"))
+
+
+def test_a_file_that_cannot_be_mapped_is_a_failure_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may not have the address space. The next attempt may find it."""
+
+    def no_memory(*_arguments: object, **_options: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with closing(LmdbEnv(tmp_path / "s", TABLES)) as env:
+        with env.write() as write:
+            write.put("fruit", b"a", bytes(1 << 20))
+        with monkeypatch.context() as patch:
+            patch.setattr(mmap, "mmap", no_memory)
+            named = pytest.raises(StoreFailedError, match=r"cannot be mapped: .*allocate memory")
+            with named, env.write() as write:
+                write.last_at_or_before("fruit", b"b")
+        with env.write() as write:
+            assert write.last_at_or_before("fruit", b"b") == (b"a", bytes(1 << 20))

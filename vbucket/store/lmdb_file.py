@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from vbucket.store.environment import StoreDamagedError
+from vbucket.store.environment import StoreDamagedError, StoreFailedError
 from vbucket.store.lmdb_pages import (
     META_BYTES,
     PAGES_KEPT_MAX,
@@ -28,7 +28,7 @@ class PageFile:
     """A data file that is open for reading. It only grows; `reader` maps what there is more."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Raises OSError, StoreFailedError."""
         self.path = folder / DATA_FILE_NAME
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         self._view = memoryview(b"")
@@ -65,7 +65,7 @@ class PageFile:
         return first if first == second and first.transaction == transaction else None
 
     def reader(self, state: Meta) -> PageReader:
-        """Return a reader of a state."""
+        """Return a reader of a state. Raises StoreFailedError."""
         if (state.last_page + 1) * state.page_bytes > len(self._view):
             self._map_all()
         if len(self._kept) > PAGES_KEPT_MAX:
@@ -97,7 +97,13 @@ class PageFile:
         size = os.fstat(self._fd).st_size
         if size > len(self._view):
             # The old map stays for as long as somebody has a value from it.
-            self._view = memoryview(mmap.mmap(self._fd, size, access=mmap.ACCESS_READ))
+            try:
+                self._view = memoryview(mmap.mmap(self._fd, size, access=mmap.ACCESS_READ))
+            except OSError as error:
+                raise StoreFailedError(
+                    f"{self.path}: its {size} bytes cannot be mapped: {error}; give the process "
+                    "more address space or memory (ulimit -v)"
+                ) from error
 
 
 def check_file(folder: Path) -> set[str] | None:
@@ -106,7 +112,7 @@ def check_file(folder: Path) -> set[str] | None:
     Meta pages, the list of tables and the list of free pages are in order, and the file is as long
     as its newest state needs. What that costs depends on the free pages, not on the data. None: the
     file is not there or empty, or is none of LMDB's, which LMDB tells. Raises StoreDamagedError,
-    OSError.
+    StoreFailedError, OSError.
     """
     path = folder / DATA_FILE_NAME
     if not path.exists() or not path.stat().st_size:
