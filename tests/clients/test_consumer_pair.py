@@ -224,7 +224,7 @@ def forget_extensions(peer):
 
     def control_or_refuse(request):
         if request.key.startswith(b"x_") or request.key == b"change_streams":
-            peer.state.refuse(request, Status.EINVAL, "no such control")
+            peer.state.refuse(request.opcode, request.opaque, Status.EINVAL, "no such control")
         else:
             control(request)
 

@@ -5,6 +5,7 @@ Who calls it: `vbucket.store.environment_lmdb`.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -100,6 +101,8 @@ class PageFile:
             try:
                 self._view = memoryview(mmap.mmap(self._fd, size, access=mmap.ACCESS_READ))
             except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
                 raise StoreFailedError(
                     f"{self.path}: its {size} bytes cannot be mapped: {error}; give the process "
                     "more address space or memory (ulimit -v)"
