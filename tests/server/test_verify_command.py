@@ -150,7 +150,7 @@ def test_a_crash_of_lmdb_ends_no_check(
     monkeypatch.setattr(
         shell.subprocess, "Popen", lambda _, **more: start([sys.executable, str(child)], **more)
     )
-    assert shell.verify(folder, as_json=False) == shell.ExitCode.FINDINGS
+    assert shell.verify(folder, as_json=False) == shell.CheckExitCode.FINDINGS
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("block: vb 1: damaged")
     assert "LMDB crashed (SIGSEGV) after 5 partitions" in lines[1]
@@ -173,7 +173,7 @@ def test_a_check_that_fails_is_no_clean_one(
     start = subprocess.Popen
     broken = [sys.executable, "-c", "raise AssertionError('a fault')"]
     monkeypatch.setattr(shell.subprocess, "Popen", lambda _, **more: start(broken, **more))
-    assert shell.verify(folder, as_json=False) == shell.ExitCode.FINDINGS
+    assert shell.verify(folder, as_json=False) == shell.CheckExitCode.FINDINGS
     assert "the check failed (exit code 1" in capsys.readouterr().out
 
 
