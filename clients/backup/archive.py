@@ -97,7 +97,8 @@ class Archive:
     def runs_of(self, point: Point, *, salvage: bool = False) -> list[RunRecord]:
         """Return the runs that a point stands on, oldest first.
 
-        Raises PointError, and without `salvage` ArchiveDamagedError if damage may hide some.
+        Raises PointError, and ArchiveDamagedError if damage may hide some; with `salvage`, only if
+        it hides all.
         """
         return self.runs_and_losses_of(point, salvage=salvage)[0]
 
@@ -110,7 +111,7 @@ class Archive:
         runs, damages = self.runs_and_damages()
         if not damages or point.is_within(runs):
             return point.runs_of(runs), {}
-        if not salvage:
+        if not salvage or not runs:
             raise self._damaged(runs, damages)
         return point.runs_of(runs), damages
 
@@ -296,11 +297,12 @@ class Archive:
     def _damaged(self, runs: Sequence[RunRecord], damages: dict[str, str]) -> ArchiveDamagedError:
         first = int(min(damages).removeprefix(f"{RUNS_FOLDER}/").removesuffix(".run"))
         how = f"goes on after run {runs[-1].run}" if runs else "begins anew with everything"
+        before = "restore and export take the runs before it with --run or --salvage; "
         return ArchiveDamagedError(
             "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
-            hint="Bring the file back from a copy of the archive. Without it: restore and export"
-            f" take the runs before it with --run or --salvage; dcpctl backup run --give-up {first}"
-            f" gives up run {first} and all after it, and {how}.",
+            hint="Bring the file back from a copy of the archive. Without it:"
+            f" {before if runs else ''}dcpctl backup run --give-up {first} gives up run {first} and"
+            f" all after it, and {how}.",
         )  # fmt: skip
 
 

@@ -363,6 +363,17 @@ def test_the_commands_name_a_lost_run(ctl, server, archive):
     assert len(export(ctl, server, archive, "--prefix", "lost")) == 20
 
 
+def test_salvage_names_the_first_run_if_nothing_is_left(ctl, server, archive):
+    fill(server, b"lost", 10)
+    backup(ctl, server, archive)
+    (archive / "runs" / "000001.run").write_bytes(bytes(500))
+    for command in (("restore",), ("export", "--to", archive.parent / "none.jsonl")):
+        code, out, err = ctl(server, "backup", *command, "--archive", archive, "--salvage")
+        assert code == 1
+        assert "runs/000001.run: " in out.decode() + err
+        assert "begins anew with everything" in err
+
+
 def check_salvage_names_the_run(ctl, server, archive):
     """What comes back is not what was asked for, so it is a part (exit code 8)."""
     plan = restore(ctl, server, archive, "--salvage", "--dry-run", code=8)
