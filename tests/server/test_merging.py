@@ -120,7 +120,7 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     [
         DIED,
         FULL,
-        StoreFailedError("the store took no transaction"),
+        StoreFailedError("the store's transaction failed"),
         StoreDamagedError("the node's record is damaged"),
         LogDamagedError("log segment 1 is damaged"),
     ],
