@@ -1,12 +1,12 @@
-"""The kinds `crowd` and `logins`: many connections that stand still, and floods of logins.
+"""The kinds `crowd` and `logins`: many connections that do not move, and floods of logins.
 
 `crowd`: connections from several addresses send a part of a request and stop, or continue byte by
 byte: headers, bodies, TLS handshakes, HTTP requests. Others request much and read nothing.
-Meanwhile new well-behaved clients have to be served and memory stays within the settings;
-afterwards all memory and connections are released.
+Meanwhile new well-behaved clients must be served, and memory must stay within the settings.
+Afterwards all memory and connections are released.
 
 `logins`: 300 logins a second by PLAIN and SCRAM, wrong and right ones, from one address or many. No
-wrong login may succeed; right logins from another address do.
+wrong login may succeed; right logins from another address must.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from vbucket.model.ids import vbucket_of
 
 CASES_PER_TARGET: Final = 60
 MEMORY_SLACK_BYTES: Final = 128 * MIB
-"""On top of the two limits: the connections themselves, and memory that the allocator keeps."""
+"""In addition to the two limits: the connections themselves, and memory kept by the allocator."""
 DRIP_EVERY_S: Final = 0.1
 CHECK_EVERY_S: Final = 0.4
 LOGINS_PER_S: Final = 300
 GUESSERS: Final = 12
 TRIES: Final = 3
-"""At the limit a new connection may be closed for a newer one before its first packet comes."""
+"""At the limit a newer connection may replace a new one before its first packet arrives."""
 BUSY: Final = frozenset({Status.ETMPFAIL, Status.EBUSY})
 MECHANISMS: Final = {
     b"SCRAM-SHA1": "SCRAM-SHA-1",
@@ -71,9 +71,9 @@ class Sender(NamedTuple):
     port: int
     first: bytes
     drip: bytes
-    """Sent byte by byte afterwards, again and again."""
+    """Sent byte by byte afterwards, repeatedly."""
     reads: bool
-    """Whether it reads what it is answered."""
+    """Whether it reads its answers."""
 
 
 def kv_half(draw: random.Random, target: Target) -> Sender:
@@ -90,7 +90,7 @@ def kv_text(draw: random.Random, target: Target) -> Sender:
 
 
 def kv_unread(draw: random.Random, target: Target) -> Sender:
-    """Request much, read nothing."""
+    """Many requests whose answers are not read."""
     user = b"\0root\0" + PASSWORDS["root"].encode()
     begin = pack_request(Opcode.SASL_AUTH, key=b"PLAIN", value=user)
     begin += pack_request(Opcode.SELECT_BUCKET, key=b"default")
@@ -115,7 +115,7 @@ def tls_half(draw: random.Random, target: Target) -> Sender:
 
 
 def http_half(draw: random.Random, target: Target) -> Sender:
-    """An unfinished HTTP request, which stops or goes on byte by byte."""
+    """An unfinished HTTP request, which stops or continues byte by byte."""
     head = request("GET", "/api/v1/status", login())
     post = request(
         "POST", "/api/v1/compact", login(), "content-type: application/json",
@@ -130,7 +130,7 @@ def http_half(draw: random.Random, target: Target) -> Sender:
 
 
 def http_unread(draw: random.Random, target: Target) -> Sender:
-    """Send many requests, or one with a long answer, and read nothing."""
+    """Many requests, or one with a long answer, that are not read."""
     path = draw.choice(("/metrics?vbuckets=1", "/pools/default/buckets", "/api/v1/streams"))
     if draw.random() < 0.3:
         path = f"/api/v1/vbuckets/{vbucket_of(target.large[0])}/documents"
@@ -225,7 +225,7 @@ def crowd(case: Case) -> None:
 
 
 def check_newcomer(case: Case, target: Target) -> None:
-    """A well-behaved client is served, with TLS and without, and over HTTP."""
+    """Check that a well-behaved client is served, with TLS and without, and over HTTP."""
     tries: list[str] = []
     key = target.history.keys[20]
     while len(tries) < TRIES:
@@ -264,7 +264,7 @@ def check_tls(target: Target) -> None:
 
 
 class Guesser(threading.Thread):
-    """Logs in again and again at a fixed rate."""
+    """Logs in repeatedly at a fixed rate."""
 
     def __init__(
         self, target: Target, draw: random.Random, hosts: list[str], until_s: float
@@ -284,7 +284,7 @@ class Guesser(threading.Thread):
                     self._target.server.port, from_host=self._draw.choice(self._hosts)
                 ) as one,
             ):
-                for _ in range(5):  # after so many wrong ones the server closes
+                for _ in range(5):  # after this many failures the server closes
                     time.sleep(max(0.0, due_s - time.monotonic()))
                     due_s += pause_s
                     if time.monotonic() > self._until_s:
@@ -359,6 +359,6 @@ def logins(case: Case) -> None:
 
 
 def log_in_once(target: Target, host: str) -> str:
-    """Log in with the right password from an address of its own; return the status."""
+    """Log in with the right password from its own address; return the status."""
     with RawClient(target.server.port, from_host=host) as client:
         return Status(client.log_in("prober", PASSWORDS["prober"]).status).name
