@@ -1,7 +1,7 @@
 """A writer in a thread: it sends batches of changes and records each answer.
 
 It writes until it is stopped or the server is gone. A refusal (ETMPFAIL) is an answer: the writer
-counts it and goes on. It measures how long batches wait for their answers.
+counts it and continues. It measures how long batches wait for their answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kinds `kill` and `stall`: signals to the server's processes.
 
 `kill` is the kill loop (`soak.kill`) with a probe: SIGKILL of the server under load, in merges, in
-starts; of the store process alone, again and again, while the server goes on.
+starts; of the store process alone, repeatedly, while the server continues.
 
 `stall`: the store process is stopped by SIGSTOP while writes fill the memtable. Only writes may
 wait, for at most write_wait; then they are refused with the reason. One of these ends the stall:

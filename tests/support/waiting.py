@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 GIVE_UP_S: Final = 60.0
-"""Limit of a wait, so that a failure does not hang. On a quiet machine a wait takes a second."""
+"""Limit of a wait, so that a failure does not hang. Waits usually take a second at most."""
 PAUSE_S: Final = 0.01
 
 

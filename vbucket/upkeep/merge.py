@@ -364,7 +364,7 @@ def _stage_segments(
         if segment != merged_segment + 1:
             raise MergeRefusedError(
                 f"log segment {segment} cannot be merged: the store has all up to "
-                f"{merged_segment}, so {merged_segment + 1} has to be next"
+                f"{merged_segment}, so {merged_segment + 1} must be next"
             )
         expected_bytes = read_segment_header(data, segment).previous_bytes
         if size_before and expected_bytes != size_before:

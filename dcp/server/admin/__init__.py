@@ -5,7 +5,7 @@
     Couchbase's   /pools/... /whoami     what Couchbase clients ask for over HTTP
 
 HTTP basic authentication; the guest from loopback only. Every error is JSON of the form
-{"error": {"what", "where", "why", "try"}}. `ROUTES` of each module lists its requests.
+{"error": {"what", "where", "why", "try"}}. `routes` of each module returns its requests.
 
 The way of a request:
 
