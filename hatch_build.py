@@ -56,9 +56,9 @@ COMPILED: Final = (
 PACKAGES: Final = ("dcp", "vbucket", "failover")
 """Packages that are needed for the types of these modules."""
 GROUP: Final = "dcpd"
-"""All of it is one library, dcpd__mypyc, and a stub for each module that leads into it."""
+"""The build makes one library, dcpd__mypyc, and for each module a stub that loads it."""
 SOURCES: Final = "dcp/compiled_sources.txt"
-"""What was compiled: a checksum of each source, so that changed sources are noticed."""
+"""The compiled sources with their checksums, so that changed sources are noticed."""
 LIBRARY_PATTERNS: Final = ("*.so", "*.pyd")
 LOCK: Final = "requirements/compile.txt"
 """What a compiled build needs in addition to hatchling; written by scripts/lock."""
@@ -158,12 +158,12 @@ def remove_from(root: Path) -> int:
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Hatchling calls it for every build; it does something for wheels under DCPD_COMPILE=1."""
+    """Hatchling calls it for every build. It only acts on wheels under DCPD_COMPILE=1."""
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs beside hatchling; pip asks before it builds."""
+        """Return what the build needs besides hatchling; pip asks before it builds."""
         return locked_packages(Path(self.root)) if _is_asked_for() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
-        """Remove what was built beside."""
+        """Remove the temporary folder of the build."""
         folder: tempfile.TemporaryDirectory[str] | None = getattr(self, "_folder", None)
         if folder is not None:
             folder.cleanup()

@@ -13,7 +13,7 @@ SET_ANSWER_BYTES: Final = 40  # header 24, mutation token 16
 
 
 class AnswerError(Exception):
-    """The server sent what is no answer at all."""
+    """The server sent something that is not an answer."""
 
 
 class Counter(Protocol):
@@ -23,13 +23,13 @@ class Counter(Protocol):
     first_error: str
 
     def begin(self, operations: int) -> None:
-        """A batch of so many operations was sent."""
+        """Note that a batch of this many operations was sent."""
 
     def outgoing(self, batch: bytes) -> bytes | bytearray:
-        """Return the batch as it is sent on this connection."""
+        """Return the batch in the form for this connection."""
 
     def feed(self, chunk: bytes) -> bool:
-        """Take what came in; True when the batch is answered in full."""
+        """Process received bytes; True when the batch is fully answered."""
 
 
 class BinaryCounter:
@@ -56,7 +56,7 @@ class BinaryCounter:
             if statuses.count(0) == len(statuses) and magics.count(0x81) == len(magics):
                 wanted = self._left * SET_ANSWER_BYTES
                 if len(buffer) > wanted:
-                    raise AnswerError(f"{len(buffer) - wanted} bytes more than were asked for")
+                    raise AnswerError(f"{len(buffer) - wanted} bytes too many")
                 return len(buffer) == wanted
             self._plain = False
         return self._read_one_by_one()
@@ -77,7 +77,7 @@ class BinaryCounter:
             at = end
         self._buffer = buffer[at:]
         if not self._left and self._buffer:
-            raise AnswerError(f"{len(self._buffer)} bytes more than were asked for")
+            raise AnswerError(f"{len(self._buffer)} bytes too many")
         return not self._left
 
 

@@ -39,7 +39,7 @@ LOAD_BATCH = 2000
 
 
 def load(port: int, documents: int, value_bytes: int) -> None:
-    """Write documents, and return when all are answered."""
+    """Write documents; return when all are answered."""
     with socket.create_connection(("127.0.0.1", port)) as link:
         link.sendall(b"".join(session_frames()))
 
@@ -121,8 +121,8 @@ async def restore(server: str, archive: str) -> dict[str, Any]:
 
 
 def step(server: DcpServer, name: str, *arguments: str) -> dict[str, Any]:
-    """Run one of the above in a process of its own; return what it says, its memory, and the CPU
-    that each side took for a change.
+    """Run one of the above in its own process; return its result, its memory, and the processor
+    time of each side per change.
     """
     before = cpu_seconds(server.pid)
     command = [sys.executable, "-m", "benchmarks.backup", "--step", name, *arguments]

@@ -18,11 +18,11 @@ from typing import Any, Final
 from vbucket.model.ids import NUM_VBUCKETS
 
 XREAD_COUNT: Final = 16
-"""Entries of each stream in one XREAD. Of 16 to 1,024 it was the fastest, by a fifth at most."""
+"""Entries of each stream per XREAD. Of 16 to 1,024 it was the fastest, by a fifth at most."""
 
 
 def follow_redis(port: int, changes: int) -> dict[bytes, bytes]:
-    """Read the streams of all partitions until so many changes were seen."""
+    """Read the streams of all partitions until this many changes were seen."""
     import redis
 
     state: dict[bytes, bytes] = {}
@@ -40,7 +40,7 @@ def follow_redis(port: int, changes: int) -> dict[bytes, bytes]:
             seen += len(entries)
     client.close()
     if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were wanted")
+        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
     return state
 
 
@@ -67,7 +67,7 @@ async def follow_nats(port: int, changes: int) -> dict[bytes, bytes]:
 
 
 async def follow_dcpd(port: int, changes: int) -> dict[bytes, bytes]:
-    """Follow all partitions with our consumer until they have nothing more."""
+    """Follow all partitions with our consumer to their end."""
     from clients.consumer.consumer import Consumer
     from clients.event import Deletion, Mutation
 
@@ -83,7 +83,7 @@ async def follow_dcpd(port: int, changes: int) -> dict[bytes, bytes]:
                     del state[event.key]
                     seen += 1
     if seen != changes:
-        raise SystemExit(f"catchup: {seen} changes came, {changes} were wanted")
+        raise SystemExit(f"catchup: {seen} changes came, {changes} were expected")
     return state
 
 

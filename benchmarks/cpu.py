@@ -51,7 +51,7 @@ from vbucket.upkeep.merge import merge
 
 BATCH: Final = 64
 GROUP_BATCHES: Final = 8
-"""Batches to a commit group: about what 8 connections bring while the disk is busy."""
+"""Batches per commit group: about what 8 connections send during one sync."""
 PUMP_BYTES: Final = 256 * 1024
 CACHE_BYTES: Final = 1 << 40
 NOW_NS: Final = 1_800_000_000_000_000_000
@@ -122,7 +122,7 @@ class CoreNode:
             self.hub.committed(group.high_seqnos)
 
     def follow(self, value: bytes = b"") -> tuple[Session, Producer]:
-        """Stream all partitions from the beginning, on a connection with our consumer's terms."""
+        """Stream all partitions from the beginning, with the settings of our consumer."""
         session = self.session()
         name = b"follower %d" % self.hub.connection_count
         flags = OpenFlag.PRODUCER | OpenFlag.INCLUDE_DELETE_TIMES
@@ -142,7 +142,7 @@ class CoreNode:
         return session, session.state.producer
 
     def merge(self) -> tuple[int, float]:
-        """Merge all that is in memory; return entries and the processor's seconds."""
+        """Merge everything in memory; return the entries and the processor seconds."""
         self.commit()
         self.engine.keyspace.freeze()
         self.writer.rotate()
@@ -159,7 +159,7 @@ class CoreNode:
 
 
 def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
-    """Hand batches to a session, commit, throw the answers away; return processor seconds."""
+    """Pass batches to a session, commit, discard the answers; return processor seconds."""
     state = session.state
     made = list(batches)
     began = time.process_time()
@@ -172,13 +172,13 @@ def drive(node: CoreNode, session: Session, batches: Iterable[bytes]) -> float:
             node.commit()
     node.commit()
     seconds = time.process_time() - began
-    assert not state.buffer, "every batch was taken"
+    assert not state.buffer, "every batch was processed"
     state.answers.clear()
     return seconds
 
 
 def backfill(node: CoreNode) -> tuple[int, float]:
-    """Follow everything; return bytes and processor seconds."""
+    """Stream everything; return bytes and processor seconds."""
     _, producer = node.follow()
     sent = 0
     began = time.process_time()
@@ -200,7 +200,7 @@ def get_batches(wanted: list[int]) -> list[bytes]:
 
 
 def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> float:
-    """Seconds to send every change as it comes, one commit group for each batch of SETs."""
+    """Return the seconds to send every change at once, one commit group per batch of SETs."""
     writer = node.session()
     _, producer = node.follow()
     while producer.has_output:

@@ -3,7 +3,7 @@
 One operation is a Put of etcdserverpb.KV. It is durable when answered, and watchers can see it. A
 request is one HEADERS frame, whose HPACK block uses no dynamic table and is the same for all
 requests, and one DATA frame. Only the stream ids differ. So requests are built before the clock
-starts, and get their ids when they are sent. A client library would be the bottleneck by far.
+starts, and get their ids when they are sent. A client library would be a bottleneck.
 
 Rules: RFC 9113 (frames), RFC 7541 (HPACK), gRPC over HTTP/2, etcd's rpc.proto.
 """
@@ -75,7 +75,7 @@ def put_request(key: bytes, value: bytes) -> bytes:
 
 
 def open_connection(connection: socket.socket) -> None:
-    """Exchange prefaces and settings: no dynamic table, and windows that are never in the way."""
+    """Exchange prefaces and settings: no dynamic table, and windows too large to matter."""
     settings = _SETTING.pack(_HEADER_TABLE_SIZE, 0) + _SETTING.pack(
         _INITIAL_WINDOW_SIZE, _WINDOW_BYTES
     )
@@ -89,7 +89,7 @@ def open_connection(connection: socket.socket) -> None:
 class EtcdCounter:
     """Counts answers: each is HEADERS, DATA and a HEADERS frame that ends the stream.
 
-    An error has no DATA frame. Frames of the connection (settings, windows, pings) pass by.
+    An error has no DATA frame. Frames of the connection (settings, windows, pings) are skipped.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class EtcdCounter:
             elif kind == HEADERS and data[at + 4] & END_STREAM:
                 self._left -= 1
             elif kind == GOAWAY:
-                raise AnswerError(f"etcd goes away: {data[at + 17 : stop]!r}")
+                raise AnswerError(f"etcd closes the connection: {data[at + 17 : stop]!r}")
             at = stop
         self._rest = data[at:]
         if self._left:
@@ -141,7 +141,7 @@ class EtcdCounter:
 
 
 def command(folder: Path, port: int, peer_port: int) -> list[str]:
-    """The command line: one member, its defaults but for where it listens."""
+    """The command line: one member, defaults except for its addresses."""
     urls = [f"http://127.0.0.1:{number}" for number in (port, peer_port)]
     return [
         "etcd", "--data-dir", str(folder), "--logger", "zap", "--log-level", "error",
@@ -152,7 +152,7 @@ def command(folder: Path, port: int, peer_port: int) -> list[str]:
 
 
 def get(port: int, key: bytes) -> bytes | None:
-    """Read one key through etcd's JSON gateway; None when there is none."""
+    """Read one key through etcd's JSON gateway; None if it does not exist."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         body = json.dumps({"key": base64.b64encode(key).decode()})

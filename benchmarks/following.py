@@ -42,7 +42,7 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vbucket_of
 BUFFER_BYTES: Final = 1 << 20
 QUIET_SECONDS: Final = 1.0
 KEY_MARK: Final = b"key:"
-"""In every key once, and in nothing else that is sent."""
+"""It is in every key once, and in nothing else that is sent."""
 TICK_SECONDS: Final = 0.001
 
 
@@ -73,8 +73,8 @@ def follow(port: int, name: bytes, flags: int = 0) -> socket.socket:
 
 
 def drain(ask: Callable[[], socket.socket], changes: int) -> dict[str, float]:
-    """Take everything twice, the second time without copying it out of the kernel (MSG_TRUNC; see
-    tcp(7)): what is measured is the server. Raises AnswerError when the changes are not all there.
+    """Read everything twice, the second time without copying it out of the kernel (MSG_TRUNC, see
+    tcp(7)), so that the server is measured. Raises AnswerError if changes are missing.
     """
     with ask() as connection:
         parts = []
@@ -82,7 +82,7 @@ def drain(ask: Callable[[], socket.socket], changes: int) -> dict[str, float]:
             parts.append(connection.recv(BUFFER_BYTES))
     data = b"".join(parts)
     if data.count(KEY_MARK) != changes:
-        raise AnswerError(f"{data.count(KEY_MARK)} changes came, {changes} were wanted")
+        raise AnswerError(f"{data.count(KEY_MARK)} changes came, {changes} were expected")
     total, seen = len(data), 0
     del data, parts
     buffer = bytearray(BUFFER_BYTES)
@@ -187,7 +187,7 @@ def tail(options: argparse.Namespace) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor seconds of a process and all that it started."""
+    """Processor seconds of a process and its descendants."""
     total = 0
     for process in descendants(pid):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -196,7 +196,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def idle(options: argparse.Namespace) -> dict[str, float]:
-    """What streams without changes cost, and what a change costs that all of them follow."""
+    """The cost of streams without changes, and of a change that all of them follow."""
     before = memory_bytes(options.pid)
     followers = []
     for number in range(options.connections):

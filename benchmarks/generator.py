@@ -6,7 +6,7 @@ Each connection sends a batch of `in-flight` operations, waits for all answers, 
 Requests are built before the clock starts. Answers are counted, and each status is checked by
 slicing (benchmarks/answers.py). The output is one JSON document: operations a second, latency of a
 batch (p50, p99, maximum), errors, and the generator's share of a core. That share must be far below
-1; otherwise the generator is the limit.
+1. Otherwise the generator is the bottleneck.
 
 With `--load` it writes the keys 0 to `--keys` - 1 once each, and stops.
 """
@@ -31,7 +31,7 @@ from benchmarks.histogram import Histogram
 
 RECEIVE_BYTES: Final = 256 * 1024
 SOCKET_BUFFER_BYTES: Final = 1024 * 1024
-STALL_SECONDS: Final = 30.0  # a server that answers nothing for so long is given up
+STALL_SECONDS: Final = 30.0  # a server without an answer for this long has failed
 COUNTER: Final[dict[str, Callable[[], Counter]]] = {
     "binary": BinaryCounter,
     "resp": RespCounter,
@@ -43,7 +43,7 @@ COUNTER: Final[dict[str, Callable[[], Counter]]] = {
 
 @dataclass(frozen=True)
 class Load:
-    """What to drive, and how."""
+    """The load: which server, and which operations."""
 
     protocol: str
     port: int
@@ -55,14 +55,14 @@ class Load:
     keys: int = 500_000
     value_bytes: int = 128
     prebuilt: int = 524_288
-    """Operations made before the clock starts, over all connections; they are sent in turn."""
+    """Operations built before the clock starts, over all connections; they are sent in turn."""
     seed: int = 1
     load: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out; latencies are of whole batches, in microseconds."""
+    """The figures of a run; latencies are of whole batches, in microseconds."""
 
     operations: int
     seconds: float
@@ -77,14 +77,14 @@ class Result:
 
 
 class Connection:
-    """One connection: at most one batch under way."""
+    """One connection, with at most one batch in flight."""
 
     def __init__(self, load: Load, batches: Iterator[tuple[bytes, int]]) -> None:
         self.socket = socket.create_connection((load.host, load.port), timeout=STALL_SECONDS)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self.counter = COUNTER[load.protocol]()
-        self.operations = 0  # of the batch under way
+        self.operations = 0  # of the batch in flight
         self.sent_ns = 0
         self.unsent = memoryview(b"")
         self._batches = batches
@@ -97,7 +97,7 @@ class Connection:
         self.socket.setblocking(False)
 
     def send_next(self) -> bool:
-        """Send the next batch, as far as it goes; False when there is none."""
+        """Send the next batch, as much as the socket takes; False if there is none."""
         batch, self.operations = next(self._batches, (b"", 0))
         if not batch:
             return False
@@ -115,7 +115,7 @@ class Connection:
         self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self) -> bool:
-        """Take what has come; True when the batch is answered."""
+        """Process what has arrived; True when the batch is answered."""
         chunk = self.socket.recv(RECEIVE_BYTES)
         if not chunk:
             raise AnswerError("the server closed the connection")
@@ -123,7 +123,7 @@ class Connection:
 
 
 def open_session(connection: socket.socket) -> None:
-    """Say HELLO, authenticate, select the bucket. Raises AnswerError when one is refused."""
+    """Say HELLO, authenticate, select the bucket. Raises AnswerError if one is refused."""
     connection.sendall(b"".join(workload.session_frames()))
     for step in ("HELLO", "SASL_AUTH", "SELECT_BUCKET"):
         head = _read_exactly(connection, 24)
@@ -146,7 +146,7 @@ OPENER: Final[dict[str, Callable[[socket.socket, Counter], None]]] = {
     "etcd": lambda connection, _: etcd.open_connection(connection),
     "nats": _open_nats,
 }
-"""What a new connection says first; Redis wants nothing."""
+"""The first bytes of a new connection; Redis needs none."""
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
@@ -178,7 +178,7 @@ def batches_of(load: Load, place: int) -> Iterator[tuple[bytes, int]]:
 
 
 class Clock:
-    """When the warm-up ends and when all ends; what the measured part took."""
+    """The ends of the warm-up and of the run, and the time that the measured part took."""
 
     def __init__(self, load: Load) -> None:
         start = time.perf_counter()
@@ -199,7 +199,7 @@ class Clock:
 
 
 def run(load: Load) -> Result:
-    """Drive the server. Raises AnswerError or OSError when it does not play along."""
+    """Drive the server. Raises AnswerError or OSError if it misbehaves."""
     connections: list[Connection] = []
     selector = selectors.DefaultSelector()
     histogram = Histogram()
@@ -216,7 +216,7 @@ def run(load: Load) -> Result:
             clock.tick(now)
             ready = selector.select(STALL_SECONDS)
             if not ready:
-                raise AnswerError(f"the server answered nothing for {STALL_SECONDS:.0f} s")
+                raise AnswerError(f"the server sent no answer for {STALL_SECONDS:.0f} s")
             for key, _ in ready:
                 connection = key.data
                 if connection.unsent:

@@ -19,7 +19,7 @@ class Histogram:
         return self._counts.total()
 
     def percentile(self, percent: float) -> int:
-        """Return the value that `percent` of all do not exceed; 0 when there are none."""
+        """Return the value that `percent` of all values do not exceed; 0 if there are none."""
         wanted = self._counts.total() * percent / 100
         seen = 0
         for value in sorted(self._counts):

@@ -1,4 +1,4 @@
-"""What guessed passwords cost clients that are logged in.
+"""The cost of guessed passwords for clients that are logged in.
 
     python -m benchmarks.logins --seconds 10 --rate 300
 
@@ -38,7 +38,7 @@ FLOODS: Final = ("quiet", "blocked", "spread")
 GUESSERS: Final = 16
 """Connections that guess at the same time."""
 LOGINS_PER_CONNECTION: Final = 5
-"""After so many the server closes (login_failures_max)."""
+"""After this many failures the server closes the connection (login_failures_max)."""
 
 
 class Guesser(threading.Thread):
@@ -91,7 +91,7 @@ class Guesser(threading.Thread):
 
 
 def guess(options: argparse.Namespace) -> None:
-    """Be the process that guesses."""
+    """Run as the process that guesses."""
     guessers = [Guesser(options.port, number, options) for number in range(GUESSERS)]
     for guesser in guessers:
         guesser.start()
@@ -103,13 +103,13 @@ def guess(options: argparse.Namespace) -> None:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process has taken of the processor, all its threads together."""
+    """Processor seconds of a process, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(folder: Path, flood: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Send NOOPs and logins at the same time, to a server of its own."""
+    """Send NOOPs and logins at the same time, to a new server."""
     peer = Dcpd(folder / flood)
     peer.start()
     try:

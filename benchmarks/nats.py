@@ -25,10 +25,10 @@ SUBJECT: Final = f"$KV.{BUCKET}.".encode()
 _INBOX: Final = b"_INBOX.benchmark.000"
 _CONNECT: Final = b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\n'
 _PING: Final = b"PING\r\n"
-"""The server sends one a few seconds after CONNECT; the next would come in an hour."""
+"""The server sends one a few seconds after CONNECT; the next would come after an hour."""
 _CONFIG: Final = """\
 listen: "127.0.0.1:{port}"
-ping_interval: "1h"  # the generator answers none
+ping_interval: "1h"  # the generator does not answer pings
 jetstream {{ store_dir: {folder}, max_mem: 1G, max_file: 40G }}
 """
 
@@ -37,17 +37,17 @@ _NUMBERS: Final = itertools.count(1)
 
 
 def subject_of(key: bytes) -> bytes:
-    """The subject of a key; a bucket's keys may not hold a colon."""
+    """The subject of a key. Keys of a bucket must not contain a colon."""
     return SUBJECT + key.replace(b":", b".")
 
 
 def put_request(key: bytes, value: bytes) -> bytes:
-    """One put: publish, acknowledged to an inbox that `NatsCounter.outgoing` fills in."""
+    """One put: a publish with an acknowledgement to an inbox, set by `NatsCounter.outgoing`."""
     return b"PUB %b %b %d\r\n%b\r\n" % (subject_of(key), _INBOX, len(value), value)
 
 
 def open_connection(connection: socket.socket, inbox: bytes = _INBOX) -> None:
-    """Say CONNECT and listen to an inbox; return when the server has taken both."""
+    """Say CONNECT and subscribe to an inbox; return when the server has accepted both."""
     connection.sendall(_CONNECT + b"SUB %b 1\r\nPING\r\n" % inbox)
     buffer = b""
     while not buffer.endswith(b"PONG\r\n"):
@@ -64,7 +64,7 @@ class NatsCounter:
         self.errors = 0
         self.first_error = ""
         self.inbox = b"_INBOX.benchmark.%03d" % next(_NUMBERS)
-        """Subjects are the server's, not the connection's: each needs one of its own."""
+        """Inboxes are global in the server, so each connection needs its own."""
         self._operations = 0
         self._buffer = b""
 
@@ -101,7 +101,7 @@ def command(folder: Path, port: int) -> list[str]:
 
 
 def request(port: int, subject: str, document: dict[str, Any]) -> dict[str, Any]:
-    """Ask JetStream's API something over a new connection and return its answer."""
+    """Send a request to JetStream's API over a new connection; return the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
         open_connection(connection)
         body = json.dumps(document).encode()
@@ -115,7 +115,7 @@ def request(port: int, subject: str, document: dict[str, Any]) -> dict[str, Any]
 
 
 def create_bucket(port: int) -> None:
-    """Create the bucket as `kv create` does, with a history of one; fine when it is there."""
+    """Create the bucket as `kv create` does, with a history of one, if it does not exist."""
     answer = request(
         port,
         f"$JS.API.STREAM.CREATE.{STREAM}",
@@ -131,7 +131,7 @@ def create_bucket(port: int) -> None:
 
 
 def get(port: int, key: bytes) -> bytes | None:
-    """Read one key; None when there is none. The first call creates the bucket."""
+    """Read one key; None if it does not exist. The first call creates the bucket."""
     document = {"last_by_subj": subject_of(key).decode()}
     answer = request(port, f"$JS.API.STREAM.MSG.GET.{STREAM}", document)
     error = answer.get("error")

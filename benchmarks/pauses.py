@@ -36,7 +36,7 @@ from dcp.wire.opcode import Opcode
 TICK_SECONDS: Final = 0.001
 REPORT_SECONDS: Final = 0.5
 REPORT_PATH: Final = "BENCHMARK_PAUSES"
-"""Environment variable: where the server in this module writes what it saw."""
+"""Environment variable: the file for the figures of the server in this module."""
 
 
 def summary(histogram: Histogram) -> dict[str, float]:
@@ -48,7 +48,7 @@ def summary(histogram: Histogram) -> dict[str, float]:
 
 
 class Probe:
-    """A timer of 1 ms on the server's loop, and an eye on the collector."""
+    """A timer of 1 ms on the server's loop, and the times of the collector."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class Probe:
         self._loop.call_later(REPORT_SECONDS, self._begin)
 
     def _begin(self) -> None:
-        # The start is over, with its full pass of the collector.
+        # The start is over, including its full pass of the collector.
         gc.callbacks.append(self._collected)
         self._last = (time.perf_counter(), time.thread_time())
         self._report()
@@ -109,7 +109,7 @@ class ProbedDcpd(Dcpd):
 
 
 def send_noops(port: int, stop: threading.Event) -> Histogram:
-    """Send a NOOP every millisecond until `stop`; return how long the answers took."""
+    """Send a NOOP every millisecond until `stop`; return the latencies of the answers."""
     histogram = Histogram()
     request = workload.frame(Opcode.NOOP)
     with create_connection(("127.0.0.1", port), timeout=30) as connection:

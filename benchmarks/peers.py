@@ -26,13 +26,13 @@ from benchmarks.answers import AnswerError
 from benchmarks.generator import open_session
 
 KEY_VALUE_PORT: Final = re.compile(r"key-value\D*127\.0\.0\.1:(\d+)")
-"""Where dcpd's first lines name the port it listens on."""
+"""Where dcpd's first lines name its port."""
 READY_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.001
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 on which nothing listens, each another."""
+    """Different ports of 127.0.0.1 on which nothing listens."""
     with ExitStack() as listening:
         found = [
             listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -41,11 +41,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class PeerError(Exception):
-    """A server did not start or did not answer; the text holds what it printed."""
+    """A server did not start or did not answer; the text has its output."""
 
 
 class Peer:
-    """One server process. `protocol` is what the generator speaks to it."""
+    """One server process. `protocol` is the generator's protocol for it."""
 
     name = ""
     protocol = ""
@@ -62,7 +62,7 @@ class Peer:
         return self._process.pid
 
     def start(self) -> float:
-        """Start the server; return the seconds from there until it answered a GET."""
+        """Start the server; return the seconds until it answered a GET."""
         self.folder.mkdir(parents=True, exist_ok=True)
         assert self._process is None, f"{self.name} is running"
         with self._output.open("wb") as output:
@@ -79,7 +79,7 @@ class Peer:
 
     def _wait_until_it_answers(self, deadline: float) -> None:
         assert self._process is not None
-        reason: object = "it did not say where it listens"
+        reason: object = "it did not print its port"
         while time.perf_counter() < deadline:
             if self._process.poll() is not None:
                 raise PeerError(
@@ -98,7 +98,7 @@ class Peer:
                         f"{self.printed()}")  # fmt: skip
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL, and whatever it started."""
+        """Kill the server and its descendants with SIGKILL."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -113,7 +113,7 @@ class Peer:
         self._output.unlink(missing_ok=True)
 
     def printed(self) -> str:
-        """The end of what the server printed."""
+        """The end of the server's output."""
         if not self._output.exists():
             return ""
         return self._output.read_text(errors="replace")[-2000:]
@@ -123,11 +123,11 @@ class Peer:
         raise NotImplementedError
 
     def find_port(self) -> int:
-        """The port it listens on, 0 while that is not known."""
+        """The port it listens on, 0 if not known yet."""
         raise NotImplementedError
 
     def get(self, key: bytes) -> bytes | None:
-        """Read one document over a new connection; None when there is none."""
+        """Read one document over a new connection; None if it does not exist."""
         raise NotImplementedError
 
 
@@ -160,7 +160,7 @@ class Dcpd(Peer):
 
 
 class PeerOfChosenPort(Peer):
-    """A server that is told where to listen: it picks no free port, or does not say which."""
+    """A server with a port that we choose: it picks no free port, or does not print it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -196,7 +196,7 @@ class Redis(PeerOfChosenPort):
 
 
 class BoundedRedis(Redis):
-    """redis-server whose streams keep their newest entries only: without that, memory ends."""
+    """redis-server whose streams keep only their newest entries; otherwise memory runs out."""
 
     name = "redis-bounded"
     protocol = "resp-bounded"
@@ -238,7 +238,7 @@ def _read(stream: IO[bytes], count: int) -> bytes:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it started, found through /proc."""
+    """A process and its descendants, found through /proc."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -254,7 +254,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory_bytes(pid: int) -> dict[str, int]:
-    """Rss, Pss and Anonymous of a process and all that it started, in bytes."""
+    """Rss, Pss and Anonymous of a process and its descendants, in bytes."""
     total = {"Rss": 0, "Pss": 0, "Anonymous": 0}
     for process in descendants(pid):
         try:
@@ -269,7 +269,7 @@ def memory_bytes(pid: int) -> dict[str, int]:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What a folder occupies on disk."""
+    """The disk space of a folder."""
     total = 0
     for path in folder.rglob("*"):
         try:

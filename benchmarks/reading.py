@@ -24,13 +24,13 @@ from benchmarks.generator import open_session
 from benchmarks.histogram import Histogram
 
 PREBUILT: Final = 131_072
-"""Requests made before the clock starts; they are sent in turn."""
+"""Requests built before the clock starts; they are sent in turn."""
 MARKS: Final = {"binary": (24 + 4, b"\x81\x00\x00\x00\x04\x00\x00\x00"), "resp": (8, b"$128\r\n")}
-"""Bytes of an answer beside the value, and how it begins where all is well."""
+"""Bytes of an answer besides the value, and the beginning of a good answer."""
 
 
 class Reader:
-    """One connection with one batch under way."""
+    """One connection with one batch in flight."""
 
     def __init__(self, options: argparse.Namespace, place: int) -> None:
         rng = random.Random(options.seed * 1000 + place)
@@ -56,7 +56,7 @@ class Reader:
         self.socket.sendall(next(self.batches))
 
     def receive(self) -> bool:
-        """Take what came; True when the batch is answered. Raises AnswerError."""
+        """Process what has arrived; True when the batch is answered. Raises AnswerError."""
         chunk = self.socket.recv(1 << 18)
         if not chunk:
             raise AnswerError("the server closed the connection")
@@ -68,7 +68,7 @@ class Reader:
             if column.count(byte) != len(column):
                 raise AnswerError(f"not the documents asked for: {self.received[:60]!r}")
         if len(self.received) > self.batch_bytes:
-            raise AnswerError("more bytes than were asked for")
+            raise AnswerError("too many bytes")
         return True
 
 

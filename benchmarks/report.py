@@ -23,7 +23,7 @@ class Row:
         self.samples.setdefault(peer, []).append(value)
 
     def ratio_to(self, peer: str) -> float | None:
-        """Our median over a peer's; None while one of them is missing or zero."""
+        """Our median over a peer's; None if one of them is missing or zero."""
         ours, theirs = self.samples.get(OURS), self.samples.get(peer)
         if not ours or not theirs or not median(theirs):
             return None
@@ -41,7 +41,7 @@ class Report:
         self.rows.setdefault(what, Row(what, unit, more_is_better)).add(peer, value)
 
     def peers(self) -> list[str]:
-        """The servers beside ours, in the order in which they were first measured."""
+        """The servers besides ours, in the order in which they were first measured."""
         named = dict.fromkeys(name for row in self.rows.values() for name in row.samples)
         return [name for name in named if name != OURS]
 
@@ -54,7 +54,7 @@ class Report:
         return {"about": self.about, "rows": rows}
 
     def to_markdown(self) -> str:
-        """Return the tables: the medians with their smallest and largest, and what was used."""
+        """Return the tables: medians with minimum and maximum, and what was used."""
         peers = self.peers()
         table = _table(
             ["figure", "unit", "better", OURS, *peers, *(f"{OURS} / {peer}" for peer in peers)],

@@ -1,4 +1,4 @@
-"""A server that only answers. It shows how fast the generator itself can be.
+"""A server that does nothing but answer. It shows how fast the generator itself can be.
 
     python -m benchmarks.responder          prints the port it listens on
 
@@ -24,11 +24,11 @@ RESP_WRONG: Final = b"-OOM command not allowed\r\n$15\r\n1700000000000-0\r\n"
 
 
 ANSWERS: Final = ("dcpd", "redis")
-"""Whose protocol it knows."""
+"""The server whose protocol it understands."""
 
 
 class Peer:
-    """One connection; `operation_bytes` is 0 until its first SET shows how long they are."""
+    """One connection; `operation_bytes` is 0 until its first SET shows the length."""
 
     def __init__(self, connection: socket.socket, wrong_every: int) -> None:
         self.socket = connection
@@ -41,7 +41,7 @@ class Peer:
         self._is_resp = False
 
     def answer(self, chunk: bytes) -> bytes:
-        """Return the answers to what came in."""
+        """Return the answers to received bytes."""
         if self._is_resp or (not self._operation_bytes and chunk[:1] == b"*"):
             self._is_resp = True
             done, self._pending = divmod(self._pending + chunk.count(b"\n"), RESP_LINES)
@@ -56,7 +56,7 @@ class Peer:
         return answers + self._answers(done, SET_OK, SET_WRONG)
 
     def _session(self, buffer: bytes) -> tuple[bytes, bytes]:
-        """Answer what opens a session; return the answers and what is left from the first SET."""
+        """Answer the opening of a session; return the answers, and the bytes from the first SET."""
         answers = b""
         while len(buffer) >= 24:
             end = 24 + int.from_bytes(buffer[8:12], "big")
@@ -82,7 +82,7 @@ class Peer:
 
 
 def serve(listener: socket.socket, wrong_every: int = 0) -> None:
-    """Answer until the listener's peer count falls back to none (it serves one generator run)."""
+    """Answer until the last connection has closed (it serves one run of the generator)."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ, None)
     peers = 0
@@ -103,7 +103,7 @@ def serve(listener: socket.socket, wrong_every: int = 0) -> None:
 
 
 def _serve_one(peer: Peer) -> bool:
-    """Answer what one peer sent; False when it has gone."""
+    """Answer what one peer sent; False if it has closed."""
     try:
         chunk = peer.socket.recv(256 * 1024)
         if chunk:

@@ -69,7 +69,7 @@ HOW_SET: Final = {
     "nats": "JetStream KV put, file storage, default sync_interval (not synced)",
     "etcd": "one member, Put over gRPC",
 }
-"""How each is set up, and what one operation is."""
+"""The setup of each server, and what one operation is."""
 
 
 def say(text: str) -> None:
@@ -77,7 +77,7 @@ def say(text: str) -> None:
 
 
 def tool(module: str, *arguments: object) -> dict[str, Any]:
-    """Run one of our tools as a process of its own; return the JSON document that it printed."""
+    """Run one of our tools in its own process; return the JSON document that it printed."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -161,7 +161,7 @@ def measure_loaded(report: Report, options: argparse.Namespace, folder: Path) ->
 
 
 def measure_large_values(report: Report, options: argparse.Namespace, folder: Path) -> None:
-    """The server's side of a catch-up once more, with values of 1 KiB."""
+    """Measure the server's side of a catch-up again, with values of 1 KiB."""
     keys = max(1, options.keys // 4)
     for run in range(options.runs):
         for name in options.peers:
@@ -230,7 +230,7 @@ def measure_catchup(report: Report, peer: Peer, options: argparse.Namespace) -> 
 
 
 def measure_memory(report: Report, peer: Peer, _options: argparse.Namespace) -> None:
-    """Memory once it no longer changes: rewriting and merging go on after the last write."""
+    """Memory once it no longer changes: rewriting and merging continue after the last write."""
     deadline = time.monotonic() + SETTLE_SECONDS_MAX
     now = memory_bytes(peer.pid)
     while time.monotonic() < deadline:
@@ -247,7 +247,7 @@ def measure_memory(report: Report, peer: Peer, _options: argparse.Namespace) -> 
 
 
 def measure_restart(report: Report, peer: Peer, options: argparse.Namespace) -> None:
-    """SIGKILL, start, first GET answered; then a look at some documents."""
+    """SIGKILL, start, first GET answered; then a check of some documents."""
     keys = options.keys
     peer.kill()
     seconds = peer.start()
@@ -275,17 +275,17 @@ PEERS_OF: Final = {
     "tail": {"dcpd"},
     "idle": {"dcpd"},
 }
-"""Where only some can be measured the same way."""
+"""Parts in which only some servers can be measured in the same way."""
 
 
 def is_measured(part: str, name: str) -> bool:
     if part == "catchup":
-        return name != "etcd"  # no consumer of etcd's beside it
+        return name != "etcd"  # there is no comparable consumer of etcd
     return name in PEERS_OF.get(part, PEERS)
 
 
 def about(options: argparse.Namespace) -> dict[str, str]:
-    """What was measured, with what; no names of machines or folders."""
+    """Describe what was measured and with what, without names of machines or folders."""
     used = {
         "processor cores": str(os.cpu_count()),
         "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
@@ -305,21 +305,21 @@ def names_of(text: str) -> list[str]:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """What `reported` reads."""
+    """Add the options that `reported` reads."""
     parser.add_argument("--folder", type=Path, help="where the servers keep their data")
     parser.add_argument("--json", type=Path, help="write every run's figures here")
 
 
 def check_names(parser: argparse.ArgumentParser, given: list[str], known: Iterable[str]) -> None:
-    """End with a message of usage where a name is none of those that there are."""
+    """End with a usage message if a name is unknown."""
     for name in given:
         if name not in known:
-            parser.error(f"{name!r} is none of {', '.join(known)}")
+            parser.error(f"{name!r} is not one of {', '.join(known)}")
 
 
 @contextmanager
 def reported(options: argparse.Namespace) -> Iterator[tuple[Report, Path]]:
-    """A report to fill and a folder for servers. The report is told at the end, the folder gone."""
+    """A report to fill, and a folder for servers. At the end the report is printed."""
     report = Report(about(options))
     folder = Path(tempfile.mkdtemp(prefix="benchmark-", dir=options.folder))
     try:

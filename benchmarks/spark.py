@@ -1,9 +1,9 @@
-"""Rates of the Spark source, beside what limits it.
+"""Rates of the Spark source, compared with what limits it.
 
     .venv/bin/python -m benchmarks.spark --changes 1000000
 
 It measures rows a second from changes (128-byte values, each key once) into Parquet on local[2],
-beside
+and compares them with
 - the same rows read from one local Parquet file and written to another by the same Spark;
 - the plain Python consumer that keeps the newest value of each key;
 - the source alone (rows counted), on local[2] and on local[1];
@@ -44,7 +44,7 @@ async def store(address: str, changes: int) -> None:
 
 
 def session(cores: int) -> Any:
-    """Start Spark with so many cores, on loopback alone."""
+    """Start Spark with this many cores, on loopback only."""
     from pyspark.sql import SparkSession
 
     from clients.spark import DcpDataSource
@@ -66,7 +66,7 @@ def session(cores: int) -> Any:
 
 
 def timed(work: Callable[[], Any], runs: int) -> float:
-    """Return the median time of some runs, after one that does not count."""
+    """Return the median time of some runs, after one run that does not count."""
     work()
     times = []
     for _ in range(runs):
@@ -122,7 +122,7 @@ def in_spark(address: str, cores: int, changes: int, runs: int, folder: Path) ->
 
 
 def empty_batch(address: str) -> float:
-    """Return what the driver's half of the source takes when there is nothing new: a full survey,
+    """Return the time of the driver's half of the source when there is nothing new: a full survey,
     the comparison of all partitions, and both offsets as JSON.
     """
     from pyspark.sql.streaming.datasource import ReadAllAvailable

@@ -1,12 +1,12 @@
-"""Durable SETs for minutes over many keys: how the rate holds up once the data is large.
+"""Durable SETs for minutes over many keys: does the rate hold once the data is large?
 
     python -m benchmarks.sustained --peers dcpd,redis-bounded,nats,etcd --keys 1000000
     python -m benchmarks.sustained --keys 10000000 --load --seconds 60
 
 Keys are chosen uniformly; 8 connections x 64 in flight, 128-byte values. With `--load` every key is
 written once first. The peers run in turn, each alone on the machine; `--runs` repeats everything.
-Beside rate and latency the output has memory and disk at the end, and for our server the time until
-it answers again after SIGKILL.
+Besides rate and latency, the output has memory and disk at the end, and for our server the time
+until it answers again after SIGKILL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.run import (
 
 PREBUILT_MIN: Final = 524_288
 PREBUILT_PER_KEY: Final = 2
-"""Operations made beforehand, and sent in turn, for each key: nearly every key comes up."""
+"""Operations built beforehand per key, and sent in turn: nearly every key is used."""
 PREBUILT_MAX: Final = 12_000_000
 """Their requests take up to 350 bytes each."""
 

@@ -23,7 +23,7 @@ OP_HELLO: Final = 0x1F
 OP_SASL_AUTH: Final = 0x21
 OP_SELECT_BUCKET: Final = 0x89
 STREAM_ENTRIES: Final = b"2000"
-"""About what each of the 1,024 streams of a bounded Redis keeps."""
+"""About the number of entries in each of the 1,024 streams of a bounded Redis."""
 FEATURES: Final = (0x04, 0x08, 0x12)  # mutation tokens, SELECT_BUCKET, collections
 
 
@@ -32,7 +32,7 @@ def key_of(index: int) -> bytes:
 
 
 def values(seed: int, value_bytes: int, count: int = 64) -> list[bytes]:
-    """Values to take in turn: text of random digits, without line ends, all of one length."""
+    """Values to use in turn: text of random digits, without line ends, all of one length."""
     rng = random.Random(seed)
     return [bytes(rng.choices(b"0123456789abcdef", k=value_bytes)) for _ in range(count)]
 
@@ -46,7 +46,7 @@ def frame(opcode: int, *, vb_id: int = 0, extras: bytes = b"", key: bytes = b"",
 
 
 def session_frames() -> list[bytes]:
-    """What opens a session: HELLO, authentication, the bucket."""
+    """The opening of a session: HELLO, authentication, the bucket."""
     features = b"".join(code.to_bytes(2, "big") for code in FEATURES)
     return [
         frame(OP_HELLO, key=b"benchmark", value=features),
@@ -80,7 +80,7 @@ def resp_set(key: bytes, value: bytes) -> bytes:
 
 
 def resp_set_bounded(key: bytes, value: bytes) -> bytes:
-    """The same with a stream that does not grow for ever, for long runs."""
+    """The same with a stream of bounded length, for long runs."""
     change = resp_command(
         b"XADD", stream_of(key), b"MAXLEN", b"~", STREAM_ENTRIES, b"*", key, value
     )
@@ -99,7 +99,7 @@ OPERATION: Final = {
 def batches(
     protocol: str, indexes: Sequence[int], in_flight: int, value_pool: Sequence[bytes]
 ) -> Iterator[bytes]:
-    """The requests for the keys `indexes`, `in_flight` operations to a batch."""
+    """The requests for the keys `indexes`, `in_flight` operations per batch."""
     make = OPERATION[protocol]
     for start in range(0, len(indexes), in_flight):
         yield b"".join(

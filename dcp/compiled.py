@@ -1,7 +1,7 @@
-"""Whether the hot modules run compiled (hatch_build.py), and whether that is still right.
+"""Tells whether the hot modules run compiled (hatch_build.py), and whether they are up to date.
 
-A compiled module is taken instead of its source, so a source that was changed since would be
-ignored without a word: `problem` notices.
+Python loads a compiled module instead of its source. If the source has changed since, the change
+would be ignored silently. `problem` detects that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SOURCES: Final = "dcp/compiled_sources.txt"
 
 
 def compiled_modules(root: Path = _ROOT) -> list[str]:
-    """Return the modules that are taken compiled, as paths of their sources."""
+    """Return the modules that run compiled, as paths of their sources."""
     listed = root / _SOURCES
     if not listed.exists():
         return []
@@ -30,7 +30,7 @@ def compiled_modules(root: Path = _ROOT) -> list[str]:
 
 
 def problem(root: Path = _ROOT) -> str:
-    """Say which compiled modules are not those of the sources beside them; "" if all are."""
+    """Describe the compiled modules that do not match their sources; "" if all match."""
     listed = root / _SOURCES
     if not listed.exists():
         return ""
@@ -44,11 +44,11 @@ def problem(root: Path = _ROOT) -> str:
         return ""
     return (
         f"{len(changed)} modules were changed after they were compiled ({', '.join(changed[:3])}), "
-        "so what runs is not what the sources say; compile them again (scripts/compile), or remove "
-        "what is compiled (scripts/compile --remove)"
+        "so the running code is not that of the sources; compile them again (scripts/compile), or "
+        "remove the compiled modules (scripts/compile --remove)"
     )
 
 
 def version_text(version: str, root: Path = _ROOT) -> str:
-    """Return a version with "(compiled)" behind it where the hot modules are."""
+    """Return a version, followed by "(compiled)" if hot modules run compiled."""
     return f"{version} (compiled)" if compiled_modules(root) else version

@@ -1,4 +1,4 @@
-"""python -m soak COMMAND: long runs. All but flip can be resumed."""
+"""python -m soak COMMAND: starts a long run. All but flip can be resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTLED_ROUNDS = 200
 
 
 def fuzz(frames_wanted: int, state_path: Path) -> int:
-    """Run rounds until so many frames were sent, over all runs with this state file."""
+    """Run rounds until this many frames were sent, over all runs with this state file."""
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
     frames, seed = state.get("frames", 0), state.get("seed", 0)
     began, began_frames, rounds, settled = time.monotonic(), frames, 0, 0

@@ -30,20 +30,20 @@ BATCH = 2_000
 """Writes in flight."""
 REPORT_S = 10.0
 LIVE_OVERHEAD_BYTES = 55 + 40 + 12
-"""Of a document beside key and value: its frame's head, its record by key, its columns."""
+"""Bytes of a document besides key and value: its frame's head, its record by key, its columns."""
 LOG_BYTES_MAX = 256 << 20
-"""Writers wait once two memtables are not merged; the segment that was merged last is still being
-removed, and zeros are written ahead of the end.
+"""Writers wait once two memtables are not merged. In addition there is the segment that was merged
+last and is being removed, and the zeros ahead of the end.
 """
 GROWTH_BYTES_MAX = 128 << 20
-"""By so much memory may be more in the second half of a run than it ever was in the first: what is
-held rises and falls with merges."""
+"""How much more memory the second half of a run may use at most than the first half: the use rises
+and falls with merges."""
 CHECKED = 5_000
 _MIX = 0x9E3779B97F4A7C15
 
 
 class Plan(NamedTuple):
-    """What a folder was begun with; it is gone on with the same."""
+    """How a folder was begun; a resumed run uses the same plan."""
 
     keys: int
     value_bytes: int
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     history_bytes: str
 
     def key_of(self, write: int) -> bytes:
-        """Return the key of a write: as if drawn by chance, and the same every time."""
+        """Return the key of a write: it looks random, but is the same every time."""
         mixed = (write * _MIX) & 0xFFFF_FFFF_FFFF_FFFF
         mixed = ((mixed ^ mixed >> 29) * _MIX) & 0xFFFF_FFFF_FFFF_FFFF
         return b"key%09d" % ((mixed >> 32) % self.keys)
@@ -103,7 +103,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def batches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, bytes]]:
-    """Yield (next write, packets) up to a write."""
+    """Yield (next write, packets) up to the last write."""
     while first < last:
         end = min(last, first + BATCH)
         packets = []
@@ -120,17 +120,17 @@ def batches(plan: Plan, first: int, last: int) -> Iterator[tuple[int, bytes]]:
 
 
 def check(client: RawClient, plan: Plan, written: int) -> None:
-    """Read back what was written last."""
+    """Read back the last writes."""
     newest = {plan.key_of(write): write for write in range(max(0, written - CHECKED), written)}
     for key, write in newest.items():
         frame = client.ask(Opcode.GET, key=key, vb_id=vbucket_of(key))
         assert frame.status == Status.OK, f"{key!r}, written last by {write}: {frame}"
-        # A batch that was under way when the run was stopped is written again.
+        # A batch that was being sent when the run was stopped is written again.
         assert int(frame.value[:16]) >= write, f"{key!r} is {frame.value[:16]!r}, not {write}"
 
 
 def run(folder: Path, plan: Plan, writes: int) -> int:
-    """Write until so many writes were made, over all runs in this folder; return the exit code."""
+    """Write until this many writes were made, over all runs in this folder; return exit code."""
     folder.mkdir(exist_ok=True)
     state_path = folder / "churn.json"
     written = 0

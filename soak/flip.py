@@ -49,21 +49,21 @@ NAMED: Final = (LogDamagedError, StoreDamagedError, StoreFailedError, UnknownFor
 
 
 class Outcome(IntEnum):
-    """What a reader made of a damage; the exit code of its process."""
+    """The result for a reader of a damaged store; the exit code of its process."""
 
     RIGHT = 0
     REFUSED = 10
     LOST = 11
-    """Something that is there was said not to be."""
+    """Existing data was reported as absent."""
     WRONG = 12
-    """Something was told that never was."""
+    """The reader got data that never existed."""
     UNNAMED = 13
-    """An error that does not say that data is damaged."""
+    """An error that does not report damage."""
     CRASHED = 14
 
 
 class Damage(NamedTuple):
-    """Other bytes in the file than were written."""
+    """Changed bytes of the file."""
 
     page_class: str
     kind: str
@@ -72,7 +72,7 @@ class Damage(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a damage."""
+    """The result of a damage."""
 
     damage: Damage
     outcome: Outcome
@@ -84,7 +84,7 @@ Truth = dict[tuple[int, bytes | int], object]
 
 
 def make_store(folder: Path) -> Truth:
-    """Write a store of several levels; return what a reader is told of it."""
+    """Write a store of several levels; return what a reader must find in it."""
     folder.mkdir()
     env = LmdbEnv(folder / "store", TABLES, map_size_bytes=1 << 26)
     node = NodeRecord(1, env.engine, "00ff", clean_shutdown=True, durability="commit",
@@ -148,8 +148,8 @@ def pages_of(data: bytes) -> dict[str, list[int]]:
 
 
 def flips(data: bytes, draw: random.Random) -> Iterator[Damage]:
-    """Yield bits, page classes in turn: most of a file is bodies of blocks, which are the least of
-    the trouble.
+    """Yield flipped bits, page classes in turn, because most of a file is bodies of blocks, where
+    damage is easiest to handle.
     """
     pages = pages_of(data)
     while True:
@@ -166,7 +166,7 @@ def flips(data: bytes, draw: random.Random) -> Iterator[Damage]:
 
 
 def bad_pages(data: bytes, draw: random.Random) -> Iterator[Damage]:
-    """Yield whole pages, sectors and pointers that are not what was written."""
+    """Yield whole pages, sectors and pointers that are damaged."""
     pages = pages_of(data)
     kinds = {
         "zeros": lambda _: (0, bytes(PAGE_BYTES)),
@@ -215,7 +215,7 @@ def in_a_child(folder: Path, truth: Truth) -> tuple[bool, Outcome, str]:
             os.write(writer, f"{check(folder)}\0".encode())
             outcome, text = read_all(folder, truth)
             code = int(outcome)
-        except BaseException:  # noqa: BLE001 - whatever it is, it is told and counted
+        except BaseException:  # noqa: BLE001 - any exception is reported and counted
             text = traceback.format_exc()
         finally:
             os.write(writer, text.encode()[-4000:])
@@ -230,7 +230,7 @@ def in_a_child(folder: Path, truth: Truth) -> tuple[bool, Outcome, str]:
 
 
 def read_all(folder: Path, truth: Truth) -> tuple[Outcome, str]:
-    """Open a store and ask for everything; each refusal is fine, each answer must be right."""
+    """Open a store and ask for everything. Refusals are fine; answers must be right."""
     refused = lost = ""
     try:
         env = LmdbEnv(folder / "store", TABLES, map_size_bytes=1 << 26)
@@ -270,7 +270,7 @@ def ask(store: Store, vb_id: int, what: bytes | int) -> object:
 
 
 def check(folder: Path) -> str:
-    """Return what the offline check names first, "" where it names nothing."""
+    """Return the first finding of the offline check, "" if there is none."""
     found = next(page_findings(folder), None)
     if found is None:
         try:
@@ -295,7 +295,7 @@ def run(
     count: int,
     damages: Callable[[bytes, random.Random], Iterator[Damage]] = flips,
 ) -> Iterator[Result]:
-    """Do one damage after another, each to a fresh copy."""
+    """Apply one damage after another, each to a fresh copy."""
     truth = make_store(folder / "good")
     data = (folder / "good" / "store" / "data.mdb").read_bytes()
     bad = folder / "bad"
@@ -320,9 +320,7 @@ def problem_of(result: Result) -> str:
 
 
 def soak(folder: Path, seed: int, count: int) -> int:
-    """Do many damages, half of them flipped bits, and tell what came of them; return the exit
-    code.
-    """
+    """Apply many damages, half of them flipped bits, and print the results; return exit code."""
     counts: Counter[str] = Counter()
     problems = 0
     (folder / "bits").mkdir()

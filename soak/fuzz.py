@@ -35,7 +35,7 @@ PIECES: Final = 60
 FRAMES_IN_PIECE: Final = 40
 OPCODES: Final = [int(opcode) for opcode in Opcode]
 SOME_KEYS: Final = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"), Scope(b"longer"))))
-"""Of a user whose every document command is looked at."""
+"""A user whose every document command is checked."""
 FEATURES: Final = (0x04, 0x07, 0x08, 0x0B, 0x12, 0x14, 0x1D)
 TEXT: Final = (
     b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
@@ -45,18 +45,18 @@ TEXT: Final = (
 
 
 class Round(NamedTuple):
-    """What a round did."""
+    """The numbers of a round."""
 
     frames: int
     closed: int
 
 
 def run_round(seed: int) -> Round:
-    """Play one round; raises AssertionError, or whatever the code under test should not raise."""
+    """Play one round. Raises AssertionError, or any exception that the code under test raises."""
     draw = random.Random(seed)
     node = MemoryNode(
         seed % 8, partitions=NUM_VBUCKETS
-    )  # uuids matter little here, making them costs a lot
+    )  # uuids matter little here, making them is expensive
     limits = Limits(value_bytes_max=VALUE_BYTES_MAX)
     peers = [connect(node, draw, limits) for _ in range(PEERS)]
     frames = closed = 0
@@ -79,7 +79,7 @@ def run_round(seed: int) -> Round:
 
 
 def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
-    """Open a connection; half of them shake hands as real clients do, some may do little."""
+    """Open a connection. Half of them shake hands as real clients do, some with few rights."""
     peer = node.connect(is_loopback=draw.random() < 0.8, limits=limits)
     if draw.random() < 0.15:
         peer.state.logged_in("fuzz", SOME_KEYS)

@@ -9,7 +9,7 @@ One life is one data folder. Each kill is one round:
 
 What must hold
 - every answered change is there, with its value and its CAS;
-- of a writer's unanswered changes a prefix is there: they happen in order, and none by half;
+- of a writer's unanswered changes a prefix is there: they happen in order, wholly or not at all;
 - seqnos and CAS of a partition rise over kills, and its version stays the same;
 - a consumer that follows through all kills ends with the same map, without any rollback;
 - the offline check of the folder finds nothing.
@@ -44,17 +44,17 @@ from vbucket.model.ids import NUM_VBUCKETS
 
 WRITERS: Final = 4
 MEMTABLE: Final = "1MiB"
-"""The smallest there is: merges all the time."""
+"""The smallest possible size, so that merges run all the time."""
 MERGE_WAIT_S: Final = 1.5
 START_S: Final = 0.45
-"""About what a start takes; kills during it fall anywhere within."""
+"""About the duration of a start; kills during it come at any point."""
 LIFE_KILLS: Final = 250
-"""Then a new folder: every version is kept, and a life's disk space should stay bounded."""
+"""Then a new folder begins: every version is kept, and a life's disk space should stay bounded."""
 KILLS_IN_LINE: Final = 10
 
 
 class Follower(threading.Thread):
-    """A consumer in a thread of its own, through all kills."""
+    """A consumer in its own thread, through all kills."""
 
     def __init__(self, address: str) -> None:
         super().__init__(name="follower", daemon=True)
@@ -71,7 +71,7 @@ class Follower(threading.Thread):
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - told by the loop that waits for this thread
+        except BaseException as error:  # noqa: BLE001 - the loop that waits for us reports it
             self.failure = error
         finally:
             self._loop.close()
@@ -101,7 +101,7 @@ class Follower(threading.Thread):
         self.seqnos[event.vb_id] = event.seqno
 
     def check(self, seqnos: dict[int, int], documents: dict[bytes, bytes]) -> None:
-        """Wait until everything was followed, and compare."""
+        """Wait until everything was followed, then compare."""
         give_up_at_s = time.monotonic() + WAIT_S
         while any(self.seqnos[vb_id] < seqno for vb_id, seqno in seqnos.items()):
             if self.failure is not None:
@@ -117,16 +117,16 @@ class Follower(threading.Thread):
 
 
 class Life:
-    """One data folder, and everything that is known of it."""
+    """One data folder, and everything known about it."""
 
     def __init__(self, folder: Path, seed: int, resumed: dict[str, Any] | None = None) -> None:
         self.seed = seed
         self._draw = random.Random(seed if resumed is None else f"{seed} {resumed['kills']}")
         self.kills: Counter[str] = Counter(resumed["kills"] if resumed else {})
         self.is_stopping = False
-        """Set by whoever wants the round to be the last one."""
+        """Set to make this the last round."""
         self.others: dict[bytes, bytes] = {}
-        """Documents that somebody else has stored, and nobody changes."""
+        """Documents that somebody else has stored, and that nobody changes."""
         self._truth = PartitionTruth()
         self.writers = [
             Writer(number, random.Random(self._draw.random()), self._truth)
@@ -136,7 +136,7 @@ class Life:
             self._truth.resume(resumed["truth"])
             for writer, document in zip(self.writers, resumed["writers"], strict=True):
                 writer.resume(document)
-        # Writers take a refusal for a fault, so they wait while a store process is replaced.
+        # Writers take a refusal for a failure, so they wait while a store process is replaced.
         self.server = DcpdProcess(folder, "--memtable-bytes", MEMTABLE, "--write-wait", "25s")
         self._start()
         self._follower = Follower(self.server.address)
@@ -146,7 +146,7 @@ class Life:
             writer.check()
 
     def to_document(self) -> dict[str, Any]:
-        """Return what goes on later, on the same folder. Between rounds."""
+        """Return the state for a later run on the same folder. Call it between rounds."""
         return {
             "seed": self.seed,
             "kills": dict(self.kills),
@@ -163,7 +163,7 @@ class Life:
         self._one_round(self._start)
 
     def round_with(self, meddle: Callable[[], None]) -> None:
-        """The same with something done to the folder while no server runs."""
+        """Run a round that changes the folder while no server runs."""
 
         def start() -> None:
             meddle()
@@ -188,7 +188,7 @@ class Life:
             writer.check()
 
     def finish(self) -> None:
-        """Compare the consumer's map, stop the server in order, check the folder off line."""
+        """Compare the consumer's map, stop the server cleanly, check the folder offline."""
         documents = self.others | {
             key: stored.value for writer in self.writers for key, stored in writer.stored.items()
         }
@@ -200,7 +200,7 @@ class Life:
         self.verify()
 
     def abandon(self) -> None:
-        """Let go of everything, whatever has happened."""
+        """Stop everything, whatever has happened."""
         self._follower.stop()
         for writer in self.writers:
             writer.close()
@@ -226,14 +226,14 @@ class Life:
         self._pump(lambda: time.monotonic() >= until_s)
 
     def _merge(self) -> None:
-        """Write until a merge is under way, and a little longer."""
+        """Write until a merge runs, and a little longer."""
         log = self.server.data / "log"
         until_s = time.monotonic() + MERGE_WAIT_S
         self._pump(lambda: len(os.listdir(log)) > 1 or time.monotonic() > until_s)  # noqa: PTH208
         self._load(self._draw.uniform(0, 0.04))
 
     def _store_process(self) -> None:
-        """Kill the store process, mostly in a merge; the server goes on and answers."""
+        """Kill the store process, mostly during a merge; the server goes on and answers."""
         self._merge()
         for pid in self.server.children():
             os.kill(pid, signal.SIGKILL)
@@ -248,7 +248,7 @@ class Life:
                 writer.drain()
 
     def _start(self) -> None:
-        """Start the server, deaf to a Ctrl-C at the terminal: this process sees to its end."""
+        """Start the server so that it ignores Ctrl-C at the terminal: this process ends it."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.server.start()
@@ -256,7 +256,7 @@ class Life:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _start_and_kill(self, after_s: float) -> None:
-        """Start the server and kill it before, or just after, it is ready."""
+        """Start the server, and kill it before or just after it is ready."""
         killer = threading.Timer(after_s, self._kill_process)
         killer.start()
         with contextlib.suppress(ServerStartError):
@@ -301,17 +301,17 @@ def describe(kills: Counter[str]) -> str:
 
 
 def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int:
-    """Kill until so many kills were survived, over all runs with this folder; return exit code.
+    """Kill until this many kills were survived, over all runs with this folder; return exit code.
 
-    Ctrl-C ends the round under way and keeps what is known of its folder: the next run goes on
-    there. A run that ends otherwise leaves the count, and the next one begins a new life.
+    Ctrl-C ends the current round and keeps the state of its folder, and the next run continues
+    there. A run that ends otherwise keeps only the count, and the next one begins a new life.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state_path = folder / "state.json"
     state = json.loads(state_path.read_text()) if state_path.exists() else {"kills": 0, "life": 0}
     resumed, interrupted = state.pop("resumed", None), False
     began_s, began_kills = time.monotonic(), state["kills"]
-    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # not every lost server
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     while state["kills"] < kills_wanted and not interrupted:
         _save(state_path, state)
         data = folder / f"life-{state['life']}"

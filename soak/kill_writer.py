@@ -1,7 +1,7 @@
-"""One writer of the kill loop: a connection, the keys that only it writes, and what must be there.
+"""One writer of the kill loop: a connection, the keys that only it writes, and their right state.
 
-A writer's changes happen in its order. So after a kill there is one question: how many of the
-unanswered changes happened? `check` answers it, or says that no number fits.
+A writer's changes happen in order. So after a kill there is one question: how many of the
+unanswered changes happened? `check` finds the number, or reports that none fits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 DOCUMENTS: Final = 60
 COUNTERS: Final = 10
-"""Of each writer. Few keys, so that versions pile up and every round touches most of them."""
+"""Keys of each writer. There are few, so versions pile up and every round touches most keys."""
 IN_FLIGHT: Final = 48
 WAIT_S: Final = 30.0
 
@@ -31,18 +31,18 @@ TOKEN: Final = struct.Struct(">QQ")
 
 
 class KillLoopError(AssertionError):
-    """A promise was broken; the text says which, and how to come there again."""
+    """A promise was broken. The text says which one, and how to reproduce it."""
 
 
 class Stored(NamedTuple):
-    """A document: its value, and its CAS where the server has told it."""
+    """A document: its value, and its CAS if the server has told it."""
 
     value: bytes
     cas: int = 0
 
 
 class Sent(NamedTuple):
-    """A change that is not answered yet, and what it leaves: None for a deletion."""
+    """An unanswered change, and the value that it leaves: None for a deletion."""
 
     opcode: int
     key: bytes
@@ -51,7 +51,7 @@ class Sent(NamedTuple):
 
 
 def value_of(key: bytes, number: int) -> bytes:
-    """Return the value that the `number`-th change of a key stores: it says itself what it is."""
+    """Return the value that the `number`-th change of a key stores. It names key and number."""
     drawn = random.Random(number * 1_000_003 + hash_of(key))
     size = drawn.choice((0, 20, 100, 300, 3000, 9000))
     return b"%s|%d|" % (key, number) + drawn.randbytes(size)
@@ -62,7 +62,7 @@ def hash_of(key: bytes) -> int:
 
 
 class PartitionTruth:
-    """What answers have told of the partitions, over all writers."""
+    """The state of the partitions according to the answers, over all writers."""
 
     def __init__(self) -> None:
         self.seqnos = dict.fromkeys(range(NUM_VBUCKETS), 0)
@@ -70,7 +70,7 @@ class PartitionTruth:
         self.uuids: dict[int, int] = {}
 
     def answered(self, vb_id: int, frame: Frame) -> None:
-        """Take note of a change's answer. On one node all answers come in the order of seqnos."""
+        """Note the answer to a change. On one node all answers come in the order of seqnos."""
         vb_uuid, seqno = TOKEN.unpack(frame.extras)
         if self.uuids.setdefault(vb_id, vb_uuid) != vb_uuid:
             raise KillLoopError(f"vb {vb_id}: the version changed to {vb_uuid}")
@@ -93,9 +93,9 @@ class Writer:
         self.documents = names
         self.counters = [b"n%d:%d" % (number, n) for n in range(COUNTERS)]
         self.stored: dict[bytes, Stored] = {}
-        """What has been answered."""
+        """The state after all answered changes."""
         self.expected: dict[bytes, bytes] = {}
-        """What there will be once all that was sent has happened."""
+        """The state after all changes that were sent."""
         self.sent: list[Sent] = []
         self.changes: Counter[bytes] = Counter()
         self.answers = 0
@@ -121,7 +121,7 @@ class Writer:
         self.is_open = True
 
     def high_seqnos(self) -> dict[int, int]:
-        """Return how far every partition is."""
+        """Return the high seqnos of all partitions."""
         self._socket.setblocking(True)
         self._socket.sendall(pack_request(Opcode.GET_ALL_VB_SEQNOS))
         (frame,) = self._receive(1)
@@ -139,7 +139,7 @@ class Writer:
         frames: list[Frame] = []
         while len(frames) < count:
             data = self._socket.recv(1 << 18)
-            assert data, "the server closed a connection that asked for nothing odd"
+            assert data, "the server closed a connection without a reason"
             frames += self._decoder.feed(data)
         return frames
 
@@ -149,7 +149,7 @@ class Writer:
         self._socket.setblocking(False)
 
     def pump(self) -> None:
-        """Read answers, send more changes; never waits."""
+        """Read answers, send more changes; does not wait."""
         try:
             data = self._socket.recv(1 << 18)
             if not data:
@@ -168,7 +168,7 @@ class Writer:
             self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
     def settle(self) -> None:
-        """Wait for the answers to all that was sent, from a server that lives."""
+        """Wait for all answers of a running server."""
         self._socket.settimeout(WAIT_S)
         self._socket.sendall(self._unsent)
         self._unsent = b""
@@ -177,7 +177,7 @@ class Writer:
                 self._answered(frame)
 
     def drain(self) -> None:
-        """Take the answers that a dead server has still sent."""
+        """Read the answers that a dead server has still sent."""
         self._socket.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionError):
             while data := self._socket.recv(1 << 18):
@@ -229,10 +229,10 @@ class Writer:
         else:
             self.stored[change.key] = Stored(change.leaves, frame.cas)
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- the state of the server ---------------------------------------------------------------
 
     def check(self) -> None:
-        """Read every key, and find how many of the unanswered changes have happened."""
+        """Read every key, and find out how many of the unanswered changes have happened."""
         keys = [*self.documents, *self.counters]
         self._socket.setblocking(True)
         self._socket.settimeout(WAIT_S)
@@ -266,15 +266,15 @@ class Writer:
                 (wrong.discard if is_right else wrong.add)(change.key)
         key = min(wrong)
         raise KillLoopError(
-            f"{len(wrong)} keys have no state that the answers allow, the first is {key!r}: found "
-            f"{actual.get(key)!r:.80}, answered {self.stored.get(key)!r:.80}, sent after that "
+            f"{len(wrong)} keys have a state that the answers do not allow, the first is {key!r}: "
+            f"found {actual.get(key)!r:.80}, answered {self.stored.get(key)!r:.80}, then sent "
             f"{[change for change in self.sent if change.key == key]!r:.400}"
         )
 
-    # -- a run that goes on later --------------------------------------------------------------
+    # -- resuming a run ------------------------------------------------------------------------
 
     def to_document(self) -> dict[str, Any]:
-        """Return what must be there; values are told by their numbers. Right after a check."""
+        """Return the expected state, values by their numbers. Call it right after a check."""
         assert not self.sent
         return {
             "changes": {key.decode(): count for key, count in self.changes.items()},
@@ -285,7 +285,7 @@ class Writer:
         }
 
     def resume(self, document: dict[str, Any]) -> None:
-        """Take over what `to_document` told."""
+        """Restore the state from `to_document`."""
         self.changes = Counter({key.encode(): n for key, n in document["changes"].items()})
         for text, (number, cas) in document["stored"].items():
             key = text.encode()

@@ -1,8 +1,8 @@
 """Power cuts at random points of random lives of a node in memory, over all durabilities.
 
 Each round is one life, which depends on the round's number only (`support.power_node`). The node
-does everything a node does. Power goes between steps, in the middle of them, and during the start
-after a cut. In addition, one stretch of each life tries a cut at every single point.
+does everything that a real node does. Power is cut between steps, within them, and during the start
+after a cut. In addition, in one stretch of each life a cut is tried at every point.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS_WITH_EVERY_POINT = 8
 
 
 def run_round(seed: int) -> int:
-    """Play one life; return how many points it had."""
+    """Play one life; return its number of points."""
     story = Story(seed, DURABILITIES[seed % len(DURABILITIES)])
     live(story, STEPS)
     story.shares = SHARES
@@ -28,7 +28,7 @@ def run_round(seed: int) -> int:
 
 
 def soak(rounds_wanted: int, state_path: Path) -> int:
-    """Play rounds until there were so many, over all runs with this state file."""
+    """Play this many rounds, over all runs with this state file."""
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
     seed, points = state.get("rounds", 0), state.get("points", 0)
     began, began_seed = time.monotonic(), seed

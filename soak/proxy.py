@@ -1,5 +1,5 @@
-"""A consumer behind a network that cuts, delays and splits, while writers, branches and failovers
-go on. Every event is checked, and at the end both sides must have the same documents.
+"""A consumer behind a network that cuts, delays and splits, while writes, branches and failovers
+continue. Every event is checked, and at the end both sides must have the same documents.
 
     server (process) <- writer and troublemaker (process: `python -m soak.proxy_writer`)
         ^
@@ -30,11 +30,11 @@ from soak.proxy_writer import KEYS
 CHUNK_BYTES_MAX = 256 * 1024
 STALL_S = 5.0
 QUIET_TIMEOUT_S = 120.0
-"""For the consumer to catch up when the writer is done."""
+"""Time for the consumer to catch up after the last write."""
 
 
 class RoundReport(NamedTuple):
-    """What came of a round."""
+    """The result of a round."""
 
     events: int
     rollbacks: int
@@ -43,7 +43,7 @@ class RoundReport(NamedTuple):
 
 
 class BadNetwork:
-    """A TCP proxy on loopback that misbehaves by a seed; `cuts_every_bytes` on average."""
+    """A TCP proxy on loopback that misbehaves by a seed; it cuts about every `cut_every_bytes`."""
 
     def __init__(self, port: int, seed: int, cut_every_bytes: int) -> None:
         self.cuts = 0
@@ -66,7 +66,7 @@ class BadNetwork:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A plain function: of a coroutine asyncio itself would report that it was cancelled.
+        # A plain function: asyncio would log the cancellation of a coroutine.
         task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -100,7 +100,7 @@ class BadNetwork:
                 if draw.random() < 0.02:
                     await asyncio.sleep(draw.random() * 0.03)
                 if draw.random() < 0.2:
-                    # A part, and the rest when the other side has seen that part.
+                    # A part first, and the rest when the other side has seen that part.
                     at = draw.randrange(len(data))
                     writer.write(data[:at])
                     await writer.drain()
@@ -118,7 +118,7 @@ class BadNetwork:
 
 
 class Gaps:
-    """Checks that a history stream leaves no seqno out."""
+    """Checks that a history stream skips no seqno."""
 
     def __init__(self) -> None:
         self._seqnos: dict[int, int] = {}
@@ -137,12 +137,12 @@ class Gaps:
 
 
 def behind(network: BadNetwork, **options: object) -> Consumer:
-    """Return a consumer that sees the server through the network alone."""
+    """Return a consumer that reaches the server only through the network."""
     consumer = Consumer(
         f"127.0.0.1:{network.port}", validate=True, noop_interval_s=1.0, stall_s=STALL_S,
         buffer_bytes=512 * 1024, **options,
     )  # fmt: skip
-    # The server's configuration names its own port: it is not looked at.
+    # The server's configuration names its own port, so ignore it.
     consumer._placement.adopt = lambda _config, _host: setattr(  # type: ignore[method-assign]
         consumer._placement, "topology", None
     )
@@ -169,7 +169,7 @@ async def _caught_up(consumer: Consumer, kv: KvClient, task: asyncio.Task[None])
 
 
 async def run_round(folder: Path, seed: int, writes: int) -> RoundReport:
-    """Run one round; raises what is wrong."""
+    """Run one round. Raises an error if something is wrong."""
     with DcpServer(folder / f"round-{seed}", "--durability", "interval") as server:
         is_history = bool(seed % 2)
         writer = await asyncio.create_subprocess_exec(
@@ -205,7 +205,7 @@ async def run_round(folder: Path, seed: int, writes: int) -> RoundReport:
 
 
 def soak(events_wanted: int, state_path: Path, writes_per_round: int) -> int:
-    """Run rounds until so many events came, over all runs with this state file."""
+    """Run rounds until this many events came, over all runs with this state file."""
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
     events, seed, rollbacks, cuts = (
         state.get(name, 0) for name in ("events", "seed", "rollbacks", "cuts")

@@ -13,7 +13,7 @@ from clients.testing import DcpServer, ServerRefusedError
 KEYS = [f"key-{n}" for n in range(10_000)]
 CHUNK = 1000
 TROUBLE_EVERY = 2
-"""Chunks between two interventions."""
+"""Chunks of writes between two interventions."""
 
 
 async def write(address: str, admin_port: int, seed: int, writes: int) -> None:
@@ -53,7 +53,7 @@ async def trouble(server: DcpServer, kv: KvClient, draw: random.Random) -> None:
         else:
             await asyncio.to_thread(server.drop_connections, vb=vb_id)
     except ServerRefusedError:
-        # The consumer is between two connections, so there is no stream to end.
+        # The consumer is reconnecting, so there is no stream to end.
         return
 
 

@@ -54,7 +54,7 @@ class Listeners:
         self._admins: list[AdminServer] = []
 
     async def start(self) -> None:
-        """Listen. Raises OSError where a port cannot be had."""
+        """Listen. Raises OSError if a port cannot be used."""
         settings, ports, parts = self._settings, self._ports, self._connection_parts
         plain_host = plain_host_of(settings)
         server = await asyncio.get_running_loop().create_server(
@@ -72,7 +72,7 @@ class Listeners:
         )
 
     async def stop(self) -> None:
-        """Take no new connections; finish the requests under way of the admin interface."""
+        """Take no new connections; finish the running requests of the admin interface."""
         for server in self._servers:
             server.close()
         if self._tls_listener is not None:

@@ -286,7 +286,7 @@ async def _serve(
         kv_tls_port=node.ports.kv_tls,
         admin_tls_port=node.ports.admin_tls,
     )
-    # The parent process may have closed our stdout. The server runs all the same.
+    # The parent process may have closed our stdout. The server runs anyway.
     with contextlib.suppress(OSError):
         print(text, flush=True)
     if on_ready is not None:

@@ -3,18 +3,18 @@
 Start: lock the folder, open the store, replay the log's tail, begin a new segment, make new
 versions if the last stop may have lost what somebody saw, listen. If the disk has no room for the
 first writes, the node serves reads and tries again until there is room.
-Stop: no new work, what is pending is committed and answered, the clean mark is written.
+Stop: refuse new work, commit and answer what is pending, write the clean mark.
 
-An exception that nobody expected ends the process, with its reason, if it comes from the commit
-path or a background task; the next start recovers. In a session it ends that connection. In
-housekeeping (dcp.server.observe.housekeeping) it is logged and counted, and the task goes on.
+An unexpected exception in the commit path or a background task ends the process with its reason;
+the next start recovers. In a session it ends that connection. In housekeeping
+(dcp.server.observe.housekeeping) it is logged and counted, and the task goes on.
 
 The parts do not know the node: each is given what it uses, and only dcp.server.main imports this.
 
 Invariants
 - LMDB is written by this process only before the store process starts and after it has ended;
 - the clean mark is on disk only while no node runs on the folder;
-- a stop comes to its end within STOP_S, whatever stands still.
+- a stop ends within STOP_S, even if a disk or a client does not answer.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION
 
 STOP_S: Final = 8.0
-"""What a stop may take in all; its steps share it. The command ends the process a little later."""
+"""Time for a stop, shared by its steps. The command ends the process a little later."""
 LISTENERS_STOP_S: Final = 2.5
 DRAIN_S: Final = 4.0
-"""What clients get to take their last answers."""
+"""Time for clients to read their last answers."""
 ROOM_RETRY_S: Final = 2.0
 """How often a node that started on a full disk tries to make its first writes."""
 
 
 class Node:
-    """See the module. The public attributes are parts, and there once `start` has returned."""
+    """See the module. The public attributes are the parts; all exist once `start` has returned."""
 
     engine: Engine
     health: Health
@@ -90,7 +90,7 @@ class Node:
     def __init__(
         self, settings: Settings, users: Users, log: EventLog, *, accepts_log_loss: bool = False
     ) -> None:
-        """Load what there is of TLS; nothing else is opened. Raises TlsError."""
+        """Load the files of TLS, if it is on; nothing else is opened. Raises TlsError."""
         self._settings = settings
         self._users = users
         self._log = log
@@ -110,7 +110,7 @@ class Node:
         self._stopping: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
         self._stop_at_s = 0.0
-        """When a stop has to be done, monotonic."""
+        """Deadline of the stop, monotonic."""
         self._failure: Exception | None = None
         self._storage: Storage
         self._commits: CommitWaiters
@@ -150,7 +150,7 @@ class Node:
             self._tasks.begin(self._begin_when_there_is_room())
 
     async def _begin_writing(self) -> None:
-        """Make the first writes and start all that writes, if the disk has room for it."""
+        """Make the first writes and start everything that writes, if the disk has room for it."""
         why = self._storage.begin()
         self.health.read_only(why)
         if why:
@@ -177,11 +177,11 @@ class Node:
             await self._begin_writing()
 
     def _merge_what_is_replayed(self) -> None:
-        """A merge also brings a store of an older format up to this one."""
+        """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
         format_version = self._storage.node.format_version
         wants_merge = self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION
         if wants_merge and self.engine.keyspace.has_pending:
-            # Changes came while the store started: after their group.
+            # Changes came while the store process started: merge after their group.
             self.engine.keyspace.merge_soon()
         elif wants_merge:
             self.engine.keyspace.freeze()
@@ -200,7 +200,7 @@ class Node:
     # -- wiring ------------------------------------------------------------------------------------
 
     def _wire_storage(self) -> None:
-        """Make what changes, commits, merges and compacts."""
+        """Create what changes, commits, merges and compacts."""
         settings, storage, log = self._settings, self._storage, self._log
         self.engine = engine = storage.engine
         self.health = health = Health(
@@ -240,7 +240,7 @@ class Node:
         self._periodic_sync = PeriodicSync(self._committer, settings.sync_interval_s)
 
     def _wire_ports(self) -> None:
-        """Make what clients and operators meet."""
+        """Create what clients and operators use."""
         settings, engine, log, faults = self._settings, self.engine, self._log, FaultTable()
         access, connections, health, meter = self.access, self.connections, self.health, self.meter
         config = self._config = ClusterConfig(settings.host, self._storage.node.node_id)
@@ -278,11 +278,11 @@ class Node:
         self._upkeep = Upkeep(connections, access, self.views, self._refusals, self._housekeeping)
 
     def _kick(self) -> None:
-        """Write what is pending: for parts that are made before the committer."""
+        """Commit what is pending; for parts that are created before the committer."""
         self._committer.kick()
 
     def _merged(self) -> None:
-        """There is room in the memtables: for merging, which is made before backpressure."""
+        """Update backpressure after a merge; `Merging` is created before `Backpressure`."""
         self._backpressure.update()
 
     def _merge_before(self, segment: int) -> None:
@@ -297,13 +297,13 @@ class Node:
         self.access.reload_certificates(always=True)
 
     async def run_until_stopped(self) -> None:
-        """Return after `stop`, or raise what made it impossible to go on."""
+        """Return after `stop`, or raise the failure that ended the server."""
         await self._stopped.wait()
         if self._failure is not None:
             raise self._failure
 
     def _fail(self, error: Exception) -> None:
-        """The log or the store cannot be trusted any more: no answer leaves from now on."""
+        """End the server because of a failure. No answer is sent from now on."""
         if self._failure is not None:
             return
         self._failure = error
@@ -321,7 +321,7 @@ class Node:
     async def stop(self) -> None:
         """Answer what was received, write the clean mark, close.
 
-        Raises what the log or the store ended with. Further calls wait for the same stop.
+        Raises the error that the log or the store ended with. Further calls wait for the same stop.
         """
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
@@ -355,11 +355,11 @@ class Node:
             await self.access.close()
 
     def _stop_s_left(self, most_s: float) -> float:
-        """Return what a step of the stop may take."""
+        """Return how long a step of the stop may take."""
         return max(0.1, min(most_s, self._stop_at_s - time.monotonic()))
 
     async def _drain(self) -> None:
-        """Commit what is pending, and let clients take their answers."""
+        """Commit what is pending, and let clients read their answers."""
         await self._committer.drain()
         if not self._committer.full_why:
             await self.connections.until_all_gone()
@@ -377,8 +377,8 @@ class Node:
             is_clean = False
             raise
         finally:
-            # Without the mark the next start takes it for a crash, which loses nothing that was
-            # promised.
+            # Without the mark the next start treats this as a crash. That loses nothing that the
+            # durability promises.
             if why := self._storage.close(is_clean=is_clean):
                 self._log.error("no clean mark", reason=why)
 

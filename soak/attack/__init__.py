@@ -4,14 +4,13 @@
     scripts/soak attack --minutes 30 --kinds damage,archive
     scripts/soak attack --case 1000042            repeats one case
 
-A case follows from its seed: its kind, and everything random in it. It attacks a server, then
+A case depends only on its seed: its kind, and everything random in it. It attacks a server, then
 checks everything that the server has promised (`soak.attack.case` lists the three ways to fail).
-Meanwhile a probe in a process of its own measures how long a read, a NOOP and /livez stay
-unanswered.
+Meanwhile a probe in its own process measures how long a read, a NOOP and /livez stay unanswered.
 
     case.py       a case, and how it fails
     probe.py      the well-behaved client that measures
-    truth.py      what a server has answered, and therefore has to hold
+    truth.py      what a server has answered and therefore must hold
     streams.py    what DCP streams send, from any position
     load.py       a writer that records each answer
     harm.py       damage to files

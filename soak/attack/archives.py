@@ -5,7 +5,7 @@ What may happen
   part and says which (exit code 8): the partitions that it names come back in an earlier state, the
   others are complete and right;
 - the archive is sound, and a restore is complete and right;
-- no restore of the newest state needs what was damaged; then it is complete and right too.
+- no restore of the newest state needs the damaged file; then it is complete and right, too.
 
 Each restored document is one that the server once had; without --salvage each partition is in a
 state that it once had.
@@ -44,7 +44,7 @@ CASES_PER_ARCHIVE: Final = 40
 PARTITIONS: Final = 10
 KEYS: Final = 150
 PARTIAL: Final = 8
-"""Exit code: done in part, what is missing is named."""
+"""Exit code: partly done; what is missing is named."""
 
 
 class MadeArchive:
@@ -126,7 +126,7 @@ class _Attack:
         if not is_sound:
             self.named(told)
         if not self.has_effect:
-            text = f"verify names damage where none is: {told.text}"
+            text = f"verify names damage where there is none: {told.text}"
             self.case.demand(is_sound, Fault.WRONG, text)
         way = self.case.draw.choice(("restore", "export", "restore", "salvage", "go on"))
         self.case.note(way)
@@ -143,11 +143,11 @@ class _Attack:
         return dcpctl(*at, "backup", command, "--archive", self.archive, "-o", "json", *more)
 
     def named(self, told: Told) -> None:
-        """Demand that a text names the damaged file."""
+        """Require that a text names the damaged file."""
         path = Path(self.harm.path)
         names = [str(path), path.name]
         if self.harm.kind == "remove":
-            names.append(str(path.parent))  # of a removed folder a file below it is named
+            names.append(str(path.parent))  # a file in a removed folder is named by the folder
         is_named = any(name in told.text for name in names)
         text = f"{told.command} does not name {self.harm.path}: {told.text[-500:]!r}"
         self.case.demand(is_named, Fault.UNNAMED, text)
@@ -182,7 +182,7 @@ class _Attack:
         self.judge(told, found, salvages=False)
 
     def refused(self, told: Told, *, is_sound: bool) -> bool:
-        """Return whether a restore was refused; if so, demand that it names the damage."""
+        """Return whether a restore was refused; if so, require that it names the damage."""
         if told.code in {0, PARTIAL}:
             return False
         text = f"verify finds the archive sound, and {told.command} says {told.err!r}"
@@ -192,12 +192,12 @@ class _Attack:
         return True
 
     def judge(self, told: Told, found: Mapping[bytes, bytes], *, salvages: bool) -> None:
-        """Compare what came back with what the server held."""
+        """Compare the restored documents with those of the server."""
         (report,) = told.documents()
         self.case.note(str(report["result"]))
         damaged = {damage["vb_id"] for damage in report["damages"]}
         damaged |= {int(vb_id) for vb_id in report["earlier"]}
-        has_all = bool(report["broken"])  # a missing run concerns every partition
+        has_all = bool(report["broken"])  # a missing run affects every partition
         text = f"exit code {told.code} with {report['broken']}, damages {report['damages'][:3]}"
         is_told = told.code == (PARTIAL if report["damages"] or has_all else 0)
         self.case.demand(is_told, Fault.UNNAMED, text)
@@ -224,7 +224,7 @@ class _Attack:
     # -- another run ---------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Another backup run is refused, or its result can be restored."""
+        """Run another backup: it is refused, or its result can be restored."""
         told = self.ctl("run", server=self.made.server)
         if told.code:
             self.named(told)
@@ -235,6 +235,6 @@ class _Attack:
 
 
 def value_in(row: dict[str, Any]) -> bytes:
-    """Return the value of an exported document, which is text where it can be."""
+    """Return the value of an exported document, which is text if possible."""
     value: str = row["value"]
     return base64.b64decode(value) if "value_encoding" in row else value.encode()

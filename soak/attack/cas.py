@@ -1,9 +1,9 @@
-"""The kind `cas`: absurd numbers, wherever a client may send one.
+"""The kind `cas`: absurd numbers wherever a client may send one.
 
 CAS and revisions by SET_WITH_META, DEL_WITH_META and X_PUT_FRAMES; seqnos and versions in stream
 requests; expiries; mixed with the requests of ordinary clients. Each is stored or refused. A CAS
-further ahead of the clock than `cas_drift_max` is refused, or replaced where the option FIT_META
-asks for it. Afterwards, in every partition:
+further ahead of the clock than `cas_drift_max` is refused, or replaced if the option FIT_META asks
+for it. Afterwards, in every partition:
 
 - no document has a CAS beyond that bound;
 - normal writes work, and their CAS rises and stays within the bound;
@@ -46,7 +46,7 @@ PARTITIONS: Final = 6
 YEAR_NS: Final = 365 * 86400 * 10**9
 DRIFT_NS: Final = int(Settings().cas_drift_max_s * 1e9)
 SLACK_NS: Final = 10**9
-"""Between the server's look at the clock and ours; changes at the bound add a nanosecond each."""
+"""Between the server's reading of the clock and ours; changes at the limit add 1 ns each."""
 SKIP: Final = 0x01
 """No conflict resolution."""
 REGENERATE_CAS: Final = 0x04
@@ -65,7 +65,7 @@ class CasServer:
         self.keys = keys_in(self.vb_ids, 40, b"doc")
         self.cas: dict[int, int] = {}
         self.number = 0
-        self.server.start()  # last: nobody would close it if this was interrupted after it
+        self.server.start()  # last: after an interrupt, nobody else would close it
 
     def close(self) -> None:
         self.server.close()
@@ -87,7 +87,7 @@ def expiry(draw: random.Random) -> int:
 
 
 def cas_limit() -> int:
-    """Return the highest CAS that a server takes or gives now."""
+    """Return the highest CAS that a server accepts or assigns now."""
     return time.time_ns() + DRIFT_NS + SLACK_NS
 
 
@@ -159,7 +159,7 @@ U64_2: Final = struct.Struct(">Q")
 
 
 def send_absurd(case: Case, shared: CasServer) -> None:
-    """Send absurd requests; each is answered."""
+    """Send absurd requests; each must be answered."""
     draw, port = case.draw, shared.server.port
     stored = refused = 0
     collections = (Feature.XERROR, Feature.COLLECTIONS, Feature.X_PUT_FRAMES, Feature.X_FIT_META)
@@ -187,7 +187,7 @@ def send_absurd(case: Case, shared: CasServer) -> None:
 
 
 def ask_absurd_streams(case: Case, shared: CasServer) -> None:
-    """Stream requests with absurd numbers are answered, and so is the next one."""
+    """Send stream requests with absurd numbers: they are answered, and so is the next request."""
     draw = case.draw
     with RawClient(shared.server.port) as client:
         assert not client.ask(Opcode.SELECT_BUCKET, key=b"default").status
@@ -209,7 +209,7 @@ def ask_absurd_streams(case: Case, shared: CasServer) -> None:
 
 
 def check_writes(case: Case, shared: CasServer) -> None:
-    """In every partition normal writes work, and their CAS rises and stays within the bound."""
+    """In every partition normal writes must work, and their CAS must rise within the limit."""
     with RawClient(shared.server.port) as client:
         for vb_id in shared.vb_ids:
             for key in keys_in([vb_id], 3, b"after"):
@@ -246,7 +246,7 @@ def documents(shared: CasServer, port: int) -> dict[bytes, tuple[bytes, int, byt
 
 
 def check_restore(case: Case, shared: CasServer) -> None:
-    """A backup comes back into a fresh server with every document."""
+    """Check that a restore into a fresh server has every document."""
     before = documents(shared, shared.server.port)
     high = [f"{key!r} has CAS {item[1]}" for key, item in before.items() if item[1] > cas_limit()]
     case.demand(not high, Fault.WRONG, f"too far ahead of the clock: {high[:3]}")

@@ -34,7 +34,7 @@ class Fault(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What is wrong, in one line."""
+    """One problem, in one line."""
 
     fault: Fault
     text: str
@@ -76,9 +76,9 @@ class Stage:
     def shared(
         self, name: str, number: int, make: Callable[[Path, random.Random], Shared]
     ) -> Shared:
-        """Return the shared thing of this name and number; make it if the number is a new one.
+        """Return the shared thing of this name and number; make it if the number is new.
 
-        It is made from its number alone, in a folder of its own.
+        It depends only on its number, and gets its own folder.
         """
         found = self._shared.get(name)
         if found is None or found[0] != number:
@@ -132,32 +132,32 @@ class Case:
 
     @property
     def words(self) -> str:
-        """What was drawn and what happened, in words."""
+        """The case in words: what was drawn, and what happened."""
         return ", ".join(self._notes)
 
     def note(self, text: str) -> None:
-        """Add to `words`."""
+        """Add text to `words`."""
         self._notes.append(text)
 
     def seconds(self, least: float, most: float) -> float:
-        """Draw a duration; a short case takes the least."""
+        """Draw a duration; a short case takes the shortest."""
         drawn = self.draw.uniform(least, most)
         return least if self.is_short else drawn
 
     def watch(self, watched: Watched) -> None:
-        """Let the probe ask a server, which stays up until `rest`."""
+        """Let the probe measure a server, which must stay up until `rest`."""
         self.rest()
         self.stage.probe.watch(watched)
 
     def rest(self) -> None:
-        """Stop the probe: from now on the server may go away."""
+        """Stop the probe; then the server may go away."""
         worst_s, troubles = self.stage.probe.rest()
         self.measured.troubles.extend(troubles)
         for name, seconds in worst_s.items():
             self.measured.worst_s[name] = max(self.measured.worst_s[name], seconds)
 
     def find(self, fault: Fault, text: str) -> None:
-        """Record a fault, and go on."""
+        """Record a fault and continue."""
         finding = Finding(fault, text)
         if finding not in self.findings:
             self.findings.append(finding)
@@ -168,7 +168,7 @@ class Case:
             raise AttackError(fault, text)
 
     def share(self, name: str, cases: int, make: Callable[[Path, random.Random], Shared]) -> Shared:
-        """Return a shared thing: one for each `cases` neighbouring seeds."""
+        """Return a shared thing: one per `cases` neighbouring seeds."""
         self.uses.append(name)
         return self.stage.shared(name, self.seed // cases, make)
 
@@ -191,7 +191,7 @@ class AttackedServer(DcpdProcess):
         return text
 
     def check(self, case: Case) -> None:
-        """Demand that the server runs and has logged no traceback."""
+        """Require that the server runs and has logged no traceback."""
         text = self.said()
         if trouble := traceback_in(text):
             case.find(Fault.BROKEN, f"the server logged a traceback: {trouble}")
@@ -201,13 +201,13 @@ class AttackedServer(DcpdProcess):
             raise AttackError(Fault.BROKEN, f"the server ended with {code}: {text[-400:]!r}")
 
     def close(self) -> None:
-        """Kill it if it runs."""
+        """Kill the server if it runs."""
         if self._process is not None:
             self.kill()
 
 
 def traceback_in(text: str) -> str:
-    """Return the end of the first traceback in a log, "" where there is none."""
+    """Return the end of the first traceback in a log, "" if there is none."""
     found = [text.find(mark) for mark in ('"traceback"', "Traceback (most recent")]
     begin = min((at for at in found if at >= 0), default=-1)
     if begin < 0:

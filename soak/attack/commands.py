@@ -26,7 +26,7 @@ class Told(NamedTuple):
         return self.out + self.err
 
     def check(self) -> Told:
-        """Demand that it succeeded."""
+        """Require that the command succeeded."""
         if self.code:
             raise AttackError(Fault.BROKEN, f"{self.command} ended with {self.code}: {self.err!r}")
         return self
@@ -37,7 +37,7 @@ class Told(NamedTuple):
 
 
 def dcpctl(*arguments: object, timeout_s: float = TIMEOUT_S) -> Told:
-    """Run it. It is a fault if it ends by a signal or with a traceback, or does not end."""
+    """Run dcpctl. A signal, a traceback or a hang is a fault."""
     words = [str(argument) for argument in arguments]
     command = "dcpctl " + " ".join(words)
     try:

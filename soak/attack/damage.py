@@ -6,9 +6,9 @@ What may happen
   saved position, gives the right value or an error, and `dcpctl verify` names the damage;
 - nothing, because the damage has no effect.
 
-Where a refusal names a page of the store's file, it must be one that was damaged: other pages are
-served as before. After a refusal because of the log, `--accept-log-loss` has to name everything
-that it gives up, and to roll back every consumer that has seen it.
+If a refusal names a page of the store's file, that page must be damaged: other pages are served as
+before. After a refusal because of the log, `--accept-log-loss` must name everything that it gives
+up, and roll back every consumer that has seen it.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ _SEGMENT: Final = re.compile(r"log/0*(\d+)\.log\Z")
 DATA: Final = "store/data.mdb"
 USERS: Final = "users.json"
 _MAY_CHANGE: Final = frozenset({"lock", "store/lock.mdb", "audit.log"})
-"""Files that a refused start may write to."""
+"""Files that a refused start may write."""
 _PAGE: Final = re.compile(r"\bpage (\d+)")
 _IN_PLACE: Final = frozenset({"flip", "zero", "noise"})
-"""Harm that leaves the bytes around it where they were."""
+"""Damage that does not move the bytes around it."""
 NO_USERS: Final = "a missing users.json means that there are no users"
 
 
 class Verdict(NamedTuple):
-    """What `dcpctl verify` said about a folder."""
+    """The result of `dcpctl verify` for a folder."""
 
     code: int
-    """0 nothing is wrong, 1 something is wrong, 2 the folder cannot be checked."""
+    """0 no damage, 1 damage, 2 the folder cannot be checked."""
     kinds: frozenset[str]
 
 
@@ -110,7 +110,7 @@ def names_of(path: str) -> list[str]:
 
 
 class _Attack:
-    """One damaged folder and the server on it."""
+    """One damaged folder and its server."""
 
     def __init__(
         self, case: Case, made: MadeFolder, harm: Harm, verdict: Verdict, server: AttackedServer
@@ -132,7 +132,7 @@ class _Attack:
         changed = {name for name in before | after if before.get(name) != after.get(name)}
         changed -= _MAY_CHANGE
         if not before.get(DATA):
-            changed.discard(DATA)  # LMDB makes an empty one where there is none
+            changed.discard(DATA)  # LMDB creates an empty one if it is missing
         self.case.demand(not changed, Fault.BROKEN, f"a refused start changed {sorted(changed)}")
         is_cut = self.harm.path == DATA and self.harm.kind == "cut"
         self.case.demand(self.verdict.code or not is_cut, Fault.UNNAMED, "verify: not cut short")
@@ -144,7 +144,7 @@ class _Attack:
             self.accept_loss()
 
     def start(self, *more: str) -> str:
-        """Start the server; return why it refused, "" if it did not."""
+        """Start the server; return why it refused to start, "" if it did start."""
         self.server._arguments = (*ARGUMENTS, *more)
         try:
             self.server.start()
@@ -162,7 +162,7 @@ class _Attack:
         return ""
 
     def judge(self) -> None:
-        """The server started: read everything, write on, read it again."""
+        """Check a server that has started: read everything, write more, read it again."""
         self.check_reads()
         self.check_streams(self.history_ends(), at=None)
         self.check_logins()
@@ -195,7 +195,7 @@ class _Attack:
         self.case.demand(False, Fault.WRONG, text)
 
     def refused(self, what: str, refusals: Mapping[Any, str]) -> None:
-        """Something was refused: verify has to name the cause."""
+        """Check a refusal of reads: verify must name the cause."""
         place, words = next(iter(refusals.items()))
         if self.harm.path == DATA and self.harm.kind in _IN_PLACE:
             named = {int(page) for text in refusals.values() for page in _PAGE.findall(text)}
@@ -216,7 +216,7 @@ class _Attack:
         return {vb_id: seqnos[vb_id] for vb_id in self.history.changes if vb_id in seqnos}
 
     def check_streams(self, ends: dict[int, int], at: Mapping[int, int] | None) -> None:
-        """Follow all partitions from nothing, from the middle and from the end."""
+        """Follow all partitions from the beginning, from the middle and from the end."""
         for name, starts in (("0", {}), ("early", self.made.early), ("late", self.made.late)):
             for vb_id, followed in follow(self.server.port, ends, starts).items():
                 place = starts.get(vb_id)
@@ -249,7 +249,7 @@ class _Attack:
     # -- users ---------------------------------------------------------------------------------
 
     def check_logins(self) -> None:
-        """Users can log in with the same rights as before, and nobody else can."""
+        """Check that users can log in with the same rights as before, and nobody else can."""
         key = next(iter(self.history.keys))
         for name, password in PASSWORDS.items():
             with RawClient(self.server.port) as client:
@@ -273,7 +273,7 @@ class _Attack:
             return
         self.case.demand(not is_other, Fault.UNNAMED, f"nothing says why {text}")
 
-    # -- going on ------------------------------------------------------------------------------
+    # -- continuing ----------------------------------------------------------------------------
 
     def go_on(self) -> None:
         """Write to every partition, merge, and read that back."""
@@ -307,7 +307,7 @@ class _Attack:
     # -- giving up a part of the log -------------------------------------------------------------
 
     def accept_loss(self) -> None:
-        """Lost seqnos are named, a prefix is left, and consumers that saw more roll back."""
+        """Lost seqnos must be named, a prefix must stay, and consumers that saw more roll back."""
         refusal = self.start(ACCEPT)
         if refusal:
             self.case.note("refused again")

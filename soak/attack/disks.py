@@ -9,10 +9,10 @@ server's own data or by another file. Then one or several of these happen:
     store        SIGKILL of the store process, which is replaced
 
 `map`: LMDB's first map is too small for the data (--map-size-bytes). In half of the cases the store
-process cannot get more address space for a while either.
+process also cannot get more address space for a while.
 
-What must hold: refusals name the cause, reads go on, no answered change is lost, and writes go on
-once there is room, without a restart.
+What must hold: refusals name the cause, reads continue, no answered change is lost, and writes
+continue once there is room, without a restart.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from support.small_disk import fill, small_disk
 from vbucket.model.ids import vbucket_of
 
 FULL_S: Final = 60.0
-"""For the disk to become full, or for writes to be refused because of it."""
+"""Time for the disk to become full, or for writes to be refused because of it."""
 READ_S: Final = 4.0
-"""For a read that does not have to wait for anything."""
+"""Time for a read that does not have to wait for anything."""
 ENDINGS: Final = ("room", "killed", "stopped", "store")
 NO_ROOM: Final = ("No space left", "disk is full", "there is room")
 """Words that name a full disk."""
 GET_WAITS: Final = "on a full disk a GET waits if its partition has a change that waits"
 REASONS: Final = frozenset({"log_full", "store_behind", "read_only"})
 MORE_MEBIBYTES: Final = 100
-"""So much larger the disk becomes: room enough, although the data has grown meanwhile."""
+"""By how much the disk grows: enough room, although the data has grown meanwhile."""
 MAP_BYTES: Final = 64 << 20
-"""The smallest map that the server takes."""
+"""The smallest map that the server accepts."""
 
 
 @contextmanager
 def disk_of(case: Case, mebibytes: int) -> Iterator[Path]:
-    """Mount a small disk. Raises NotRunError where nobody may."""
+    """Mount a small disk. Raises NotRunError if that is not permitted."""
     try:
         with small_disk(f"{mebibytes}m") as disk:
             yield disk
@@ -130,7 +130,7 @@ class FullDisk:
         self.load.start()
 
     def end_load(self) -> None:
-        """End it. A batch that waits for room is cut off."""
+        """Stop the load. A batch that waits for room is cut off."""
         if self.load is not None:
             load, self.load = self.load, None
             if load.standing_s > ANSWER_SLACK_S / 2:
@@ -141,7 +141,7 @@ class FullDisk:
 
     def fill(self) -> None:
         if self.is_own:
-            return  # the load does it
+            return  # the load fills it
         self.filler = fill(self.disk)
 
     def make_room(self) -> None:
@@ -150,10 +150,10 @@ class FullDisk:
             self.filler = None
         self.mebibytes += MORE_MEBIBYTES
         grow(self.disk, self.mebibytes)
-        self.is_own = False  # it would take long to fill that
+        self.is_own = False  # filling the larger disk would take long
 
     def wait_until_refused(self) -> None:
-        """Write until writes are refused or wait for room; the server has to name the cause."""
+        """Write until writes are refused or wait for room. The server must name the cause."""
         if self.load is None:
             self.begin_load()
         give_up_at_s = time.monotonic() + FULL_S
@@ -176,9 +176,9 @@ class FullDisk:
             self.case.demand(False, Fault.UNNAMED, f"/readyz says {answer} on a full disk")
 
     def check_reads(self) -> None:
-        """Documents can be read while nothing can be written.
+        """Check that documents can be read while nothing can be written.
 
-        In a partition with a change that waits for room, a GET waits with it (documented).
+        In a partition with a change that waits for room, a GET waits, too (documented).
         """
         self.end_load()
         waiting = self.ledger.open_vbs
@@ -197,7 +197,7 @@ class FullDisk:
     # -- endings -------------------------------------------------------------------------------
 
     def room(self) -> None:
-        """Only room is made."""
+        """Only make room."""
 
     def killed(self) -> None:
         self.case.rest()
@@ -259,7 +259,7 @@ def is_answered(client: RawClient) -> bool:
 
 
 def fill_more(filler: Path, disk: Path) -> Path:
-    """Take what has become free since: a merge removes segments."""
+    """Take space that has become free since, because a merge removes segments."""
     with filler.open("ab", buffering=0) as file:
         for size in (1 << 12, 1):
             with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ def disk(case: Case) -> None:
 
 @contextmanager
 def no_more_address_space(pid: int) -> Iterator[None]:
-    """Meanwhile the process cannot make its map larger."""
+    """Keep the process from enlarging its map meanwhile."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (24 << 20)
     before = resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
@@ -291,7 +291,7 @@ def no_more_address_space(pid: int) -> Iterator[None]:
 
 
 def lmdb_map(case: Case) -> None:
-    """Write more than the map holds."""
+    """Write more than the map can hold."""
     is_limited = case.draw.random() < 0.6
     case.note("no more address space for a while" if is_limited else "the map may grow")
     arguments = ("--map-size-bytes", str(MAP_BYTES), "--memtable-bytes", "4MiB")
@@ -327,7 +327,7 @@ def lmdb_map(case: Case) -> None:
 
 
 def write_beyond_map(case: Case, server: AttackedServer, load: Load, *, is_limited: bool) -> None:
-    """Return when the store is larger than its first map, or cannot grow."""
+    """Write until the store is larger than its first map, or cannot grow."""
     give_up_at_s = time.monotonic() + FULL_S
     path = server.data / "store" / "data.mdb"
     while path.stat().st_size < MAP_BYTES + (8 << 20):

@@ -1,8 +1,8 @@
-"""Data folders to damage, and everything that is known about them.
+"""Data folders to damage, and everything known about them.
 
 A folder holds many versions, deletions, documents with an expiry, two users, and sometimes a
-collection. Some of its changes are merged into the store, the others are in the log alone. Its
-server was stopped in order or killed. It is made once for several cases; each case damages a copy.
+collection. Some of its changes are merged into the store, the others are only in the log. Its
+server was stopped cleanly or killed. It is made once for several cases; each case damages a copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARGUMENTS: Final = ("--memtable-bytes", "1MiB", "--compact-interval", "0")
 
 
 class MadeFolder:
-    """A stopped data folder, and what it holds."""
+    """A stopped data folder, and its contents."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.path = folder / "data"
@@ -73,7 +73,7 @@ class MadeFolder:
             for part in range(parts):
                 self.history.write(client, self._part(keys, draw))
                 if part < parts - 1:
-                    server.compact()  # everything until here is in the store
+                    server.compact()  # everything up to here is in the store
                 if part == 0:
                     self.early = places(client, self.history.changes)
             self.late = places(client, self.history.changes)

@@ -4,7 +4,7 @@
     http       HTTP to the key-value port
     crossed    TLS to ports without it, and the other way round
     pages      admin requests that a web page could make a browser send: from another origin, or
-               with a host name that resolves to this server. Each must be refused, reads too
+               with a host name that resolves to this server. Each must be refused, reads included
 
 They come without a login or from a user with few rights. In 40 % of the cases they come from a user
 with all rights, on a server of their own whose documents are not checked.
@@ -48,7 +48,7 @@ FOREIGN: Final = (
     ("{own}", ("sec-fetch-site: same-site",)),
     ("evil.example", ("origin: http://{own}",)),
 )
-"""Host, and headers that a browser adds on behalf of a page."""
+"""Host, and headers that a browser adds for a page."""
 ROUTES: Final = (
     ("GET", "/api/v1/status", b""),
     ("GET", "/metrics", b""),
@@ -91,7 +91,7 @@ class Thrower(threading.Thread):
 
 
 def exchange(port: int, data: bytes, pause_s: float = 0.02) -> None:
-    """Send bytes, read for a moment, hang up."""
+    """Send bytes, read for a moment, close."""
     with socket.create_connection(("127.0.0.1", port), 10.0) as connection:
         connection.sendall(data)
         connection.settimeout(pause_s)
@@ -161,7 +161,7 @@ def admin_noise(port: int, draw: random.Random) -> None:
 
 
 async def check_pages(case: Case, server: AttackedServer) -> None:
-    """Every request that a foreign page can cause is refused."""
+    """Check that every request that a foreign page can cause is refused."""
     own = f"127.0.0.1:{server.admin_port}"
     for method, path, body in case.draw.sample(ROUTES, 4):
         host, headers = case.draw.choice(FOREIGN)
@@ -179,7 +179,7 @@ async def check_pages(case: Case, server: AttackedServer) -> None:
 
 
 def throw(case: Case, throws: list[Callable[[], None]], seconds: float) -> int:
-    """Send garbage for some time; return how many connections did."""
+    """Send garbage for some time; return the number of connections."""
     until_s = time.monotonic() + seconds
     throwers = [Thrower(one, until_s) for one in throws]
     for thrower in throwers:
@@ -218,7 +218,7 @@ def run(case: Case) -> None:
 
 
 def at_scrap(case: Case) -> None:
-    """Send garbage with all rights: the server has to live, and its folder has to be sound."""
+    """Send garbage with all rights: the server must survive, and its folder must be sound."""
     server = case.share("scrap", CASES_PER_SCRAP, Scrap).server
     draws = [random.Random(case.draw.random()) for _ in range(THROWERS)]
     case.watch(Watched(server.port, server.admin_port))

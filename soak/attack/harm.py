@@ -1,15 +1,15 @@
 """Damage to one file or folder: what disks, copies and people do to data.
 
-    flip      one bit is another
+    flip      one bit is changed
     zero      a range, or a whole page of 4 KiB, is zeros
     noise     the same with random bytes
     cut       the file ends early, at any byte
     empty     the file has no bytes
-    shorten   bytes in the middle are missing, what follows moves up
-    remove    the file, or a folder with all that is in it, is missing
+    shorten   bytes in the middle are missing, and what follows moves up
+    remove    the file, or a folder with its contents, is missing
 
-The files are looked up; nothing here knows what they hold. Zeros at the end of a file are mostly
-left alone: they are unused.
+It finds the files itself and does not know their contents. Zeros at the end of a file are mostly
+not touched, because they are unused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Final, NamedTuple
 
 PAGE_BYTES: Final = 4096
 IN_ZEROS: Final = 0.1
-"""The part of cases that may damage the zeros at a file's end."""
+"""The share of cases that may damage the zeros at a file's end."""
 FOLDER_PART: Final = 0.03
-"""The part of cases in which a whole folder goes missing."""
+"""The share of cases in which a whole folder goes missing."""
 KINDS: Final = {
     "flip": 8, "zero": 3, "noise": 3, "cut": 3, "empty": 1, "shorten": 2, "remove": 2,
 }  # fmt: skip
@@ -31,14 +31,14 @@ KINDS: Final = {
 
 
 class Harm(NamedTuple):
-    """One damage. `seed` makes the bytes of noise."""
+    """One damage. `seed` determines the bytes of noise."""
 
     path: str
-    """Below the folder that is damaged."""
+    """Relative to the damaged folder."""
     kind: str
     at: int = 0
     size: int = 0
-    """Bytes; of a flip the bit."""
+    """Number of bytes; for a flip, the bit."""
     seed: int = 0
 
     @property
@@ -64,7 +64,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 def draw_harm(folder: Path, draw: random.Random, files: list[str] | None = None) -> Harm:
-    """Draw a damage. Larger files are likelier, but by less than their size."""
+    """Draw a damage. Larger files are more likely, but less than in proportion to their size."""
     names = files_in(folder) if files is None else files
     folders = sorted({str(Path(name).parent) for name in names} - {"."})
     if folders and draw.random() < FOLDER_PART:
@@ -90,7 +90,7 @@ def draw_harm(folder: Path, draw: random.Random, files: list[str] | None = None)
 
 
 def apply(folder: Path, harm: Harm) -> bool:
-    """Do it; return whether any byte has changed."""
+    """Apply a damage; return whether any byte has changed."""
     path = folder / harm.path
     if harm.kind == "remove":
         if path.is_dir():

@@ -1,7 +1,7 @@
 """A writer in a thread: it sends batches of changes and records each answer.
 
 It writes until it is stopped or the server is gone. A refusal (ETMPFAIL) is an answer: the writer
-counts it and goes on. It measures how long batches wait for their answers.
+counts it and continues. It measures how long batches wait for their answers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DELETES_PART: Final = 0.1
 
 
 class Load(threading.Thread):
-    """See the module. While it runs, nobody else uses its `ledger`."""
+    """See the module. While it runs, nobody else may use its `ledger`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Load(threading.Thread):
         self.refusals: set[str] = set()
         """The texts of refusals."""
         self.worst_s = 0.0
-        """The longest time that a batch has waited."""
+        """The longest wait of a batch."""
         self.failure: AttackError | None = None
         self.is_cut_off = False
         self._port, self._ledger, self._keys, self._draw = port, ledger, keys, draw
@@ -62,7 +62,7 @@ class Load(threading.Thread):
 
     @property
     def standing_s(self) -> float:
-        """How long the present batch has waited."""
+        """How long the current batch has waited."""
         began_s = self._began_s
         return time.monotonic() - began_s if began_s else 0.0
 
@@ -71,7 +71,7 @@ class Load(threading.Thread):
         return bool(self.statuses["ETMPFAIL"])
 
     def stop(self, wait_s: float = 15.0) -> None:
-        """End after the present batch; one that waits longer is cut off, its outcome open."""
+        """End after the current batch. A batch that waits longer is cut off, outcome unknown."""
         self._is_over.set()
         self.join(wait_s)
         if self.is_alive():

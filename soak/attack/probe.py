@@ -1,15 +1,15 @@
 """The probe: a well-behaved client that measures how long its requests stay unanswered.
 
-It is a process of its own (`python -m soak.attack.probe`), so that the load on the attack's process
-is not measured. Three connections send one request after another:
+It is a separate process (`python -m soak.attack.probe`), so that load in the attack's process does
+not count. Three connections send one request after another:
 
     read     a GET of a known key
     noop     a NOOP
     livez    GET /livez, on a new connection each time
 
-`Probe` is the attack's side: `watch` begins to measure a server, `rest` ends it before the server
-is stopped on purpose, and returns the figures. Meanwhile a refused or cut connection is a trouble,
-and so is a wrong value.
+`Probe` is the attack's side: `watch` begins to measure a server; `rest` ends that before the server
+is stopped on purpose, and returns the figures. Meanwhile a refused or cut connection counts as
+trouble, and so does a wrong value.
 
     line to the probe     {"watch": [...]} or {"rest": true}
     line from the probe   {"worst_s": {name: seconds}, "troubles": [text, ...]}
@@ -37,16 +37,16 @@ from vbucket.model.ids import vbucket_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE_S: Final = 0.01
-"""Between an answer and the next question."""
+"""Pause between an answer and the next request."""
 SETTLE_S: Final = 0.5
-"""At the end a pending request may take this long; then the time so far is counted."""
+"""How long a pending request may take at the end; then the time so far counts."""
 REPLY_S: Final = 60.0
 TROUBLES_MAX: Final = 20
 LIVEZ: Final = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 NAMES: Final = ("read", "noop", "livez")
 CONNECT_PAUSE_S: Final = 0.05
 WRONG: Final = "a wrong answer to GET"
-"""Begins the text of a trouble that is a wrong answer."""
+"""The text of a trouble begins so if it is a wrong answer."""
 
 
 class Measured(NamedTuple):
@@ -96,13 +96,13 @@ class Probe:
                 pipe.close()
 
     def watch(self, watched: Watched) -> None:
-        """Begin to measure a server, which stays up until `rest`."""
+        """Begin to measure a server, which must stay up until `rest`."""
         self.rest()
         self._say({"watch": watched})
         self._is_watching = True
 
     def rest(self) -> Measured:
-        """Stop, and return what was measured since `watch`."""
+        """Stop, and return the figures since `watch`."""
         if not self._is_watching:
             return NOTHING
         self._is_watching = False
@@ -122,7 +122,7 @@ class Probe:
 
 
 class Asker(threading.Thread):
-    """Sends one request again and again until it is stopped."""
+    """Sends one request repeatedly until it is stopped."""
 
     def __init__(self, name: str, ask: Callable[[Asker], str]) -> None:
         super().__init__(name=name, daemon=True)
@@ -144,7 +144,7 @@ class Asker(threading.Thread):
                     self.client.__exit__(None, None, None)
                 self.client = None
             if self._is_over.is_set() and time.monotonic() - self._since_s > SETTLE_S:
-                return  # it was counted, and then cut off
+                return  # it was counted before it was cut off
             self.worst_s = max(self.worst_s, time.monotonic() - self._since_s)
             self._since_s = 0.0
             if trouble and len(self.troubles) < TROUBLES_MAX:
@@ -152,7 +152,7 @@ class Asker(threading.Thread):
             self._is_over.wait(CONNECT_PAUSE_S if trouble else PAUSE_S)
 
     def stop(self) -> None:
-        """End; the time that a pending request has taken so far is counted."""
+        """Stop; the time of a pending request so far counts."""
         self._is_over.set()
         self.join(SETTLE_S)
         if since_s := self._since_s:
@@ -160,7 +160,7 @@ class Asker(threading.Thread):
 
 
 def asks(watched: Watched) -> dict[str, Callable[[Asker], str]]:
-    """Return the requests by name; each function returns what is wrong with its answer."""
+    """Return the requests by name. Each function returns what is wrong with its answer."""
     key = watched.key.encode()
 
     def client_of(asker: Asker) -> RawClient:
@@ -192,7 +192,7 @@ def asks(watched: Watched) -> dict[str, Callable[[Asker], str]]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the attack
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the attack
     askers: list[Asker] = []
     for line in sys.stdin:
         message = json.loads(line)

@@ -1,10 +1,10 @@
 """The kinds `kill` and `stall`: signals to the server's processes.
 
 `kill` is the kill loop (`soak.kill`) with a probe: SIGKILL of the server under load, in merges, in
-starts; of the store process alone, again and again, while the server goes on.
+starts; of the store process alone, repeatedly, while the server continues.
 
 `stall`: the store process is stopped by SIGSTOP while writes fill the memtable. Only writes may
-wait, for write_wait at most; then they are refused with the reason. One of these ends the stall:
+wait, for at most write_wait; then they are refused with the reason. One of these ends the stall:
 
     continued    SIGCONT before store_silence is over
     replaced     no SIGCONT: the server replaces the process
@@ -39,11 +39,11 @@ from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 PROBE_KEY: Final = b"probe"
 PROBE_VALUE: Final = b"what the probe reads"
 STOP_S: Final = 10.0
-"""A stop takes ten seconds at most (README.md)."""
+"""A stop takes at most ten seconds (README.md)."""
 ANSWER_SLACK_S: Final = 6.0
-"""On a busy machine an answer may come this much later than the setting says."""
+"""How much later than the setting says an answer may come on a busy machine."""
 BACK_S: Final = 40.0
-"""For the store to have caught up, and writes to be taken again."""
+"""Time for the store to catch up, and for writes to be accepted again."""
 
 
 def some_partitions(draw: random.Random, count: int) -> list[int]:
@@ -68,7 +68,7 @@ def watched(server: AttackedServer) -> Watched:
 
 
 class ProbedLife(Life):
-    """A life of the kill loop; the probe measures the server whenever it is up."""
+    """A life of the kill loop, in which the probe measures the server whenever it is up."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -93,7 +93,7 @@ class ProbedLife(Life):
             self._watch()
 
     def lose_store_processes(self, times: int) -> None:
-        """Kill the store process again and again under load; the server goes on."""
+        """Kill the store process repeatedly under load; the server continues."""
         for _ in range(times):
             self._merge()
             for pid in self.server.children():
@@ -136,7 +136,7 @@ def kill(case: Case) -> None:
 
 
 class OpenStream:
-    """A stream with a small window, which goes on only if acknowledgements are processed."""
+    """A stream with a small window: it continues only if acknowledgements are processed."""
 
     WINDOW = 2000
 
@@ -160,7 +160,7 @@ class OpenStream:
         self._client.__exit__(None, None, None)
 
     def read(self, changes: int) -> int:
-        """Take up to `changes` changes, acknowledge each, and return how many came."""
+        """Read up to `changes` changes, acknowledge each, and return how many came."""
         taken = 0
         give_up_at_s = time.monotonic() + 3.0
         while taken < changes and time.monotonic() < give_up_at_s:
@@ -214,7 +214,7 @@ class Stall:
                     os.kill(pid, signal.SIGCONT)
 
     def while_standing(self, load: Load, began_s: float) -> None:
-        """Everything but writes goes on until the store process is continued or replaced."""
+        """Check that everything but writes works until the store process runs again."""
         limit_s = began_s + self.silence_s + BACK_S
         while not load.is_refused and time.monotonic() < limit_s:
             if load.failure or load.is_cut_off or not self.is_silent(began_s):
@@ -237,7 +237,7 @@ class Stall:
         return time.monotonic() - began_s < self.silence_s
 
     def check_ready(self) -> None:
-        """While writes are refused, /readyz says why."""
+        """Check that /readyz gives the reason while writes are refused."""
         for _ in range(50):
             why = self.server.status()["write_refusal"]
             answer = http_get(self.server.admin_port, "/readyz")
@@ -248,7 +248,7 @@ class Stall:
         self.case.demand(False, Fault.UNNAMED, f"/readyz says {answer} while writes are refused")
 
     def check_what_goes_on(self) -> None:
-        """Logins, NOOPs, GETs on a new connection; a stream with acknowledgements."""
+        """Check logins, NOOPs, GETs on a new connection, and a stream with acknowledgements."""
         known = [key for key, item in list(self.ledger.known.items()) if item.answered]
         with RawClient(self.server.port, "guest", "guest") as client:
             self.expect(client.ask(Opcode.NOOP).status == Status.OK, "a NOOP")
@@ -277,7 +277,7 @@ class Stall:
             f"the store process {stopped} stands still and is not replaced",
         )
         self.wait_until_taken(load)
-        told = "said nothing for" in self.server.log_path.read_text()
+        told = "sent nothing for" in self.server.log_path.read_text()
         self.case.demand(told, Fault.UNNAMED, "the log does not say why it was replaced")
 
     def stopped(self, load: Load, _stopped: int, _began_s: float) -> None:
@@ -339,7 +339,7 @@ class Stall:
 
 
 def write_again(case: Case, client: RawClient, wait_s: float = BACK_S) -> None:
-    """Demand that a write is taken within `wait_s`; the store may have to catch up first."""
+    """Require that a write succeeds within `wait_s`; the store may have to catch up first."""
     give_up_at_s = time.monotonic() + wait_s
     while True:
         client.send(set_packet(b"again", b"v"))
@@ -356,7 +356,7 @@ def stall(case: Case) -> None:
 
 
 def http_get(port: int, path: str) -> Answer:
-    """Ask the admin port without a login."""
+    """Send a request to the admin port without a login."""
     import asyncio
 
     from support.raw_http import ask

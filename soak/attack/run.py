@@ -3,7 +3,7 @@
     {"seed", "next": number of the next case, "tallies": {kind: ...}, "failures": [...]}
 
 The file is replaced after each case. An interrupted case counts as not run. A failed case is
-recorded with its seed, its reason and its folders, which are kept; the run goes on.
+recorded with its seed, its reason and its folders, which are kept; then the run continues.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from soak.attack.table import Tally, from_document, table, to_document
 from soak.kill_writer import KillLoopError
 
 REASON_CHARS: Final = 400
-"""So much of a failure's reason is printed; the state file has all of it."""
+"""Characters of a failure's reason that are printed; the state file has all of it."""
 SEEDS_PER_RUN: Final = 1_000_000
 FOLDER: Final = ".soak-attack"
-"""Where cases work. Folders of failed cases are kept there."""
+"""Where cases work. Folders of failed cases stay there."""
 KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "kill": (2, processes.kill),
     "stall": (2, processes.stall),
@@ -46,7 +46,7 @@ KINDS: Final[dict[str, tuple[int, Callable[[Case], None]]]] = {
     "cas": (1, cas.run),
     "garbage": (2, garbage.run),
 }
-"""Kind -> its weight, and what runs a case of it."""
+"""Kind -> its weight, and the function that runs a case."""
 
 
 class Outcome:
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def kind_of(seed: int) -> str:
-    """Return the kind of a case; it follows from the seed alone."""
+    """Return the kind of a case; it depends only on the seed."""
     weights = [weight for weight, _ in KINDS.values()]
     return random.Random(f"kind {seed}").choices(list(KINDS), weights)[0]
 
@@ -219,10 +219,10 @@ def said(outcome: Outcome) -> str:
 
 @contextmanager
 def on_stage(folder: Path | None, *, is_short: bool = False) -> Iterator[Stage]:
-    """Make what cases share; close it afterwards."""
+    """Create what cases share; close it afterwards."""
     place = folder or Path(FOLDER)
     place.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # not every lost server
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     with Probe() as probe:
         stage = Stage(place.absolute(), probe, is_short=is_short)
         try:
@@ -242,7 +242,7 @@ def attack(
     cases: int | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Run cases for `minutes`, or until there are `cases` over all runs; return the exit code."""
+    """Run cases for `minutes`, or until `cases` were run in all runs; return the exit code."""
     run = Run(state_path, seed, kinds)
     until_s = None if minutes is None else time.monotonic() + 60 * minutes
     with on_stage(folder) as stage:

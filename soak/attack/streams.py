@@ -34,7 +34,7 @@ class Followed:
 
     def __init__(self) -> None:
         self.refusal = ""
-        """Why there was no stream; "" where there was."""
+        """Why there was no stream; "" if there was one."""
         self.rollback_to: int | None = None
         self.documents: dict[bytes, bytes | None] = {}
         """What was sent, by key; None: a deletion."""
@@ -48,7 +48,7 @@ class Followed:
         return self.reason == EndReason.OK
 
     def applied_to(self, documents: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-        """Return what a consumer holds that held these documents before."""
+        """Return the documents of a consumer that held these documents before."""
         held = {**documents, **self.documents}
         return {key: value for key, value in held.items() if value is not None}
 
@@ -62,7 +62,7 @@ def follow(
     user: str = "",
     password: str = "",
 ) -> dict[int, Followed]:
-    """Stream partitions up to these seqnos, from the beginning or from where a consumer stands."""
+    """Stream partitions up to these seqnos, from the beginning or from a consumer's position."""
     found = {vb_id: Followed() for vb_id in ends}
     waiting = set(ends)
     with RawClient(port, user, password) as client:
@@ -90,7 +90,7 @@ def requests(ends: Mapping[int, int], starts: Mapping[int, Place]) -> Iterable[b
 
 
 def take(followed: Followed, frame: Frame) -> None:
-    """Take one frame of a partition's stream."""
+    """Process one frame of a partition's stream."""
     if frame.opcode == Opcode.DCP_STREAM_REQ:
         if frame.status == Status.ROLLBACK:
             followed.rollback_to = int.from_bytes(frame.value, "big")

@@ -17,13 +17,13 @@ _HEADS: Final = (
 
 
 class Tally(msgspec.Struct):
-    """One kind's numbers."""
+    """The numbers of one kind."""
 
     cases: int = 0
     faults: dict[str, int] = {}
     worst_s: dict[str, float] = {}
     documented: dict[str, int] = {}
-    """Limit named in the documentation -> how many cases have met it."""
+    """Limit named in the documentation -> number of cases that met it."""
 
     def add(self, other: Tally) -> None:
         self.cases += other.cases
@@ -50,7 +50,7 @@ def from_document(document: Mapping[str, Any]) -> dict[str, Tally]:
 
 
 def table(tallies: Mapping[str, Tally], kinds: Iterable[str], not_run: Mapping[str, str]) -> str:
-    """Return the table as Markdown, with a line for each limit that was met or kind not run."""
+    """Return the table as Markdown, with a line for each limit that was met and kind not run."""
     total = Tally()
     rows = []
     for kind in kinds:

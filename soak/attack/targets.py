@@ -1,7 +1,7 @@
 """A server that several cases share, with documents that no attack may change.
 
-It has TLS ports, small limits, and three users: `root` may do everything, `noisy` may read and
-write keys with prefixes that no document has, and `prober`, the probe's user, may read and stream.
+It has TLS ports, small limits, and three users: `root` may do everything; `noisy` may read and
+write keys with prefixes that no document has; `prober`, the probe's user, may read and stream.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ROLES: Final[dict[str, dict[str, Any] | None]] = {
     "prober": {"read": [{}], "stream": [{}]},
 }
 SETTLE_S: Final = 25.0
-"""For a server to release what an attack has taken, after it."""
+"""Time for a server to release everything after an attack."""
 FAILURES: Final = ("dcpd_session_failures_total", "dcpd_housekeeping_failures_total")
-"""Counters of exceptions that nobody expected."""
+"""Counters of unexpected exceptions."""
 
 
 class AttackedTls(TlsDcpd, AttackedServer):
@@ -99,7 +99,7 @@ class Target:
         case.watch(watched)
 
     def check(self, case: Case) -> None:
-        """Demand that it runs, has released what it held for clients, and has its documents."""
+        """Require that it runs, has released what it held for clients, and has its documents."""
         case.rest()
         self.server.check(case)
         self.settle(case)
@@ -125,7 +125,7 @@ class Target:
             if not held:
                 break
             late = time.monotonic() > give_up_at_s
-            case.demand(not late, Fault.BROKEN, f"not given back after {SETTLE_S:g} s: {held}")
+            case.demand(not late, Fault.BROKEN, f"not released after {SETTLE_S:g} s: {held}")
             time.sleep(0.1)
         for name, value in metrics.items():
             if name.partition("{")[0] in FAILURES and value:

@@ -1,14 +1,14 @@
-"""What a server has answered, and therefore has to hold.
+"""What a server has answered and therefore must hold.
 
-`Ledger`: documents of a server that may die while they are written. For each key it knows the last
-answered value and the values that were sent after it and never answered. The server holds one of
+`Ledger`: documents of a server that may die while they are written. For each key it has the last
+answered value and the values that were sent later without an answer. The server must hold one of
 these. A refused change has no effect.
 
 `History`: every change of a folder or archive that is damaged later, by partition and seqno, so
 that the state at any seqno is known.
 
 A value names its key and number (`value_of`), and a document's flags follow from its key. So a
-reader notices when it is given one document for another.
+reader notices if it gets one document instead of another.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from vbucket.model.ids import vbucket_of
 
 GETS_AT_ONCE: Final = 500
 NAMED_MAX: Final = 3
-"""So many keys are named in a failure."""
+"""Keys named in a failure."""
 
 __all__ = ["History", "Ledger", "Stored", "value_of"]
 
 
 def flags_of(key: bytes) -> int:
-    """Return the flags that a key's document has."""
+    """Return the flags of a key's document."""
     return crc32(key) & 0xFFFF
 
 
@@ -61,7 +61,7 @@ def keys_in(vb_ids: Iterable[int], count: int, prefix: bytes = b"key") -> list[b
 
 
 def with_tokens(client: RawClient) -> RawClient:
-    """Negotiate mutation tokens: answers to changes carry version and seqno."""
+    """Negotiate mutation tokens: answers to changes then carry version and seqno."""
     features = (Feature.XERROR, Feature.MUTATION_SEQNO)
     value = b"".join(int(feature).to_bytes(2, "big") for feature in features)
     assert not client.ask(Opcode.HELLO, value=value).status
@@ -72,7 +72,7 @@ def receive(client: RawClient) -> Frame:
     """Return the next answer. Raises AttackError if the server closes."""
     frame = client.receive()
     if frame is None:
-        raise AttackError(Fault.BROKEN, "the server closed a connection that asked nothing odd")
+        raise AttackError(Fault.BROKEN, "the server closed a connection without a reason")
     return frame
 
 
@@ -104,14 +104,14 @@ class Reading(NamedTuple):
     """The result of GETs of all keys."""
 
     wrong: list[str]
-    """Another value, flags or CAS than what was stored; a document that was deleted."""
+    """Keys with another value, other flags or CAS than stored, or with a deleted document."""
     missing: list[bytes]
     """Keys that the server says are absent."""
     refused: dict[bytes, str]
-    """Keys whose GET was an error, and its words."""
+    """Keys whose GET was an error, and its text."""
 
     def check(self) -> None:
-        """Demand that every answer was right."""
+        """Require that every answer was right."""
         self.check_nothing_wrong()
         if self.missing:
             raise AttackError(Fault.WRONG, f"not there: {some_of(self.missing)}")
@@ -131,7 +131,7 @@ def some_of(keys: list[bytes]) -> str:
 
 
 class Known(NamedTuple):
-    """What a GET may return: the last answered value, or one that was sent and not answered."""
+    """What a GET may return: the last answered value, or one that was sent without an answer."""
 
     answered: Stored | None
     unanswered: tuple[bytes | None, ...] = ()
@@ -177,12 +177,12 @@ class Ledger:
         self._max_cas: dict[int, int] = {}
 
     def send(self, key: bytes, value: bytes | None) -> None:
-        """A change is on its way; None: a deletion."""
+        """Note a change that is being sent; None: a deletion."""
         assert key not in self._sent
         self._sent[key] = value
 
     def answered(self, key: bytes, frame: Frame) -> None:
-        """Take an answer: the change happened, or was refused."""
+        """Note an answer: the change happened, or was refused."""
         value = self._sent.pop(key)
         if frame.status == Status.KEY_ENOENT and value is None:
             before = self.known.get(key, Known(None))
@@ -201,7 +201,7 @@ class Ledger:
             self.known.setdefault(key, Known(None))
 
     def cut_off(self) -> None:
-        """No more answers come: the changes on their way may have happened or not."""
+        """No more answers will come: the unanswered changes may have happened or not."""
         for key, value in self._sent.items():
             before = self.known.get(key, Known(None))
             self.known[key] = Known(before.answered, (*before.unanswered, value))
@@ -213,7 +213,7 @@ class Ledger:
         return frozenset(vbucket_of(key) for key, item in self.known.items() if item.unanswered)
 
     def read(self, client: RawClient, *, leaves_out: frozenset[int] = frozenset()) -> Reading:
-        """GET all keys and compare; from now on the values found are the known ones."""
+        """GET all keys and compare; then the found values become the known ones."""
         keys = [key for key in self.known if vbucket_of(key) not in leaves_out]
         frames = get_all(client, keys)
         reading = judge(frames, self.known)
@@ -239,7 +239,7 @@ Wanted = tuple[bytes, bytes | None, int]
 
 
 class Place(NamedTuple):
-    """Where a consumer stands in a partition."""
+    """A consumer's position in a partition."""
 
     vb_uuid: int
     seqno: int
@@ -251,7 +251,7 @@ class History:
     def __init__(self, vb_ids: Iterable[int]) -> None:
         self.changes: dict[int, list[Change]] = {vb_id: [] for vb_id in vb_ids}
         self._undone: dict[int, list[list[Change]]] = {vb_id: [] for vb_id in self.changes}
-        """What partitions held before they were branched."""
+        """States of partitions before they were branched."""
 
     @property
     def keys(self) -> list[bytes]:
@@ -271,7 +271,7 @@ class History:
                 self.answered(key, value, receive(client))
 
     def answered(self, key: bytes, value: bytes | None, frame: Frame) -> None:
-        """Record a change by its answer, which has its token."""
+        """Record a change by its answer, which has its mutation token."""
         if frame.status == Status.KEY_ENOENT and value is None:
             return
         if frame.status:
@@ -296,7 +296,7 @@ class History:
         return documents
 
     def known(self, seqnos: Mapping[int, int] | None = None) -> dict[bytes, Known]:
-        """Return what each key has to hold, at the end or at these seqnos by partition."""
+        """Return what each key must hold, at the end or at these seqnos by partition."""
         known: dict[bytes, Known] = dict.fromkeys(self.keys, Known(None))
         for vb_id in self.changes:
             at = None if seqnos is None else seqnos.get(vb_id)
@@ -335,7 +335,7 @@ def high_seqnos(client: RawClient) -> dict[int, int]:
 
 
 def places(client: RawClient, vb_ids: Iterable[int]) -> dict[int, Place]:
-    """Return where a consumer stands that has all of these partitions now."""
+    """Return the position of a consumer that has everything of these partitions now."""
     seqnos, found = high_seqnos(client), {}
     for vb_id in vb_ids:
         frame = client.ask(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
@@ -346,6 +346,6 @@ def places(client: RawClient, vb_ids: Iterable[int]) -> dict[int, Place]:
 def check_holds(
     case: Case, client: RawClient, ledger: Ledger, *, leaves_out: frozenset[int] = frozenset()
 ) -> None:
-    """Demand that a server holds every answered change."""
+    """Require that a server holds every answered change."""
     ledger.read(client, leaves_out=leaves_out).check()
     case.demand(ledger.known, Fault.BROKEN, "nothing was ever answered")

@@ -109,7 +109,7 @@ async def test_a_branch_that_cannot_be_says_why(ask):
         "what": "vbucket 5 cannot branch at seqno 11",
         "where": "POST /api/v1/vbuckets/5/branch",
         "why": "vb 5 ends at seqno 10",
-        "try": "dcpctl failover-log VB and dcpctl seqnos show what there is",
+        "try": "dcpctl failover-log VB and dcpctl seqnos show the present state",
     }
     status, document, _ = await ask("POST", "/api/v1/vbuckets/5/branch", {"at": 6})
     assert (status, "damaged: a block of vb 5" in document["error"]["why"]) == (500, True)

@@ -92,11 +92,11 @@ def test_places_are_bounded_in_all_and_for_an_address() -> None:
     places = Places("dumps", 4)
     first = places.take("10.0.0.1")
     places.take("10.0.0.1")
-    with pytest.raises(TooManyError, match="2 dumps are under way, 2 of them from this address"):
+    with pytest.raises(TooManyError, match="2 dumps are running, 2 of them from this address"):
         places.take("10.0.0.1")
     places.take("10.0.0.2")
     places.take("10.0.0.3")
-    with pytest.raises(TooManyError, match="4 dumps are under way, 0 of them"):
+    with pytest.raises(TooManyError, match="4 dumps are running, 0 of them"):
         places.take("10.0.0.4")
     first()
     places.take("10.0.0.4")()

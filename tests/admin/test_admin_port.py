@@ -173,7 +173,7 @@ async def test_half_a_header_is_answered_with_408(serve: Serve, node: SmallNode)
     sitting = await port.open(HALF_HEADER)
     found = await sitting.answer()
     assert (found.status, found.headers["connection"]) == (408, "close")
-    assert found.what == "the request did not come in time"
+    assert found.what == "the request did not arrive in time"
     assert found.body["error"]["why"] == (
         "the server waited 0.1 s for the whole header of a request (setting handshake_timeout)"
     )
@@ -203,7 +203,7 @@ async def test_half_a_body_is_answered_with_408(
     port = await serve(request_timeout_s=SHORT_S)
     sitting = await port.open(HALF_BODY)
     found = await sitting.answer()
-    assert (found.status, found.what) == (408, "the request did not come in time")
+    assert (found.status, found.what) == (408, "the request did not arrive in time")
     assert "0.1 s for the whole body of a request" in found.body["error"]["why"]
     assert await sitting.rest() == b""
     assert node.meter.admin_closed["late"] == 1
@@ -324,8 +324,8 @@ async def test_streams_have_places_and_no_health_check_needs_one(serve: Serve) -
     streams = [await port.open_stream() for _ in range(4)]
     found = await ask(port.port, "GET", STREAM, login())
     assert (found.status, found.headers["retry-after"]) == (503, "1")
-    assert found.what == "too much is asked for at once"
-    assert "4 streams and dumps are under way" in found.body["error"]["why"]
+    assert found.what == "there are too many requests"
+    assert "4 streams and dumps are running" in found.body["error"]["why"]
     await port.is_well()
     for _ in range(4):
         await port.open_stream("127.0.0.2")
@@ -356,7 +356,7 @@ async def test_work_under_way_is_bounded(serve: Serve, node: SmallNode) -> None:
     working = [await port.open(post) for _ in range(3)]
     await until_so(lambda: len(port.crowd.requests) == 3)
     found = await (await port.open(post)).answer()
-    assert (found.status, "3 requests are under way" in found.body["error"]["why"]) == (503, True)
+    assert (found.status, "3 requests are running" in found.body["error"]["why"]) == (503, True)
     await port.is_alive()
     await port.is_well("127.0.0.2")
     may_end.set()

@@ -68,7 +68,7 @@ def test_an_error_of_etcd_is_counted():
     assert counter.feed(etcd_answer(1) + etcd_answer(3, is_error=True))
     assert counter.errors == 1
     counter.begin(1)
-    with pytest.raises(AnswerError, match="goes away"):
+    with pytest.raises(AnswerError, match="closes the connection"):
         counter.feed(etcd.frame(etcd.GOAWAY, 0, 0, bytes(8) + b"why"))
 
 

@@ -133,7 +133,7 @@ def test_half_sent_packets_of_all_connections_are_bounded(tmp_path: Path, has_as
             [True] * (HALF_SENT - kept) + [False] * kept
         )
         log = server.log_path.read_text()
-        assert "this one has stood still for the longest time" in log
+        assert "this connection has not moved for the longest time" in log
         assert "(setting receive_buffers_bytes_max)" in log
         # Those that were left, and the one that went on all the time, come to their end.
         steady.send(slow[piece * (HALF_SENT + 1) :])

@@ -143,7 +143,7 @@ def test_a_dump_that_a_branch_undoes_says_that_it_is_not_complete(
     server.branch(vb_id, 10)
     lines = [line for line in response if line.strip()]
     error = json.loads(lines[-1])["error"]
-    assert "vbucket 40 as of seqno 60 is not complete" in error["what"]
+    assert "vbucket 40 as of seqno 60 is incomplete" in error["what"]
     assert "rolled back to seqno 10" in error["why"]
     connection.close()
 

@@ -35,8 +35,8 @@ def test_the_one_that_stood_still_for_the_longest_time_goes_and_is_told_why() ->
     held.note(holders[0], MIB + PROGRESS_BYTES)  # which makes it too much
     assert closed(holders) == [1]
     assert holders[1].closed_because == (
-        f"incomplete packets took {4 * MIB + PROGRESS_BYTES} bytes together, and this one has "
-        "stood still for the longest time (setting receive_buffers_bytes_max)"
+        f"incomplete packets took {4 * MIB + PROGRESS_BYTES} bytes together, and this "
+        "connection has not moved for the longest time (setting receive_buffers_bytes_max)"
     )
     held.note(holders[4], MIB)
     assert closed(holders) == [1, 2]

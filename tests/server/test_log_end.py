@@ -240,7 +240,7 @@ async def test_after_a_kill_every_partition_that_may_have_lost_something_begins_
     data = bytearray(path.read_bytes())
     data[groups[30].end + 8] ^= 1
     path.write_bytes(data)
-    assert "no good record stands here, but one follows" in start_refused(tmp_path / "data")
+    assert "there is no good record here, but one follows" in start_refused(tmp_path / "data")
     with DcpdProcess(tmp_path / "data", "--accept-log-loss") as server:
         assert (await positions(server)).keys() == set(KEYS[:31])
         (folder,) = server.data.glob("lost-log-*")

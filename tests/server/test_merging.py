@@ -109,7 +109,7 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     assert shell.starts == []
     assert shell.merging.trouble == ""
     assert shell.merging.count == shell.merged == 1
-    assert shell.said[-2:] == ["merge put off", "merging goes on"]
+    assert shell.said[-2:] == ["merge put off", "merging continues"]
     assert shell.meter.merge_failures == 3 + (first is FULL)
     assert shell.meter.last_merge_s == shell.meter.merge_seconds.total == 1.5
     assert shell.node.engine.partitions[5].merged_seqno == 1
@@ -120,7 +120,7 @@ async def test_a_process_that_cannot_be_started_yet_is_waited_for(first: Excepti
     [
         DIED,
         FULL,
-        StoreFailedError("the store took no transaction"),
+        StoreFailedError("the store's transaction failed"),
         StoreDamagedError("the node's record is damaged"),
         LogDamagedError("log segment 1 is damaged"),
     ],

@@ -103,7 +103,7 @@ def check_refusal(server: DcpdProcess) -> None:
     metrics = server.metrics()
     assert metrics['dcpd_writes_refused{reason="store_behind"}'] == 1
     assert metrics["dcpd_merge_under_way_seconds"] > 0
-    assert "a merge has been under way for" in server.status()["write_refusal"]
+    assert "a merge has been running for" in server.status()["write_refusal"]
     connection = HTTPConnection("127.0.0.1", server.admin_port, timeout=10)
     connection.request("GET", "/readyz")
     response = connection.getresponse()
@@ -137,7 +137,7 @@ async def test_a_store_process_that_says_nothing_is_replaced(tmp_path: Path) -> 
         stored = await write_until_refused(server)
         await asyncio.to_thread(until, lambda: not server.status()["write_refusal"])
         assert store_process_of(server) != first
-        assert f"the store process {first} said nothing for 2 s" in server.log_path.read_text()
+        assert f"the store process {first} sent nothing for 2 s" in server.log_path.read_text()
         async with KvClient.connect(server.address) as kv:
             found = await kv.get_many(list(stored))
         assert found.keys() == stored

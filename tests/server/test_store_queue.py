@@ -241,7 +241,7 @@ async def test_no_process_is_started_after_a_stop(bench: Bench) -> None:
     with pytest.raises(StoreProcessDiedError):
         await bench.do(DIED)
     assert await bench.queue.stop()
-    with pytest.raises(StoreProcessDiedError, match="the server stops"):
+    with pytest.raises(StoreProcessDiedError, match="the server is stopping"):
         await bench.do()
     assert len(bench.processes) == 1
     assert bench.processes[0].has_stopped
@@ -260,7 +260,7 @@ async def test_a_process_that_starts_while_the_server_stops_gets_no_work(
         return late
 
     monkeypatch.setattr(bench.queue._supervisor, "_start", start)
-    with pytest.raises(StoreProcessDiedError, match="the server stops"):
+    with pytest.raises(StoreProcessDiedError, match="the server is stopping"):
         await bench.do()
     assert bench.done == [""], "only the first job was done"
     assert late.has_stopped

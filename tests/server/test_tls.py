@@ -170,14 +170,14 @@ def test_a_new_certificate_is_taken_over_without_a_restart(tmp_path: Path) -> No
         assert open_before.get("before").value == b"1"
 
         cert.write_text("no certificate")
-        until(lambda: "certificates not taken over" in server.log_path.read_text())
+        until(lambda: "certificates not reloaded" in server.log_path.read_text())
         assert serial_of(ports[0], ca) == second
         ca.issue()
         until(lambda: serial_of(ports[0], ca) != second)
         # SIGHUP reads them again; it does not stop the server.
-        count = server.log_path.read_text().count("certificates taken over")
+        count = server.log_path.read_text().count("certificates reloaded")
         subprocess.run(["kill", f"-{signal.SIGHUP.value}", str(server.pid)], check=True)
-        until(lambda: server.log_path.read_text().count("certificates taken over") > count)
+        until(lambda: server.log_path.read_text().count("certificates reloaded") > count)
         assert open_before.get("before").value == b"1"
         assert server.stop() == 0
 

@@ -321,7 +321,7 @@ def test_damage_while_running_keeps_what_was_read(users, path, caplog):
     path.write_bytes(b"{")
     assert scram(users, "alice", "wonder land!").status == Status.OK
     assert "is damaged" in users.problem
-    assert "users file not taken over" in caplog.text
+    assert "users file not reloaded" in caplog.text
     with pytest.raises(UsersFileError, match="is damaged"):
         users.add("bob", "builder")
     assert path.read_bytes() == b"{", "a damaged file is never overwritten"

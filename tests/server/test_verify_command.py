@@ -153,7 +153,7 @@ def test_a_crash_of_lmdb_ends_no_check(
     assert shell.verify(folder, as_json=False) == shell.CheckExitCode.FINDINGS
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("block: vb 1: damaged")
-    assert "LMDB crashed (SIGSEGV) after 5 partitions" in lines[1]
+    assert "the check crashed (SIGSEGV) after 5 partitions" in lines[1]
 
 
 def test_a_log_that_is_gone_is_told(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the admin interface needs of a node, in small: for tests of its port and its application."""
+"""A small version of what the admin interface needs of a node, to test its port and application."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 class SmallCollections:
-    """Takes note of what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.told = []
@@ -56,7 +56,7 @@ class SmallCollections:
 
 
 class SmallOperations:
-    """Takes note of what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.told = []
@@ -121,14 +121,14 @@ class SmallOperations:
 
 
 class Refusals(list):
-    """Takes note of what would be logged: (event, host, status, reason)."""
+    """Records what would be logged: (event, host, status, reason)."""
 
     def write(self, event, peer_host, **fields):
         self.append((event, peer_host, fields.get("status"), fields["reason"]))
 
 
 class SmallNode:
-    """The `AdminParts` of a server in small. It is some of the parts itself."""
+    """Small `AdminParts` of a server. It is some of the parts itself."""
 
     def __init__(self, users, data):
         self.users = users

@@ -1,4 +1,4 @@
-"""dcpctl backup against a live server: calls of it, and documents of a server."""
+"""dcpctl backup against a live server: how to call it, and documents of a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def restore(ctl, to, archive, *options, code=0):
 
 
 class Keys:
-    """Documents of one server, with what is beside their values."""
+    """Documents of one server, with their metadata."""
 
     def __init__(self, server):
         self.link = SyncLink(parse_address(server.address))
@@ -67,7 +67,7 @@ class Keys:
 
 
 def fill(server, prefix, count, size=100, first=0):
-    """Write documents in one go."""
+    """Write documents in one batch."""
     packets = []
     for number in range(first, first + count):
         key = b"\0%s%d" % (prefix, number)

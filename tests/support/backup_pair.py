@@ -1,6 +1,6 @@
 """A backup of an in-memory node: the pure parts of `clients.backup.run` without links and threads.
 
-`back_up` may be killed after so many bytes of changes: what it wrote until then stays, as after
+`back_up` may be killed after a number of bytes of changes: what it wrote until then stays, as after
 SIGKILL.
 """
 
@@ -28,7 +28,7 @@ Documents = dict[bytes, bytes]
 
 
 class KilledError(Exception):
-    """The backup was killed where the test said."""
+    """The backup was killed at the point that the test chose."""
 
 
 def memory_archive() -> Archive:
@@ -48,7 +48,7 @@ def back_up(
     chunk_bytes: int = 300,
     segment_bytes: int = 600,
 ) -> RunRecord:
-    """Run a backup to its end and return the run; its time is the node's."""
+    """Run a backup to its end and return the run; its time is that of the node."""
     node.commit()
     with archive.lock("test") as lock:
         pair = _Pair(node, archive, lock, list(vb_ids), history=history, versions_max=versions_max,
@@ -67,7 +67,7 @@ def back_up(
 
 
 class _Pair:
-    """A node's session and an intake, what one says handed to the other."""
+    """A node's session and an intake, each connected to the other."""
 
     def __init__(
         self, node: MemoryNode, archive: Archive, lock: ArchiveLock, vb_ids: list[int], *,
@@ -95,7 +95,7 @@ class _Pair:
         self.output = self.intake.begin()
 
     def exchange(self, bytes_max: int) -> bytes:
-        """Return what the node says after it saw what the intake said."""
+        """Give the intake's output to the node; return the node's answer."""
         self.intake.tick(self.node.now_ns + 10**12)
         self.output += self.intake.take_output()
         if self.output:
@@ -111,7 +111,7 @@ class _Pair:
         return data
 
     def take(self, part: bytes) -> int:
-        """Give the intake what a read brought; return how many bytes of changes were in it."""
+        """Give the intake the bytes of one read; return how many bytes of changes they had."""
         self.intake.receive(part, self.node.now_ns)
         pieces = self.intake.take_pieces()
         for piece in pieces:
@@ -129,7 +129,7 @@ class _Pair:
                 self.writer.close()
 
     def finish(self) -> RunRecord:
-        """Write what is left, and the manifest."""
+        """Write the rest, and the manifest."""
         node, writer = self.node, self.writer
         self._write(self.chunker.flush())
         writer.close()

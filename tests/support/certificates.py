@@ -8,7 +8,7 @@ import trustme
 
 
 class TestCa:
-    """A CA and what it signs, as PEM files in a folder."""
+    """A CA and its certificates, as PEM files in a folder."""
 
     __test__ = False
 

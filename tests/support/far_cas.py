@@ -1,5 +1,5 @@
-"""A data folder as an older server left it. It took any CAS below 2^63 and any revision of 48 bits,
-and went on from there itself.
+"""A data folder as an older server left it. That server accepted any CAS below 2^63 and any 48-bit
+revision, and continued from there itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vbucket.model.ids import vbucket_of
 FAR_CAS = 2**63 - 1
 TOP_REV = 2**48 - 1
 KEYS = 6
-"""Documents in a partition with a CAS that is too far ahead, or a revision beyond the highest."""
+"""Documents of a partition with a CAS too far ahead, or a revision above the limit."""
 KEY = b"poisoned"
 VB = vbucket_of(KEY)
 
@@ -38,7 +38,7 @@ def write_folder(path: Path) -> dict[bytes, bytes]:
         documents[b"after %d" % number] = b"%d" % number
         put(storage, b"after %d" % number, b"%d" % number)
     assert engine.delete(VB, b"\0gone", 0)[0] == 0
-    # As high as a revision came when nothing kept it from that.
+    # The highest revision that was possible without a limit.
     part = engine.partitions[VB]
     with patch.object(engine_module, "REV_SEQNO_MAX", 2**60):
         cas = part.max_cas + 1
@@ -52,7 +52,7 @@ def write_folder(path: Path) -> dict[bytes, bytes]:
 
 
 def put(storage: Storage, key: bytes, value: bytes) -> None:
-    """Store a document of partition VB, whatever partition its key belongs to."""
+    """Store a document in partition VB, whatever partition its key belongs to."""
     stored = b"\0" + key
     assert storage.engine.store(SET, VB, stored, stored + value, 0, 0, 0, 0)[0] == 0
 

@@ -1,15 +1,15 @@
-"""A disk and a database whose power can be cut: what was not synced survives in part, or not.
+"""A disk and a database whose power can be cut: unsynced work survives in part or not at all.
 
-Every call that changes or syncs something is a point: `Power` counts them and calls whoever
-listens, before the call has any effect. There `after` tells what the next start may find.
+Every call that changes or syncs something is a point. `Power` counts the points and calls a
+listener before the call takes effect. There `after` returns what the next start may find.
 
-What un-synced work leaves behind, at the worst that POSIX and disks allow:
-- of writes, any sectors of 512 bytes, later ones without earlier ones; one of them may be torn at
-  any byte; a file that grew may have its new length, a part of it, or the old one, and zeros where
+What unsynced work leaves in the worst case that POSIX and disks allow:
+- of writes, any sectors of 512 bytes, later ones without earlier ones. One of them may be torn at
+  any byte. A file that grew may have its new length, a part of it, or the old one, and zeros where
   nothing arrived;
 - a cut that was not synced with `sync` may not have happened;
 - creations, renames and removals without `sync_folder` may each have happened or not;
-- LMDB's commit is atomic; under way, it may have happened or not.
+- LMDB's commit is atomic; an unfinished one may have happened or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Power:
 
 
 class _File:
-    """`current` is what reads show; `durable` and then `pending`, in part, what a cut leaves."""
+    """`current` is what reads see; `durable` and a part of `pending` is what a cut leaves."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.current = bytearray(data)
@@ -57,7 +57,7 @@ class _File:
         self.pending.clear()
 
     def sync_data(self) -> None:
-        """All data, and a greater length; that the file was cut stays pending."""
+        """Sync all data and a greater length. A cut of the file stays pending."""
         kept = bytearray(self.durable)
         for at, data in self.pending:
             if data is not None:
@@ -92,12 +92,12 @@ class ForgetfulDisk:
         self._names: dict[str, _File] = {}
         self._durable_names: dict[str, _File] = {}
         self._pending_names: list[tuple[str, str, _File | None]] = []
-        """(name that goes or "", name that comes or "", file that comes)."""
+        """(removed name or "", new name or "", new file)."""
         self._open: dict[int, _File] = {}
         self._last_fd = 2
 
     def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulDisk:
-        """Return what a cut leaves now; about `share` of what is not synced survives."""
+        """Return what a power cut leaves now; about `share` of the unsynced work survives."""
         names = dict(self._durable_names)
         for gone, come, file in self._pending_names:
             if draw.random() < share:
@@ -167,7 +167,7 @@ class ForgetfulDisk:
         self._pending_names.clear()
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _descriptor(self, file: _File) -> int:
         self._last_fd += 1
@@ -184,7 +184,7 @@ class ForgetfulEnv(MemoryEnv):
         self._in_flight = self.tables
 
     def after(self, power: Power, draw: random.Random, share: float) -> ForgetfulEnv:
-        """Return what a cut leaves now."""
+        """Return what a power cut leaves now."""
         env = ForgetfulEnv(power, list(self.tables))
         tables = self._in_flight if draw.random() < share else self.tables
         env.tables = env._in_flight = dict(tables)
@@ -211,7 +211,7 @@ def _cut(data: bytearray, size_bytes: int) -> None:
 
 
 def _sectors(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the pieces of a write that lie in one sector each."""
+    """Yield the pieces of a write, one per sector."""
     start = 0
     while start < len(data):
         stop = min(len(data), start + SECTOR_BYTES - (at + start) % SECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""Which page of an LMDB file holds what, told from the file's bytes alone."""
+"""The layout of an LMDB file, derived from its bytes alone: which page holds what."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Table:
     """Page number -> the keys below it."""
     leaves: dict[int, set[bytes]] = field(default_factory=dict)
     large: dict[int, bytes] = field(default_factory=dict)
-    """First page of a value that has pages of its own -> its key."""
+    """First page of a large value -> its key."""
 
 
 def layout_of(store: Path) -> dict[str, Table]:
-    """Return the tables of a store that is whole."""
+    """Return the tables of an undamaged store."""
     data = (store / "data.mdb").read_bytes()
     metas = [unpack_from("<Q", data, slot * PAGE_BYTES + 16 + 128)[0] for slot in (0, 1)]
     start = metas.index(max(metas)) * PAGE_BYTES + 16
@@ -61,7 +61,7 @@ def _walk(data: bytes, page: int, table: Table) -> set[bytes]:
 
 
 def _nodes(data: bytes, page: int) -> list[tuple[bytes, int, bytes]]:
-    """Return key, flags and value of each node; of a branch the low bytes of the child's number."""
+    """Return key, flags and value of each node; in a branch, low bytes of the child's number."""
     start = page * PAGE_BYTES
     flags, lower = unpack_from("<HH", data, start + 10)
     found = []
@@ -76,7 +76,7 @@ def _nodes(data: bytes, page: int) -> list[tuple[bytes, int, bytes]]:
 
 
 def overwrite(store: Path, page: int, what: str) -> None:
-    """Damage a page: `zeros`, `ones`, or `other`, which is the page before it."""
+    """Damage a page: `zeros`, `ones`, or `other`, the content of the page before it."""
     path = store / "data.mdb"
     data = bytearray(path.read_bytes())
     start = page * PAGE_BYTES

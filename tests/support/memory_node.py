@@ -1,7 +1,7 @@
-"""A whole node without sockets or disks: engine, log and store on their in-memory twins.
+"""A whole node without sockets or disks: engine, log and store on their in-memory versions.
 
-Tests drive it with the bytes of real sessions; `commit`, `merge` and `crash` are steps of their
-own, so that every interleaving can be told.
+Tests drive it with the bytes of real sessions. `commit`, `merge` and `crash` are separate steps, so
+tests can choose every interleaving.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vbucket.upkeep.compaction import Compactor, Floors
 from vbucket.upkeep.merge import merge
 
 FEW_PARTITIONS = 16
-"""Partitions of a node if a test does not ask for the product's number."""
+"""Number of partitions of a node, unless a test asks for the product's number."""
 START_NS = 1_800_000_000_000_000_000
 
 
@@ -63,9 +63,9 @@ class OpenDoor:
 
 @lru_cache(maxsize=16)
 def _new_store(seed: int, partitions: int) -> tuple[dict[str, Any], Any]:
-    """Return the tables of a store that begins, and the state of the node's randomness after it.
+    """Return the tables of a new store, and the state of the node's randomness after it.
 
-    Every test begins with a node, so it is made once for each seed and number of partitions.
+    Every test begins with a node, so it is made once per seed and number of partitions.
     """
     drawn = random.Random(seed)
     env = MemoryEnv(TABLES)
@@ -82,9 +82,9 @@ def node_for(request: pytest.FixtureRequest) -> MemoryNode:
 
 
 class MemoryNode:
-    """See the module. Time stands still unless `now_ns` is moved.
+    """See the module. Time does not move unless `now_ns` is changed.
 
-    A start and every merge go over all partitions: tests that do much of it ask for few.
+    A start and every merge go over all partitions, so tests with many of them use few partitions.
     """
 
     version = "test"
@@ -104,7 +104,7 @@ class MemoryNode:
         self._open()
 
     def _new_env(self, seed: int) -> KvEnv:
-        """Return the database of a store that begins."""
+        """Return the database of a new store."""
         env = MemoryEnv(TABLES)
         tables, random_state = _new_store(seed, self.partitions)
         env.tables = {name: rows.copy() for name, rows in tables.items()}
@@ -137,13 +137,13 @@ class MemoryNode:
     # -- steps ---------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write and sync the open group, and wake who waits for it."""
+        """Write and sync the open group, and wake its waiters."""
         group = self.engine.keyspace.take_group()
         if group is not None:
             self.finish(group)
 
     def finish(self, group: CommitGroup) -> None:
-        """Write and sync a group that was taken before, and wake who waits for it."""
+        """Write and sync a group that was taken before, and wake its waiters."""
         self.writer.append(group.number, group.payload)
         self.writer.sync()
         self.engine.keyspace.group_committed(group)
@@ -154,14 +154,14 @@ class MemoryNode:
         self.hub.committed(group.high_seqnos)
 
     def begin_merge(self) -> None:
-        """Freeze and seal; writes go on."""
+        """Freeze and seal; writes continue."""
         self.commit()
         self.engine.keyspace.freeze()
         self.writer.rotate()
 
     def end_merge(self, *, is_answer_lost: bool = False) -> None:
-        """Merge the sealed segments and drop what was frozen. The first answer may get lost: who
-        merged died after that, and another is asked.
+        """Merge the sealed segments and drop the frozen layer. `is_answer_lost`: the store process
+        dies after the merge, and another one is asked again.
         """
         segments = self.device.segments()[:-1]
         sealed = [(segment, self.device.read(segment)) for segment in segments]
@@ -181,7 +181,7 @@ class MemoryNode:
         self.end_merge()
 
     def raise_floor(self, vb_id: int, floor: int, purge: int) -> Allowed:
-        """Give up history as far as streams and views under way allow, if the store is up to it:
+        """Raise the floor as far as open streams and views allow, if the store is recent enough:
         what `dcp.server.storage.compaction_schedule` does with a step.
         """
         part = self.engine.partitions[vb_id]
@@ -194,7 +194,7 @@ class MemoryNode:
         return may
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:
-        """Drop what the committed floors allow; `slices` steps of it, or all."""
+        """Drop what the committed floors allow: `slices` steps, or everything."""
         todo = list(vb_ids)
         floors = {
             vb_id: raised
@@ -210,14 +210,14 @@ class MemoryNode:
             self.store.refresh()
 
     def crash(self, keep_unsynced_bytes: int = 0) -> None:
-        """Lose what was not synced and start again."""
+        """Lose what was not synced, and start again."""
         self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
         self.store.close()
         self.compactor = Compactor()
         self._raised = {}
         self._open()
 
-    # -- what sessions ask -------------------------------------------------------------------------
+    # -- facts for sessions ------------------------------------------------------------------------
 
     def bucket_config(self) -> bytes:
         return b'{"rev":1,"name":"default"}'
@@ -269,7 +269,7 @@ class Peer:
         self.decoder = FrameDecoder()
 
     def send(self, data: bytes) -> list[Frame]:
-        """Send bytes; return the answers, whether or not they may leave yet."""
+        """Send bytes; return the answers, whether or not they may be sent yet."""
         if self.state.producer is not None:
             self.state.producer.heard(self.node.now_ns)
         self.session.receive(data, self.node.now_ns)
@@ -302,7 +302,7 @@ class Peer:
         return self.ask(Opcode.HELLO, key=b"test", value=value)
 
     def set(self, vb_id: int, key: bytes, value: bytes) -> Frame:
-        """SET on a connection that names its partitions; the answer may leave after a commit."""
+        """SET on a connection that names its partitions. The answer may be sent after a commit."""
         return self.ask(Opcode.SET, vb_id=vb_id, key=key, value=value, extras=bytes(8))
 
     def delete(self, vb_id: int, key: bytes) -> Frame:
@@ -335,7 +335,7 @@ class Peer:
         opaque: int = 7,
         value: bytes = b"",
     ) -> Frame:
-        """STREAM_REQ; the snapshot is [start, start] unless told."""
+        """STREAM_REQ; by default the snapshot is [start, start]."""
         snap_start, snap_end = snap or (start, start)
         asked = StreamRequest(flags, start, end, uuid, snap_start, snap_end)
         frames = self.send(pack_stream_request(vb_id, asked, opaque, value))

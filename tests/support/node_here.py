@@ -1,4 +1,4 @@
-"""A whole node in this process, with its sockets, and clients that send it what they are told."""
+"""A whole node in this process, with its sockets, and clients that send chosen requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def node_here(folder: Path, users: dict[str, str], **settings: Any) -> Asy
     """Run a node with these users (name -> password); it is stopped afterwards."""
     data = folder / "data"
     table = Users(data / USERS_FILE, iterations=4096)
-    # The pager writes too, which would tell nothing of what is tested.
+    # The pager writes too, which would disturb the test.
     chosen = {"data": data, "port": 0, "admin_port": 0, "expiry_interval_s": 0, **settings}
     chosen_settings = msgspec.structs.replace(Settings(), **chosen)
     node = Node(chosen_settings, table, EventLog(logging.getLogger("test")))
@@ -40,7 +40,7 @@ async def node_here(folder: Path, users: dict[str, str], **settings: Any) -> Asy
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """Return once the node has come to something that no event tells of."""
+    """Return once a condition holds that no event reports."""
     async with asyncio.timeout(TIMEOUT_S):
         while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ class Client:
         self.writer.write(b"".join(packets))
 
     async def receive(self) -> Frame | None:
-        """Return the next frame, None where the server has closed."""
+        """Return the next frame, None if the server has closed."""
         async with asyncio.timeout(TIMEOUT_S):
             while not self._frames:
                 try:

@@ -1,12 +1,12 @@
 """A node on a disk that forgets: it works, is killed, loses power at any point, and is checked.
 
-The device, the store, the start and the merge are the server's own; what the shell does between
-them is repeated here step by step, in its order.
+The device, the store, the start and the merge are those of the server. What the shell does between
+them is repeated here step by step, in the same order.
 
-`Story` keeps what the node had after every group. After a cut at any point, the next start must
-have exactly what one group left: the last one that was answered, or a later one that was on its
-way. With durability `interval` and `none` it may be an earlier one too, not before the last sync,
-and every partition gets a new version.
+`Story` keeps the state of the node after every group. After a cut at any point, the next start must
+find exactly the state after one group: the last answered one, or a later one that was being
+written. With durability `interval` and `none` it may also be an earlier one, but not before the
+last sync, and every partition gets a new version.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from vbucket.upkeep.merge import merge
 
 VBUCKETS = (0, 2, 3)
 PARTITIONS = 4
-"""Few, because a start goes over all of them, and there is a start after every cut."""
+"""Few, because a start goes over all of them, and a start follows every cut."""
 KEYS = [b"\0a", b"\0b", b"\0longer-key"]
 START_NS = 1_800_000_000_000_000_000
 MEMTABLE_BYTES = 1 << 20
 
 
 class PowerCutError(Exception):
-    """The power is gone."""
+    """The power was cut."""
 
 
 class Picture(NamedTuple):
-    """All that can be seen of the partitions that are written to."""
+    """All visible state of the partitions that are written."""
 
     frames: bytes
     documents: list[StoredDocument | int]
@@ -48,7 +48,7 @@ class Picture(NamedTuple):
 
 
 class PowerNode:
-    """See the module. Begins with what is on the disk."""
+    """See the module. It begins with the contents of the disk."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class PowerNode:
         return vb_uuid_from_random(self._draw.getrandbits(64))
 
     def picture(self) -> Picture:
-        """Return what is applied; equal to what is committed where nothing is pending."""
+        """Return what is applied; equal to what is committed if nothing is pending."""
         engine = self.engine
         parts = [engine.partitions[vb_id] for vb_id in VBUCKETS]
         frames = b""
@@ -124,18 +124,18 @@ class Story:
         self.points_by_name: dict[str, int] = {}
         self.point_name = ""
         self.shares: tuple[float, ...] = ()
-        """How much of what is not synced survives: the cuts that are tried at each point."""
+        """The shares of unsynced work that survive, for the cuts tried at each point."""
         self.cut_at = 0
-        """The point at which the power really goes; 0: none."""
+        """The point at which the power is really cut; 0: none."""
         self.pictures: list[Picture] = []
         self.certain = 0
-        """Index of the picture that no cut may fall behind."""
+        """Index of the oldest picture to which a cut may go back."""
         self.disk = disk_type(self.power)
         self.env = ForgetfulEnv(self.power, TABLES)
         self.node: PowerNode
 
     def begin(self) -> None:
-        """Start for the first time. After a cut in the middle, `lose_power` starts again."""
+        """Start for the first time. After a cut during it, `lose_power` starts again."""
         self.node = self._start(self.disk, self.env, self.draw)
         self.pictures = [self.node.picture()]
 
@@ -145,7 +145,7 @@ class Story:
     # -- what happens ----------------------------------------------------------------------------
 
     def change(self, count: int) -> None:
-        """Set and delete documents, beside each other in one group."""
+        """Set and delete several documents in one group."""
         engine, draw = self.node.engine, self.draw
         for _ in range(count):
             vb_id, key = draw.choice(VBUCKETS), draw.choice(KEYS)
@@ -161,7 +161,7 @@ class Story:
         self.node.engine.keyspace.branch(vb_id, self.draw.randint(0, part.high_seqno))
 
     def commit(self) -> None:
-        """Write the open group, and what a branch writes into the store beside it."""
+        """Write the open group, and into the store what a branch writes there."""
         node = self.node
         group = node.engine.keyspace.take_group()
         if group is None:
@@ -179,7 +179,7 @@ class Story:
                 put_failover(write, vb_id, document)
 
     def sync(self) -> None:
-        """What `interval` does from time to time."""
+        """Sync, as durability `interval` does from time to time."""
         self.node.writer.sync()
         self.node.engine.keyspace.synced()
         self.certain = len(self.pictures) - 1
@@ -188,7 +188,7 @@ class Story:
         self.node.device.reserve()
 
     def sync_mark(self) -> None:
-        """What the server does from time to time: no power cut takes the end mark then."""
+        """Sync the end mark, as the server does from time to time; then a cut cannot lose it."""
         self.node.writer.sync_mark()
 
     def begin_merge(self) -> None:
@@ -225,7 +225,7 @@ class Story:
         self._restart()
 
     def kill(self) -> None:
-        """End the process at once: all that was written is there, synced or not."""
+        """Kill the process: everything that was written stays, synced or not."""
         self._restart()
 
     def lose_power(self, share: float) -> None:
@@ -288,7 +288,7 @@ class Story:
             return
         assert self.durability != "commit", "a cut takes nothing that anybody saw"
         assert len(node.new_versions) == node.engine.num_vbuckets
-        # One version more than one of the pictures has; a start that died may have added some too.
+        # One version more than one of the pictures; a start that died may have added more.
         for picture in possible:
             if found[:4] == picture[:4] and all(
                 new[-len(old) :] == old and len(new) > len(old)
@@ -328,7 +328,7 @@ SHARES = (0, 0.3, 0.7, 1)
 
 
 def live(story: Story, steps: int) -> None:
-    """Let a node live; the power goes between steps and in the middle of them."""
+    """Let a node live; the power is cut between steps and within them."""
     draw = story.draw
     if not story.pictures:
         survive(story, story.begin)
@@ -343,7 +343,7 @@ def live(story: Story, steps: int) -> None:
 
 
 def survive(story: Story, step: Callable[[], None]) -> None:
-    """Do a step, in the middle of which the power may go, and again in the start after it."""
+    """Do a step during which the power may be cut, and again during the start after it."""
     while True:
         if story.draw.random() < 0.15:
             story.cut_at = story.power.points + story.draw.randint(1, 8)

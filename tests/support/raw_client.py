@@ -1,4 +1,4 @@
-"""A blocking client that sends what it is told, for tests of what a server refuses."""
+"""A blocking client that sends chosen bytes, to test what a server refuses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RawClient:
         self._socket.close()
 
     def hang_up(self) -> None:
-        """Cut the connection, from any thread: whoever waits for an answer gets none."""
+        """Cut the connection, from any thread: callers that wait for an answer get none."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -54,7 +54,7 @@ class RawClient:
         self._socket.sendall(data)
 
     def receive(self) -> Frame | None:
-        """Return the next frame, None where the server has closed."""
+        """Return the next frame, None if the server has closed."""
         while not self._frames:
             try:
                 data = self._socket.recv(1 << 16)
@@ -66,7 +66,7 @@ class RawClient:
         return self._frames.pop(0)
 
     def has_answer(self) -> bool:
-        """Whether the next frame, or a part of it, is here already."""
+        """Whether the next frame, or a part of it, has arrived."""
         return bool(self._frames or select.select([self._socket], [], [], 0)[0])
 
     def ask(self, opcode: int, **parts: int | bytes) -> Frame:
@@ -83,12 +83,12 @@ class RawClient:
         return self.ask(Opcode.SET, key=key, extras=bytes(8), value=value, vb_id=0)
 
     def is_closed(self) -> bool:
-        """Wait for the server to close; anything it still says is an error."""
+        """Wait for the server to close; anything it still sends is an error."""
         return self.receive() is None
 
 
 def context_of(frame: Frame) -> str:
-    """Return what an error response says in words."""
+    """Return the text of an error response."""
     assert frame.status, "not an error"
     text: str = json.loads(frame.value)["error"]["context"]
     return text

@@ -1,4 +1,4 @@
-"""An HTTP client that sends the bytes that it is told, for tests of what an admin port refuses."""
+"""An HTTP client that sends chosen bytes, to test what an admin port refuses."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 GIVE_UP_S = 20.0
-"""Keeps a failure from hanging."""
+"""Limit of a wait, so that a failure does not hang."""
 
 
 class Answer(NamedTuple):
     status: int
     headers: dict[str, str]
     body: Any
-    """JSON where it is JSON."""
+    """The JSON document, if it is JSON."""
 
     @property
     def what(self) -> str:
-        """What an error document says."""
+        """The text of an error document."""
         return str(self.body["error"]["what"])
 
 
@@ -89,14 +89,14 @@ class RawHttp:
         return await self.answer()
 
     async def rest(self) -> bytes:
-        """Return what comes until the server closes."""
+        """Return everything until the server closes."""
         found = b""
         async with asyncio.timeout(GIVE_UP_S):
             try:
                 while data := await self.reader.read(1 << 16):
                     found += data
             except ConnectionResetError:
-                pass  # it had not read all that we sent
+                pass  # the server had not read everything that we sent
         return found
 
 
@@ -110,7 +110,7 @@ async def ask(
     host: str | None = "localhost",
     body: bytes = b"",
 ) -> Answer:
-    """Make one request on a connection of its own."""
+    """Send one request on its own connection."""
     async with await RawHttp.open(port, from_host, tls) as connection:
         if body:
             headers = (*headers, f"content-length: {len(body)}")

@@ -1,4 +1,4 @@
-"""The server that people test their consumers with, by the name that tests of the server use."""
+"""`clients.testing`'s server, under the name that tests of the server use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from clients.testing import DcpServer
 
 
 class DcpdProcess(DcpServer):
-    """`with DcpdProcess(folder) as server:` gives a server that is ready; it is gone afterwards."""
+    """`with DcpdProcess(folder) as server:` gives a ready server and stops it at the end."""
 
     exit_code: int | None = None
-    """What the process ended with last; negative: the signal."""
+    """The last exit code of the process; negative: the signal."""
 
     def restart_after_kill(self) -> None:
         """SIGKILL, and start again on the same folder and ports."""

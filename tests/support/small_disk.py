@@ -1,4 +1,4 @@
-"""A disk of a few megabytes that can really be filled: a tmpfs, which only root may mount."""
+"""A disk of a few megabytes that can be filled: a tmpfs, which only root may mount."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from vbucket.log.record import written_bytes
 
 @contextmanager
 def small_disk(size: str) -> Iterator[Path]:
-    """Mount a disk of this size (as tmpfs writes it) for a while; skip if that is not allowed.
+    """Mount a disk of this size (in tmpfs notation) for a while; skip the test if not permitted.
 
-    It has a folder of its own. In `tmp_path` a run that was killed would leave a mount, which
-    pytest cannot remove, and every later run would fail.
+    It has its own folder: in `tmp_path`, a killed run would leave a mount that pytest cannot
+    remove, and every later run would fail.
     """
     path = Path(tempfile.mkdtemp(prefix="dcpd-disk-"))
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
@@ -30,13 +30,13 @@ def small_disk(size: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        # Lazily: the store process of a server that was killed ends a moment after it.
+        # Lazily: the store process of a killed server ends a moment later.
         subprocess.run(["umount", "--lazy", str(path)], check=True)
         path.rmdir()
 
 
 def fill(disk: Path) -> Path:
-    """Take all that is free; return the file to remove again."""
+    """Fill all free space; return the file to remove again."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1 << 9, 1):
@@ -49,6 +49,6 @@ def fill(disk: Path) -> Path:
 
 
 def strip_zeros(log: Path) -> None:
-    """Take the room away that the newest segment has ahead."""
+    """Remove the zeros ahead of the newest segment's end."""
     path = segment_path(log, segments_in(log)[-1])
     path.write_bytes(path.read_bytes()[: written_bytes(path.read_bytes())])

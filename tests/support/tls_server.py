@@ -1,4 +1,4 @@
-"""A server with TLS ports, and what its clients say first."""
+"""A server with TLS ports, and the first bytes of its clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TlsDcpd(DcpdProcess):
         return SyncKv(parse_address(f"dcpds://127.0.0.1:{self.tls_port}?tls_ca={self.ca.path}"))
 
     def client_hello(self) -> bytes:
-        """What a client of TLS says first."""
+        """The first bytes of a TLS client."""
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = ssl.create_default_context(cafile=self.ca.path)
         tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")

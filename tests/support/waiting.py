@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 GIVE_UP_S: Final = 60.0
-"""Keeps a failure from hanging; what is waited for takes a second at most on a quiet machine."""
+"""Limit of a wait, so that a failure does not hang. Waits usually take a second at most."""
 PAUSE_S: Final = 0.01
 
 
@@ -16,12 +16,12 @@ def until(is_so: Callable[[], object]) -> None:
     """Return once a condition holds."""
     give_up_at_s = time.monotonic() + GIVE_UP_S
     while not is_so():
-        assert time.monotonic() < give_up_at_s, "it did not come to that"
+        assert time.monotonic() < give_up_at_s, "the condition did not become true"
         time.sleep(PAUSE_S)
 
 
 async def until_so(is_so: Callable[[], object]) -> None:
-    """Return once a condition holds that others on this event loop bring about."""
+    """Return once a condition holds that other code on this event loop makes true."""
     async with asyncio.timeout(GIVE_UP_S):
         while not is_so():  # noqa: ASYNC110 - nobody sets an event for it
             await asyncio.sleep(PAUSE_S)

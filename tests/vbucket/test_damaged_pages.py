@@ -316,7 +316,7 @@ def test_a_damaged_meta_page_is_named(store: Path, slot: int, what: str) -> None
     data[slot * PAGE_BYTES :][:PAGE_BYTES] = new
     data[slot * PAGE_BYTES : (slot + 1) * PAGE_BYTES] = new
     path.write_bytes(data)
-    with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not what LMDB writes"):
+    with pytest.raises(StoreDamagedError, match=f"meta page {slot} is not a valid one of LMDB"):
         opened(store)
 
 

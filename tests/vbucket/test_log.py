@@ -181,13 +181,14 @@ def test_a_record_that_was_exchanged_breaks_the_chain() -> None:
         data = pack_segment_header(1, 0, SALT) + b"".join(
             [*records[:index], other, *records[index + 1 :]]
         )
-        with pytest.raises(LogDamagedError, match=f"group {index + 2} does not follow the group"):
+        not_after = f"group {index + 2} was not written after this group"
+        with pytest.raises(LogDamagedError, match=not_after):
             list(scan_segment(data, 1, is_newest=True))
 
 
 def test_the_first_record_continues_the_one_that_the_store_knows() -> None:
     data = segment_of(PAYLOADS, first_group=8)
-    with pytest.raises(LogDamagedError, match="group 8 does not follow the group 7"):
+    with pytest.raises(LogDamagedError, match="group 8 was not written after this group 7"):
         list(scan_segment(data, 1, before=LogEnd(0, 0, 7, 99)))
 
 
@@ -493,7 +494,7 @@ def test_the_log_continues_what_the_store_has_merged() -> None:
     merged_end = LogEnd(1, first.end, 2, first.crc)
     found = list(recover(device, 1, merged_end=merged_end).groups())
     assert [group.group for group in found] == [3]
-    with pytest.raises(LogDamagedError, match="group 3 does not follow"):
+    with pytest.raises(LogDamagedError, match="group 3 was not written after"):
         list(recover(device, 1, merged_end=merged_end._replace(crc=7)).groups())
     with pytest.raises(LogDamagedError, match="group 3 follows group 1"):
         list(recover(device, 1, merged_end=merged_end._replace(group=1)).groups())

@@ -151,9 +151,9 @@ def test_the_highest_numbers_are_refused_in_words() -> None:
     full = HOTELS._replace(next_scope_id=ID_MAX, next_collection_id=ID_MAX)
     full = full.create_scope("last").create_collection("last", "one")
     assert [len(event.value()) for event in events_between(HOTELS, full)]
-    with pytest.raises(ManifestError, match="no scope id left"):
+    with pytest.raises(ManifestError, match="no scope id is left"):
         full.create_scope("more")
-    with pytest.raises(ManifestError, match="no collection id left"):
+    with pytest.raises(ManifestError, match="no collection id is left"):
         full.create_collection("last", "more")
 
 

@@ -91,8 +91,8 @@ def test_several_nodes_keep_their_order():
     ("broken", "reason"),
     [
         (three_nodes((1, 1)), "names a node twice"),
-        (three_nodes((0, 3)), "none of the 3 nodes"),
-        (three_nodes((-2, 1)), "none of the 3 nodes"),
+        (three_nodes((0, 3)), "not among the 3 nodes"),
+        (three_nodes((-2, 1)), "not among the 3 nodes"),
         (three_nodes(()), "the same length"),
         (three_nodes()._replace(chains=((0,),) * 3), "3 chains; .* power of two"),
         (three_nodes()._replace(chains=((0, 1),) * 1023 + ((0,),)), "the same length"),

@@ -1,4 +1,4 @@
-"""What a check of a data folder finds: a kind, where, and what; each kind has its advice.
+"""Findings of a check of a data folder: kind, place, problem. Each kind has its advice.
 
 The kinds are explained one by one in docs/operations.md.
 """
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 
 class Kind(StrEnum):
-    """What is wrong. The texts are a contract: they stand in the JSON output."""
+    """What is wrong. The values are a contract, because the JSON output shows them."""
 
     TORN_TAIL = "torn-tail"
     LEFTOVER = "leftover"
@@ -32,18 +32,18 @@ class Kind(StrEnum):
 
 
 HARMLESS: Final = frozenset({Kind.TORN_TAIL, Kind.LEFTOVER, Kind.CAS})
-"""What a crash leaves behind and the next start clears away, and what is as it was written."""
+"""Leftovers of a crash, which the next start removes, and data that is as it was written."""
 
 _RESTORE: Final = "check the disk, and restore the data folder from a backup"
 _BY_STREAM: Final = (
-    "the changes are whole, so streams still show them: follow the partition into a new folder, or "
-    "restore a backup"
+    "the changes are intact, so streams still show them: follow the partition into a new folder, "
+    "or restore a backup"
 )
-_REPORT: Final = "every checksum is right, so this is a fault of the program: please report it"
+_REPORT: Final = "every checksum is right, so this is a bug in dcpd: please report it"
 
 ADVICE: Final[dict[Kind, str]] = {
-    Kind.TORN_TAIL: "nothing to do: it was never answered, and the next start cuts it",
-    Kind.LEFTOVER: "nothing to do: the store has it all, and the next merge removes it",
+    Kind.TORN_TAIL: "nothing to do: it was never acknowledged, and the next start cuts it",
+    Kind.LEFTOVER: "nothing to do: the store has all of it, and the next merge removes it",
     Kind.LOG: (
         "check the disk, then restore this file from a copy, or the data folder from a backup; to "
         "give up what cannot be read, start with dcpd --accept-log-loss"
@@ -51,28 +51,28 @@ ADVICE: Final[dict[Kind, str]] = {
     Kind.PAGES: _RESTORE,
     Kind.CRASH: _RESTORE,
     Kind.RECORD: _RESTORE,
-    Kind.BLOCK: "check the disk, and restore a backup; other partitions are not concerned",
-    Kind.GAP: "check the disk, and restore a backup; other partitions are not concerned",
+    Kind.BLOCK: "check the disk, and restore a backup; other partitions are not affected",
+    Kind.GAP: "check the disk, and restore a backup; other partitions are not affected",
     Kind.HISTORY: _REPORT,
     Kind.KEY_RECORD: _BY_STREAM,
     Kind.KEY_LOST: _BY_STREAM,
     Kind.KEY_STALE: _BY_STREAM,
     Kind.EXPIRY: (
-        "check the disk; whoever reads such a document still sees that it has expired, but streams "
-        "may never be told: set it again, or restore a backup"
+        "check the disk; reads treat such a document as expired, but streams may never get its "
+        "expiry: set it again, or restore a backup"
     ),
     Kind.COUNT: _REPORT,
     Kind.STRAY: _RESTORE,
     Kind.QUARANTINE: (
-        "merges leave the partition out, because its stored data is damaged: start the server, "
+        "merges skip the partition, because its stored data is damaged: start the server, "
         "branch it at 0 (dcpctl vb branch VB --at 0), and restore it from a backup"
     ),
-    Kind.CAS: "no data is damaged: dcpctl vb mend-cas, when the server runs",
+    Kind.CAS: "no data is damaged; run dcpctl vb mend-cas while the server runs",
 }
 
 
 class Finding(NamedTuple):
-    """One thing that is not as it was written."""
+    """One problem that a check found."""
 
     kind: Kind
     where: str
@@ -80,7 +80,7 @@ class Finding(NamedTuple):
 
     @property
     def is_harmless(self) -> bool:
-        """Whether nothing has to be done."""
+        """Whether the data needs no repair."""
         return self.kind in HARMLESS
 
     def line(self) -> str:

@@ -1,10 +1,10 @@
-"""A way through all keys of a partition, some at a time, while it is written to. Sans-IO.
+"""Walks all keys of a partition in steps, while it takes writes. Sans-IO.
 
 Who calls it: flushes and `vbucket.engine.mending`.
 
-Every key that had a version at or below `end_seqno` when the walk began comes at least once, one
-that has several versions in memory more often. Memory first: what a merge moves on meanwhile is met
-again in the store, never missed.
+Every key that had a version at or below `end_seqno` when the walk began is returned at least once,
+more often if it has several versions in memory. Memory comes first. What a merge moves to the store
+meanwhile is found again there, so no key is missed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class KeyWalk:
         self._vb_id = vb_id
         self._end_seqno = end_seqno
         self._next_seqno = 1
-        """Versions in memory below it have been looked at."""
+        """All versions in memory below it were visited."""
         self._after_key: bytes | None = None
-        """The last key that was looked at in the store; None: memory is not through yet."""
+        """The last key visited in the store; None: memory is not finished yet."""
 
     def take(self, keys_max: int) -> list[bytes]:
-        """Return up to `keys_max` keys; none is left where there are none. Raises
+        """Return up to `keys_max` keys; an empty list means that all were visited. Raises
         StoreDamagedError.
         """
         if self._after_key is None:

@@ -81,7 +81,7 @@ class Mending:
         if meta.opcode == MUTATION:
             entry = engine.document_entry(part, key)
             if entry is None:
-                return  # its time was over
+                return  # it has expired
             opcode, body = MUTATION, entry[MUTATION_KEY_AT:]
             flags = int.from_bytes(entry[FLAGS_AT : FLAGS_AT + 4], "big")
         status, _, _ = engine.put_with_meta(

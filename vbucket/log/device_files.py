@@ -1,11 +1,11 @@
 """The log as real files: `0000000001.log`, `0000000002.log`, ... and `end.mark` in one folder.
 
 Who calls it: the shell opens it; the engine appends and syncs. The store process uses only
-`read_segment`. What a full disk or a short write leaves behind is cut away at once; if even that
-fails, the device takes no more appends and the next start cuts it as a torn tail.
+`read_segment`. What a full disk or a short write leaves behind is cut at once. If even that fails,
+the device takes no more appends, and the next start cuts it as a torn tail.
 
-A new segment is written under a temporary name, synced and renamed, so that it appears whole. It
-begins with zeros ahead of its end, and gets more when the shell asks for them.
+A new segment is written under a temporary name, synced and renamed, so it appears as a whole. It
+begins with zeros ahead of its end. `reserve` writes more of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SEGMENT_NAME: Final = re.compile(r"\A(\d{10,20})\.log\Z")
 MARK_NAME: Final = "end.mark"
 _NEW_NAME: Final = "new-segment.tmp"
 _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
-"""The process, or the system, has as many files open as it may (ulimit -n)."""
+"""The process or the system has reached its limit of open files (ulimit -n)."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG}) | _NO_DESCRIPTOR
-"""What may pass: also a full disk, a used-up quota, the limit of a file's size (ulimit -f)."""
+"""Errors that may pass: also a full disk, an exhausted quota, the file size limit (ulimit -f)."""
 
 
 def segment_path(folder: Path, segment: int) -> Path:
@@ -66,7 +66,7 @@ def read_segment(folder: Path, segment: int) -> bytes:
 
 
 def read_mark_slots(folder: Path) -> list[bytes]:
-    """Return the slots of the log's end mark, [] where there is none."""
+    """Return the slots of the log's end mark, [] if there is none."""
     try:
         return mark_slots((folder / MARK_NAME).read_bytes())
     except FileNotFoundError:
@@ -88,14 +88,14 @@ def sync_folder(folder: Path) -> None:
 class FileLogDevice:
     """`LogDevice` over the files of one folder; the folder is created when missing.
 
-    `draw_salt` gives 64 random bits for each new segment, which no client may be able to guess.
+    `draw_salt` returns 64 random bits for a new segment. Clients must not be able to guess them.
 
     Invariants
-    - `_end` is the length of the newest segment as far as appends succeeded, and
+    - `_end` is the end of the last successful append to the newest segment, and
       `_end` <= `_ahead_end` <= the file's length;
-    - between `_end` and `_ahead_end` lie zeros that are on disk; what is beyond, if anything, is
-      zeros too, except after a failed append that could not be cut (`_refusal` is set then);
-    - the file grows, or shrinks, under `_growing` only: `reserve` never writes over an append.
+    - the bytes between `_end` and `_ahead_end` are zeros on disk. Bytes after them are zeros, too,
+      except after a failed append that could not be cut (then `_refusal` is set);
+    - the file grows and shrinks only under `_growing`, so `reserve` never overwrites an append.
     """
 
     def __init__(
@@ -177,17 +177,17 @@ class FileLogDevice:
             if self._refusal is not None or self._fd < 0:
                 return
             segment, at = self._segments[-1], self._ahead_end
-            # A descriptor of its own: each gets to know of an error of the disk once. A sync of the
-            # log must not miss one because the sync here was told.
+            # A descriptor of its own, because each descriptor gets an error of the disk once. If
+            # the sync here got it on the log's descriptor, a sync of the log would miss it.
             try:
                 fd = self._disk.open(segment_name(segment))
             except OSError:
-                return  # no descriptor is left: the room is scarce, and the log goes on without
+                return  # no descriptor is left; the log works without zeros ahead
             try:
                 self._write_all(fd, bytes(AHEAD_BYTES), at)
             except OSError:
                 with contextlib.suppress(OSError):
-                    self._disk.cut(fd, at)  # what stays is zeros: no harm, but the room is scarce
+                    self._disk.cut(fd, at)  # leftover zeros do no harm, but the disk is full
             else:
                 try:
                     self._disk.sync_data(fd)
@@ -205,7 +205,7 @@ class FileLogDevice:
             if self._fd >= 0:
                 self._seal()
             salt = self._draw_salt()
-            # It stays open: later another descriptor might not be had.
+            # It stays open, because later there may be no free descriptor.
             fd, room_bytes = self._create(segment, salt)
             try:
                 self._sync_folder()
@@ -317,7 +317,7 @@ class FileLogDevice:
     def _append(self, data: bytes) -> None:
         end = self._end
         try:
-            # The usual case is one call; a short write (signal, full disk) goes on where it ended.
+            # Usually one call does it. After a short write (signal, full disk) write the rest.
             written = self._disk.write(self._fd, data, end)
             if written < len(data):
                 self._write_all(self._fd, memoryview(data)[written:], end + written)
@@ -336,7 +336,7 @@ class FileLogDevice:
 
     def _seal(self) -> None:
         """Give the newest segment exactly its length, durably."""
-        # Always: where a start found no zeros to cut, the cut of the last stop may not be on disk.
+        # Always, even without zeros to cut: the cut of the last stop may not be on disk.
         self._cut_durably(self._segments[-1], self._fd, self._end)
         self._ahead_end = self._end
 
@@ -402,8 +402,8 @@ class FileLogDevice:
 
     def _fail_sync(self, what: str, cause: OSError) -> None:
         self._refusal = SyncFailedError(
-            f"{self._folder}: {what}; nothing written since the last good sync is certain. "
-            "Check the disk, then start again: what was acknowledged is in the log"
+            f"{self._folder}: {what}; anything written since the last good sync may be lost. "
+            "Check the disk, then start again: acknowledged changes are in the log"
         )
         raise self._refusal from cause
 
@@ -416,7 +416,7 @@ class FileLogDevice:
             try:
                 self._disk.cut(self._fd, self._end)
             except OSError as error:
-                text += f" (cutting what was written failed too: {error})"
+                text += f" (cutting the partial write failed too: {error})"
                 self._refusal = LogWriteError(text)
                 return LogWriteError(text)
             self._ahead_end = self._end
@@ -424,5 +424,5 @@ class FileLogDevice:
 
 
 def _write_error(text: str, cause: OSError) -> LogWriteError:
-    """Return the error that says whether trying again can help."""
+    """Return LogFullError if trying again can help, else LogWriteError."""
     return LogFullError(text) if cause.errno in _NO_ROOM else LogWriteError(text)

@@ -1,7 +1,7 @@
 """The log in memory, for tests and simulation: same rules as files, crashes and faults on demand.
 
-Deterministic: what survives a crash is what the caller says. A fault point is armed for the nth
-call from now (1 = the next one) and fires once.
+Deterministic: the caller says what survives a crash. A fault point is armed for the nth call from
+now (1 = the next one) and fires once.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from vbucket.log.device import (
 )
 
 MEMORY_AHEAD_BYTES = 512
-"""Zeros that `reserve` writes here: few, so that tests come to their end."""
+"""Zeros that `reserve` writes: few, so that tests reach their end."""
 _SALT_STEP = 0x9E37_79B9_7F4A_7C15
-"""Makes each segment's salt another, and the same in every run."""
+"""Gives each segment another salt, the same in every run."""
 _SALT_TOP = 1 << 63
-"""No record begins with a zero byte then, so that whatever a crash keeps of one can be seen."""
+"""The top bit of every salt, so that no record begins with a zero byte. Then whatever a crash keeps
+of a record is visible."""
 
 
 class MemoryLogDevice:
     """`LogDevice` over bytearrays.
 
     Invariants: 0 <= `_synced` <= length of the newest segment; sealed segments are wholly synced.
-    `_ahead_end` is where the newest segment's zeros end, which are no part of `_data`.
+    `_ahead_end` is where the newest segment's zeros end; `_data` does not contain them.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class MemoryLogDevice:
 
     @property
     def unsynced_bytes(self) -> int:
-        """How many bytes a crash may take."""
+        """How many bytes a crash may lose."""
         return self.current_bytes - self._synced
 
     @property
@@ -148,10 +149,10 @@ class MemoryLogDevice:
         self._ahead_end = self.current_bytes
 
     def crash(self, *, keep_unsynced_bytes: int = 0) -> MemoryLogDevice:
-        """Return the device as the next process finds it; this one refuses from now on.
+        """Return the device as the next process finds it; this one takes no more appends and syncs.
 
-        `keep_unsynced_bytes` of what was appended since the last sync survive, from the front. The
-        zeros ahead survive, and are found as a part of the segment.
+        Of the bytes appended since the last sync, the first `keep_unsynced_bytes` survive. The
+        zeros ahead survive as a part of the segment.
         """
         after = MemoryLogDevice()
         after._data = {segment: bytearray(data) for segment, data in self._data.items()}

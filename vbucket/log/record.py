@@ -5,25 +5,28 @@
               CRC-32C of the record before u32, CRC-32C u32, payload
     payload = entry*        (vbucket.model.entry; an entry ends where its body length says)
 
-The CRC covers the record's fields before it and the payload, so each record vouches for the one
-before: a record that was exchanged, or is missing in the middle, breaks the chain. Group numbers
-ascend by 1. Both go on across segments and restarts. Big-endian. Records of segments of version 1
-and 2 do not name the one before them; the first record after them does.
+The CRC covers the record's fields before it and the payload. The fields include the CRC of the
+previous record, so the records form a chain: if one is exchanged or lost in the middle, the chain
+breaks. Group numbers ascend by 1. Both continue across segments and restarts. Big-endian. Records
+in segments of versions 1 and 2 do not hold the CRC of the previous record; the first record after
+them does.
 
-A segment's header holds a salt, 64 random bits: its upper half is the mark that the segment's
-records begin with, its lower half what their CRCs go on from. So a client, whose values stand in
-records as they are, cannot make one that passes for a record, which would turn a torn group into
-damage. Segments of version 1 have none; their records are made with `device.OLD_SALT`.
+A segment's header holds a salt, 64 random bits. Its upper half is the mark at the beginning of each
+record of the segment; its lower half is the initial value of their CRCs. Records hold clients'
+values unchanged, but a client cannot know the salt. So it cannot make a value that passes for a
+record, which would make a torn group look like damage. Segments of version 1 have no salt; their
+records use `device.OLD_SALT`.
 
 Who calls it: `vbucket.log.writer` packs records; recovery, the merge and the offline check scan
-segments. Pure; the device is handed in.
+segments. Pure.
 
-What follows the last good record is one of three things, and none is silent:
-- nothing, or in the newest segment only zeros, which are written ahead of its end: a clean end;
-- a torn tail, in the newest segment, with no good record after it: a group that was never answered;
-- damage, everything else: `LogDamagedError`. So is an end that comes too early: before the end mark
-  (`vbucket.log.end_mark`), before what the store has merged, or elsewhere than where a clean stop
-  left it.
+After the last good record there is one of three things:
+- a clean end: nothing, or in the newest segment only zeros, which are written ahead of its end;
+- a torn tail: in the newest segment, bytes without a good record after them. They are a group that
+  was never answered;
+- damage: everything else. It raises `LogDamagedError`. An end that comes too early is damage, too:
+  before the end mark (`vbucket.log.end_mark`), before what the store has merged, or not where a
+  clean stop left it.
 """
 
 from __future__ import annotations
@@ -53,19 +56,20 @@ RECORD: Final = Struct(">IIIQII")
 RECORD_BYTES: Final = RECORD.size
 OLD_RECORD_HEAD: Final = Struct(">IIIQ")
 OLD_RECORD: Final = Struct(">IIIQI")
-"""Records of segments of version 1 and 2."""
+"""Records of segments of versions 1 and 2."""
 _LAYOUTS: Final = ((OLD_RECORD, OLD_RECORD_HEAD.size), (RECORD, RECORD_HEAD.size))
 """Without and with a chain: the layout, and how much of it the checksum covers."""
 GROUP_WINDOW: Final = 1 << 20
-"""How far after the last good group a record found behind a bad place may be, to count as one."""
+"""A record after a bad place counts only if its group number is at most this far above the last
+good one."""
 
 _BODY_LENGTH: Final = Struct(">20xI")
-"""Where an entry tells its length: 12 bytes of prefix, 8 of the frame's header."""
+"""Where an entry has its body length: after 12 bytes of prefix and 8 of the frame's header."""
 _ENTRY_HEAD_BYTES: Final = 36
 _SALT_HALF: Final = (1 << 32) - 1
 _HEADERS: Final = {1: OLD_SEGMENT_HEADER, 2: SEGMENT_HEADER, SEGMENT_FORMAT_VERSION: SEGMENT_HEADER}
 _CHAINED_FROM: Final = 3
-"""The first version whose records name the one before."""
+"""The first version whose records hold the CRC of the previous record."""
 _VERSION_AT: Final = len(SEGMENT_MAGIC)
 _crc32c = google_crc32c.value
 _crc32c_extend = google_crc32c.extend
@@ -73,17 +77,17 @@ _pack_head = RECORD_HEAD.pack
 
 
 class LogDamagedError(Exception):
-    """The log holds what no crash can leave: bytes changed, or vanished, after they were synced."""
+    """Synced bytes of the log changed or vanished. A crash cannot do that."""
 
 
 class SegmentHeader(NamedTuple):
-    """What a segment's header tells. `previous_bytes`: length of the segment before, 0: none."""
+    """The content of a segment's header. `previous_bytes`: length of the previous segment, or 0."""
 
     previous_bytes: int
     salt: int
     size_bytes: int
     is_chained: bool
-    """Whether records name the one before."""
+    """Whether records hold the CRC of the previous record."""
 
 
 class ScannedGroup(NamedTuple):
@@ -98,8 +102,8 @@ class ScannedGroup(NamedTuple):
 def pack_group(group: int, payload: bytes, salt: int, crc_before: int = 0) -> bytes:
     """Return the record of a commit group; `payload` is its entries one after another.
 
-    `salt` is that of the segment which it goes into, `crc_before` the checksum of the record before
-    it (0: it is the first one).
+    `salt` is that of its segment, `crc_before` the checksum of the previous record (0: there is
+    none).
     """
     head = _pack_head(salt >> 32, KIND_GROUP, len(payload), group, crc_before)
     crc: int = _crc32c_extend(_crc32c_extend(salt & _SALT_HALF, head), payload)
@@ -112,8 +116,8 @@ def record_crc(record: bytes) -> int:
 
 
 def split_entries(payload: bytes) -> list[bytes]:
-    """Return the entries of a group's payload. Raises LogDamagedError when the lengths do not add
-    up (a writer's fault: the checksum was right).
+    """Return the entries of a group's payload. Raises LogDamagedError if their lengths do not add
+    up, which is a bug of the writer: the checksum was right.
     """
     entries: list[bytes] = []
     append = entries.append
@@ -130,16 +134,16 @@ def split_entries(payload: bytes) -> list[bytes]:
     if start != total:
         raise LogDamagedError(
             f"a group of {total} bytes holds an entry that reaches to {end}: the lengths of its "
-            f"entries do not add up after {len(entries)} entries; this is a fault of the writer, "
+            f"entries do not add up after {len(entries)} entries; this is a bug in dcpd, "
             "please report it"
         )
     return entries
 
 
 def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
-    """Return what a segment's header tells.
+    """Decode a segment's header.
 
-    Raises LogDamagedError, or UnknownFormatError for a segment of a version that is not known.
+    Raises LogDamagedError, or UnknownFormatError if the version is unknown.
     """
     if len(data) < OLD_SEGMENT_HEADER.size:
         raise damaged_at(segment, 0, f"its header is cut short to {len(data)} bytes")
@@ -159,7 +163,7 @@ def read_segment_header(data: bytes, segment: int) -> SegmentHeader:
     if found != segment:
         raise damaged_at(segment, 0, f"its header says that it is segment {found}")
     if _crc32c(data[: layout.size - 4]) != crc:
-        raise damaged_at(segment, 0, "its header does not have its checksum")
+        raise damaged_at(segment, 0, "its header does not match its checksum")
     is_chained = version >= _CHAINED_FROM
     return SegmentHeader(previous_bytes, salt[0] if salt else OLD_SALT, layout.size, is_chained)
 
@@ -174,11 +178,11 @@ def scan_segment(
 ) -> Iterator[ScannedGroup]:
     """Yield the groups of a segment, then judge what follows the last good one.
 
-    A clean end: the last `end` (or the header's length) is the segment's length, or zeros alone
-    follow where `is_newest`. A torn tail, only where `is_newest`: something else follows, and may
-    be cut. `before` is the last record before this segment where that is known. With
-    `is_synced_per_group` false (durability `interval` or `none`) a power cut may keep later groups
-    and lose earlier ones, so a good record after a bad place is then no damage and is cut too.
+    Clean end: the last `end` (or the header's length) is the segment's length, or, with
+    `is_newest`, only zeros follow. Torn tail, only with `is_newest`: something else follows, which
+    may be cut. `before` is the last record before this segment, if known. If `is_synced_per_group`
+    is false (durability `interval` or `none`), a power cut may keep later groups and lose earlier
+    ones. Then a good record after a bad place is no damage and is cut, too.
 
     Raises LogDamagedError; UnknownFormatError.
     """
@@ -192,24 +196,24 @@ def scan_segment(
                 raise damaged_at(segment, at, f"group {group} follows group {last[0]}")
             if header.is_chained and crc_before != last[1]:
                 raise damaged_at(
-                    segment, at, f"group {group} does not follow the group {last[0]} that is there"
+                    segment, at, f"group {group} was not written after this group {last[0]}"
                 )
         yield ScannedGroup(group, data[payload_at:end], end, crc)
         at, last = end, (group, crc)
     if at == len(data):
         return
     if not is_newest:
-        raise damaged_at(segment, at, "no good record stands here, and a newer segment was begun")
+        raise damaged_at(segment, at, "there is no good record here, but a newer segment exists")
     if not is_synced_per_group or written_bytes(data) <= at:
         return
     found = _find_record(data, at + 1, None if last is None else last[0], header)
     if found is not None:
-        raise damaged_at(segment, at, f"no good record stands here, but one follows at {found}")
+        raise damaged_at(segment, at, f"there is no good record here, but one follows at {found}")
 
 
 def groups_after(data: bytes, segment: int, start: int) -> Iterator[bytes]:
-    """Yield the payloads of the good records from `start` on, wherever they stand: what can still
-    be read of a damaged segment. Nothing of a segment whose header is damaged.
+    """Yield the payloads of all good records from `start` on: what can still be read of a damaged
+    segment. If its header is damaged, nothing can.
     """
     try:
         header = read_segment_header(data, segment)
@@ -232,8 +236,8 @@ def written_bytes(data: bytes) -> int:
 def _record_at(
     data: bytes, at: int, header: SegmentHeader
 ) -> tuple[int, int, int, int, int] | None:
-    """Return group number, place of the payload, end, checksum of the record before (0 where that
-    is not told) and checksum of the good record at `at`; None when there is none.
+    """Return the good record at `at`: group number, position of the payload, end, checksum of the
+    previous record (0 if the record does not hold it), own checksum. None: there is none.
     """
     layout, head_bytes = _LAYOUTS[header.is_chained]
     payload_at = at + layout.size
@@ -253,8 +257,8 @@ def _record_at(
 def _find_record(data: bytes, start: int, last: int | None, header: SegmentHeader) -> int | None:
     """Return the position of the next good record from `start` on that can belong to this log.
 
-    Values may hold anything. What keeps a value from passing for a record is the salt, and in
-    segments without one this alone: only group numbers soon after `last` count.
+    A value may hold any bytes. The salt keeps it from passing for a record. In a segment without a
+    salt only this does: the group number must be soon after `last`.
     """
     mark = (header.salt >> 32).to_bytes(4, "big")
     layout, _ = _LAYOUTS[header.is_chained]
@@ -270,9 +274,9 @@ def _find_record(data: bytes, start: int, last: int | None, header: SegmentHeade
 
 
 def damaged_at(segment: int, at: int, what: str) -> LogDamagedError:
-    """Return the error that names the place of a damage in the log."""
+    """Return the error for damage at a place of the log."""
     return LogDamagedError(
-        f"log segment {segment} is damaged at byte {at}: {what}. Groups that were answered may be "
-        "in the damaged part, so nothing is cut. Check the disk, then restore this file from a "
+        f"log segment {segment} is damaged at byte {at}: {what}. The damaged part may hold "
+        "acknowledged changes, so nothing is cut. Check the disk, then restore this file from a "
         "copy, or the data folder from a backup"
     )

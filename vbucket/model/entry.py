@@ -1,19 +1,20 @@
-"""The stored form of a change: its DCP frame, and before it what the wire has no room for.
+"""The stored form of a change: a 12-byte prefix and the DCP frame that streams send.
 
     entry = prefix (12 bytes) + frame
 
     prefix   u64 seqno of the key's previous version in this partition (0: none)
              u32 leader epoch
     frame    DCP_MUTATION, DCP_DELETION or DCP_EXPIRATION exactly as a stream sends it, opaque 0;
-             the key carries its collection id (unsigned LEB128; one zero byte for the default); or
-             DCP_SYSTEM_EVENT, whose stored key is that of vbucket.model.manifest.system_key: a
-             stream sends the name at its end
+             the key carries its collection id (unsigned LEB128; one zero byte for the default).
+             Or DCP_SYSTEM_EVENT: it is stored with the key of vbucket.model.manifest.system_key,
+             and streams send the name at the end of that key
 
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
 as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
 memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
-knows (a new partition version, a change of state) have the opcode `LOG_CONTROL`, never seen on the
-wire, and a CBOR document as their value.
+memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
+holds (a new partition version, a change of state) have the opcode `LOG_CONTROL`, which is not sent
+on the wire, and a CBOR document as their value.
 
 Who calls it: engine, log, store, merge. Big-endian.
 """
@@ -34,10 +35,10 @@ LOG_CONTROL: Final = 0xF0
 """Opcode of entries that never leave the log."""
 
 MUTATION_ENTRY: Final = Struct(">QIHHHHI4xQQQII7x")
-"""Everything of a mutation's entry before its key: prev seqno, epoch; MUTATION_FORM, key length,
+"""The part of a mutation's entry before its key: prev seqno, epoch; MUTATION_FORM, key length,
 MUTATION_EXTRAS | datatype, vbucket, body length, (opaque), CAS; seqno, rev seqno, flags, expiry,
-(lock time, nmeta, nru). What is in brackets is zero. Neighbours are one field where that saves
-time: one is packed for every SET."""
+(lock time, nmeta, nru). Fields in parentheses are zero. Some adjacent fields are packed as one,
+because every SET packs an entry."""
 MUTATION_FORM: Final = 0x80 << 8 | Opcode.DCP_MUTATION
 """Magic and opcode."""
 DELETION_ENTRY: Final = Struct(">QIBBHBBHIIQQQH")
@@ -45,7 +46,7 @@ DELETION_ENTRY: Final = Struct(">QIBBHBBHIIQQQH")
 EXPIRATION_ENTRY: Final = Struct(">QIBBHBBHIIQQQI")
 """The same for an expiry; its last field is the delete time, Unix seconds."""
 SYSTEM_EVENT_ENTRY: Final = Struct(">QIBBHBBHIIQQIB")
-"""The same for a system event; after the seqno its kind and the version of its value."""
+"""The same for a system event; its kind and the version of its value follow the seqno."""
 CONTROL_ENTRY: Final = Struct(">QIBBHBBHIIQ")
 
 MUTATION_KEY_AT: Final = MUTATION_ENTRY.size  # 67
@@ -60,7 +61,7 @@ META: Final = Struct(">13xBH1xB2xI4xQQQ")
 """opcode, key length, datatype, body length, CAS, seqno, rev seqno of any change (the last has no
 meaning for a system event)."""
 NEWEST: Final = Struct(">13xB22xQQ")
-"""opcode, seqno, rev seqno: what a change needs to know of the one that it replaces."""
+"""opcode, seqno, rev seqno: what a change needs from the version that it replaces."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
 LENGTHS: Final = Struct(">QIxBHBxHI")
@@ -70,7 +71,7 @@ SEQNO: Final = Struct(">36xQ")
 
 
 class EntryHead(NamedTuple):
-    """What stands before the key of an entry."""
+    """The fields before the key of an entry."""
 
     prev_seqno: int
     epoch: int
@@ -87,7 +88,7 @@ class EntryHead(NamedTuple):
 
 
 def head_of(entry: bytes, offset: int = 0) -> EntryHead:
-    """Return the head of the entry at `offset`. Raises struct.error when it is cut short."""
+    """Return the head of the entry at `offset`. Raises struct.error if it is truncated."""
     return EntryHead(*LENGTHS.unpack_from(entry, offset))
 
 
@@ -98,7 +99,7 @@ def seqno_of(entry: bytes) -> int:
 
 
 def prev_seqno_of(entry: bytes) -> int:
-    """Return the seqno of the key's previous version, 0 where there is none."""
+    """Return the seqno of the key's previous version, 0 if there is none."""
     seqno: int = PREV_SEQNO.unpack_from(entry)[0]
     return seqno
 
@@ -122,7 +123,7 @@ def key_in_frame(frame: bytes) -> bytes:
 
 
 def value_of(entry: bytes) -> bytes:
-    """Return the value (b"" of a deletion)."""
+    """Return the value (b"" for a deletion)."""
     head = head_of(entry)
     return entry[PREFIX_BYTES + 24 + head.extras_bytes + head.key_bytes :]
 
@@ -180,7 +181,7 @@ def pack_system_event(vb_id: int, seqno: int, event: ManifestEvent, epoch: int =
 
 
 def pack_control(vb_id: int, document: dict[str, object]) -> bytes:
-    """Return an entry that only the log knows; `document["kind"]` says what it is."""
+    """Return a control entry, which only the log holds; `document["kind"]` is its kind."""
     value = cbor2.dumps(document)
     return CONTROL_ENTRY.pack(0, 0, 0x80, LOG_CONTROL, 0, 0, 0, vb_id, len(value), 0, 0) + value
 

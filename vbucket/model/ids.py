@@ -13,9 +13,9 @@ from typing import Final
 from zlib import crc32
 
 NUM_VBUCKETS: Final = 1024
-"""Number of partitions of a node. The wire and the data folder fix it: SDKs and tools assume it.
+"""Number of partitions of a node. SDKs, tools and the data folder depend on it.
 
-Code takes the number as an argument; only the server and the clients name this one."""
+Most code takes the number as an argument; this is the default."""
 
 SEQNO_MAX: Final = 2**64 - 1
 """The largest sequence number; as the end of a stream it means "never ends"."""
@@ -24,7 +24,7 @@ DEFAULT_COLLECTION_PREFIX: Final = b"\x00"
 """Unsigned LEB128 of collection id 0, the prefix of every stored key of the default collection."""
 
 _LOGICAL_MASK: Final = 0xFFFF
-"""Low bits of a CAS that count; the rest is nanoseconds since the epoch (hybrid clock)."""
+"""Low bits of a CAS: a counter. The other bits are nanoseconds since the epoch (hybrid clock)."""
 
 
 def vbucket_of(logical_key: bytes, num_vbuckets: int = NUM_VBUCKETS) -> int:
@@ -41,15 +41,15 @@ def vb_uuid_from_random(random_64_bits: int) -> int:
 
 
 CAS_DRIFT_NS: Final = 3900 * 10**9
-"""How far ahead of the clock a CAS from elsewhere may be, where nothing else is set: 65 minutes, as
-in kv_engine (hlc_max_future_threshold_us), so that a clock which is off by an hour passes."""
+"""Default limit of how far ahead of the clock a CAS from outside may be: 65 minutes, as in
+kv_engine (hlc_max_future_threshold_us). So a clock that is off by an hour passes."""
 
 
 CAS_AHEAD_NS: Final = 60 * 10**9
-"""How much further ahead a partition's own CAS is before something is done about it: it goes on
-from the highest that came from elsewhere."""
+"""How far above that limit a partition's own CAS may be before it needs mending. New changes
+continue from the highest CAS that was accepted from outside, so they can exceed the limit."""
 
 
 def time_ns_from_cas(cas: int) -> int:
-    """Return the moment a CAS was given, in nanoseconds since the Unix epoch."""
+    """Return the time at which a CAS was assigned, in nanoseconds since the Unix epoch."""
     return cas & ~_LOGICAL_MASK

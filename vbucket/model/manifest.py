@@ -1,15 +1,15 @@
-"""The collections manifest: which scopes and collections there are, and how keys name them. Pure.
+"""The collections manifest: which scopes and collections exist, and how keys refer to them. Pure.
 
     manifest   uid (rises by 1 with every change), scopes, collections, the next free ids
     key        collection id as unsigned LEB128, then the logical key
 
-A manifest is a value: `create_*` and `drop_*` return the next one and never change this one. What
-became different between two of them is told to streams as system events (`events_between`).
+A manifest is immutable: `create_*` and `drop_*` return a new one. Streams get the differences
+between two manifests as system events (`events_between`).
 
-Rules (kv_engine): ids 0 to 7 are reserved, 0 is the default scope and the default collection, 1 is
-the collection of system events, which no client can name; an LEB128 id has at most 5 bytes and no
-superfluous ones. Ours: an id is never given twice, so what carries the id of a dropped collection
-belongs to nothing for ever; the default scope and collection cannot be dropped.
+Rules of kv_engine: ids 0 to 7 are reserved. 0 is the default scope and the default collection. 1 is
+the collection of system events, which clients cannot use. An LEB128 id has at most 5 bytes and no
+padding. Our own rules: an id is not reused, so a key with the id of a dropped collection never
+belongs to another one. The default scope and collection cannot be dropped.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ DEFAULT_SCOPE: Final = 0
 DEFAULT_COLLECTION: Final = 0
 DEFAULT_NAME: Final = "_default"
 SYSTEM_COLLECTION: Final = 1
-"""Collection id of system events' own keys."""
+"""Collection id in the keys of system events."""
 FIRST_FREE_ID: Final = 8
 ID_MAX: Final = 0xFFFF_FFFF
-"""Of scopes and collections: what a key's prefix and a system event have room for."""
+"""Highest id of scopes and collections: the largest that keys and system events can hold."""
 UID_MAX: Final = 2**64 - 1
-"""Of manifests: what a system event has room for."""
+"""Highest uid of a manifest: the largest that a system event can hold."""
 SET_UID_MAX: Final = 2**63 - 1
-"""Of manifests that are set whole: changes go on from there, and have room for as many again."""
+"""Highest uid of a manifest that is set as a whole: half of the range is left for later changes."""
 LEB128_BYTES_MAX: Final = 5
 MAX_TTL_S_MAX: Final = 2**31 - 1
 COLLECTIONS_MAX: Final = 1200
-"""Couchbase's limit of collections of a bucket, and of its scopes."""
+"""Couchbase's limit for the collections of a bucket, and for its scopes."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9-][A-Za-z0-9_%-]{0,250}")
 
 
 class SystemEventKind(IntEnum):
-    """What a system event tells, numbered as on the wire."""
+    """The kind of a system event, numbered as on the wire."""
 
     CREATE_COLLECTION = 0
     DROP_COLLECTION = 1
@@ -62,18 +62,18 @@ class UnknownCollectionIdError(ManifestError):
 
 
 class InvalidManifestError(ManifestError):
-    """What should be a manifest is none."""
+    """A document is not a valid manifest."""
 
 
 class NameTakenError(ManifestError):
-    """There is a scope or collection of that name already.
+    """A scope or collection of that name exists already.
 
-    The words of these errors are those by which the official SDKs tell them apart.
+    The official SDKs tell these errors apart by their text.
     """
 
 
 class Collection(NamedTuple):
-    """A collection. `max_ttl_s`: how long a document lives at most, 0: no limit."""
+    """A collection. `max_ttl_s`: the longest life of a document, 0: no limit."""
 
     collection_id: int
     name: str
@@ -87,14 +87,14 @@ _SCOPE_EVENT: Final = Struct(">QI")
 
 
 class ManifestEvent(NamedTuple):
-    """A change of the manifest as streams tell it. `collection_id` is 0 where a scope is meant."""
+    """A change of the manifest as streams report it. `collection_id` is 0 in events of scopes."""
 
     kind: SystemEventKind
     manifest_uid: int
     scope_id: int
     collection_id: int = 0
     name: str = ""
-    """Name of what was created, "" where something was dropped (kv_engine)."""
+    """Name of the created scope or collection, "" for a drop (as in kv_engine)."""
     max_ttl_s: int = 0
 
     @property
@@ -113,7 +113,7 @@ class ManifestEvent(NamedTuple):
 
 
 def parse_system_event(kind: int, version: int, key: bytes, value: bytes) -> ManifestEvent:
-    """Return the event of a DCP_SYSTEM_EVENT. Raises ValueError for one that we do not know."""
+    """Decode a DCP_SYSTEM_EVENT. Raises ValueError if it is unknown or malformed."""
     name = key.decode("utf-8", "replace")
     what = SystemEventKind(kind)
     if what in {SystemEventKind.CREATE_SCOPE, SystemEventKind.DROP_SCOPE}:
@@ -137,15 +137,15 @@ class Manifest(NamedTuple):
     next_scope_id: int = FIRST_FREE_ID
     next_collection_id: int = FIRST_FREE_ID
 
-    # -- what is there -------------------------------------------------------------------------
+    # -- look-ups ------------------------------------------------------------------------------
 
     def scope_id(self, name: str) -> int | None:
-        """Return the id of a scope ("" is the default one), None where there is none."""
+        """Return the id of a scope ("" is the default one), None if it does not exist."""
         name = name or DEFAULT_NAME
         return next((scope_id for scope_id, known in self.scopes.items() if known == name), None)
 
     def collection_id(self, path: str) -> int | None:
-        """Return the id of "scope.collection", None where there is none; empty names mean the
+        """Return the id of "scope.collection", None if it does not exist. Empty names mean the
         default ones.
         """
         scope, _, name = path.rpartition(".")
@@ -161,7 +161,7 @@ class Manifest(NamedTuple):
         )
 
     def path_of(self, collection_id: int) -> str:
-        """Return "scope.collection" of a collection that is there."""
+        """Return "scope.collection" of an existing collection."""
         item = self.collections[collection_id]
         return f"{self.scopes[item.scope_id]}.{item.name}"
 
@@ -171,7 +171,7 @@ class Manifest(NamedTuple):
 
     @property
     def has_dropped(self) -> bool:
-        """Whether a collection has been dropped, so that there may be keys of none."""
+        """Whether a collection was ever dropped, so keys without a collection may exist."""
         others = len(self.collections) - (DEFAULT_COLLECTION in self.collections)
         return self.next_collection_id - FIRST_FREE_ID != others
 
@@ -183,7 +183,7 @@ class Manifest(NamedTuple):
         if self.scope_id(name) is not None:
             raise NameTakenError(f'Scope with name "{name}" already exists')
         if len(self.scopes) >= COLLECTIONS_MAX:
-            raise ManifestError(f"there are {len(self.scopes)} scopes, the limit; drop one first")
+            raise ManifestError(f"the limit, {len(self.scopes)} scopes, is reached; drop one first")
         _check_free("scope", self.next_scope_id)
         return self._replace(
             uid=self._next_uid(),
@@ -195,13 +195,13 @@ class Manifest(NamedTuple):
         """Return the manifest with a new collection. Raises ManifestError."""
         _check_name("collection", name)
         if not 0 <= max_ttl_s <= MAX_TTL_S_MAX:
-            raise ManifestError(f"a maximum time to live is 0 to {MAX_TTL_S_MAX} s, {max_ttl_s}?")
+            raise ManifestError(f"maxTTL must be 0 to {MAX_TTL_S_MAX} s, not {max_ttl_s}")
         scope_id = self._known_scope(scope)
         if self.collection_id(f"{scope}.{name}") is not None:
             raise NameTakenError(f'Collection with name "{name}" already exists in scope "{scope}"')
         if len(self.collections) >= COLLECTIONS_MAX:
             raise ManifestError(
-                f"there are {len(self.collections)} collections, the limit; drop one first"
+                f"the limit, {len(self.collections)} collections, is reached; drop one first"
             )
         _check_free("collection", self.next_collection_id)
         item = Collection(self.next_collection_id, name, scope_id, max_ttl_s)
@@ -225,7 +225,7 @@ class Manifest(NamedTuple):
         return self._replace(uid=self._next_uid(), collections=kept)
 
     def drop_scope(self, name: str) -> Manifest:
-        """Return the manifest without a scope and all that is in it. Raises ManifestError."""
+        """Return the manifest without a scope and its collections. Raises ManifestError."""
         scope_id = self._known_scope(name)
         if scope_id == DEFAULT_SCOPE:
             raise ManifestError("the default scope cannot be dropped")
@@ -240,8 +240,8 @@ class Manifest(NamedTuple):
     def _next_uid(self) -> int:
         if self.uid >= UID_MAX:
             raise ManifestError(
-                f"the manifest has uid {self.uid:x}, the highest; it cannot be changed any more. "
-                "Move the data into a new folder with a backup"
+                f"the manifest has uid {self.uid:x}, the highest possible, so it cannot change any "
+                "more. Move the data into a new folder with a backup"
             )
         return self.uid + 1
 
@@ -268,7 +268,7 @@ class Manifest(NamedTuple):
         }
 
     def to_document(self) -> dict[str, object]:
-        """Return the form in which log and store keep it."""
+        """Return the form that log and store hold."""
         return {
             "uid": self.uid,
             "scopes": dict(self.scopes),
@@ -297,10 +297,10 @@ INITIAL_MANIFEST: Final = Manifest(
 
 
 def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifest:
-    """Return the manifest that a JSON document tells, as the successor of `before`.
+    """Return the manifest of a JSON document as the successor of `before`.
 
-    Raises InvalidManifestError for what is none, ManifestError for one that cannot follow: its uid
-    is not higher, it gives a used id again, renames something, or lacks the defaults.
+    Raises InvalidManifestError for an invalid document, and ManifestError for a manifest that
+    cannot follow: its uid is not higher, it reuses an id, renames something, or lacks the defaults.
     """
     try:
         uid = int(document["uid"], 16)
@@ -346,18 +346,18 @@ def manifest_from_json(before: Manifest, document: Mapping[str, Any]) -> Manifes
 
 
 def _check_free(what: str, number: int) -> None:
-    """Raise ManifestError where no id is left for a new scope or collection."""
+    """Raise ManifestError if no id is left for a new scope or collection."""
     if number > ID_MAX:
         raise ManifestError(
-            f"there is no {what} id left: a manifest was set that has the highest one. Move the "
-            "data into a new folder with a backup"
+            f"no {what} id is left, because a manifest with the highest one was set. Move the data "
+            "into a new folder with a backup"
         )
 
 
 def _check_successor(before: Manifest, after: Manifest) -> None:
-    """Raise ManifestError where `after` cannot follow `before`."""
+    """Raise ManifestError if `after` cannot follow `before`."""
     if after.uid <= before.uid:
-        raise ManifestError(f"the manifest has uid {after.uid:x}, and {before.uid:x} is in force")
+        raise ManifestError(f"uid {after.uid:x} is not above the current uid {before.uid:x}")
     if after.scopes.get(DEFAULT_SCOPE) != DEFAULT_NAME:
         raise ManifestError("the default scope cannot be dropped")
     if after.collections.get(DEFAULT_COLLECTION) != before.collections[DEFAULT_COLLECTION]:
@@ -366,18 +366,19 @@ def _check_successor(before: Manifest, after: Manifest) -> None:
         if before.scopes.get(scope_id, name) != name:
             raise ManifestError(f"scope {scope_id:x} cannot be renamed")
         if scope_id not in before.scopes and scope_id < before.next_scope_id:
-            raise ManifestError(f"scope id {scope_id:x} was given before, or is reserved")
+            raise ManifestError(f"scope id {scope_id:x} was used before, or is reserved")
     for key, item in after.collections.items():
         if before.collections.get(key, item) != item:
             raise ManifestError(f"collection {key:x} cannot be changed")
         if key not in before.collections and key < before.next_collection_id:
-            raise ManifestError(f"collection id {key:x} was given before, or is reserved")
+            raise ManifestError(f"collection id {key:x} was used before, or is reserved")
 
 
 def events_between(before: Manifest, after: Manifest) -> list[ManifestEvent]:
-    """Return what streams are told of a change: first what went, then what came.
+    """Return the system events of a change: first drops, then creations.
 
-    Only the last event names the new uid (kv_engine: who has seen that one has seen all).
+    Only the last event has the new uid. So a consumer that has seen that uid has seen all events
+    (as in kv_engine).
     """
     gone = [item for key, item in before.collections.items() if key not in after.collections]
     come = [item for key, item in after.collections.items() if key not in before.collections]
@@ -429,9 +430,9 @@ def _check_name(what: str, name: str) -> None:
 
 
 SYSTEM_KEY: Final = Struct(">BBII")
-"""Key under which a system event is stored: SYSTEM_COLLECTION, kind, scope id, collection id; the
-name of what was created follows. Each is a key of its own, so that a snapshot shows both the
-beginning and the end of a collection; and no client's key begins so."""
+"""Key under which a system event is stored: SYSTEM_COLLECTION, kind, scope id, collection id, then
+the name of the created scope or collection. Each event has its own key, so a snapshot shows both
+the creation and the drop of a collection. Keys of clients cannot begin with SYSTEM_COLLECTION."""
 
 
 def system_key(event: ManifestEvent) -> bytes:
@@ -441,7 +442,7 @@ def system_key(event: ManifestEvent) -> bytes:
 
 
 def missing_events(keys: Iterable[bytes], manifest: Manifest) -> list[ManifestEvent]:
-    """Return the events that a partition with these system events' keys has still to tell."""
+    """Return the events that a partition still lacks; `keys` are the system events that it has."""
     scopes: dict[int, str] = {DEFAULT_SCOPE: DEFAULT_NAME}
     collections = {DEFAULT_COLLECTION: INITIAL_MANIFEST.collections[DEFAULT_COLLECTION]}
     dropped_scopes, dropped_collections = set(), set()
@@ -476,8 +477,8 @@ def encode_leb128(number: int) -> bytes:
 
 
 def decode_leb128(key: bytes) -> tuple[int, int] | None:
-    """Return the collection id at the beginning of a key and its length, None where there is none:
-    cut short, longer than needed, or above 32 bits.
+    """Return the collection id at the beginning of a key and its length. None if the id is
+    truncated, padded, or above 32 bits.
     """
     number = shift = 0
     for length, byte in enumerate(key[:LEB128_BYTES_MAX], 1):

@@ -1,4 +1,4 @@
-"""Which node holds which partition, and the JSON in which clients of the field read it. Pure.
+"""Which node holds which partition, and the JSON in which Couchbase clients read it. Pure.
 
 Called by the server (GET_CLUSTER_CONFIG, NOT_MY_VBUCKET) and by clients that route.
 
@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 from vbucket.model.ids import NUM_VBUCKETS
 
 NO_NODE: Final = -1
-"""Index of a place in a chain that no node holds."""
+"""Marks a place in a chain that no node holds."""
 
 BUCKET_CAPABILITIES: Final = ("collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan")
-"""What is true of this server, in the field's words. Clients use collections only if listed."""
+"""What this server supports, in Couchbase's terms. Clients use collections only if listed."""
 
 HOST_OF_CLIENT: Final = "$HOST"
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared, not bound
@@ -49,7 +49,7 @@ class PartitionMap(NamedTuple):
     rev: int = 1
     rev_epoch: int = 1
     this_node: int = 0
-    """Index of the node that tells it."""
+    """Index of the node that serves the map."""
 
     @classmethod
     def single_node(
@@ -66,8 +66,8 @@ class PartitionMap(NamedTuple):
     ) -> PartitionMap:
         """Return the map of a node that holds every partition.
 
-        `host` is what it listens on: one that is not an address of its own (0.0.0.0, ::) or is
-        loopback is not advertised, clients go on with the name that brought them here.
+        `host` is the address it listens on. A wildcard (0.0.0.0, ::) or loopback address is not
+        advertised; clients then keep the name that they connected with.
         """
         advertised = None if host in _WILDCARDS or _is_loopback(host) else host
         return cls(
@@ -78,22 +78,22 @@ class PartitionMap(NamedTuple):
         ).checked()
 
     def checked(self) -> PartitionMap:
-        """Return the map itself; its invariants hold, or ValueError says which does not."""
+        """Return the map itself. Raises ValueError if an invariant does not hold."""
         count = len(self.chains)
         if not count or count & (count - 1):
-            raise ValueError(f"{count} chains; the number of partitions is a power of two")
+            raise ValueError(f"{count} chains; the number of partitions must be a power of two")
         if len({len(chain) for chain in self.chains}) != 1 or not self.chains[0]:
             raise ValueError("all chains must have the same length, at least 1")
         for vb_id, chain in enumerate(self.chains):
             held = [index for index in chain if index != NO_NODE]
             if len(set(held)) != len(held) or any(not 0 <= i < len(self.nodes) for i in held):
                 raise ValueError(
-                    f"vb {vb_id}: chain {list(chain)} names a node twice or none of the "
-                    f"{len(self.nodes)} nodes"
+                    f"vb {vb_id}: chain {list(chain)} names a node twice, or one that is not among "
+                    f"the {len(self.nodes)} nodes"
                 )
         unnamed = [i for i, node in enumerate(self.nodes) if node.host is None]
         if unnamed not in ([], [self.this_node]):
-            raise ValueError(f"nodes {unnamed} have no host; only the telling node may have none")
+            raise ValueError(f"nodes {unnamed} have no host; only the serving node may have none")
         if not 0 <= self.this_node < len(self.nodes) or self.rev < 1:
             raise ValueError(f"this_node {self.this_node} or rev {self.rev} is out of range")
         return self

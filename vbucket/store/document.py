@@ -26,13 +26,13 @@ def pack_document(table: str, key: bytes, document: Any) -> bytes:
 
 
 def read_document(table: str, key: bytes, value: Buffer) -> Any:
-    """Return what a value says. Raises RecordDamagedError."""
+    """Decode the document in a value. Raises RecordDamagedError."""
     check_document(table, key, value)
     return cbor2.loads(bytes(value[_CRC_BYTES:]))
 
 
 def check_document(table: str, key: bytes, value: Buffer) -> None:
-    """Raise RecordDamagedError for a value that is not what was written."""
+    """Raise RecordDamagedError if a value does not match its checksum."""
     if bytes(value[:_CRC_BYTES]) != _crc(table, key, bytes(value[_CRC_BYTES:])):
         raise RecordDamagedError(
             f"{place_of(table, key)}: the checksum does not match; check the disk and restore a "

@@ -11,8 +11,8 @@ Invariants
 - an entry only says when to look: the newest version decides whether a document has expired;
 - frozen entries are dropped in slices once the store has them.
 
-A layer has one list of entries per due second. A document without an expiry costs nothing, one with
-an expiry 8 bytes and its share of a list.
+A layer has one list of entries per due second. A document without an expiry costs nothing. One with
+an expiry costs 8 bytes and its share of a list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import google_crc32c
 from vbucket.store.environment import StoreDamagedError
 
 EXPIRY_AT: Final = 56
-"""Where a mutation's entry has its expiry, Unix seconds, 0 for never."""
+"""Position of the expiry in a mutation's entry: Unix seconds, 0 for never."""
 NO_EXPIRY: Final = bytes(4)
 
 _HEAD: Final = Struct(">IH")
@@ -61,7 +61,7 @@ def read_due(row: bytes, value: bytes) -> Due:
 
 
 def rows_end(now_s: int) -> bytes:
-    """Return the first key behind the rows that are due at `now_s`."""
+    """Return the first key after the rows that are due at `now_s`."""
     return (min(now_s, _LATEST - 1) + 1).to_bytes(4, "big")
 
 
@@ -129,11 +129,11 @@ class DueDocuments:
 
     def freeze(self) -> None:
         """Set the active layer aside for a merge."""
-        assert not self._dropping, "the merge before is not done with"
+        assert not self._dropping, "the entries of the previous merge are not dropped yet"
         self.frozen, self.active = self.active, DueLayer()
 
     def become_merged(self) -> None:
-        """The store has the rows of the frozen layer."""
+        """Note that the store has the rows of the frozen layer."""
         self._dropping = self.frozen.lists()
         self.frozen = DueLayer()
         self.generation += 1

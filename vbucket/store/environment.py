@@ -49,7 +49,7 @@ _OF_PARTITIONS: Final = frozenset({"by_key", "failover", "state"})
 
 
 def place_of(table: str, key: bytes) -> str:
-    """Return the words for a place in a table of the store."""
+    """Describe a place in a table of the store."""
     vb_id = int.from_bytes(key[:2], "big")
     if table in _OF_PARTITIONS and key:
         name = f", key {key[2:]!r}" if len(key) > 2 else ""

@@ -34,17 +34,17 @@ MAP_SIZE_BYTES: Final = 1 << 40
 MAP_BYTES_MAX: Final = 1 << 46
 """Half of the address space of a 64-bit Linux process."""
 _SHORT_WRITE: Final = "Input/output error"
-"""What LMDB says when the disk takes a part of a write, mostly because it is full then."""
+"""LMDB's error after a short write, which mostly means a full disk."""
 _FULL_BYTES: Final = 1 << 20
-"""A disk with less room than that is full: LMDB writes more at once."""
+"""A disk with less free space counts as full: LMDB writes more than that at once."""
 _DAMAGE: Final = (
     lmdb.BadTxnError, lmdb.CorruptedError, lmdb.CursorFullError, lmdb.PageNotFoundError,
 )  # fmt: skip
-"""What LMDB says of a write that comes upon damaged pages, and of all that follows in the same
-transaction, which is lost then."""
+"""LMDB's errors for a write that meets damaged pages. Every later call in that transaction fails,
+too: the transaction is lost."""
 STATE_ATTEMPTS: Final = 1000
-"""How often a snapshot is begun. It is begun again where two transactions were committed between
-two of its steps, which are microseconds apart; a commit takes a sync."""
+"""Attempts to begin a snapshot. An attempt fails if two transactions are committed between two of
+its steps. The steps are microseconds apart, and a commit takes a sync."""
 
 
 class LmdbSnapshot:
@@ -73,7 +73,7 @@ class LmdbSnapshot:
                 self._pages = self._file.reader(state)
                 return
             self._transaction.abort()
-        raise self._file.damaged("its newest state cannot be told from its meta pages")
+        raise self._file.damaged("its meta pages do not tell its newest state")
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See KvReader."""
@@ -123,9 +123,9 @@ class LmdbSnapshot:
 class LmdbWrite:
     """`KvWrite`. Values that it reads are copies, because any write may move pages.
 
-    LMDB alone knows what the transaction has written, so it reads, too. Before it goes along a
-    table, the committed pages on its way are checked: at one of another type it would end the
-    process. Single keys are read in a transaction within this one, which can fail without it.
+    Only LMDB knows what the transaction has written, so reads use LMDB. Before LMDB walks along a
+    table, the committed pages on its way are checked, because a page of the wrong type would end
+    the process. Single keys are read in a nested transaction, which can fail without this one.
     """
 
     def __init__(self, env: Any, transaction: Any, tables: dict[str, Any], file: PageFile) -> None:
@@ -155,7 +155,7 @@ class LmdbWrite:
         return found
 
     def neighbours(self, table: str, key: bytes) -> Sequence[tuple[bytes, Buffer]]:
-        """See KvReader. Only the pages are looked at: what is there may have been deleted."""
+        """See KvReader. This only checks the pages: their keys may have been deleted since."""
         self._committed().last_at_or_before(table, key)
         return []
 
@@ -172,8 +172,8 @@ class LmdbWrite:
             self._inner(table, key) as inner,
             inner.cursor(db=self._tables[table]) as cursor,
         ):
-            # Not set_range: it may have to go on to the next page, which was not checked. After
-            # a key that is not there, the one before is that before its place.
+            # Not set_range: it may move on to the next page, which was not checked. If set_key
+            # finds nothing, prev() moves to the key before.
             is_there = cursor.set_key(key) or cursor.prev()
             found: tuple[bytes, bytes] | None = cursor.item() if is_there else None
         if found is not None and found[0] > key:
@@ -191,8 +191,8 @@ class LmdbWrite:
     ) -> Iterator[tuple[bytes, Buffer]]:
         """Yield the pairs from `start` up to `stop`; the pages up to `checked_stop` are checked.
 
-        LMDB does not go on to a damaged page behind them. What this transaction wrote between the
-        last committed key and that page is not seen then.
+        The walk stops before a damaged page after them. Then it does not yield what this
+        transaction wrote between the last committed key and that page.
         """
         last = self._committed().check_range(table, start, checked_stop)
         if last == b"":
@@ -249,7 +249,7 @@ class LmdbWrite:
 
     @contextmanager
     def _inner(self, table: str, key: bytes) -> Iterator[Any]:
-        """Begin a transaction within this one to read in. Raises StoreDamagedError."""
+        """Begin a nested transaction for reads. Raises StoreDamagedError."""
         try:
             inner = self._env.begin(write=True, parent=self._transaction)
         except lmdb.BadTxnError as error:
@@ -285,7 +285,7 @@ class LmdbEnv:
             self._env = lmdb.open(
                 str(folder), map_size=map_size_bytes, max_dbs=len(tables), mode=0o600
             )
-            # A reader that was killed still counts, so no page freed since could be reused.
+            # A reader that was killed still pins its state; pages freed since stay unusable.
             self._env.reader_check()
             with self._env.begin(write=True) as transaction:
                 self._tables = {
@@ -294,7 +294,7 @@ class LmdbEnv:
             self._file = PageFile(folder)
         except (lmdb.VersionMismatchError, lmdb.InvalidError) as error:
             raise UnknownFormatError(
-                f"{folder}: this is no store of LMDB {self.engine}: {error}; use the version of "
+                f"{folder}: this is not a store of {self.engine}: {error}; use the version of "
                 "dcpd that wrote it, and move the data with a backup"
             ) from error
         except (lmdb.Error, OSError) as error:
@@ -302,7 +302,7 @@ class LmdbEnv:
 
     @property
     def engine(self) -> str:
-        """See KvEnv: LMDB's format is that of major.minor."""
+        """See KvEnv. LMDB's format depends on major.minor."""
         major, minor, _ = lmdb.version()
         return f"lmdb {major}.{minor}"
 
@@ -333,8 +333,8 @@ class LmdbEnv:
                     "was written. Free some space"
                 ) from error
             raise StoreFailedError(
-                f"{self._folder}: the store took no transaction: {error}; the log still has all. "
-                "Check the disk, then start again"
+                f"{self._folder}: the store's transaction failed: {error}; the log still has all "
+                "changes. Check the disk, then start again"
             ) from error
 
     def grow(self) -> bool:
@@ -344,7 +344,7 @@ class LmdbEnv:
             return False
         try:
             self._env.set_mapsize(map_bytes)
-        except lmdb.Error:  # the process may not have so much address space
+        except lmdb.Error:  # the process may not have enough address space
             return False
         return True
 
@@ -363,7 +363,7 @@ class LmdbEnv:
 
 
 class LmdbPageReader(PageReader):
-    """`KvReader` over an environment that nobody uses: LMDB is not asked, nothing is changed.
+    """`KvReader` over an environment that nobody has open. It uses no LMDB and changes nothing.
 
     Raises StoreFailedError, StoreDamagedError.
     """
@@ -372,7 +372,7 @@ class LmdbPageReader(PageReader):
         try:
             found = check_file(folder)
             if found is None:
-                raise StoreFailedError(f"{folder}: there is no store of LMDB")
+                raise StoreFailedError(f"{folder}: there is no LMDB store")
             _check_names(folder, found, tables)
             self._file = PageFile(folder)
         except OSError as error:
@@ -392,9 +392,9 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _begin_read(env: Any) -> Any:
-    """Begin a read transaction, with a larger map where another process has made it larger.
+    """Begin a read transaction; adopt the larger map if another process has enlarged it.
 
-    No other transaction of this process is open then.
+    This process must have no other transaction open.
     """
     try:
         return env.begin(buffers=True)

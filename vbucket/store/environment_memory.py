@@ -1,8 +1,8 @@
 """The database in memory, for tests and simulation: sorted dicts, copied when a table is written.
 
-A commit is atomic and durable: `MemoryEnv` itself is the disk, a crash is dropping everything but
-it. A commit can be made to fail. With `map_bytes`, the map is full once keys and values exceed it;
-`grow` doubles it up to `map_bytes_max`.
+A commit is atomic and durable: `MemoryEnv` itself stands for the disk, and a crash drops everything
+else. A commit can be made to fail. With `map_bytes`, the map is full once keys and values exceed
+it; `grow` doubles it up to `map_bytes_max`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of the table by_key: what is known of a key's newest version without its block. Pure.
+"""Records of the table by_key: the metadata of a key's newest version. Pure.
 
     key     vb u16, key with its collection id
     value   opcode u8, datatype u8, CAS u64, seqno u64, rev seqno u64, flags u32, expiry u32,
@@ -31,7 +31,7 @@ _CRC_AT: Final = BY_KEY_RECORD.size - 4
 _CAS_AT: Final = PREFIX_BYTES + 16
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _REMOVAL_BYTES: Final = BY_KEY_RECORD.size - 12
-"""Of what is copied from a removal: flags and expiry it has not."""
+"""Bytes copied from the entry of a removal, which has no flags and no expiry."""
 _unpack: Final = BY_KEY_RECORD.unpack
 _kind_of: Final = itemgetter(slice(OPCODE_AT, DATATYPE_AT + 1, DATATYPE_AT - OPCODE_AT))
 _numbers_of: Final = itemgetter(slice(_CAS_AT, _CAS_AT + _CRC_AT - 2))
@@ -43,7 +43,7 @@ _crc32c = google_crc32c.value
 
 
 class RecordDamagedError(StoreDamagedError):
-    """A record of the store is not what was written, or is missing."""
+    """A record of the store is damaged or missing."""
 
 
 class StoredMeta(NamedTuple):
@@ -63,8 +63,8 @@ def by_key_items(
 ) -> list[tuple[bytes, bytes]]:
     """Return key and value of the records for entries; `vb_prefix` is the partition's id, 2 bytes.
 
-    A record's fields stand in the entry in the same order, so they are copied, not decoded; calls
-    that C makes for each entry do it, for a merge makes hundreds of thousands.
+    The entry has the fields in the same order, so they are copied, not decoded. The loops run in C,
+    because a merge makes hundreds of thousands of records.
     """
     full_keys = list(map(vb_prefix.__add__, keys))
     fields = list(map(add, map(_kind_of, entries), map(_numbers_of, entries)))
@@ -82,7 +82,7 @@ def by_key_item(vb_prefix: bytes, key: bytes, entry: bytes) -> tuple[bytes, byte
 
 
 def check_records(records: Mapping[bytes, bytes]) -> None:
-    """Raise RecordDamagedError where a record (full key -> value) is not what was written."""
+    """Raise RecordDamagedError if a record (full key -> value) does not match its checksum."""
     values = records.values()
     crcs = map(_crc32c, map(add, records, map(_fields_of, values)))
     if list(map(_pack_crc, crcs)) != list(map(_crc_of, values)):
@@ -91,12 +91,12 @@ def check_records(records: Mapping[bytes, bytes]) -> None:
 
 
 def checked_meta(full_key: bytes, value: bytes) -> StoredMeta:
-    """Return what a record says. Raises RecordDamagedError."""
+    """Return the metadata in a record. Raises RecordDamagedError."""
     return StoredMeta._make(checked_fields(full_key, value)[:-1])
 
 
 def checked_fields(full_key: bytes, value: bytes) -> MetaFields:
-    """Return the fields of a record, its checksum the last. Raises RecordDamagedError."""
+    """Return the fields of a record, the checksum last. Raises RecordDamagedError."""
     if len(value) == BY_KEY_RECORD.size:
         fields: MetaFields = _unpack(value)
         if _crc32c(full_key + value[:-4]) == fields[7]:

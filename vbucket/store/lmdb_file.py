@@ -1,4 +1,4 @@
-"""LMDB's data file, open for reading beside LMDB, and what is checked before LMDB opens it.
+"""Reads LMDB's data file beside LMDB, and checks it before LMDB opens it.
 
 Who calls it: `vbucket.store.environment_lmdb`.
 """
@@ -26,7 +26,7 @@ DATA_FILE_NAME: Final = "data.mdb"
 
 
 class PageFile:
-    """A data file that is open for reading. It only grows; `reader` maps what there is more."""
+    """A data file open for reading. The file only grows; `reader` maps the new part if needed."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError, StoreFailedError."""
@@ -38,7 +38,7 @@ class PageFile:
 
     @property
     def view(self) -> memoryview:
-        """All of the file, as long as it was when it was last looked at."""
+        """The whole file as of when it was last mapped."""
         return self._view
 
     def close(self) -> None:
@@ -58,11 +58,11 @@ class PageFile:
         return second if second.transaction > first.transaction else first
 
     def state_of(self, transaction: int) -> Meta | None:
-        """Return the state that a transaction committed; None where a later one took its place."""
+        """Return the state that a transaction committed; None if a later one has replaced it."""
         slot = transaction & 1
         start = self._meta(0, 0).page_bytes if slot else 0
         first, second = (self._meta(slot, start) for _ in range(2))
-        # One that is being written differs from itself.
+        # Two reads differ while the page is being written.
         return first if first == second and first.transaction == transaction else None
 
     def reader(self, state: Meta) -> PageReader:
@@ -78,7 +78,7 @@ class PageFile:
         return StoreDamagedError(f"{self.path}: {what}; check the disk and restore a backup")
 
     def is_ours(self) -> bool:
-        """Whether the file begins as LMDB's do; one that does not is something else."""
+        """Whether the file has a meta page of LMDB; otherwise it is something else."""
         return any(is_meta(self._view[start:]) for start in (0, 4096, 16384, 65536))
 
     def _meta(self, slot: int, start: int) -> Meta:
@@ -90,14 +90,14 @@ class PageFile:
             )
         meta = read_meta(data, slot)
         if meta is None:
-            raise self.damaged(f"its meta page {slot} is not what LMDB writes")
+            raise self.damaged(f"its meta page {slot} is not a valid one of LMDB")
         return meta
 
     def _map_all(self) -> None:
         """Map the file as long as it is now."""
         size = os.fstat(self._fd).st_size
         if size > len(self._view):
-            # The old map stays for as long as somebody has a value from it.
+            # The old map stays as long as a value from it is in use.
             try:
                 self._view = memoryview(mmap.mmap(self._fd, size, access=mmap.ACCESS_READ))
             except OSError as error:
@@ -110,12 +110,12 @@ class PageFile:
 
 
 def check_file(folder: Path) -> set[str] | None:
-    """Check what can be checked of a data file before LMDB maps it; return its tables.
+    """Check a data file before LMDB maps it; return its tables.
 
-    Meta pages, the list of tables and the list of free pages are in order, and the file is as long
-    as its newest state needs. What that costs depends on the free pages, not on the data. None: the
-    file is not there or empty, or is none of LMDB's, which LMDB tells. Raises StoreDamagedError,
-    StoreFailedError, OSError.
+    It checks the meta pages, the list of tables, the list of free pages, and whether the file is as
+    long as its newest state needs. The cost depends on the free pages, not on the data. None: the
+    file does not exist, is empty, or is not a file of LMDB; LMDB reports the last case. Raises
+    StoreDamagedError, StoreFailedError, OSError.
     """
     path = folder / DATA_FILE_NAME
     if not path.exists() or not path.stat().st_size:
@@ -134,8 +134,8 @@ def check_file(folder: Path) -> set[str] | None:
             if missing <= 0:
                 raise
             free = set()
-        # A page that a transaction takes and gives back is never written. Where it is the last
-        # one, the file of a store that is well is shorter than its pages.
+        # A page that a transaction takes and frees again is never written. If it is the last page,
+        # a healthy file is shorter than its number of pages says.
         if missing > len(free):
             needed = (state.last_page + 1) * state.page_bytes
             raise file.damaged(f"it is cut short: it has {len(file.view)} bytes of {needed}")

@@ -12,9 +12,9 @@ up single keys that exist, because it needs a quarter of the time.
 Invariants
 - a reader shows one committed state, which a read transaction pins (or nobody writes). So its pages
   do not change. Checked pages are kept, and compared if another state has them, too;
-- a page has its own number, the type of its level, and all nodes within it; its keys ascend between
-  the keys that led to it. So a descent is never longer than the tree is deep, a walk never returns,
-  and a key that is not found is not in the tree;
+- a checked page has its own number, the type of its level, and all nodes within it. Its keys ascend
+  and lie between the keys that led to it. So a descent is at most as long as the tree is deep, a
+  walk only moves forward, and a key that is not found is not in the tree;
 - no byte behind the end of the file is read.
 
 It cannot detect an outdated page of the same table (a write that the disk lost), nor changed bytes
@@ -92,7 +92,7 @@ class Meta(NamedTuple):
 
 
 class Page:
-    """A page that was checked. Of a branch the first key is empty, whatever it says."""
+    """A checked page. The first key of a branch counts as empty, whatever is stored."""
 
     __slots__ = ("children", "crc", "keys", "kind", "nodes", "seen")
 
@@ -100,14 +100,14 @@ class Page:
         self.kind = kind
         self.crc = crc
         self.seen = seen
-        """The transaction of the state that it was last compared in."""
+        """The transaction of the state in which it was last checked."""
         self.keys: list[bytes] = []
         self.children: list[int] = []
         self.nodes: list[tuple[int, int, int]] = []
-        """Of a leaf, for each value: its place in the page, size and flags."""
+        """In a leaf, for each value: its position in the page, size and flags."""
 
     def fill(self, raw: bytes, slots: Sequence[int], *, is_ordered: bool) -> str:
-        """Take the nodes of a page; return what is wrong with them in words, "" if nothing is."""
+        """Decode the nodes of a page; return what is wrong with them, "" if nothing is."""
         nodes = [_NODE.unpack_from(raw, at) for at in slots]
         ends = [at + _NODE_BYTES + node[2] for at, node in zip(slots, nodes, strict=True)]
         self.keys = keys = [
@@ -127,14 +127,14 @@ class Page:
             return _OUTSIDE
         # Nodes begin at even places, and there is nothing between them.
         if sum(end + (end & 1) for end in ends) - sum(slots) != len(raw) - min(slots):
-            return "has other nodes than those that fill it"
+            return "has gaps or overlaps between its nodes"
         if is_ordered and not all(map(lt, keys, keys[1:])):
             return "has keys that do not ascend"
         return ""
 
 
 class _PageDamagedError(StoreDamagedError):
-    """A page is not in order by itself."""
+    """The content of a page is damaged, whatever its place in the tree."""
 
 
 _Leaf = tuple[int, bytes, bytes | None]
@@ -144,11 +144,11 @@ _Leaf = tuple[int, bytes, bytes | None]
 class PageReader:
     """`KvReader` over one committed state. Values are views into the map of the file.
 
-    All that reads raises StoreDamagedError.
+    Every read may raise StoreDamagedError.
     """
 
     def __init__(self, view: memoryview, state: Meta, kept: dict[int, Page] | None = None) -> None:
-        """`view` is the file; `kept` are pages of it that were looked at, in other states too."""
+        """`view` is the file; `kept` caches checked pages, of other states too."""
         self._view = view
         self._state = state
         self._kept = {} if kept is None else kept
@@ -158,7 +158,7 @@ class PageReader:
 
     @property
     def tables(self) -> set[str]:
-        """The tables that are there; unknown ones too."""
+        """The tables in the file, unknown ones included."""
         return set(self._tables())
 
     # -- KvReader ------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ class PageReader:
         return [(key, bytes(value)) for key, value in found if value is not None]
 
     def neighbours(self, table: str, key: bytes) -> list[tuple[bytes, Buffer]]:
-        """See KvReader: those in the page that the look-up ends in."""
+        """See KvReader: only those in the page where the look-up ends."""
         found = self._beside(table, key)
         if any(at == key for at, _ in found):
             raise StoreDamagedError(
-                f"{place_of(table, key)} is there, and LMDB does not find it; check the disk and "
+                f"{place_of(table, key)} exists, but LMDB does not find it; check the disk and "
                 "restore a backup"
             )
         return found
@@ -213,11 +213,11 @@ class PageReader:
             for at in range(low, high):
                 yield keys[at], self._value(table, keys[at], number, nodes[at])
 
-    # -- what else callers want to know ----------------------------------------------------------
+    # -- other reads -----------------------------------------------------------------------------
 
     def check_range(self, table: str, start: bytes, stop: bytes | None = None) -> bytes | None:
-        """Check all pages that have keys of a range. Where the one behind them is damaged, return
-        the last key before that, b"" if there is none in the range; else None.
+        """Check all pages with keys of a range. If the page after them is damaged, return the last
+        key of the range (b"" if it is empty), otherwise None.
         """
         last = b""
         for number, page, low, high in self._leaves(table, start, stop):
@@ -243,7 +243,7 @@ class PageReader:
                 data = bytes(self._value(_FREE, key, number, node))
                 count = _U64.unpack_from(data)[0] if len(data) >= _U64.size else -1
                 if len(key) != _U64.size or len(data) != (count + 1) * _U64.size:
-                    raise self._damaged(_FREE, key, number, "has a list of a wrong size")
+                    raise self._damaged(_FREE, key, number, "has a list of the wrong size")
                 yield from unpack_from(f"={count}Q", data, _U64.size)
 
     # -- ways through the tree -------------------------------------------------------------------
@@ -265,21 +265,21 @@ class PageReader:
             for at in range(low, high):
                 place, size, flags = page.nodes[at]
                 if flags != _TABLE or size != _TREE.size:
-                    raise self._damaged(_MAIN, page.keys[at], number, "has no table there")
+                    raise self._damaged(_MAIN, page.keys[at], number, "has a node that is no table")
                 start = number * self._page_bytes + place
                 name = page.keys[at].decode(errors="backslashreplace")
                 found[name] = _tree(bytes(self._view[start : start + size]))
         return found
 
     def _leaf_of(self, table: str, key: bytes, *, is_below: bool = False) -> _Leaf | None:
-        """Return the leaf where a key is, or would be; or the one that ends below it. None: the
-        table is empty.
+        """Return the leaf where a key is or would be; with `is_below`, the leaf of the keys below
+        it. None: the table is empty.
         """
         depth, number = self._trees.get(table) or self._tree(table)
         if number == _NO_ROOT:
             return None
         if not 0 < depth <= _DEPTH_MAX:
-            raise self._damaged(table, key, number, f"is the root of {depth} levels")
+            raise self._damaged(table, key, number, f"is the root of a tree of {depth} levels")
         bisect = bisect_left if is_below else bisect_right
         low = b""
         high: bytes | None = None
@@ -301,7 +301,7 @@ class PageReader:
     ) -> Iterator[tuple[int, Page, int, int]]:
         """Yield number and page of the leaves of a range, and which of their keys belong to it.
 
-        A leaf that can hold nothing of the range is not looked at.
+        Leaves that cannot hold keys of the range are not read.
         """
         key = start
         while leaf := self._leaf_of(table, key):
@@ -321,8 +321,8 @@ class PageReader:
             key = leaf[2]
 
     def _beside(self, table: str, key: bytes) -> list[tuple[bytes, Buffer]]:
-        """Return a key with its value, if it is there, and the one before it in its page; else
-        what stands on both sides of where it would be.
+        """Return up to two pairs of a page: the one before the place of a key, and the one at it,
+        which is the key's own if the key exists, else the next one.
         """
         leaf = self._leaf_of(table, key)
         if leaf is None:
@@ -338,7 +338,7 @@ class PageReader:
             ]
             self._check_sides(table, leaf, at, len(keys))
             return found
-        # Look-ups come to all pages of a table. They are searched as they are.
+        # Look-ups touch all leaves of a table, too many to keep. Search the raw page.
         raw, slots = self._raw(table, key, number, _LEAF)
         at = bisect_left(slots, key, key=partial(_key_at, raw))
         found = []
@@ -355,16 +355,16 @@ class PageReader:
         return found
 
     def _check_sides(self, table: str, leaf: _Leaf, at: int, count: int) -> None:
-        """Check what a look-up goes by that ends at an edge of a page: the bounds of the page."""
+        """If a look-up ended at an edge of a page, check the bounds of the page there."""
         if not at:
             self._check_before(table, leaf)
         elif at == count:
             self._check_behind(table, leaf)
 
     def _check_before(self, table: str, leaf: _Leaf) -> None:
-        """Check that the leaf before has no keys that belong into this one.
+        """Check that the previous leaf has no keys that belong in this one.
 
-        It may be damaged itself; then the bounds of this one are taken to be right.
+        If that leaf itself is damaged, the bounds of this one are trusted.
         """
         with suppress(_PageDamagedError):
             before = self._leaf_of(table, leaf[1], is_below=True) if leaf[1] else None
@@ -372,7 +372,7 @@ class PageReader:
                 self._keys_of(table, leaf[1], before)
 
     def _check_behind(self, table: str, leaf: _Leaf) -> None:
-        """Do the same for the leaf behind."""
+        """Do the same for the next leaf."""
         with suppress(_PageDamagedError):
             behind = None if leaf[2] is None else self._leaf_of(table, leaf[2])
             if behind is not None:
@@ -382,7 +382,7 @@ class PageReader:
     # -- pages -----------------------------------------------------------------------------------
 
     def _keys_of(self, table: str, key: bytes, leaf: _Leaf) -> Page:
-        """Return a leaf that is in order, and in its place."""
+        """Return a checked leaf with keys within its bounds."""
         number, low, high = leaf
         page = self._page(table, key, number, _LEAF)
         keys = page.keys
@@ -391,7 +391,7 @@ class PageReader:
         return page
 
     def _page(self, table: str, key: bytes, number: int, kind: int) -> Page:
-        """Return a page that is in order."""
+        """Return a checked page."""
         page = self._kept.get(number)
         if page is not None and page.seen == self._transaction and page.kind == kind:
             return page
@@ -407,7 +407,7 @@ class PageReader:
         return page
 
     def _raw(self, table: str, key: bytes, number: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
-        """Return a page's bytes, and where its nodes begin; its header is in order."""
+        """Return a page's bytes and where its nodes begin, after a check of its header."""
         start = number * self._page_bytes
         stop = start + self._page_bytes
         if not METAS <= number <= self._state.last_page or stop > len(self._view):
@@ -417,7 +417,7 @@ class PageReader:
         if own != number:
             raise self._damaged(table, key, number, f"says that it is page {own}")
         if flags != kind:
-            raise self._damaged(table, key, number, f"is no {_KINDS[kind]} (flags {flags})")
+            raise self._damaged(table, key, number, f"is not a {_KINDS[kind]} page (flags {flags})")
         count = (lower - _HEADER_BYTES) // 2
         if count < _NODES_MIN[kind]:
             raise self._damaged(table, key, number, f"has {count} nodes")
@@ -438,11 +438,11 @@ class PageReader:
             return self._view[start : start + size]
         if flags != _BIG_VALUE:
             raise self._damaged(table, key, number, f"has a node with the flags {flags}")
-        # What stands there is for the value's own checksum to tell.
+        # The value's own checksum covers the content of these pages.
         (number,) = _page_number(self._view, start)
         start = number * self._page_bytes + _HEADER_BYTES
         if number > self._state.last_page or start + size > len(self._view):
-            raise self._damaged(table, key, number, "is not in the file, with its value")
+            raise self._damaged(table, key, number, "holds a value that is not within the file")
         return self._view[start : start + size]
 
     def _damaged(self, table: str, key: bytes, number: int, what: str) -> _PageDamagedError:
@@ -467,7 +467,7 @@ def is_meta(data: memoryview) -> bool:
 
 
 def read_meta(data: bytes, slot: int) -> Meta | None:
-    """Return what a meta page says, from its first META_BYTES; None where it is none of LMDB's."""
+    """Return the content of a meta page from its first META_BYTES, None if it is invalid."""
     number, _, flags, _, _ = _HEADER.unpack_from(data)
     magic, version, free, main, last_page, transaction = _META_BODY.unpack_from(data, _HEADER_BYTES)
     page_bytes: int = _TREE.unpack(free)[0]

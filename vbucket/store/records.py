@@ -1,4 +1,4 @@
-"""The records of a store: of the node, its partitions and collections, and its end. Pure.
+"""The store's records of the node, its partitions and collections, and the end of the log. Pure.
 
     meta      b"node"             NodeRecord                                   (CBOR)
               b"manifest"         vbucket.model.manifest.Manifest.to_document        (CBOR)
@@ -40,7 +40,7 @@ EXPIRY_TABLE: Final = "expiry"
 TABLES: Final = (
     META_TABLE, FAILOVER_TABLE, STATE_TABLE, BY_KEY_TABLE, BY_SEQNO_TABLE, EXPIRY_TABLE,
 )  # fmt: skip
-"""What a KvEnv for a store is made with."""
+"""The tables of a store's KvEnv."""
 
 _NODE_KEY: Final = b"node"
 _MANIFEST_KEY: Final = b"manifest"
@@ -58,7 +58,7 @@ class Mended(NamedTuple):
     time_ns: int
 
     def cut(self, seqno: int) -> Mended:
-        """Return it after a rollback."""
+        """Return what holds after a rollback to `seqno`."""
         return self._replace(seqno=min(self.seqno, seqno))
 
 
@@ -87,10 +87,10 @@ class PartitionRecord(NamedTuple):
     keys: int = 0
     """Keys in by_key, deleted ones too."""
     compacted: list[int] | None = None
-    """History floor, purge seqno and manifest uid of the last compaction that came to its end."""
+    """History floor, purge seqno and manifest uid of the last compaction that was finished."""
     mended: list[int] | None = None
-    """`Mended`. Not in the document where it is None: stores of format 2 may be
-    written to before a merge makes them format 3."""
+    """`Mended`. The document omits it if it is None, because a store of format 2 may be written to
+    before a merge makes it format 3."""
 
 
 class NodeRecord(NamedTuple):
@@ -106,13 +106,13 @@ class NodeRecord(NamedTuple):
     durability: str
     merged_segment: int
     merged_end: list[int] | None = None
-    """The last record of the log that the store has merged (`LogEnd.to_document`); None: unknown,
-    nothing was merged since the store has format 3. Not in the document where it is None, so that
+    """The last record of the log that the store has merged (`LogEnd.to_document`). None: unknown,
+    because nothing was merged since the store has format 3. The document omits it if it is None, so
     older versions, which read format 2, understand it."""
 
 
 class CleanEnd(NamedTuple):
-    """Where a clean stop left the log, and what the partitions were then."""
+    """The end of the log at a clean stop, and the state of the partitions then."""
 
     end: LogEnd
     partitions: dict[int, tuple[int, int]]
@@ -120,13 +120,13 @@ class CleanEnd(NamedTuple):
 
 
 class RecordView:
-    """Reads of records over one state."""
+    """Reads the records of one state."""
 
     def __init__(self, reader: KvReader) -> None:
         self._reader = reader
 
     def node(self) -> NodeRecord | None:
-        """Return the node's record, None for a store that was never created.
+        """Return the node's record, None if the store was never created.
 
         Raises UnknownFormatError for a format that this program does not know.
         """
@@ -142,13 +142,13 @@ class RecordView:
         return NodeRecord(**document)
 
     def manifest(self) -> Manifest:
-        """Return the collections manifest, the initial one where none was ever written."""
+        """Return the collections manifest, the initial one if none was ever written."""
         document = self._document(META_TABLE, _MANIFEST_KEY)
         return INITIAL_MANIFEST if document is None else Manifest.from_document(document)
 
     def clean_end(self) -> CleanEnd | None:
-        """Return where a clean stop left the log, None where the last stop was not clean or the
-        store was written by a version that did not say so.
+        """Return the end of the log at the last clean stop. None if the last stop was not clean, or
+        the store was written by a version that does not record it.
         """
         document = self._document(META_TABLE, _CLEAN_END_KEY)
         if document is None:
@@ -161,7 +161,7 @@ class RecordView:
         return quarantine.from_document(self._document(META_TABLE, _QUARANTINE_KEY))
 
     def partition(self, vb_id: int) -> PartitionRecord | None:
-        """Return a partition's record, None where it was never created."""
+        """Return a partition's record, None if it was never created."""
         key = vb_id.to_bytes(2, "big")
         document = self._document(STATE_TABLE, key)
         if document is None:
@@ -174,7 +174,7 @@ class RecordView:
         return PartitionRecord(**document, failover=failover)
 
     def partitions(self, without: Container[int] = ()) -> dict[int, PartitionRecord]:
-        """Return the records of all partitions but some."""
+        """Return the records of all partitions except those in `without`."""
         records: dict[int, PartitionRecord] = {}
         for key, _ in self._reader.range(STATE_TABLE, b"\x00"):
             vb_id = int.from_bytes(key, "big")
@@ -190,7 +190,7 @@ class RecordView:
         return records
 
     def _document(self, table: str, key: bytes) -> Any:
-        # Not `get`, which trusts the pages that it goes through.
+        # Not `get`, which trusts the pages that it reads.
         found = self._reader.last_at_or_before(table, key)
         if found is None or found[0] != key:
             for beside, other in self._reader.neighbours(table, key):
@@ -213,7 +213,7 @@ def put_manifest(write: KvWrite, manifest: Manifest) -> None:
 
 
 def put_clean_end(write: KvWrite, clean_end: CleanEnd | None) -> None:
-    """Write where the log ends; None: it does not end there any more."""
+    """Write the end of the log at a clean stop; None: remove it."""
     if clean_end is None:
         write.delete(META_TABLE, _CLEAN_END_KEY)
     else:
@@ -248,10 +248,10 @@ def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
 
 
 def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:
-    """Return what a record lacks that was written before there was compaction.
+    """Return the fields that are missing in a record from before compaction existed.
 
-    Every version was kept, so there are as many as seqnos; the keys are at least the documents. A
-    purge moved the purge seqno alone, and dropped nothing.
+    Every version was kept then, so there are as many versions as seqnos, and at least as many keys
+    as documents. A purge only raised the purge seqno and dropped nothing.
     """
     purge_seqno = min(document["purge_seqno"], max(0, document["high_seqno"] - 1))
     floor = max(document["history_floor"], purge_seqno + 1 if purge_seqno else 0)

@@ -60,13 +60,13 @@ SLICE_BYTES: Final = 16 << 20
 later, so the file is larger by some of these. The sync of a transaction takes some milliseconds.
 """
 FREE_PAGES_BYTES: Final = 3 * SLICE_BYTES
-"""What waits to be used again meanwhile: of two slices, and some in pieces that are too small."""
+"""Pages that wait for reuse: those of two slices, and some in pieces that are too small."""
 
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _ANY: Final = -1
 _ANY_OTHER: Final = -2
-"""In the set of collections that were seen: any at all, any but the default one."""
+"""Members of the set of seen collections: any collection, any but the default one."""
 
 
 class Floors(NamedTuple):
@@ -97,7 +97,7 @@ class SliceReport(NamedTuple):
 
 
 class PartitionCompaction:
-    """One partition's way through its versions: down from the floor, and up to it again."""
+    """The compaction of one partition: a pass down from the floor, then a pass back up to it."""
 
     def __init__(self, view: StoreView, vb_id: int, record: PartitionRecord) -> None:
         self.vb_id = vb_id
@@ -112,13 +112,13 @@ class PartitionCompaction:
         self._down_seqno = self.floor
         """Everything above it has been read."""
         self._seqno_below: int | None = None
-        """Where the next block down has to end: 0 at the bottom, None at the beginning."""
+        """Where the next block down must end: 0 at the bottom, None at the beginning."""
         self._up_seqno = 0
         """Everything below it has been rewritten."""
         self._superseded: set[int] = set()
         self._marked: dict[int, bytes] = {}
-        """First seqno of a block -> a byte for each of its versions, 0 where it is superseded. It
-        may have got more since.
+        """First seqno of a block -> a byte for each version, 0 if it is superseded. The block may
+        have grown since.
         """
         self._seen: set[int] = set()
         self._kept: set[int] = set()
@@ -136,7 +136,7 @@ class PartitionCompaction:
     def step(self, write: KvWrite, rows: ExpiryRows) -> int:
         """Do about STEP_BYTES of work; return how many bytes were written.
 
-        Raises StoreDamagedError before it changed anything.
+        Raises StoreDamagedError before any change.
         """
         if self._seqno_below == 0:
             return self._step_up(write, rows, self._read_up(write))
@@ -147,7 +147,7 @@ class PartitionCompaction:
         if not (self._marked or self._gone or self.purge):
             self.is_done = True
         elif is_first:
-            # All of it was read in one step, as is usual: no need to read it again.
+            # Usually one step reads all of it, so it need not be read again.
             return self._step_up(write, rows, blocks[::-1])
         return 0
 
@@ -166,7 +166,7 @@ class PartitionCompaction:
         self._unsaved_versions = self._unsaved_keys = 0
         put_partition(write, self.vb_id, record)
 
-    # -- down: what is superseded, and what stays all the same ---------------------------------
+    # -- down: find superseded versions, and those that stay anyway ----------------------------
 
     def _step_down(self, write: KvWrite) -> list[Block]:
         """Read the next blocks downwards; return them."""
@@ -190,9 +190,9 @@ class PartitionCompaction:
         return blocks
 
     def _mark(self, block: Block) -> None:
-        """Mark what is superseded of a block; note what is further down.
+        """Mark the superseded versions of a block; remember those in blocks further down.
 
-        Set operations do it, a call for all versions of the block: it is made for each of them.
+        Set operations handle all versions of a block in one call, because there are many.
         """
         seqnos, superseded = block.seqnos, self._superseded
         low = bisect_right(seqnos, self.floor)
@@ -223,7 +223,7 @@ class PartitionCompaction:
                 self._seen |= kinds
                 self._kept.add(block.seqnos[index])
 
-    # -- up: what goes -------------------------------------------------------------------------
+    # -- up: drop versions ---------------------------------------------------------------------
 
     def _step_up(self, write: KvWrite, rows: ExpiryRows, blocks: list[Block]) -> int:
         view = StoreView(write)
@@ -258,7 +258,7 @@ class PartitionCompaction:
         return written_bytes
 
     def _read_up(self, write: KvWrite) -> list[Block]:
-        """Return the next blocks up, as far as the floor; raise where one is missing."""
+        """Return the next blocks upwards, as far as the floor. Raises StoreDamagedError."""
         blocks: list[Block] = []
         size = 0
         stop = block_key(self.vb_id, self.floor + 1)
@@ -275,8 +275,8 @@ class PartitionCompaction:
     def _without_useless(
         self, view: StoreView, block: Block, kept: bytes | None
     ) -> tuple[bytes | None, list[bytes], int]:
-        """Return what is kept of a block without tombstones and unreachable versions that go, the
-        keys that go with them, and how many of them are tombstones.
+        """Drop tombstones and unreachable versions from what is kept of a block. Return the new
+        mask, the keys that go with them, and how many of them are tombstones.
         """
         mask = bytearray(kept or b"\1" * len(block.seqnos))
         keys: list[bytes] = []
@@ -298,7 +298,7 @@ class PartitionCompaction:
             if meta is not None and meta.seqno == seqno:
                 keys.append(key)
             elif not is_gone:
-                continue  # a newer version has come above the floor, and may be undone again
+                continue  # a newer version is above the floor, and a rollback may undo it
             mask[index] = 0
             tombstones += is_deletion
         return (bytes(mask) if 0 in mask else None), keys, tombstones
@@ -344,7 +344,9 @@ class PartitionCompaction:
     def _following(
         self, write: KvWrite, block: Block, seqno_before: int
     ) -> list[tuple[bytes, bytes]]:
-        """Return the block after `block` as it has to be once that ends at `seqno_before`."""
+        """Return the block after `block` if it must change because `block` now ends at
+        `seqno_before`.
+        """
         after = block_key(self.vb_id, block.last_seqno + 1)
         stop = (self.vb_id + 1).to_bytes(2, "big")
         found = next(iter(write.range(BY_SEQNO_TABLE, after, stop)), None)
@@ -376,17 +378,17 @@ class Compactor:
         floors: Mapping[int, Floors] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> SliceReport:
-        """Go on with these partitions until all are done, SLICE_BYTES are written, or `is_over`
-        says that it is time.
+        """Continue with these partitions until all are done, SLICE_BYTES are written, or `is_over`
+        returns True. At least one step is made.
 
-        `floors` are those that the log has, where the stored ones may be lower. At least one step
-        is made. Raises StoreFullError, StoreFailedError: nothing happened then.
+        `floors` are those of the log, where the stored ones may be lower. Raises StoreFullError,
+        StoreFailedError; then nothing happened.
         """
         job, self._under_way = self._under_way, None
         report = SliceReport([], 0, 0, [])
         left_bytes = SLICE_BYTES
         at_work: list[int] = []
-        """Whose fault it is if a write is lost."""
+        """The partitions to blame if a write is lost."""
         try:
             with env.write() as write:
                 view = StoreView(write)
@@ -415,7 +417,7 @@ class Compactor:
                 rows.write(write)
                 before_commit()
         except WriteLostError as error:
-            # The work of others in this transaction is lost, too. They start again.
+            # Work on other partitions in this transaction is lost, too. They start again.
             damages = [(vb_id, str(error)) for vb_id in dict.fromkeys(at_work)]
             return SliceReport([vb_id for vb_id, _ in damages], 0, 0, damages)
         self._under_way = job
@@ -444,9 +446,10 @@ def _go_on(
     is_over: Callable[[], bool],
     bytes_max: int,
 ) -> int:
-    """Make at least one step, and more until `bytes_max` are written; return how many were.
+    """Make at least one step, and more until `bytes_max` are written or time is over; return how
+    many bytes were written.
 
-    The counts are right afterwards, whatever happens.
+    The counts are saved even if a step fails.
     """
     written_bytes = 0
     try:
@@ -469,7 +472,7 @@ def _kept_bytes(block: Block, kept: bytes | None) -> int:
 def _gone_collections(
     view: StoreView, vb_id: int, manifest: Manifest, floor: int
 ) -> frozenset[int]:
-    """Return the collections whose drop the partition told at or below the floor."""
+    """Return the collections whose drop event is at or below the floor."""
     if not manifest.has_dropped:
         return frozenset()
     head = bytes([SYSTEM_COLLECTION, SystemEventKind.DROP_COLLECTION])

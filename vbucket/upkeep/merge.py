@@ -67,8 +67,8 @@ from vbucket.store.store import StoreView, missing_blocks
 NODE_VB_ID: Final = 0xFFFF
 """Partition id of control entries of the node."""
 _LENGTHS: Final = Struct(">14xHB").unpack_from
-"""Key length and extras length of an entry: `vbucket.model.entry.key_of`, without a call for
-each."""
+"""Key length and extras length of an entry: `vbucket.model.entry.key_of` without a call per
+entry."""
 _KEY_AT_LEAST: Final = PREFIX_BYTES + 24
 _VB_AT: Final = PREFIX_BYTES + 6
 _NOTHING: Final = bytes(BY_KEY_RECORD.size)
@@ -117,10 +117,10 @@ class _PartitionDamagedError(Exception):
 class _Stage:
     """What the merge will do to one partition.
 
-    Invariants: `entries` ascend; `high_seqno` is the partition's, without the entries that came
-    after the last rollback; the store's own versions above `trim_to` go (None: all stay; 0: none).
-    `purged_seqno`: tombstones up to there may be missing in the store. What the entries before
-    `cas_from` say of the highest CAS is in the record, or was taken back.
+    Invariants: `entries` ascend. `high_seqno` is the partition's, without the entries since the
+    last rollback. Stored versions above `trim_to` are removed (None: none; 0: all). Tombstones up
+    to `purged_seqno` may be missing in the store. The CAS of entries before `cas_from` do not count
+    for the highest CAS: the record has it already, or it was lowered.
     """
 
     __slots__ = (
@@ -177,9 +177,9 @@ class _Staging:
         self.stages: dict[int, _Stage] = {}
         self.entries = 0
         self.quarantine = view.quarantine()
-        """The partitions that are left out: of merges before, and those that get entries here."""
+        """The partitions that are left out: those of earlier merges, and new ones with entries."""
         self._damaged = damaged
-        """Why partitions are to be left out from this merge on."""
+        """Partitions that are left out from this merge on, and why."""
         self._segment = 0
         self._appends: dict[int, Callable[[bytes], None]] = {}
 
@@ -225,7 +225,7 @@ class _Staging:
             if vb_id in self._damaged or document.get("rollback_to") != 0:
                 self._leave_out(vb_id)
                 return
-            # Nothing of what is stored is needed, nor of what was left out.
+            # Neither the stored data nor what was left out is needed any more.
             item = self.quarantine.pop(vb_id)
             stage = self._stage(vb_id)
             stage.record = stage.record._replace(max_cas=max(stage.record.max_cas, item.max_cas))
@@ -309,7 +309,7 @@ def _merge_without(
         high_seqnos: dict[int, int] = {}
         rows = ExpiryRows()
         if merged_segment == node.merged_segment:
-            # All was merged before. The caller asks again because the answer may have been lost.
+            # All was merged before: a retry, because the first answer may have been lost.
             records = view.partitions(without=staging.quarantine)
             high_seqnos = {vb_id: record.high_seqno for vb_id, record in records.items()}
         for vb_id in sorted(staging.stages):
@@ -364,7 +364,7 @@ def _stage_segments(
         if segment != merged_segment + 1:
             raise MergeRefusedError(
                 f"log segment {segment} cannot be merged: the store has all up to "
-                f"{merged_segment}, so {merged_segment + 1} has to be next"
+                f"{merged_segment}, so {merged_segment + 1} must be next"
             )
         expected_bytes = read_segment_header(data, segment).previous_bytes
         if size_before and expected_bytes != size_before:
@@ -384,8 +384,8 @@ def _merge_partition(
 ) -> PartitionRecord:
     """Write one partition's stage; return its record. Reads come first, then writes.
 
-    `manifest` is that of the last segment: what it does not know is not counted. What becomes of
-    the expiry table is left in `rows`.
+    `manifest` is that of the last segment: documents of collections that it lacks do not count. The
+    changes of the expiry table are added to `rows`.
     """
     vb_id, entries = stage.vb_id, stage.entries
     if stage.trim_to == 0:
@@ -436,10 +436,10 @@ def _merge_partition(
 
 
 class _KeyChanges:
-    """What becomes of a partition's by_key records; all that is there of them is read at first.
+    """The changes of a partition's by_key records. It reads the existing records at the beginning.
 
-    `more_keys`: how many records there are more. Keys that are new or change are in `newest`, with
-    their entries, others are `gone`.
+    `newest` has the entries of new and changed keys; `gone` are the keys to remove. `more_keys`:
+    how much the number of records grows.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class _KeyChanges:
         self._are_default = not any(map(_first_of, keys)) and not any(map(_first_of, gone))
 
     def count(self, tally: CollectionCounts, manifest: Manifest) -> int:
-        """Count live documents, more or less; return what concerns the default collection."""
+        """Count the change in live documents; return that of the default collection."""
         if self._are_default:
             return _live(map(itemgetter(1), self._items)) - _live(self._old.values())
         default_documents = 0
@@ -481,7 +481,7 @@ class _KeyChanges:
         return default_documents
 
     def write(self, write: KvWrite, rows: ExpiryRows) -> None:
-        """Write it; what becomes of the expiry table is left in `rows`."""
+        """Write the records; add the changes of the expiry table to `rows`."""
         records = chain(map(itemgetter(1), self._items), self._old.values())
         if set(map(expiry_bytes_of, records)) - {NO_EXPIRY}:
             for full_key, record in chain(self._items, zip(self._gone, repeat(_NOTHING))):

@@ -10,15 +10,15 @@ byte was written for each rewritten byte. Results of reading the store are remem
 every few seconds costs little.
 
 History by bytes is planned so that the store's file, which never shrinks, stays within three times
-what is newest and `history_bytes`, whatever else is in it (`_Budget`): other tables, free pages,
-what waits until it is worth a compaction, what merges bring before the next one. At least
-HISTORY_SHARE_MIN of the setting is kept all the same. Bytes raise a floor only where enough
-versions go for it: a partition that is compacted for its deletions keeps what time lets it keep.
+the live data plus `history_bytes`. `_Budget` subtracts what else is in the file: other tables, free
+pages, versions that are not yet worth a compaction, and what merges add before the next one. At
+least HISTORY_SHARE_MIN of the setting is kept anyway. Bytes raise a floor only if enough versions
+go: a partition that is compacted only for its deletions keeps what the time window keeps.
 
 Invariants of a step: purge < floor, or both are 0; floor is the seqno of a version in the store and
 not below the stored one; likewise purge.
 
-Who calls it: the store process; the node applies the steps, within what streams under way need.
+Who calls it: the store process; the node applies the steps as far as running streams allow.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from vbucket.upkeep.seqno_at_time import seqno_before
 WORTH_VERSIONS_MIN: Final = 128
 """Fewer versions are not worth a transaction: about 25 KB."""
 HISTORY_SHARE_MIN: Final = 0.5
-"""Of `history_bytes`, what a floor leaves at least. Where merges bring more than three times the
-live data and the history, they decide about the file's size."""
+"""The share of `history_bytes` that a floor leaves at least. If merges add more than three times
+the live data and the history, they determine the file's size."""
 COLUMN_BYTES: Final = 16
 BLOCK_FILL: Final = 0.95
-"""Bytes of a version besides its frame, and how much of their pages blocks fill: what a number of
-bytes on disk holds of frames."""
+"""Bytes of a version besides its frame, and how much of their pages blocks fill. They convert bytes
+on disk to bytes of frames."""
 FREE_MERGES: Final = 3
-"""Free pages that merges leave: as many as this number of merges rewrites."""
+"""Free pages that merges leave, as a multiple of the pages that one merge rewrites."""
 WALKED_BLOCKS: Final = 8
-"""What is looked at of a partition to find how far a number of bytes reaches."""
+"""Blocks read of a partition to find how far a number of bytes reaches."""
 _DELETIONS: Final = frozenset({int(Opcode.DCP_DELETION), int(Opcode.DCP_EXPIRATION)})
 
 
@@ -55,8 +55,8 @@ class Windows(NamedTuple):
 
     history_ns: int
     history_bytes: int
-    """What history may take of the disk, of the whole node; shared out by how many superseded
-    versions a partition has.
+    """Disk space for the history of the whole node. Partitions share it by their number of
+    superseded versions.
     """
     purge_age_ns: int
 
@@ -87,7 +87,7 @@ class FloorStep(NamedTuple):
 
 
 class PlanReport(NamedTuple):
-    """What a plan found. `damages`: partition and text where what is stored cannot be read."""
+    """What a plan found. `damages`: partition and error text where stored data is unreadable."""
 
     steps: list[FloorStep]
     damages: list[tuple[int, str]]
@@ -96,9 +96,9 @@ class PlanReport(NamedTuple):
 
 
 class _Budget(NamedTuple):
-    """What history a floor leaves, of all partitions.
+    """How much history to keep, over all partitions.
 
-    `history_bytes` of frames; `spare`: superseded versions that there are.
+    `history_bytes` counts frames; `spare` is the number of superseded versions.
     """
 
     now_ns: int
@@ -113,11 +113,11 @@ class _Budget(NamedTuple):
         now_ns: int,
         use: DiskUse | None,
     ) -> _Budget:
-        """Return what the records and the disk's use give.
+        """Return the budget for these records and this use of the disk.
 
-        Free pages are estimated: a merge may write every page of by_key anew, and the last block of
-        every partition, and LMDB uses a page again two transactions after it was freed. As much
-        again lies between pages that are used, in pieces too small for a block (seen in long runs).
+        Free pages are estimated: a merge may rewrite every page of by_key and the last block of
+        every partition, and LMDB reuses a page two transactions after it was freed. As much again
+        lies between used pages, in pieces too small for a block (seen in long runs).
         """
         spare = sum(map(_spare, records))
         if use is None:
@@ -167,9 +167,8 @@ class Planner:
     ) -> PlanReport:
         """Return the steps that are worth doing, or all that free anything, if forced.
 
-        Without `use`, history is what `history_bytes` says and nothing else counts.
-        Ends early when `is_over` says so. A plan may be made in pieces: it is one as long as
-        `now_ns` is the same.
+        Without `use`, `history_bytes` alone limits the history. Ends early when `is_over` returns
+        True. A plan may take several calls; calls with the same `now_ns` belong together.
         """
         planned = 0
         if self._budget.now_ns != now_ns:
@@ -252,7 +251,8 @@ class _PartitionPlan:
             or self._frees_collections(floor, is_forced=is_forced)
         )
         if not is_worth:
-            # What is left to do, deletions above all, is no reason to give up more than time does.
+            # Bytes are not worth a step. Other work, mostly deletions, is no reason to drop more
+            # history than the time window does.
             floor = by_time
         purge = record.purge_seqno
         if record.keys > record.item_count or is_forced:
@@ -262,9 +262,7 @@ class _PartitionPlan:
         return FloorStep(self.vb_id, record.failover[0][0], floor, purge)
 
     def _floor_by_time(self) -> int:
-        """Return the seqno up to which the age of superseded versions lets them go; never below the
-        stored floor.
-        """
+        """Return the floor that the time window allows, at least the stored one."""
         record, windows = self.record, self.windows
         if not (windows.history_ns and windows.history_bytes):
             return max(record.last_seqno, record.history_floor)
@@ -277,8 +275,8 @@ class _PartitionPlan:
         return max(floor, record.history_floor)
 
     def _floor_by_bytes(self) -> int:
-        """Return the seqno up to which they may go so that the rest fits. A partition that has none
-        gets no bytes, and needs none.
+        """Return the floor at which the partition's history fits its share of the bytes, 0 if it
+        has no superseded versions.
         """
         record, budget = self.record, self._budget
         spare = _spare(record)
@@ -288,10 +286,10 @@ class _PartitionPlan:
         return seqno_below(self._view, self.vb_id, record.last_seqno, share_bytes)
 
     def _droppable(self, floor: int) -> int:
-        """Return about how many superseded versions there are at or below a floor.
+        """Return about how many superseded versions a compaction with a floor drops.
 
-        Where keys are written as they were, as many stay below every floor, so that as many go as
-        lie between two floors. Whether it is so is seen only by reading the blocks.
+        It assumes that keys are overwritten as they were before. Then as many versions go as lie
+        between two floors. Only reading the blocks would tell exactly.
         """
         return min(_spare(self.record), floor - self._done_floor)
 
@@ -337,7 +335,7 @@ def _spare(record: PartitionRecord) -> int:
 
 
 def _worth(keys: int) -> int:
-    """Return how many versions have to go, for a partition of so many keys to be compacted."""
+    """Return how many versions a compaction must drop to be worth it, for this many keys."""
     return max(keys // 2, WORTH_VERSIONS_MIN)
 
 
@@ -353,8 +351,8 @@ def seqno_at(
     after_seqno: int = 0,
     mended: list[int] | None = None,
 ) -> int:
-    """Return the last version in (after, last] that was made at or before a time, `after_seqno`
-    where there is none. `cas_max` is nanoseconds since the Unix epoch; `mended` the record's.
+    """Return the last version in (after, last] made at or before a time, `after_seqno` if there is
+    none. `cas_max` is nanoseconds since the Unix epoch; `mended` the record's.
     """
     first = after_seqno
     if mended and mended[2] <= cas_max:

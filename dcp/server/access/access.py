@@ -1,7 +1,7 @@
-"""Who may come in, and how: users, limits, TLS, the audit log. One `Access` per node.
+"""Access control: users, limits, TLS, the audit log. One `Access` per node.
 
-Connections, the admin port and the upkeep call it. `tick` takes over what changes while the server
-runs: users, their rights, certificates.
+Connections, the admin port and the upkeep call it. `tick` applies changes of users, their rights
+and certificates while the server runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AUDIT_OFF: Final = "off"
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
-    """Return the files of TLS, None where it is off; the key may be in the certificate's file."""
+    """Return the files of TLS, None if TLS is off. The key may be in the certificate's file."""
     if settings.tls_cert is None:
         return None
     return TlsFiles(
@@ -35,23 +35,23 @@ def tls_files(settings: Settings) -> TlsFiles | None:
 
 
 class GuardedConnection(Protocol):
-    """What access control knows and does of an open connection."""
+    """What access control uses of an open connection."""
 
     session: Session | TextSession
     opened_ns: int
     """When it was opened, or its user lost all rights; monotonic."""
     heard_ns: int
-    """When the peer sent something last; monotonic."""
+    """When the peer last sent something; monotonic."""
 
     def rights_changed(self, *, may_stream: bool) -> None:
-        """The rights of the user have changed; the session has the new ones."""
+        """React to changed rights of the user; the session has the new ones."""
 
 
 class Access:
     """See the module."""
 
     def __init__(self, settings: Settings, users: Users, log: EventLog) -> None:
-        """Load what there is of TLS. Raises TlsError."""
+        """Load the files of TLS, if it is on. Raises TlsError."""
         self.users = users
         self._log = log
         path = None if settings.audit == AUDIT_OFF else settings.data / settings.audit
@@ -76,7 +76,7 @@ class Access:
 
     @property
     def tls_context(self) -> ssl.SSLContext | None:
-        """The context of the TLS ports, None where there are none."""
+        """The context of the TLS ports, None if there are none."""
         return None if self._tls is None else self._tls.context
 
     def logins_of(self, host: str, peer: str, *, is_tls: bool) -> PeerLogins:
@@ -89,7 +89,7 @@ class Access:
         await asyncio.to_thread(self.audit.close)
 
     def denied(self, peer: str, fields: dict[str, object]) -> None:
-        """A session refused a command for lack of rights; `fields` as SessionState.denial notes."""
+        """Audit a command refused for lack of rights; `fields` as in SessionState.denial."""
         self.audit.write(
             "denied",
             user=fields["user"],
@@ -113,7 +113,7 @@ class Access:
         return ""
 
     def tick(self, connections: Iterable[GuardedConnection]) -> None:
-        """Look at the files of users and certificates; let open connections know."""
+        """Load changed files of users and certificates; update open connections."""
         self.users.reload_if_changed()
         self.apply_rights(connections)
         self.reload_certificates(always=False)
@@ -138,11 +138,11 @@ class Access:
             connection.rights_changed(may_stream=may_stream)
 
     def reload_certificates(self, *, always: bool) -> None:
-        """Take over certificates that have changed; a bad one is logged, the old one stays."""
+        """Load changed certificates. If they are bad, log that and keep the old ones."""
         if self._tls is None:
             return
         try:
             if self._tls.reload_if_changed(always=always):
-                self._log.info("certificates taken over")
+                self._log.info("certificates reloaded")
         except TlsError as error:
-            self._log.error("certificates not taken over, the old ones stay", reason=str(error))
+            self._log.error("certificates not reloaded, the old ones stay", reason=str(error))

@@ -4,13 +4,13 @@
     {"time": ..., "event": "denied", "user": ..., "peer": ..., "action": ..., "why": ...}
     {"time": ..., "event": "admin", "user": ..., "peer": ..., "action": ..., "result": ...}
 
-Called on the loop; a thread of its own writes, so that a slow disk delays nobody. Who calls gives
-names and reasons only, never a password or a value.
+Called on the loop. Its own thread writes, so a slow disk delays nobody. Callers pass names and
+reasons only, no passwords and no values.
 
 Invariants
 - lines are whole, in the order of `write`, in a file that only its owner reads;
-- a file that cannot be written is logged as an error and stops nothing: what is lost is counted,
-  and a line in the file says so once it can be written again;
+- if the file cannot be written, an error is logged and the server goes on. Lost lines are counted,
+  and a line in the file reports them once it can be written again;
 - at most PENDING_MAX lines wait in memory; `close` writes those that wait.
 """
 
@@ -30,7 +30,7 @@ PENDING_MAX: Final = 10_000
 FILES_KEPT: Final = 5
 """Full files that stay: audit.log.1 (the newest) to audit.log.5."""
 TEXT_CHARS_MAX: Final = 300
-"""Longest text in a line: part of it may come from a client."""
+"""Longest text in a line, because a client may have sent part of it."""
 CLOSE_TIMEOUT_S: Final = 5.0
 
 
@@ -61,7 +61,7 @@ class AuditLog:
         bytes_max: int,
         now: Callable[[], datetime] = _utc_now,
     ) -> None:
-        """Write to `path`, nothing at all where it is None; a full file has `bytes_max` bytes."""
+        """Write to `path` (None: write nothing); a file is full at `bytes_max` bytes."""
         self.path = path
         self._log = log
         self._bytes_max = bytes_max
@@ -70,12 +70,12 @@ class AuditLog:
         self._pending: list[bytes] = []
         self._is_closing = False
         self._lost = 0
-        """Lines that were lost and not yet told of in the file."""
+        """Lost lines that the file does not report yet."""
         self._is_failing = False
         self._writer: threading.Thread | None = None
 
     def write(self, event: str, **fields: object) -> None:
-        """Take a line; it is in the file a moment later."""
+        """Queue a line; the thread writes it soon."""
         if self.path is None:
             return
         line = audit_line(self._now(), event, fields)
@@ -90,7 +90,7 @@ class AuditLog:
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what waits and stop; what is told later is lost."""
+        """Write the lines that wait, and stop. Later lines are lost."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -132,7 +132,7 @@ class AuditLog:
 
 
 def append_rotating(path: Path, data: bytes, bytes_max: int) -> None:
-    """Append to a file, all or nothing; one that is full is put aside first. Raises OSError."""
+    """Append to a file, all or nothing; rotate a full file first. Raises OSError."""
     try:
         is_full = path.stat().st_size + len(data) > bytes_max
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def append_rotating(path: Path, data: bytes, bytes_max: int) -> None:
             while data:
                 data = data[os.write(descriptor, data) :]
         except OSError:
-            # Half a line would make one with what is written once there is room again.
+            # Half a line would run into the line that is written next.
             os.ftruncate(descriptor, size_bytes)
             raise
     finally:

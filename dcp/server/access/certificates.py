@@ -1,13 +1,13 @@
-"""Certificates of the TLS ports, taken over while the server runs.
+"""Certificates of the TLS ports, reloaded while the server runs.
 
-Called by the node: `context` goes to the listeners once, `reload_if_changed` looks at the files now
-and then. A handshake begins on the listener's context and is moved to the newest one before the
-certificate is chosen, so listeners and open connections stay as they are.
+The node passes `context` to the listeners once, and calls `reload_if_changed` now and then. A
+handshake begins with the listener's context and moves to the newest one before the certificate is
+chosen, so listeners and open connections are not disturbed.
 
 Invariants
-- TLS 1.2 at least, Python's default ciphers;
-- certificate, key and client CA in force always belong together: files that do not are logged, and
-  what was in force before stays.
+- at least TLS 1.2, Python's default ciphers;
+- the certificate, key and client CA in use belong together. Files that do not are refused, and
+  the previous ones stay in use.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TlsError(Exception):
 
 
 class TlsFiles(NamedTuple):
-    """PEM files: the certificate with what leads to its CA, its key, and who signs clients."""
+    """PEM files: the certificate with its chain, its key, and the CA of client certificates."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
-    """Set: only clients with a certificate of this CA are let in (and still log in)."""
+    """If set, clients need a certificate of this CA (and still log in)."""
 
 
 class ServerTls:
@@ -47,7 +47,7 @@ class ServerTls:
         self.context.sni_callback = self._choose
 
     def reload_if_changed(self, *, always: bool = False) -> bool:
-        """Load the files where they have changed; return whether they were.
+        """Load the files if they have changed; return whether they have.
 
         Raises TlsError, once per change of the files.
         """
@@ -73,19 +73,19 @@ def load_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        # The password would be asked for on the terminal.
+        # Without this, OpenSSL asks for a password on the terminal.
         context.load_cert_chain(files.cert, files.key, password=lambda: _NO_PASSWORD)
     except OSError as error:
         raise TlsError(
             f"certificate {files.cert} and key {files.key} cannot be used: {_reason(error)}; both "
-            "are PEM files, the key unencrypted, the certificate followed by those up to its CA"
+            "must be PEM files, the key unencrypted, the certificate followed by its chain"
         ) from error
     if files.client_ca is not None:
         try:
             context.load_verify_locations(files.client_ca)
         except OSError as error:
             raise TlsError(
-                f"client CA {files.client_ca} cannot be used: {_reason(error)}; it is a PEM file"
+                f"client CA {files.client_ca} cannot be used: {_reason(error)}; it must be PEM"
             ) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context

@@ -1,15 +1,13 @@
-"""Logins of one server: who tries from where, how often it went wrong, how many are in.
+"""Logins of one server: failures by address and user, connections by user.
 
 Called by sessions (a `PeerLogins` is the `Authenticator` of one connection) and by the admin API.
-Users know names and passwords (dcp.server.access.users); here stand the limits and the audit.
+`dcp.server.access.users` knows names and passwords; this module has the limits and the audit.
 
 Invariants
-- every login that was refused or let in over a key-value port has its line in the audit log;
-- whoever fails too often within a minute is refused without a look at the password: the right one
-  too, else guessing could go on. This is asked before anything is derived, and again when the
-  outcome is known;
-- passwords are derived in threads (dcp.server.access.password_checks), and nothing else is done
-  there.
+- each refused login, and each successful one on a key-value port, has a line in the audit log;
+- after too many failures within a minute, logins are refused whatever their password, or guessing
+  could go on. This is checked before a password is derived, and again when the outcome is known;
+- passwords are derived in threads (dcp.server.access.password_checks), which do nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from dcp.wire.status import Status
 
 WINDOW_S: Final = 60.0
 ALL_NAMES_FACTOR: Final = 10
-"""An address may fail this many times as often as one of its users: guessing names counts too."""
+"""An address may fail this many times as often as one of its users, because names can be guessed,
+too."""
 PAIRS_MAX: Final = 10_000
 _ALL_NAMES: Final = ""
 TOO_MANY_CHECKS: Final = "too many passwords wait to be checked; try again soon"
@@ -46,7 +45,7 @@ class FailedLogins:
         """(address, user) -> (beginning of its minute, failures since)."""
 
     def blocked_s(self, host: str, user: str, now_s: float) -> float:
-        """Return how many seconds more such logins are refused, 0 if they are not."""
+        """Return for how many more seconds such logins are refused, 0 if they are not."""
         return max(
             self._blocked_s((host, user), self._max, now_s),
             self._blocked_s((host, _ALL_NAMES), self._max * ALL_NAMES_FACTOR, now_s),
@@ -68,13 +67,13 @@ class FailedLogins:
 
 
 class Peer(NamedTuple):
-    """Where a client is and how it came."""
+    """A client's address, and the port that it used."""
 
     host: str
     address: str
     """host:port"""
     over: str
-    """Which door: kv, kv-tls, admin or admin-tls."""
+    """The kind of port: kv, kv-tls, admin or admin-tls."""
 
 
 class LoginLimits(NamedTuple):
@@ -99,7 +98,7 @@ class Logins:
 
     @property
     def checks_under_way(self) -> int:
-        """How many passwords are being checked, or wait for it."""
+        """Passwords that are being checked or wait for their check."""
         return len(self._checks)
 
     def peer(self, host: str, address: str, over: str) -> PeerLogins:
@@ -107,7 +106,7 @@ class Logins:
         return PeerLogins(self, Peer(host, address, over))
 
     def refusal(self, peer: Peer, user: str) -> str:
-        """Return why a login is not even looked at, "" if it is."""
+        """Return why a login is refused without a check, "" if it is not."""
         blocked_s = self._failed.blocked_s(peer.host, user, time.monotonic())
         if not blocked_s:
             return ""
@@ -117,12 +116,12 @@ class Logins:
         )
 
     def failed(self, peer: Peer, user: str, why: str) -> None:
-        """A login went wrong."""
+        """Count a failed login, and audit it."""
         self._failed.failed(peer.host, user, time.monotonic())
         self.refused(peer, user, why)
 
     def refused(self, peer: Peer, user: str, why: str) -> None:
-        """A login is refused, which counts as a wrong one only where `failed` says so."""
+        """Audit a refused login. Only `failed` counts it as a failure."""
         self.audit.write(
             "login", user=user, peer=peer.address, over=peer.over, result="refused", why=why
         )
@@ -130,8 +129,8 @@ class Logins:
     def check_password(
         self, peer: Peer, user: str, password: str, tell: Callable[[AuthStep], None]
     ) -> AuthStep | Ticket:
-        """Return the outcome of a login with a password where it is known at once; else `tell` gets
-        it later, unless the ticket is dropped.
+        """Return the outcome of a login with a password if it is known at once. Otherwise return a
+        ticket; `tell` gets the outcome later, unless the ticket is dropped.
         """
         if why := self.refusal(peer, user):
             return AuthStep(Status.AUTH_ERROR, claimed=user, why=why)
@@ -146,7 +145,7 @@ class Logins:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Nobody waits for this outcome any more."""
+        """Drop a check: nobody waits for its outcome any more."""
         self._checks.drop(ticket)
 
     async def close(self) -> None:
@@ -167,7 +166,7 @@ class Logins:
             try:
                 step = await told
             finally:
-                self.drop(ticket)  # the request may have been given up
+                self.drop(ticket)  # the request may have been cancelled
         if step.status == Status.OK:
             return step.rights
         if step.why:
@@ -199,7 +198,7 @@ class Logins:
         return ""
 
     def leave(self, user: str) -> None:
-        """A connection of a user is gone."""
+        """Count down the connections of a user."""
         self._connections[user] -= 1
         if not self._connections[user]:
             del self._connections[user]
@@ -218,7 +217,7 @@ class PeerLogins:
         self._ticket: Ticket | None = None
         """A password of this connection that is being checked."""
         self.on_outcome: Callable[[AuthStep], None] = _not_waiting
-        """Gets what `start` could not answer yet."""
+        """Called with the outcome that `start` did not know yet."""
 
     def mechanisms(self, peer_is_loopback: bool) -> list[str]:
         """Return the mechanisms on offer."""
@@ -240,11 +239,11 @@ class PeerLogins:
         return None
 
     def step(self, exchange: object, message: bytes) -> AuthStep:
-        """Go on with an exchange."""
+        """Continue an exchange."""
         return self._judge(self._logins.users.step(exchange, message))
 
     def leave(self) -> None:
-        """The connection is gone, or nobody is logged in on it any more."""
+        """Note that the connection is gone, or nobody is logged in on it any more."""
         if self._ticket is not None:
             self._logins.drop(self._ticket)
             self._ticket = None
@@ -274,7 +273,7 @@ class PeerLogins:
                 )  # fmt: skip
                 return step
             step = AuthStep(Status.EBUSY, claimed=name, why=crowded)
-        if step.why:  # whether it is right was not looked at, or does not matter
+        if step.why:  # the password was not checked, or does not matter
             logins.refused(peer, name, step.why)
         else:
             logins.failed(peer, name, "user or password is wrong, or from elsewhere")
@@ -282,4 +281,4 @@ class PeerLogins:
 
 
 def _not_waiting(_step: AuthStep) -> None:
-    """No login is under way."""
+    """Do nothing: no login is under way."""

@@ -1,18 +1,19 @@
-"""Passwords that are being checked: a few derivations at a time, in threads beside the loop.
+"""Checks passwords: a few derivations at a time, in threads beside the loop.
 
 Called by logins (dcp.server.access.logins), for the key-value and the admin ports. A derivation
-takes 5 ms of a processor; on the loop, a few hundred guesses a second would leave nothing for other
-clients.
+takes 5 ms of processor time. On the loop, a few hundred guesses a second would leave no time for
+other clients.
 
 Invariants
 - at most THREADS derivations run; at most WAITING_MAX checks wait, WAITING_PER_HOST_MAX of one
   address. One more is refused at once;
-- addresses take turns: of each other address, a check waits for one, however many those send;
-- the limit of wrong logins is asked again when a check's turn comes, so that guesses which waited
-  do not get around it;
-- a check that was taken has one outcome, told on the loop, unless it was dropped;
-- equal checks of one address are one: clients that come together with the same password cost one
-  derivation.
+- addresses take turns: the next check of an address waits for one check of each other address,
+  however many those send;
+- the limit of wrong logins is checked again when a check's turn comes, so guesses that waited do
+  not bypass it;
+- a check that was accepted has one outcome, reported on the loop, unless it was dropped;
+- equal checks of one address are combined: clients that come together with the same password cost
+  one derivation.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from typing import Final
 from dcp.server.access.users import PasswordCheck
 
 THREADS: Final = max(1, min(4, (os.cpu_count() or 2) // 2))
-"""Derivations at a time. They release the interpreter lock, so each takes a core; the loop, the
-log's thread and the store process want some too."""
+"""Derivations at a time. They release the interpreter lock, so each takes a core. The loop, the
+log's thread and the store process need cores, too."""
 WAITING_MAX: Final = 256
 """With 5 ms each on one core, the last one waits for 1.3 s: far less than handshake_timeout."""
 WAITING_PER_HOST_MAX: Final = 64
 NICENESS: Final = 10
-"""How much nicer than the process its threads are: where cores are few, clients that are logged in
-go first."""
+"""How much lower the priority of the threads is than that of the process. If there are few cores,
+clients that are logged in go first."""
 NICENESS_MAX: Final = 19
-"""Linux knows no more."""
+"""Linux's maximum."""
 
 Outcome = bool | None
-"""Whether the password matches; None: it was not looked at, its user or address is blocked."""
+"""Whether the password matches; None: not checked, because its user or address is blocked."""
 Tell = Callable[[Outcome], None]
 
 
 class Ticket:
-    """Somebody who waits for the outcome of a check."""
+    """A caller that waits for the outcome of a check."""
 
     def __init__(self, entry: _WaitingCheck, tell: Tell) -> None:
         self.entry = entry
@@ -64,7 +65,7 @@ class _WaitingCheck:
 
 
 class PasswordChecks:
-    """See the module. Everything is called on the loop, and calls back there."""
+    """See the module. Everything is called on the loop, callbacks too."""
 
     def __init__(
         self,
@@ -73,13 +74,13 @@ class PasswordChecks:
         waiting_max: int = WAITING_MAX,
         waiting_per_host_max: int = WAITING_PER_HOST_MAX,
     ) -> None:
-        """`is_blocked` tells of an address and a user whether logins are refused unseen now."""
+        """`is_blocked` says whether logins of an address and a user are refused now."""
         self._is_blocked = is_blocked
         self._waiting_max = waiting_max
         self._waiting_per_host_max = waiting_per_host_max
         self._executor = ThreadPoolExecutor(THREADS, "password", initializer=_yield_to_others)
         self._waiting: OrderedDict[str, OrderedDict[bytes, _WaitingCheck]] = OrderedDict()
-        """By address, the one whose turn is next first; then by what is checked."""
+        """By address, next turn first; then by what is checked."""
         self._waiting_count = 0
         self._running: dict[tuple[str, bytes], _WaitingCheck] = {}
         self._is_closed = False
@@ -89,7 +90,7 @@ class PasswordChecks:
         return self._waiting_count + len(self._running)
 
     def submit(self, host: str, check: PasswordCheck, tell: Tell) -> Ticket | None:
-        """Take a check of a client at an address; None: too many wait already."""
+        """Accept a check for an address; None: too many wait already."""
         entry = self._running.get((host, check.memory)) or self._waiting_entry(host, check)
         if entry is None:
             entry = _WaitingCheck(host, check)
@@ -102,7 +103,7 @@ class PasswordChecks:
         return ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget somebody who waits; a check for which nobody waits any more is not begun."""
+        """Forget a caller that waits. A check that nobody waits for is not begun."""
         entry = ticket.entry
         if ticket in entry.tickets:
             entry.tickets.remove(ticket)
@@ -110,7 +111,7 @@ class PasswordChecks:
             self._leave_queue(entry)
 
     async def close(self) -> None:
-        """Begin no more, and wait for those under way; nobody waits for an outcome any more."""
+        """Begin no more checks, and wait for those under way; their outcomes are not reported."""
         self._is_closed = True
         self._waiting.clear()
         self._waiting_count = 0
@@ -158,7 +159,7 @@ class PasswordChecks:
         outcome = False
         try:
             outcome = derivation.result()
-        finally:  # whatever went wrong, nobody waits for ever
+        finally:  # after an error, too, nobody may wait for ever
             self._tell(entry, outcome)
             self._start_next()
 
@@ -169,7 +170,7 @@ class PasswordChecks:
 
 
 def _yield_to_others() -> None:
-    """Let the threads of this pool run when nothing else wants to. Linux knows this of threads."""
+    """Give this thread a lower priority. On Linux, threads have their own."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         own = os.getpriority(os.PRIO_PROCESS, thread)

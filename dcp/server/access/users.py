@@ -4,13 +4,13 @@ Called by logins (dcp.server.access.logins), by the admin API and at start-up (p
 
 Invariants
 - a password is never stored and never logged, only SCRAM keys (dcp.session.scram);
-- an unknown user goes through the same exchange as a known one, with keys that nothing matches and
-  a salt that stays the same, so that neither answers nor their time tell who exists;
-- the file (dcp.server.access.users_file) is replaced as a whole; one that is damaged or of another
-  format is never overwritten, and what was read before it broke stays in force;
-- `revision` grows with every change of who there is or what they may do.
+- an unknown user gets the same exchange as a known one, with keys that no password matches and a
+  constant salt. So neither answers nor their timing show who exists;
+- the file (dcp.server.access.users_file) is replaced as a whole. A damaged file, or one of another
+  format, is not overwritten, and the users that were read before stay valid;
+- `revision` grows with every change of users or their rights.
 
-The built-in guest/guest works from loopback only (RabbitMQ's precedent) and may do everything; it
+The built-in guest/guest works from loopback only (as in RabbitMQ) and may do everything; it
 can be switched off. The name is reserved.
 """
 
@@ -60,7 +60,7 @@ GUEST: Final = "guest"
 GUEST_PASSWORD: Final = "guest"  # noqa: S105 - public on purpose, loopback only
 PLAIN: Final = "PLAIN"
 _PLAIN_KEYS: Final = "SCRAM-SHA512"
-"""The keys that a password itself is checked against."""
+"""The keys that a PLAIN password is checked against."""
 
 ITERATIONS: Final = 10_000
 """PBKDF2 rounds for new users: 5 ms of SHA-512, once when added and once per new PLAIN login."""
@@ -71,7 +71,7 @@ USERS_MAX: Final = 10_000
 PASSWORD_CHARS_MIN: Final = 6
 PASSWORD_CHARS_MAX: Final = 128
 VERIFIED_MAX: Final = 1024
-"""Remembered PLAIN logins, so that clients that connect often cost no PBKDF2 each time."""
+"""Remembered PLAIN logins, so clients that connect often do not cost a PBKDF2 each time."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
 _PASSWORD: Final = re.compile(r"[ -~]*")
@@ -96,31 +96,31 @@ class _LoginAttempt(NamedTuple):
 
 
 class PlainLogin(NamedTuple):
-    """A message of PLAIN, taken apart."""
+    """A decoded message of PLAIN."""
 
     user: str
     password: str
 
 
 class PasswordCheck(NamedTuple):
-    """A password that has to be derived to tell whether it is right."""
+    """A password that must be derived to check it."""
 
     user: str
     password: str
     keys: ScramKeys
     is_known: bool
-    """Whether these are keys of a user; those of nobody take as long, and never match."""
+    """Whether the keys are those of a user. Decoy keys take as long and match no password."""
     memory: bytes
     """What is remembered if it is right; equal for equal users and passwords."""
 
     def matches(self) -> bool:
-        """Derive. Takes 5 ms of a processor; to be called in a thread."""
+        """Derive the password and compare. It takes 5 ms of processor time; call it in a thread."""
         return password_matches(_PLAIN_KEYS, self.password, self.keys)
 
 
 class Users:
-    """The users of one server. What changes them may be called from any thread, and takes tens of
-    milliseconds; what logs in is called on the loop.
+    """The users of one server. Methods that change users may be called from any thread and take
+    tens of milliseconds. Methods for logins are called on the loop.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Users:
         has_guest: bool = True,
         iterations: int = ITERATIONS,
     ) -> None:
-        """Read the file; a missing one means that there is only the guest.
+        """Read the file. If there is none, only the guest exists.
 
         Raises:
-            UsersFileError: it is there and cannot be used.
+            UsersFileError: the file exists and cannot be used.
         """
         self._path = path
         self._draw_bytes = draw_bytes
@@ -147,24 +147,24 @@ class Users:
         self._content = UsersContent({}, draw_bytes(32))
         self.revision = 0
         self.problem = ""
-        """Why the file's last change was not taken over; "" if it was."""
+        """Why the last change of the file was not loaded; "" if it was."""
         self._guest_keys = _guest_keys(draw_bytes(SALT_BYTES)) if has_guest else {}
         self._load()
 
     # -- the table -------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names of the users that were added, sorted; the guest is not among them."""
+        """Return the names of the users that were added, sorted, without the guest."""
         self.reload_if_changed()
         return sorted(self._content.users)
 
     def table(self) -> dict[str, Rights]:
-        """Return what each user that was added may do, by name."""
+        """Return the rights of the users that were added, by name."""
         self.reload_if_changed()
         return {name: user.rights for name, user in sorted(self._content.users.items())}
 
     def rights_of(self, name: str) -> Rights | None:
-        """Return what a user may do, None where there is no such user."""
+        """Return the rights of a user, None if there is no such user."""
         if name == GUEST:
             return FULL_RIGHTS if self._has_guest else None
         record = self._content.users.get(name)
@@ -173,7 +173,7 @@ class Users:
     def add(self, name: str, password: str, rights: Rights | None = None) -> None:
         """Add a user, or give one a new password. Durable when it returns.
 
-        Without `rights` a new user has all of them, and one that is there keeps those it has.
+        Without `rights`, a new user gets all rights, and an existing user keeps its own.
 
         Raises:
             UserError: the name or the password is not allowed.
@@ -185,13 +185,13 @@ class Users:
             self._load()
             known = self._content.users.get(name)
             if known is None and len(self._content.users) >= USERS_MAX:
-                raise UserError(f"there are {USERS_MAX} users already, the limit")
+                raise UserError(f"the limit, {USERS_MAX} users, is reached")
             if rights is None:
                 rights = FULL_RIGHTS if known is None else known.rights
             self._write({**self._content.users, name: UserRecord(keys, rights)})
 
     def set_password(self, name: str, password: str) -> None:
-        """Give a user a new password; what is logged in stays so.
+        """Give a user a new password. Open connections stay logged in.
 
         Raises:
             UnknownUserError: there is no such user.
@@ -259,12 +259,12 @@ class Users:
         return record
 
     def _check_admin(self, users: dict[str, UserRecord]) -> None:
-        """Nobody could give the role back: not even by starting again."""
+        """Keep the last admin: nobody could give the role back, not even after a restart."""
         had_admin = any(u.rights.has(Role.ADMIN) for u in self._content.users.values())
         has_admin = any(u.rights.has(Role.ADMIN) for u in users.values())
         if had_admin and not (has_admin or self._has_guest):
             raise UserError(
-                "it is the last user with the role admin, and guest is switched off; "
+                "this is the last user with the role admin, and guest is switched off; "
                 "give the role to another user first"
             )
 
@@ -278,10 +278,11 @@ class Users:
         }
 
     def check_of(self, name: str, password: str, *, peer_is_loopback: bool) -> PasswordCheck | bool:
-        """Return whether a user may log in with a password from there, or the check that tells.
+        """Return whether a user may log in with a password, or the check that decides it.
 
-        Only what says nothing about who exists is known without a derivation: the guest, whose
-        password is public, what no password can be, and a password that was right before.
+        An answer without a derivation must not show who exists. It is given for the guest, whose
+        password is public, for texts too long for a password, and for passwords that were right
+        before.
         """
         self.reload_if_changed()
         if len(password) > PASSWORD_CHARS_MAX:
@@ -289,7 +290,7 @@ class Users:
         if self._is_guest(name, peer_is_loopback=peer_is_loopback):
             return hmac.compare_digest(password.encode(), GUEST_PASSWORD.encode())
         keys, is_known = self._keys_of(name, _PLAIN_KEYS, peer_is_loopback=peer_is_loopback)
-        # The stored key is part of the digest: a new password makes the old memory worthless.
+        # The stored key is part of the digest, so a new password invalidates the old entry.
         memory = hmac.digest(
             self._process_key,
             b"\0".join((name.encode(), password.encode(), keys.stored_key)),
@@ -300,7 +301,7 @@ class Users:
         return PasswordCheck(name, password, keys, is_known, memory)
 
     def conclude(self, check: PasswordCheck, *, matches: bool) -> bool:
-        """Return whether a check whose outcome is known now lets its user in, and remember that."""
+        """Return whether a finished check lets its user in, and remember it if so."""
         record = self._content.users.get(check.user)
         if not (matches and check.is_known and record and record.keys[_PLAIN_KEYS] == check.keys):
             return False  # removed, or given another password meanwhile
@@ -323,7 +324,7 @@ class Users:
         return [*HASH_NAMES, PLAIN]
 
     def start(self, mechanism: str, initial: bytes, peer_is_loopback: bool) -> AuthStep:
-        """Begin an exchange. It costs an HMAC: the keys are there."""
+        """Begin an exchange. It costs only an HMAC, because the keys are stored."""
         if mechanism not in HASH_NAMES:
             return AuthStep(Status.AUTH_ERROR)
         self.reload_if_changed()
@@ -356,8 +357,8 @@ class Users:
     def _keys_of(
         self, name: str, mechanism: str, *, peer_is_loopback: bool
     ) -> tuple[ScramKeys, bool]:
-        """Return keys for whatever name, and whether they are those of a user."""
-        # Made for every name: whether there is such a user must not show in the time it takes.
+        """Return keys for any name, and whether they are those of a user."""
+        # Decoy keys are made for every name, so the time does not show whether the user exists.
         size = hashlib.new(HASH_NAMES[mechanism]).digest_size
         seed = hmac.digest(self._content.decoy_key, f"{mechanism} {name}".encode(), "sha256")
         # No password has a stored key of zeros, and `is_known` is False besides.
@@ -373,7 +374,7 @@ class Users:
     # -- the file --------------------------------------------------------------------------------
 
     def reload_if_changed(self) -> None:
-        """Take over what another process, or an editor, made of the file."""
+        """Reload the file if another process or an editor has changed it."""
         if stamp_of(self._path) == self._stamp:
             return
         try:
@@ -381,7 +382,7 @@ class Users:
             self.problem = ""
         except UsersFileError as error:
             self.problem = str(error)
-            _LOG.warning("users file not taken over", extra={"fields": {"reason": str(error)}})
+            _LOG.warning("users file not reloaded", extra={"fields": {"reason": str(error)}})
 
     def _load(self) -> None:
         # The stamp is taken first: a change in between is seen the next time.
@@ -410,7 +411,7 @@ class Users:
 
 
 def read_plain(message: bytes) -> PlainLogin | AuthStep:
-    """Take a message of PLAIN (RFC 4616) apart; return a refusal where that cannot be done."""
+    """Decode a message of PLAIN (RFC 4616); return a refusal if it is malformed."""
     parts = message.split(b"\0")
     if len(parts) != 3 or len(message) > MESSAGE_BYTES_MAX:
         return AuthStep(Status.EINVAL)

@@ -6,10 +6,9 @@ Called by `dcp.server.access.users`.
      "scram": {MECHANISM: keys},
      "roles": {ROLE: [{"prefix": TEXT, "collection": "scope.collection"}, ...]}}}}
 
-A scope without prefix and collection is everything. The checksum covers `decoy_key` and `users`:
-without it a flipped bit would lock a user out, or change what they may do, and nothing would say
-so. Format 1 knew no roles: its users have all of them. Format 2 had no checksum. Both are read;
-format 3 is written.
+A scope without prefix and collection means everything. The checksum covers `decoy_key` and `users`.
+Without it, a flipped bit could silently lock a user out or change rights. Format 1 has no roles:
+its users have all of them. Format 2 has no checksum. Both are read;
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _FORMAT_WITHOUT_ROLES: Final = 1
 _FORMATS_WITHOUT_CHECKSUM: Final = frozenset({_FORMAT_WITHOUT_ROLES, 2})
 _CHECKSUM: Final = "crc32c"
 ITERATIONS_MAX: Final = 1_000_000
-"""More would stop the server for seconds at a login; a file that says so is damaged."""
+"""More would block the server for seconds at a login, so a file with more is damaged."""
 
 Keys = Mapping[str, ScramKeys]
 """Mechanism -> keys."""
@@ -43,14 +42,14 @@ class UsersFileError(Exception):
 
 
 class UserRecord(NamedTuple):
-    """What is kept of one user."""
+    """The stored data of one user."""
 
     keys: Keys
     rights: Rights
 
 
 class UsersContent(NamedTuple):
-    """What the file holds."""
+    """The content of the file."""
 
     users: dict[str, UserRecord]
     decoy_key: bytes
@@ -89,16 +88,16 @@ def parse_scope(document: Mapping[str, Any]) -> Scope:
     """Return a scope. Raises ValueError, TypeError, AttributeError for anything else."""
     unknown = document.keys() - {"prefix", "collection"}
     if unknown:
-        # Ignored, it could be the one thing that restricts.
+        # It could be a restriction, so it must not be ignored.
         raise ValueError(f"unknown members {', '.join(sorted(unknown))} in a scope")
     prefix, collection = document.get("prefix", ""), document.get("collection")
     if not isinstance(prefix, str) or not isinstance(collection, str | None):
-        raise TypeError("prefix and collection are texts")
+        raise TypeError("prefix and collection must be texts")
     return Scope(prefix.encode(), collection or None)
 
 
 def stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced or written to, None where there is none."""
+    """Return a value that changes when a file is replaced or written, None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -126,7 +125,7 @@ def file_text(content: UsersContent) -> bytes:
 
 
 def checksum_of(document: Mapping[str, Any]) -> str:
-    """Return the checksum that a file has to have; white space and order do not count."""
+    """Return the checksum of a file's content; white space and order do not count."""
     content = {name: document[name] for name in ("decoy_key", "users")}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f"{google_crc32c.value(text.encode()):08x}"
@@ -142,7 +141,7 @@ def _keys_document(keys: ScramKeys) -> dict[str, Any]:
 
 
 def parse_file(path: Path, text: bytes) -> UsersContent:
-    """Return what the bytes of the file say. Raises UsersFileError."""
+    """Decode the file. Raises UsersFileError."""
     try:
         document = json.loads(text)
         version = document["format_version"]
@@ -190,7 +189,7 @@ def _parse_keys(document: Mapping[str, Any]) -> ScramKeys:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves the old one or the new one, whole."""
+    """Replace a file durably: a crash leaves either the old file or the new one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     new.unlink(missing_ok=True)

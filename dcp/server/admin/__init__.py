@@ -2,21 +2,21 @@
 
     probes        /livez  /readyz  /metrics
     our own       /api/v1/...            JSON in, JSON out (docs/testing-consumers.md)
-    the field's   /pools/... /whoami     what Couchbase clients ask for over HTTP
+    Couchbase's   /pools/... /whoami     what Couchbase clients ask for over HTTP
 
-HTTP basic authentication; the guest from loopback only. Every error is JSON of one form:
-{"error": {"what", "where", "why", "try"}}. `ROUTES` of each module is the list of what there is.
+HTTP basic authentication; the guest from loopback only. Every error is JSON of the form
+{"error": {"what", "where", "why", "try"}}. `routes` of each module returns its requests.
 
-What a request goes through:
+The way of a request:
 
-    port        accepts a connection, and ends it when it is too late
-    crowd       the bounds: how many, how long, who makes room for whom
+    port        accepts a connection, and closes it if it is too late
+    crowd       the limits: how many, how long, who makes room for whom
     protocol    uvicorn's HTTP/1.1, which tells the crowd what a connection does
     origin      refuses web pages of other sites: Host, Origin, Sec-Fetch-Site
-    server      login, role, audit, then the handler of the route
+    application login, role, audit, then the handler of the route
 
-Starlette and uvicorn take 50 ms to import: only AdminServer.start, the app and `protocol` pull them
-in.
+Starlette and uvicorn take 50 ms to import. Only AdminServer.start, the application and `protocol`
+import them.
 """
 
 from dcp.server.admin.port import AdminServer

@@ -1,4 +1,4 @@
-"""Requests in, answers out: what all parts of the admin interface share."""
+"""Requests and responses: shared by all parts of the admin interface."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Kinds = Mapping[str, type | tuple[type, ...]]
 
 
 class RouteSpec(NamedTuple):
-    """One thing that can be asked for."""
+    """One kind of request."""
 
     method: str
     path: str
     handler: Handler
     needs_login: bool = True
     role: Role | None = None
-    """What it takes; None: admin where it changes something, any login where it is a GET."""
+    """The role it needs. None: admin for a change, any login for a GET."""
     is_long: bool = False
-    """The answer takes as long as the client, or the node, likes."""
+    """The answer may take very long."""
 
 
 class AdminError(Exception):
-    """A request that is answered with an error document."""
+    """A refused request, answered with an error document."""
 
     def __init__(self, status: HTTPStatus, what: str, *, why: str, try_this: str) -> None:
         super().__init__(what)
@@ -52,7 +52,7 @@ class AdminError(Exception):
 
 
 def invalid(why: str) -> AdminError:
-    """Return the refusal of a request that is not what was asked for."""
+    """Return the refusal of an invalid request."""
     return AdminError(
         HTTPStatus.BAD_REQUEST,
         "the request is not valid",
@@ -62,37 +62,37 @@ def invalid(why: str) -> AdminError:
 
 
 def json_answer(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
-    """Answer a JSON document."""
+    """Return a response with a JSON document."""
     from starlette.responses import JSONResponse
 
     return JSONResponse(document, status_code=status)
 
 
 def raw_answer(body: bytes, media_type: str = JSON_TYPE) -> Response:
-    """Answer bytes as they are."""
+    """Return a response with these bytes."""
     from starlette.responses import Response
 
     return Response(body, media_type=media_type)
 
 
-# -- what a request says ---------------------------------------------------------------------------
+# -- reading a request -----------------------------------------------------------------------------
 
 
 def peer_of(request: Request) -> str:
-    """Return the host that asks."""
+    """Return the host of the client."""
     return request.client.host if request.client is not None else "?"
 
 
 def action_of(request: Request) -> str:
-    """Return what is asked for, in words: the method and the path.
+    """Return the method and the path, for messages.
 
-    Not from `request.url`, which cannot be made of every Host header.
+    Not from `request.url`, which fails for some Host headers.
     """
     return f"{request.method} {request.scope['path']}"
 
 
 def vb_of(request: Request) -> int:
-    """Return the partition that the path names."""
+    """Return the partition in the path."""
     text: str = request.path_params["vb"]
     vb_id = number_in(text, NUM_VBUCKETS - 1)
     if vb_id is None:
@@ -106,20 +106,20 @@ def vb_of(request: Request) -> int:
 
 
 def number_in(text: str, maximum: int) -> int | None:
-    """Return the number 0 to `maximum` that a text is in decimal digits, None where it is none."""
+    """Return the number, 0 to `maximum`, of a decimal text; None if it is not one."""
     return number if is_decimal(text) and (number := int(text)) <= maximum else None
 
 
 async def read_object(
     request: Request, required: Kinds, optional: Kinds | None = None
 ) -> dict[str, Any]:
-    """Read a JSON object with these members. Optional ones may be left out or null."""
+    """Read a JSON object with these members. Optional ones may be missing or null."""
     optional = optional or {}
     body = _body_of(request, JSON_TYPE)
     try:
         document = json.loads(body or b"{}") if not required else json.loads(body)
-        # Half a surrogate pair is JSON, and no text that could be stored, logged or answered;
-        # NaN and Infinity, which the line before takes, are none.
+        # Half a surrogate pair is valid JSON, but cannot be stored, logged or sent. NaN and
+        # Infinity are not valid JSON, but `loads` accepts them.
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from error
@@ -141,7 +141,7 @@ async def read_object(
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Read an HTML form; of a name that comes twice the first value counts."""
+    """Read an HTML form. If a name comes twice, the first value counts."""
     body = _body_of(request, FORM_TYPE)
     try:
         fields = parse_qs(body.decode(), keep_blank_values=True, max_num_fields=32)
@@ -153,12 +153,12 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def _without_secrets(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what may stand in the audit log."""
+    """Return the fields that may be in the audit log."""
     return {name: value for name, value in fields.items() if name not in _SECRET_FIELDS}
 
 
 async def receive_body(request: Request) -> bytes:
-    """Return the whole body, which must not be too long."""
+    """Return the whole body. Raises AdminError if it is too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -197,14 +197,14 @@ def _names(kind: type | tuple[type, ...]) -> str:
 
 
 def error_document(what: str, where: str, why: str, try_this: str) -> dict[str, Any]:
-    """Return the form that every refusal has."""
+    """Return the document of a refusal."""
     return {"error": {"what": what, "where": where, "why": why, "try": try_this}}
 
 
 def error_answer(
     request: Request, status: HTTPStatus, what: str, why: str, try_this: str
 ) -> Response:
-    """Answer an error document."""
+    """Return a response with an error document."""
     response = json_answer(error_document(what, action_of(request), why, try_this), status)
     response.headers.update(_HEADERS.get(status, {}))
     return response
@@ -214,4 +214,4 @@ _HEADERS: Final = {
     HTTPStatus.UNAUTHORIZED: {"www-authenticate": 'Basic realm="dcpd"'},
     HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
 }
-"""What HTTP wants beside the document."""
+"""Headers that HTTP requires in addition to the document."""

@@ -1,7 +1,7 @@
-"""The application: what every request goes through before its handler, and how it is refused.
+"""The application: the checks of every request before its handler, and the refusals.
 
-In this order: the checks against web pages of other sites (`origin`), the login, the role, a place
-among the requests under way (`crowd`). /livez and /readyz need the first one only.
+The checks, in this order: against web pages of other sites (`origin`), login, role, and a place
+among the running requests (`crowd`). /livez and /readyz need only the first one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from dcp.server.admin.answers import Handler
 
 SLICE_BYTES: Final = 64 * 1024
-"""What is written at once; uvicorn waits before the next one while the client does not read."""
+"""Bytes written at once. uvicorn waits before the next piece while the client does not read."""
 PATH_CHARS_MAX: Final = 200
-"""How much of a path stands in a log line."""
+"""Characters of a path in a log line."""
 
 
 def routes_of(parts: AdminParts) -> list[RouteSpec]:
-    """Return everything that there is."""
+    """Return all routes."""
     return [
         *probes.routes(parts.health, parts.status, parts.metrics),
         *partitions.routes(parts.operations),
@@ -90,14 +90,14 @@ def admin_app(parts: AdminParts, crowd: Crowd, rule: HostRule) -> Starlette:
             500: door.answer_failure,
         },
     )
-    # A redirect would be made from the Host header, which is not always checked.
+    # A redirect would use the Host header, which is not always checked.
     app.router.redirect_slashes = False
     return app
 
 
 class _PageGuard:
-    """Refuses what web pages of other sites ask for, before anything else looks at it; and hands
-    long answers on in slices, so that no more than one waits in the buffers of a slow client.
+    """Refuses requests of web pages of other sites, before anything else handles them. It also
+    sends long answers in slices, so that at most one slice is buffered for a slow client.
     """
 
     def __init__(self, app: ASGIApp, door: _RequestGuard, rule: HostRule) -> None:
@@ -131,14 +131,14 @@ async def _send_sliced(send: Send, message: Message) -> None:
 
 
 class _LongAnswer:
-    """An answer that has a place of its own until it ends."""
+    """An answer that keeps its place until it ends."""
 
     def __init__(self, response: Response, give_back: Callable[[], None]) -> None:
         self._response = response
         self._give_back = give_back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer."""
         try:
             await self._response(scope, receive, send)
         finally:
@@ -146,7 +146,7 @@ class _LongAnswer:
 
 
 class _RequestGuard:
-    """Who may come in, and what is said to those who may not."""
+    """Checks who may use the interface, and answers those who may not."""
 
     def __init__(self, parts: AdminParts, crowd: Crowd, paths: list[str]) -> None:
         self._access = parts.access
@@ -156,9 +156,9 @@ class _RequestGuard:
         self._paths = list(dict.fromkeys(paths))
 
     def with_login(self, route: RouteSpec) -> Handler:
-        """Let a handler be reached only by who may; what changes something is audited.
+        """Return a handler that checks login and role, and audits changes.
 
-        The handler finds who asks in `request.state.user` and `request.state.rights`.
+        The original handler finds the user in `request.state.user` and `request.state.rights`.
         """
         role = route.role or (None if route.method == "GET" else Role.ADMIN)
 
@@ -180,7 +180,7 @@ class _RequestGuard:
 
     @contextmanager
     def _place(self, request: Request) -> Iterator[None]:
-        """Count what is done for a request; nothing is while its client is waited for."""
+        """Hold a place while the server works on a request, not while it waits for the client."""
         give_back = _take(self._crowd.requests, request)
         try:
             yield
@@ -221,8 +221,8 @@ class _RequestGuard:
         return AdminError(
             HTTPStatus.FORBIDDEN,
             f"user {user!r} may not do this",
-            why=f"it takes the role {role}",
-            try_this=f"an admin grants it: dcpctl user grant {user} {role}",
+            why=f"it needs the role {role}",
+            try_this=f"ask an admin to grant it: dcpctl user grant {user} {role}",
         )
 
     def _audit(self, event: str, request: Request, **fields: object) -> None:
@@ -243,18 +243,18 @@ class _RequestGuard:
         raise _log_in_first(found)
 
     async def answer_admin_error(self, request: Request, error: Exception) -> Response:
-        """A refusal of ours."""
+        """Answer a refusal of ours."""
         assert isinstance(error, AdminError)
         return self.refuse(request, error.status, error.what, error.why, error.try_this)
 
     async def answer_nobody(self, _request: Request, _error: Exception) -> Response:
-        """The body did not come: the client is gone, or was answered 408 in our place."""
+        """The body did not arrive: the client is gone, or `protocol` has answered 408."""
         from starlette.responses import Response
 
         return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     async def answer_http_error(self, request: Request, error: Exception) -> Response:
-        """What starlette itself refuses: unknown paths and methods."""
+        """Answer what starlette itself refuses: unknown paths and methods."""
         from starlette.exceptions import HTTPException
 
         assert isinstance(error, HTTPException)
@@ -270,7 +270,7 @@ class _RequestGuard:
         return response
 
     async def answer_failure(self, request: Request, error: Exception) -> Response:
-        """A fault of the server itself; starlette raises it again, so that it is logged."""
+        """Answer a bug of the server. Starlette raises the error again, so it is logged."""
         return error_answer(
             request,
             HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -282,7 +282,7 @@ class _RequestGuard:
     def refuse(
         self, request: Request, status: HTTPStatus, what: str, why: str, try_this: str
     ) -> Response:
-        """Answer a refusal, log it at a bounded rate, and count it."""
+        """Return a refusal; log it at a bounded rate, and count it."""
         self._meter.admin_refusals[str(status.value)] += 1
         self._refusals.write(
             "admin request refused",
@@ -307,9 +307,9 @@ def _take(places: Places, request: Request) -> Callable[[], None]:
     except TooManyError as error:
         raise AdminError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            "too much is asked for at once",
+            "there are too many requests",
             why=str(error),
-            try_this="the same again in a moment",
+            try_this="try again in a moment",
         ) from error
 
 

@@ -5,13 +5,13 @@
     GET /pools/default/nodeServices            ports
     GET /pools/default/buckets[/B]             type, backend, nodes, partition map
     GET /pools/default/b/B                     the terse partition map
-    GET /pools/default/bs/B                    the same as a stream: a block now, and after changes
+    GET /pools/default/bs/B                    the same as a stream: a block now and after changes
     GET /pools/default/bucketsStreaming/B      buckets/B as a stream
     GET /whoami
     GET, POST, DELETE /pools/default/buckets/B/scopes[/S[/collections[/C]]]
 
-Blocks of a stream are separated by four newlines; a block comes at least every KEEPALIVE_S.
-`$HOST` in a terse map stands for the address that the client has of this node.
+Blocks of a stream are separated by four newlines. A block comes at least every KEEPALIVE_S.
+`$HOST` in a terse map stands for the address that the client uses for this node.
 
 Facts: what go-dcp, gocbcore and the SDKs ask for.
 """
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 IMPLEMENTATION_VERSION: Final = f"{REPORTED_VERSION.decode()}-0000-community"
-"""MAJOR.MINOR.PATCH-BUILD-EDITION; go-dcp and SDKs derive abilities from it."""
+"""MAJOR.MINOR.PATCH-BUILD-EDITION; go-dcp and SDKs derive features from it."""
 BLOCK_END: Final = b"\n\n\n\n"
 KEEPALIVE_S: Final = 10.0
 POLL_S: Final = 0.25
-"""How soon a change of the map is told, and how soon a stream notices that the server stops."""
+"""How soon a stream reports a change of the map, and notices that the server stops."""
 NAME_CHARS_MAX: Final = 251
 TTL_MAX_S: Final = 10**10
-"""Beyond what the manifest takes, which says why it refuses the rest."""
+"""Above the manifest's own limit, whose error says more."""
 
 
 def routes(config: ClusterConfig, collections: CollectionsView, health: Health) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
     field = _Field(config, collections, health)
     bucket = "/pools/default/buckets/{bucket}"
     scope = f"{bucket}/scopes/{{scope}}"
@@ -95,7 +95,7 @@ class _Field:
     # -- the node --------------------------------------------------------------------------------
 
     async def pools(self, _request: Request) -> Response:
-        """The only pool, and the version."""
+        """Answer the only pool, and the version."""
         return json_answer(
             {
                 "isAdminCreds": True,
@@ -106,7 +106,7 @@ class _Field:
         )
 
     async def pool(self, request: Request) -> Response:
-        """The node, as a cluster of one."""
+        """Answer the node, as a cluster of one."""
         document = json.loads(self.details(request))
         return json_answer(
             {
@@ -120,15 +120,15 @@ class _Field:
         )
 
     async def node_services(self, _request: Request) -> Response:
-        """Ports of the node."""
+        """Answer the ports of the node."""
         return raw_answer(self._config.global_config())
 
     async def buckets(self, request: Request) -> Response:
-        """The only bucket, in a list."""
+        """Answer the only bucket, in a list."""
         return raw_answer(b"[" + self.details(request) + b"]")
 
     async def whoami(self, request: Request) -> Response:
-        """Who is logged in."""
+        """Answer who is logged in."""
         roles = [{"role": role.value} for role in request.state.rights.scopes()]
         return json_answer({"id": request.state.user, "domain": "local", "roles": roles})
 
@@ -144,7 +144,7 @@ class _Field:
         return answer
 
     def stream_of(self, document: Callable[[Request], bytes]) -> Callable[[Request], Any]:
-        """Return a handler that answers a document again and again."""
+        """Return a handler that answers a document again after each change."""
 
         async def answer(request: Request) -> Response:
             from starlette.responses import StreamingResponse
@@ -167,15 +167,15 @@ class _Field:
         return self._health.is_ready and self._config.config_version() == version
 
     def terse(self, _request: Request) -> bytes:
-        """The partition map."""
+        """Return the partition map."""
         return self._config.bucket_config()
 
     def manifest(self, _request: Request) -> bytes:
-        """Scopes and collections."""
+        """Return scopes and collections."""
         return json.dumps(self._scopes.manifest()).encode()
 
     def details(self, request: Request) -> bytes:
-        """The partition map with our address, and what kind of bucket it is."""
+        """Return the partition map with our address, and the bucket's type."""
         address = str(request.scope["server"][0])
         host = f"[{address}]" if ":" in address else address
         config = json.loads(self._config.bucket_config().replace(b"$HOST", host.encode()))
@@ -198,29 +198,29 @@ class _Field:
     # -- scopes and collections ------------------------------------------------------------------
 
     async def create_scope(self, request: Request) -> Response:
-        """POST name=S."""
+        """Handle POST name=S."""
         collections = self._collections(request)
         name = _name_of(await read_form(request))
         return await _changed(collections.create_scope(name))
 
     async def drop_scope(self, request: Request) -> Response:
-        """DELETE."""
+        """Handle DELETE of a scope."""
         collections = self._collections(request)
         return await _changed(collections.drop_scope(request.path_params["scope"]))
 
     async def create_collection(self, request: Request) -> Response:
-        """POST name=C, and maxTTL=SECONDS where documents should not live for ever."""
+        """Handle POST name=C, with maxTTL=SECONDS if documents expire."""
         collections = self._collections(request)
         form = await read_form(request)
         max_ttl_s = number_in(form.get("maxTTL", "0"), TTL_MAX_S)
         if max_ttl_s is None:
-            raise invalid("maxTTL is a number of seconds, 0 for none")
+            raise invalid("maxTTL must be a number of seconds, 0 for no limit")
         scope = request.path_params["scope"]
         change = collections.create_collection(scope, _name_of(form), max_ttl_s)
         return await _changed(change)
 
     async def drop_collection(self, request: Request) -> Response:
-        """DELETE."""
+        """Handle DELETE of a collection."""
         collections = self._collections(request)
         path = request.path_params
         return await _changed(collections.drop_collection(path["scope"], path["collection"]))
@@ -238,7 +238,7 @@ async def _changed(change: Any) -> Response:
             error.status,
             "scopes and collections were not changed",
             why=str(error),
-            try_this="GET /pools/default/buckets/default/scopes shows what there is",
+            try_this="GET /pools/default/buckets/default/scopes lists them",
         ) from error
     return json_answer({"uid": f"{uid:x}"})
 
@@ -256,6 +256,6 @@ def _check_bucket(request: Request) -> None:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
             f"there is no bucket {name!r}",
-            why=f"there is one, {BUCKET!r}",
+            why=f"there is only {BUCKET!r}",
             try_this=f"/pools/default/buckets/{BUCKET}",
         )

@@ -2,8 +2,8 @@
 
     GET /api/v1/vbuckets/{vb}/documents     ?at=SEQNO, or what is committed now
 
-The answer is JSON lines (`dcp.server.operate.partition_dump`); the headers dcpd-seqno and
-dcpd-vb-uuid say of which state. It takes the role read, for everything.
+The answer is JSON lines (`dcp.server.operate.partition_dump`). The headers dcpd-seqno and
+dcpd-vb-uuid name the state. It needs the role read, for everything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINES_TYPE: Final = "application/x-ndjson"
 
 
 def routes(dumps: Dumps) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def documents(request: Request) -> Response:
         from starlette.responses import StreamingResponse
@@ -39,7 +39,7 @@ def routes(dumps: Dumps) -> list[RouteSpec]:
                 HTTPStatus.FORBIDDEN,
                 f"user {request.state.user!r} may not read every document",
                 why=denial.why,
-                try_this="range scans, within what may be read",
+                try_this="use range scans over what the user may read",
             )
         try:
             view = await dumps.open(vb_id, at_seqno)
@@ -64,5 +64,5 @@ def _at(request: Request) -> int | None:
         return None
     at_seqno = number_in(text, SEQNO_MAX)
     if at_seqno is None:
-        raise invalid(f'"at" is a seqno, not {text[:30]!r}')
+        raise invalid(f'"at" must be a seqno, not {text[:30]!r}')
     return at_seqno

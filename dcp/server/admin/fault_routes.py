@@ -2,8 +2,8 @@
 
 GET    /api/v1/faults          the rules, in the order in which they are tried
 POST   /api/v1/faults          set one: see _RULE
-DELETE /api/v1/faults          take all away
-DELETE /api/v1/faults/{id}     take one away
+DELETE /api/v1/faults          remove all
+DELETE /api/v1/faults/{id}     remove one
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RULE: Final[Kinds] = {
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def listed(_request: Request) -> Response:
         return json_answer({"faults": operations.faults()})
@@ -85,7 +85,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
             raise AdminError(
                 HTTPStatus.NOT_FOUND,
                 f"there is no fault {text[:30]}",
-                why="it was never set, is cleared, or has met as many requests as it should",
+                why="it was never set, was cleared, or has reached its count",
                 try_this="dcpctl fault list",
             )
         return json_answer({"cleared": 1})
@@ -99,7 +99,7 @@ def routes(operations: Operations) -> list[RouteSpec]:
 
 
 def _named(kind: Any, value: str | int | None, what: str) -> Any:
-    """Return the member of an enumeration, by name or number (text may be a number too)."""
+    """Return the member of an enumeration, by name or number (the number may be text)."""
     if value is None:
         return None
     text = str(value).strip()
@@ -109,5 +109,5 @@ def _named(kind: Any, value: str | int | None, what: str) -> Any:
         return kind(int(text, 0))
     except ValueError:
         raise invalid(
-            f'"{what}" is one of {", ".join(kind.__members__)}, or its number; not {value!r}'
+            f'"{what}" must be one of {", ".join(kind.__members__)}, or its number, not {value!r}'
         ) from None

@@ -1,4 +1,4 @@
-"""The parts of the server that the admin interface shows and works with."""
+"""The parts of the server that the admin interface uses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class CollectionsView(Protocol):
         """Return the manifest as JSON: {"uid", "scopes": [{"name", "uid", "collections"}]}."""
 
     async def create_scope(self, scope: str) -> int:
-        """Make a scope."""
+        """Create a scope."""
 
     async def drop_scope(self, scope: str) -> int:
         """Drop a scope and its collections."""
 
     async def create_collection(self, scope: str, collection: str, max_ttl_s: int) -> int:
-        """Make a collection; `max_ttl_s` 0: documents live as long as they say."""
+        """Create a collection; `max_ttl_s` 0: no limit for its documents."""
 
     async def drop_collection(self, scope: str, collection: str) -> int:
         """Drop a collection."""
@@ -39,7 +39,7 @@ class CollectionsView(Protocol):
 
 @dataclass(frozen=True)
 class AdminParts:
-    """See the module. Each set of routes is given those that it uses."""
+    """See the module. Each set of routes gets the parts that it uses."""
 
     access: Access
     users: Users
@@ -51,8 +51,8 @@ class AdminParts:
     dumps: Dumps
     collections: CollectionsView
     status: Callable[[], dict[str, Any]]
-    """What the server is and holds, as JSON."""
+    """Returns the status as JSON."""
     metrics: Callable[..., bytes]
-    """The metrics as Prometheus reads them; with by_vbucket those of each partition, too."""
+    """Returns the metrics for Prometheus; with by_vbucket also those of each partition."""
     users_changed: Callable[[], None]
-    """Gives open connections the rights that their users have now."""
+    """Gives open connections the current rights of their users."""

@@ -1,22 +1,22 @@
 """Keeps web pages of other sites out: the checks of Host, Origin and Sec-Fetch-Site. Pure.
 
-A web page can make its visitor's browser send requests to any machine that the browser reaches. Two
-checks stop it:
+A web page can make its visitor's browser send requests to any machine that the browser can reach.
+Two checks stop it:
 
-- Host: with DNS rebinding the page's own name is made to resolve to our address, and the browser
-  takes us for the page's server. It still sends the page's name as Host. The names that are allowed
-  are localhost, the address that is listened on, and the setting admin_hosts. IP addresses are
-  always allowed: no DNS answer can make an address stand for another one.
-- Origin and Sec-Fetch-Site: a browser that asks on behalf of a page of another origin says so.
+- Host: with DNS rebinding, the page's own name resolves to our address, so the browser takes us for
+  the page's server. It still sends the page's name as Host. Allowed names are localhost, the
+  listening address, and the setting admin_hosts. IP addresses are always allowed, because no DNS
+  answer can make an address stand for another one.
+- Origin and Sec-Fetch-Site: a browser sends them if a page of another origin causes the request.
   Other clients send neither header.
 
 Host is not checked
 - over TLS: the browser checks that the certificate is for the name (etcd and Vite do the same);
-- for /livez and /readyz: orchestrators probe under names that nobody foresees, and a page learns
-  no more than one word.
+- for /livez and /readyz: orchestrators probe under names that cannot be foreseen, and a page only
+  learns one word.
 
 The port in Host is not compared, because a port forward changes it. A request without Host
-(HTTP/1.0) is let in, because every browser sends one.
+(HTTP/1.0) is allowed, because every browser sends one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from dcp.server.config.setting_values import is_host_name
 
 ANY_HOST: Final = "*"
 OWN_SITES: Final = frozenset({"same-origin", "none"})
-"""Sec-Fetch-Site of our own pages, and of what a user types. Not same-site: to a browser, all ports
-of a host are one site."""
+"""Sec-Fetch-Site of our own pages, and of addresses that a user types. Not same-site: for a
+browser, all ports of a host are one site."""
 SHOWN_CHARS_MAX: Final = 100
-"""How much of a header a refusal repeats."""
+"""Characters of a header that a refusal repeats."""
 
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 class Refusal(NamedTuple):
-    """Why a request is not looked at."""
+    """Why a request is refused."""
 
     what: str
     why: str
@@ -46,8 +46,8 @@ class Refusal(NamedTuple):
 
 
 class HostRule:
-    """Which names a client may use for this server. A name that starts with a dot stands for the
-    domain and everything below it; "*" for any name.
+    """The names that clients may use for this server. A name that starts with a dot stands for the
+    domain and everything below it; "*" allows any name.
     """
 
     def __init__(self, listening_host: str, admin_hosts: Iterable[str] = ()) -> None:
@@ -65,7 +65,7 @@ class HostRule:
 
 
 def host_of(authority: str) -> str:
-    """Return the host of HOST or HOST:PORT, in lower case; "" where it is not of that form."""
+    """Return the host of HOST or HOST:PORT, in lower case; "" if the text has another form."""
     text = authority.strip().lower()
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
@@ -91,7 +91,7 @@ def _is_address(host: str) -> bool:
 def page_refusal(headers: Iterable[tuple[bytes, bytes]], rule: HostRule | None) -> Refusal | None:
     """Return why a request with these headers is refused, None if it is not.
 
-    The names of headers are in lower case, as in ASGI. `rule` None: any Host will do.
+    Names of headers are in lower case, as in ASGI. `rule` None: any Host is allowed.
     """
     found: dict[bytes, list[str]] = {}
     for name, value in headers:
@@ -109,8 +109,8 @@ def page_refusal(headers: Iterable[tuple[bytes, bytes]], rule: HostRule | None) 
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Return whether a page of this origin was served under this Host. The scheme is not compared:
-    a proxy in front of the port may speak TLS for it.
+    """Return whether a page of this origin was served under this Host. The scheme is not compared,
+    because a proxy in front of the port may do the TLS.
     """
     scheme, separator, authority = origin.strip().lower().partition("://")
     port = _DEFAULT_PORTS.get(scheme)
@@ -125,17 +125,17 @@ def _wrong_host(host: str) -> Refusal:
         name = "NAME"
     return Refusal(
         f"this server is not known as {_shown(host)}",
-        "the header Host has a name that is not in the setting admin_hosts; a web page could have"
-        " made its own name resolve to this server (DNS rebinding)",
-        f"the server's IP address; if the name is really its own: dcpd --admin-hosts {name}",
+        "the name in the header Host is not in the setting admin_hosts; a web page could make its"
+        " own name resolve to this server (DNS rebinding)",
+        f"use the server's IP address; if the name is its own: dcpd --admin-hosts {name}",
     )
 
 
 def _foreign(why: str) -> Refusal:
     return Refusal(
         "the request comes from a web page of another site",
-        f"{why}; such a page would use its visitor's login",
-        "a client that is not a web page, such as curl or dcpctl",
+        f"{why}; such a page could use its visitor's login",
+        "use a client that is not a web page, such as curl or dcpctl",
     )
 
 

@@ -1,4 +1,4 @@
-"""Partitions, and what can be done to them on purpose.
+"""Partitions, and what operators can do to them.
 
     POST /api/v1/vbuckets/{vb}/branch             {"at": seqno, "or_zero": bool, optional}
     POST /api/v1/vbuckets/{vb}/failover           {"lose": count, optional}
@@ -7,7 +7,7 @@
     POST /api/v1/vbuckets/{vb}/mend-cas
     POST /api/v1/vbuckets/{vb}/explain-rollback   {"uuid", "seqno", ...}: see _QUESTION
 
-Each answers once it is durable.
+Each answers when the change is durable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 VERSIONS_MAX: Final = 1_000
 
 _UUID: Final = (str, int)
-"""A version's name; as text, because many JSON readers round numbers above 2^53."""
+"""The id of a version; also as text, because many JSON readers round numbers above 2^53."""
 _QUESTION: Final = {
     "snap_start": int,
     "snap_end": int,
@@ -52,11 +52,11 @@ _QUESTION: Final = {
     "ignore_purged": bool,
     "client_purge_seqno": int,
 }
-"""Members of a question that may be left out; a snapshot is the start alone then."""
+"""Optional members of a question. Without a snapshot, it is the start alone."""
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def branch(request: Request) -> Response:
         vb_id = vb_of(request)
@@ -116,7 +116,7 @@ _STATES: Final = {state.name.lower(): state for state in VbState}
 
 
 async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
-    """Answer what a change did, or why there is none; `what` says what was wanted."""
+    """Answer with the report of a change, or with why it failed; `what` says what was wanted."""
     try:
         return json_answer(await change)
     except WritesRefusedError as error:
@@ -124,14 +124,14 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
             HTTPStatus.SERVICE_UNAVAILABLE,
             what,
             why=str(error),
-            try_this="the same again once there is room on the log's disk",
+            try_this="try again once there is room on the log's disk",
         ) from error
     except StoreDamagedError as error:
         raise AdminError(
             HTTPStatus.INTERNAL_SERVER_ERROR,
             what,
             why=f"the stored data is damaged: {error}",
-            try_this="dcpctl verify, on the stopped server's folder, tells what else is",
+            try_this="stop the server and run dcpctl verify on its folder for more",
         ) from error
     except MendingRefusedError as error:
         raise AdminError(
@@ -142,7 +142,7 @@ async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:
             HTTPStatus.CONFLICT,
             what,
             why=str(error),
-            try_this="dcpctl failover-log VB and dcpctl seqnos show what there is",
+            try_this="dcpctl failover-log VB and dcpctl seqnos show the present state",
         ) from error
 
 
@@ -165,7 +165,7 @@ def _question_of(body: dict[str, Any]) -> Question:
     if len(versions) > VERSIONS_MAX or not all(
         isinstance(item, list) and len(item) == 2 for item in versions
     ):
-        raise invalid(f'"versions" is a list of [vb_uuid, seqno], {VERSIONS_MAX} at most')
+        raise invalid(f'"versions" must be a list of [vb_uuid, seqno], {VERSIONS_MAX} at most')
     return Question(
         start,
         _uuid(body["uuid"]),

@@ -1,11 +1,11 @@
-"""An admin port: accepts connections, makes room for them, and ends those that are too late.
+"""An admin port: accepts connections, makes room for them, and closes those that are too late.
 
-Connections are accepted here and not by uvicorn, so that one in its TLS handshake is counted too.
-One is accepted per turn of the loop: it is read before newer ones can push it out.
+Connections are accepted here, not by uvicorn, so that those in their TLS handshake count, too. One
+is accepted per turn of the loop, so it is read before newer ones can replace it.
 
 Invariants
-- every connection that was accepted is in the crowd until it is gone;
-- deadlines are looked at every TICK_S; a connection outlives its deadline by no more than that.
+- every accepted connection is in the crowd until it is gone;
+- deadlines are checked every TICK_S, so a connection outlives its deadline by no more than that.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 STOP_TIMEOUT_S: Final = 2
-"""What requests under way get to finish when the server stops."""
+"""Time for running requests to finish when the server stops."""
 BACKLOG: Final = 1024
 TICK_S: Final = 0.25
 ACCEPT_PAUSE_S: Final = 1.0
-"""Where the process has no descriptor left, the next try waits for some to be closed."""
+"""Pause if no descriptor is left, until some may have been closed."""
 TLS_SHUTDOWN_S: Final = 0.5
-"""What a client gets to say its goodbye of TLS."""
+"""Time for a client to close TLS."""
 CROWDED: Final = "crowded"
 LATE: Final = "late"
-"""Why a connection is closed on a client."""
+"""Reasons for which the server closes a connection."""
 HEADER_BYTES_MAX: Final = 16 * 1024
-"""Of a request's line and headers together."""
+"""Maximum size of a request's line and headers together."""
 
 
 class AdminServer:
-    """Serves `admin_app` on a port of its own, on the event loop of the server."""
+    """Serves `admin_app` on its own port, on the server's event loop."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AdminServer:
         admin_hosts: tuple[str, ...] = (),
     ) -> None:
         self._parts = parts
-        self._crowd = Crowd() if crowd is None else crowd  # without connections it is falsy
+        self._crowd = Crowd() if crowd is None else crowd  # an empty crowd is falsy
         self._admin_hosts = admin_hosts
         self._tls: SSLContext | None = None
         self._server: Server | None = None
@@ -60,7 +60,7 @@ class AdminServer:
         self._opening: dict[asyncio.Task[None], Visitor] = {}
         """Connections that uvicorn does not have yet: those in their TLS handshake."""
         self.port = 0
-        """The port that is listened on; 0 before `start`."""
+        """The listening port; 0 before `start`."""
 
     async def start(self, host: str, port: int, tls: SSLContext | None = None) -> int:
         """Listen, and return the port (0 picks a free one). Raises OSError if it cannot."""
@@ -73,7 +73,7 @@ class AdminServer:
             admin_app(self._parts, self._crowd, HostRule(host, self._admin_hosts)),
             access_log=False,
             log_config=None,
-            # Warnings are about what clients send, once per request; refusals are logged by us.
+            # uvicorn warns about each bad request; we log refusals ourselves.
             log_level="error",
             lifespan="off",
             http="h11",
@@ -81,13 +81,13 @@ class AdminServer:
             server_header=False,
             proxy_headers=False,
             h11_max_incomplete_event_size=HEADER_BYTES_MAX,
-            # A byte sent in between switches uvicorn's own deadline off; the crowd's stays.
+            # Any byte switches uvicorn's own deadline off, but not the crowd's.
             timeout_keep_alive=round(self._crowd.limits.idle_timeout_s) + 1,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
         )
         config.load()
-        # What serve() does, without its signal handlers (signals are the process's own business)
-        # and without sockets.
+        # This is what serve() does, without sockets and without its signal handlers: the process
+        # handles signals itself.
         self._server = server = Server(config)
         server.lifespan = config.lifespan_class(config)
         await server.startup(sockets=[])
@@ -95,7 +95,7 @@ class AdminServer:
         return self.port
 
     async def stop(self) -> None:
-        """Finish the requests under way and close the port."""
+        """Finish running requests and close the port."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
@@ -119,7 +119,7 @@ class AdminServer:
             for connection in tuple(server.server_state.connections):
                 connection.transport.abort()  # its client does not read
 
-    # -- connections that come ---------------------------------------------------------------------
+    # -- connections that arrive -------------------------------------------------------------------
 
     async def _accept(self, server: Server, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -136,7 +136,7 @@ class AdminServer:
             await asyncio.sleep(0)
 
     def _admit(self, server: Server, connection: socket.socket, host: str) -> None:
-        """Let a connection in, and cut the one that has to make room for it."""
+        """Let a connection in, and close the one that makes room for it."""
         loop = asyncio.get_running_loop()
         phase = Phase.REQUEST if self._tls is None else Phase.HANDSHAKE
         visitor, leaver = self._crowd.enter(host, phase, loop.time())
@@ -149,7 +149,7 @@ class AdminServer:
         opening.add_done_callback(self._opening.pop)
 
     async def _open(self, server: Server, connection: socket.socket, visitor: Visitor) -> None:
-        """Hand a connection to uvicorn, with TLS after the handshake."""
+        """Give a connection to uvicorn, after the handshake if there is TLS."""
         from dcp.server.admin.protocol import AdminProtocol
 
         has_tls = self._tls is not None
@@ -172,16 +172,16 @@ class AdminServer:
         except OSError:  # the handshake failed, or the client is gone
             self._crowd.leave(visitor)
 
-    # -- connections that go -----------------------------------------------------------------------
+    # -- connections that leave --------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """End what is overdue, of all ports of the crowd."""
+        """Close overdue connections, of all ports of the crowd."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_S)
             now_s = loop.time()
             for visitor in self._crowd.overdue(now_s):
-                if visitor.phase is not Phase.IDLE:  # which is the usual end of a connection
+                if visitor.phase is not Phase.IDLE:  # an idle one ends this way regularly
                     self._tell_closed(LATE, visitor, self._crowd.limits.late_text(visitor.phase))
                 visitor.end()
                 self._crowd.moved(visitor, Phase.CLOSING, now_s)

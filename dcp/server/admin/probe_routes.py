@@ -1,9 +1,9 @@
-"""What operators and orchestrators look at.
+"""What operators and orchestrators read.
 
 GET /livez             the process answers                        no login
 GET /readyz            200 ready, 503 not (starting, stopping, writes are refused)  no login
 GET /metrics           for Prometheus; ?vbuckets=1 adds series for each partition
-GET /api/v1/status     what the node is and holds
+GET /api/v1/status     the node's state and contents
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 def routes(
     health: Health, status: Callable[[], dict[str, Any]], metrics: Callable[..., bytes]
 ) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def livez(_request: Request) -> Response:
         return json_answer({"status": "ok"})
@@ -37,7 +37,7 @@ def routes(
             return json_answer({"status": "ok"})
         document = {"status": "writes are refused" if health.is_ready else "not ready"}
         if health.is_ready:
-            document["why"] = kind  # the words, which name folders, are for who logs in: status
+            document["why"] = kind  # the full text names folders, so only `status` shows it
         return json_answer(document, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def show_status(_request: Request) -> Response:

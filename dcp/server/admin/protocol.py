@@ -1,13 +1,12 @@
-"""One connection of an admin port: uvicorn's HTTP/1.1, which tells the crowd what it is doing.
+"""One connection of an admin port: uvicorn's HTTP/1.1, which reports its phase to the crowd.
 
-uvicorn has one deadline, for a connection that idles after an answer, and any byte switches it off.
-So a client that sends a byte now and then, or reads nothing, stays for ever. This subclass tells
-the `Crowd` the phase of the connection after every event; the crowd has a deadline for each phase.
+uvicorn has one deadline, for a connection that is idle after an answer, and any byte switches it
+off. So a client that sends a byte now and then, or reads nothing, could stay for ever. This
+subclass tells the `Crowd` the phase of the connection after every event; each phase has a deadline.
 
-Requests that are not HTTP or come too late are answered with an error document where no answer has
-begun.
+Requests that are not HTTP, or come too late, get an error document if no answer has begun.
 
-Imports uvicorn: import this late.
+It imports uvicorn, so import this module late.
 """
 
 from __future__ import annotations
@@ -53,51 +52,51 @@ class AdminProtocol(H11Protocol):
         self._visitor = visitor
         self._on_refusal = on_refusal
 
-    # -- what the transport tells ------------------------------------------------------------------
+    # -- events of the transport -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection can be used: after the handshake, where there is TLS."""
+        """Note that the connection can be used: after the handshake, if there is TLS."""
         super().connection_made(transport)
         self._visitor.end = self._end
         self._visitor.cut = transport.abort
         self._tell()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Remove the connection from the crowd."""
         self._crowd.leave(self._visitor)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes of requests."""
+        """Take bytes of requests."""
         super().data_received(data)
         self._tell()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Note that the client reads too slowly."""
         super().pause_writing()
         self._tell()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Note that the client has read."""
         super().resume_writing()
         self._tell()
 
-    # -- what uvicorn tells ------------------------------------------------------------------------
+    # -- events of uvicorn -------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
-        """An answer is whole; perhaps it is not sent yet."""
+        """Note that an answer is complete, although perhaps not sent."""
         super().on_response_complete()
         self._tell()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP."""
+        """Refuse a request that is not HTTP."""
         status, what = HTTPStatus.BAD_REQUEST, "the request is not valid HTTP"
         self._on_refusal(self._visitor.host, status, f"{what}: {msg}")
-        self._answer(status, what, msg, "HTTP/1.1; for HTTPS there is another port")
+        self._answer(status, what, msg, "use HTTP/1.1; HTTPS has another port")
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server stops: close what is not being answered."""
+        """Close the connection if it has no answer to finish, because the server stops."""
         if not self.transport.is_closing():
             super().shutdown()
 
@@ -120,23 +119,23 @@ class AdminProtocol(H11Protocol):
         return Phase.REQUEST if is_new or self.conn.trailing_data[0] else Phase.IDLE
 
     def _end(self) -> None:
-        """The deadline of the phase is over."""
+        """Close the connection, because the deadline of its phase is over."""
         phase = self._visitor.phase
         if phase is Phase.BODY or (phase is Phase.REQUEST and self.conn.trailing_data[0]):
             self._answer(
                 HTTPStatus.REQUEST_TIMEOUT,
-                "the request did not come in time",
+                "the request did not arrive in time",
                 self._crowd.limits.late_text(phase),
-                "the whole request at once",
+                "send the whole request at once",
             )
         if phase in {Phase.UNREAD, Phase.CLOSING}:
-            # What is buffered would keep the connection, and its memory, for good.
+            # Otherwise the buffered data would keep the connection, and its memory, for ever.
             self.transport.abort()
         else:
             self.transport.close()
 
     def _answer(self, status: HTTPStatus, what: str, why: str, try_this: str) -> None:
-        """Answer an error document in uvicorn's place, where no answer has begun."""
+        """Answer an error document instead of uvicorn, if no answer has begun."""
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.response_complete:
             # The application may still work on this request; its answer is dropped.
@@ -151,7 +150,7 @@ class AdminProtocol(H11Protocol):
         start = h11.Response(
             status_code=status.value, headers=headers, reason=status.phrase.encode()
         )
-        # h11 refuses what cannot be sent: where an answer has begun, or a body in answer to HEAD.
+        # h11 refuses what cannot be sent: after an answer has begun, or a body for HEAD.
         with contextlib.suppress(h11.LocalProtocolError):
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -1,9 +1,9 @@
-"""What is done to the store as a whole.
+"""What operators can do to the store as a whole.
 
     POST /api/v1/compact   {"vbs": [vb, ...], "history": "10m", "purge_age": "3d"}, all optional
 
-Answers once it is done; without "vbs" it is about all partitions, without the others the windows
-are those of the settings.
+It answers when it is done. Without "vbs" it compacts all partitions. The other two default to the
+settings.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def compact(request: Request) -> Response:
         kinds = {"vbs": list, "history": str, "purge_age": str}
         body = await read_object(request, {}, kinds)
         vb_ids = body.get("vbs") or list(range(NUM_VBUCKETS))
         if not all(type(vb_id) is int and 0 <= vb_id < NUM_VBUCKETS for vb_id in vb_ids):
-            raise invalid(f'"vbs" is a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
+            raise invalid(f'"vbs" must be a list of vbuckets, 0 to {NUM_VBUCKETS - 1}')
         history_s = _duration(body, "history", "history_window")
         purge_age_s = _duration(body, "purge_age", "purge_age")
         try:
@@ -42,14 +42,14 @@ def routes(operations: Operations) -> list[RouteSpec]:
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "the store could not be compacted",
                 why=str(error),
-                try_this="the same again once the cause is gone; what was done stays done",
+                try_this="try again once the cause is gone; what was done stays done",
             ) from error
 
     return [RouteSpec("POST", "/api/v1/compact", compact)]
 
 
 def _duration(body: dict[str, Any], name: str, setting: str) -> float | None:
-    """Return a duration, read as the setting of that name is."""
+    """Return a duration, parsed like the setting of that name."""
     if name not in body:
         return None
     option = OPTIONS[setting][1]

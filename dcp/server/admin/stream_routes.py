@@ -1,14 +1,14 @@
-"""Streams of change consumers, and what can be done to them on purpose.
+"""Streams of change consumers, and what operators can do to them.
 
-    GET  /api/v1/streams            every open stream; ?name= and ?vb= choose
+    GET  /api/v1/streams            every open stream; ?name= and ?vb= filter
     POST /api/v1/streams/close      {"reason": "state_changed", ...}: end with STREAM_END
     POST /api/v1/streams/slow       {"bytes_per_s": 1000, ...}: send no faster
     POST /api/v1/streams/stall      send nothing
-    POST /api/v1/streams/resume     as before slow or stall
+    POST /api/v1/streams/resume     end slow or stall
     POST /api/v1/streams/drop       cut the connections
 
-The bodies choose streams by {"name": connection, "vb": partition}, both optional; the answer says
-how many there were: {"streams": 3}, of drop {"connections": 1}.
+The bodies choose streams by {"name": connection, "vb": partition}, both optional. The answer is the
+number of streams, {"streams": 3}, or for drop of connections, {"connections": 1}.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHOICE: Final = {"name": str, "vb": int}
 
 
 def routes(operations: Operations) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
 
     async def listed(request: Request) -> Response:
         vb = request.query_params.get("vb")
@@ -52,14 +52,14 @@ def routes(operations: Operations) -> list[RouteSpec]:
         body = await read_object(request, {}, {**_CHOICE, "reason": str})
         reason = _REASONS.get(body.get("reason", EndReason.CLOSED.name.lower()))
         if reason is None:
-            raise invalid(f'"reason" is one of {", ".join(_REASONS)}')
+            raise invalid(f'"reason" must be one of {", ".join(_REASONS)}')
         return _counted("streams", operations.end_streams(_choice_of(body), reason))
 
     async def slow(request: Request) -> Response:
         body = await read_object(request, {"bytes_per_s": int}, _CHOICE)
         bytes_per_s = body["bytes_per_s"]
         if not 0 < bytes_per_s <= BYTES_PER_S_MAX:
-            raise invalid(f'"bytes_per_s" is 1 to {BYTES_PER_S_MAX}; stall stops a stream')
+            raise invalid(f'"bytes_per_s" must be 1 to {BYTES_PER_S_MAX}; stall sends nothing')
         return _counted("streams", operations.limit_streams(_choice_of(body), bytes_per_s))
 
     async def stall(request: Request) -> Response:
@@ -95,7 +95,7 @@ def _counted(what: str, count: int) -> Response:
     if not count:
         raise AdminError(
             HTTPStatus.NOT_FOUND,
-            "no stream was chosen",
+            "no stream matches",
             why="no open stream has that connection name and partition",
             try_this="dcpctl stream list",
         )

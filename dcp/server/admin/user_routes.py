@@ -1,14 +1,14 @@
-"""Users and what they may do; all of it takes the role admin.
+"""Users and their rights. All requests need the role admin.
 
 GET    /api/v1/users                  {"users": [names], "roles": {name: {role: [scopes]}}}
 POST   /api/v1/users                  {"name", "password", "roles"?}: add, or new password
 PUT    /api/v1/users/{name}/password  {"password"}
-POST   /api/v1/users/{name}/grant     {"role", "prefix"?, "collection"?}: or for a scope
-POST   /api/v1/users/{name}/revoke    {"role", "prefix"?, "collection"?}: or one scope of it
+POST   /api/v1/users/{name}/grant     {"role", "prefix"?, "collection"?}: for all or a scope
+POST   /api/v1/users/{name}/revoke    {"role", "prefix"?, "collection"?}: all or one scope of it
 DELETE /api/v1/users/{name}
 
-Roles are read, write, stream and admin; a scope is {"prefix"?, "collection"?}, {} is everything.
-What is changed counts for open connections too, at once.
+Roles are read, write, stream and admin. A scope is {"prefix"?, "collection"?}; {} is everything.
+Changes apply to open connections at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCOPE: Final = {"prefix": str, "collection": str}
 
 
 def routes(users: Users, users_changed: Callable[[], None]) -> list[RouteSpec]:
-    """Return what can be asked for."""
+    """Return the routes."""
     api = _Users(users, users_changed)
     one = "/api/v1/users/{name}"
     return [
@@ -50,7 +50,7 @@ class _Users:
         self._users_changed = users_changed
 
     async def table(self, _request: Request) -> Response:
-        """Who there is, and what each may do."""
+        """Answer all users with their roles."""
         table = self._users.table()
         roles = {name: roles_document(rights) for name, rights in table.items()}
         return json_answer({"users": list(table), "roles": roles})
@@ -78,7 +78,7 @@ class _Users:
         return json_answer({"name": name, "roles": roles_document(rights)})
 
     async def revoke(self, request: Request) -> Response:
-        """Take a role, or a scope of it, from a user."""
+        """Take a role, or one scope of it, from a user."""
         name = request.path_params["name"]
         body = await read_object(request, {"role": str}, _SCOPE)
         role, scope = _role_of(body["role"]), _scope_of(body)
@@ -122,11 +122,11 @@ def _role_of(text: str) -> Role:
     try:
         return Role(text)
     except ValueError:
-        raise invalid(f"there is no role {text!r}; there are {', '.join(Role)}") from None
+        raise invalid(f"there is no role {text!r}; use {', '.join(Role)}") from None
 
 
 def _scope_of(body: dict[str, Any]) -> Scope | None:
-    """Return the scope of a request, None where it names none."""
+    """Return the scope of a request, None if it has none."""
     prefix, collection = body.get("prefix", ""), body.get("collection")
     return Scope(prefix.encode(), collection or None) if prefix or collection else None
 
@@ -135,7 +135,7 @@ def _rights_of(document: dict[str, Any]) -> Rights:
     try:
         return parse_roles(document)
     except (ValueError, TypeError, AttributeError) as error:
-        raise invalid(f'"roles" is an object of role and list of scopes: {error}') from error
+        raise invalid(f'"roles" must be an object of role and list of scopes: {error}') from error
 
 
 def _unknown(what: str) -> AdminError:
@@ -152,5 +152,5 @@ def _file_failed(error: UsersFileError) -> AdminError:
         HTTPStatus.INTERNAL_SERVER_ERROR,
         "the users were not changed",
         why=str(error),
-        try_this="mend the file, then try again",
+        try_this="repair the file, then try again",
     )

@@ -1,7 +1,7 @@
-"""Values of settings: what a source gave, as text or number, into what the server works with. Pure.
+"""Parses the values of settings, from text or numbers. Pure.
 
 Each reader takes a value and its `Option` and returns the setting, or raises ValueError with the
-reason, to which `dcp.server.config.sources` adds where the value came from. `size_text` and
+reason; `dcp.server.config.sources` adds where the value came from. `size_text` and
 `duration_text` go the other way.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 NONE: Final = "none"
-"""A file that is not given, in words."""
+"""The value of a setting for a file that is not given."""
 
 SIZE_UNITS: Final = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -36,7 +36,7 @@ class Option(NamedTuple):
     maximum: float = 0
     choices: tuple[str, ...] = ()
     zero_means: str = ""
-    """What 0 says where it lies outside of minimum to maximum."""
+    """What 0 means if it is outside minimum to maximum."""
 
 
 def read_host(value: object, _option: Option) -> str:
@@ -44,7 +44,7 @@ def read_host(value: object, _option: Option) -> str:
     if not isinstance(value, str) or not value.strip() or any(c.isspace() for c in value):
         raise ValueError("must be an address or a host name")
     if value == "*":
-        raise ValueError("must be an address; all of this machine's are 0.0.0.0 (or :: for IPv6)")
+        raise ValueError("must be an address; for all of this machine, 0.0.0.0 (or :: for IPv6)")
     return value
 
 
@@ -64,8 +64,8 @@ def read_names(value: object, _option: Option) -> tuple[str, ...]:
     for name in names:
         if name != "*" and not is_host_name(name.removeprefix(".")):
             raise ValueError(
-                f"must be host names without a port, separated by commas: {name!r} is none; "
-                ".example.com stands for example.com and all below it, * for any name"
+                f"must be host names without a port, separated by commas, not {name!r}; "
+                ".example.com stands for example.com and all names below it, * for any name"
             )
     return names
 

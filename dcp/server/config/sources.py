@@ -1,4 +1,4 @@
-"""Where settings come from: three sources, and refusals that say what to do.
+"""Reads settings from three sources; refusals say what to do.
 
 The table is `dcp.server.config.settings`. A later source wins: file < DCPD_* variables < flags.
 
@@ -28,7 +28,7 @@ from dcp.server.config.settings import BUFFERED_VALUES_MIN, Settings
 
 ENV_PREFIX: Final = "DCPD_"
 ENV_CONFIG: Final = "DCPD_CONFIG"
-"""Names the TOML file where --config does not."""
+"""Names the TOML file if --config does not."""
 
 _KUBERNETES_LINK: Final = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
@@ -45,7 +45,7 @@ class ConfigFile(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """Settings, and for each key that was given who gave it."""
+    """Settings, and the origin of each key that was given."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -98,7 +98,7 @@ def resolve(
     environ: Mapping[str, str],
     file: ConfigFile | None = None,
 ) -> Resolved:
-    """Make the settings of what the sources gave; `flags` has keys of OPTIONS.
+    """Combine the sources into settings; `flags` has keys of OPTIONS.
 
     Raises:
         ConfigError: an unknown key or variable, or a value that is not allowed.
@@ -122,7 +122,7 @@ def resolve(
     if settings.tls_cert is None:
         for key in ("tls_key", "tls_client_ca", "tls_only"):
             if getattr(settings, key) not in {None, "off"}:
-                raise ConfigError(f"{origins[key]}: there is no TLS without --tls-cert")
+                raise ConfigError(f"{origins[key]}: TLS needs --tls-cert")
     return Resolved(settings, origins)
 
 
@@ -142,7 +142,7 @@ def _check_ports(settings: Settings, origins: Mapping[str, str]) -> None:
 
 
 def _check_buffers(settings: Settings, origins: Mapping[str, str]) -> None:
-    """A value that is taken must fit, beside the part that is left for logins."""
+    """Check that the largest value fits, beside the part that is kept for logins."""
     least = BUFFERED_VALUES_MIN * settings.value_bytes_max
     for key in ("receive_buffers_bytes_max", "send_buffers_bytes_max"):
         if getattr(settings, key) < least:
@@ -217,7 +217,7 @@ def _did_you_mean(word: str, known: Mapping[str, object]) -> str:
 
 
 def _link_hint(text: object) -> str:
-    """Kubernetes gives every pod variables of the services around it: a service "dcpd" clashes."""
+    """Kubernetes sets variables for each service in every pod; those of a service "dcpd" clash."""
     if isinstance(text, str) and (text.startswith("tcp://") or _KUBERNETES_LINK.search(text)):
         return " (it looks like a Kubernetes service link: set enableServiceLinks to false)"
     return ""

@@ -1,8 +1,8 @@
 """What follows a commit group, in this order: counts, streams, waiters, backpressure, answers.
 
-The committer calls `committed` on the loop, after the group is as safe as the durability asks for.
+The committer calls `committed` on the loop, when the group is as safe as the durability requires.
 
-Invariant: nothing here waits. What takes time (a failover log for LMDB) is only begun.
+Invariant: nothing here waits. Slow work (a failover log for LMDB) is only started here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dcp.wire.message import EndReason
 from vbucket.log.commit_group import CommitGroup
 
 EndReasons = dict[int, EndReason]
-"""By partition: why its streams end at its next branch, where that is not ROLLBACK."""
+"""By partition: why its streams end at its next branch, if not with ROLLBACK."""
 
 
 class AfterCommit:
@@ -44,7 +44,7 @@ class AfterCommit:
         self._save_failover_log = save_failover_log
 
     def committed(self, group: CommitGroup) -> None:
-        """A group is committed."""
+        """Tell all parts that a group is committed."""
         self._meter.groups += 1
         self._meter.changes += group.entries
         for vb_id in group.branched:

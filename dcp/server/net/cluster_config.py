@@ -1,4 +1,4 @@
-"""The ports of the server, and the cluster configuration that tells clients of them."""
+"""The ports of the server, and the cluster configuration that shows them to clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vbucket.model.partition_map import PartitionMap, bucket_config, global_conf
 
 
 class Ports:
-    """Where the server listens. The listeners fill them in; 0: nowhere, or not yet."""
+    """The ports on which the server listens. The listeners fill them in; 0: none, or not yet."""
 
     def __init__(self) -> None:
         self.kv = 0
@@ -16,9 +16,9 @@ class Ports:
 
 
 class ClusterConfig:
-    """The configuration of a cluster of one node, as clients of the field read it.
+    """The configuration of a cluster of one node, as Couchbase clients read it.
 
-    It can be asked once `publish` was called, when all ports are known.
+    Call `publish` first, when all ports are known.
     """
 
     def __init__(self, host: str, node_id: str) -> None:
@@ -29,7 +29,7 @@ class ClusterConfig:
         self._global_config: bytes
 
     def publish(self, ports: Ports) -> None:
-        """Take over the ports."""
+        """Build the configuration with these ports."""
         self._map = PartitionMap.single_node(
             host=self._host,
             kv_port=ports.kv,

@@ -1,9 +1,9 @@
 """The socket side of a session: an asyncio protocol that moves bytes and keeps back-pressure.
 
-Answers wait here until the group that they depend on is committed; stream messages follow the
-answers. What is held for a peer is bounded: reading stops while the peer does not read, while too
-many answers wait for the disk, while a command that writes waits for room, and while a password is
-checked. What is held for all peers together has bounds of its own (dcp.server.net.held_bytes).
+Answers wait here until their commit group is committed; stream messages follow the answers. Memory
+for a peer is bounded: reading stops while the peer does not read, while too many answers wait for
+the disk, while a command that writes waits for room, and while a password is checked. Memory for
+all peers together has its own bounds (dcp.server.net.held_bytes).
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _ORDINARY_ENDS: Final = frozenset(
 )
 """Ends of connections that need no line in the log."""
 PIECE_BYTES_MIN: Final = 1024
-"""Average length from which messages are handed over one by one: joining them copies all once more,
-and is cheaper for short ones."""
+"""Average length from which messages are handed over one by one. Joining copies them once more,
+which is cheaper for short messages."""
 PUMP_BYTES: Final = 256 << 10
 """Stream messages sent in one turn of the loop."""
 TLS_READ_BUFFER_BYTES: Final = 64 << 10
-"""Encrypted bytes above which nothing more is read from a peer over TLS while reading is paused;
-what one read brought in comes on top."""
+"""Encrypted bytes above which nothing more is read from a TLS peer while reading is paused. The
+bytes of one more read come on top."""
 TLS_PIECE_BYTES: Final = 64 << 10
-"""What a TLS transport gets at a time, and keeps until it is paused. It encrypts all of a piece and
-passes it on to the transport beneath, whose buffer nobody sees; more waits in `_outgoing`."""
+"""What a TLS transport gets at a time. It encrypts all of a piece and passes it to the transport
+below, whose buffer cannot be measured. So the rest waits in `_outgoing` while it is paused."""
 
 
 class ConnectionParts(NamedTuple):
-    """The parts of the server that its connections work with."""
+    """The parts of the server that connections use."""
 
     engine: Engine
     committer: Committer
@@ -64,19 +64,19 @@ class ConnectionParts(NamedTuple):
 
 
 class _TlsTransport(Protocol):
-    """What transports over TLS have beside those without, in asyncio as in uvloop."""
+    """What TLS transports have in addition to plain ones, in asyncio and in uvloop."""
 
     def set_read_buffer_limits(self, high: int) -> None:
-        """Bound what is kept while reading is paused."""
+        """Limit the buffer while reading is paused."""
 
     def get_read_buffer_size(self) -> int:
-        """Return how many encrypted bytes are kept."""
+        """Return the number of buffered encrypted bytes."""
 
 
 def _supervised(
     method: Callable[Concatenate[ClientConnection, _P], None],
 ) -> Callable[Concatenate[ClientConnection, _P], None]:
-    """Let an exception that nobody expected end the connection, and nothing else."""
+    """Let an unexpected exception end this connection and nothing else."""
 
     def run(self: ClientConnection, *args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
@@ -93,7 +93,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(
         self, parts: ConnectionParts, *, end_handshake: Callable[[], None] | None = None
     ) -> None:
-        """`end_handshake` is called once the TLS handshake is done; None: it is not over TLS."""
+        """`end_handshake` is called after the TLS handshake; None: the connection has no TLS."""
         self._end_handshake = end_handshake
         self._is_tls = end_handshake is not None
         self._loop = asyncio.get_running_loop()
@@ -108,13 +108,13 @@ class ClientConnection(asyncio.Protocol):
         """Commit group, answers, when the requests were read."""
         self._held_bytes = 0
         self._outgoing: deque[bytes] = deque()
-        """What a TLS transport did not take yet; it is paused meanwhile."""
+        """Data that a TLS transport, which is paused, has not taken yet."""
         self._outgoing_bytes = 0
         self._handed_bytes = 0
-        """How much of the first of them the transport has."""
+        """How much of the first item the transport has taken."""
         self._largest_bytes = 0
-        """The most that the transport got at a time since nothing was left in it. It keeps all of
-        that until its last byte has left, and tells of what is left only."""
+        """The most that the transport got at a time since it was last empty. It keeps all of that
+        until the last byte is sent, but reports only what is left."""
         self._is_write_paused = False
         self._is_read_paused = False
         self._is_pump_scheduled = False
@@ -127,7 +127,7 @@ class ClientConnection(asyncio.Protocol):
         self._has_unsent = False
         """Whether it is among the connections that hold bytes which the peer has not read."""
         self._taken_bytes = 0
-        """What the session had taken when that was noted."""
+        """The session's `taken_bytes` when it was last noted."""
         self._transport: asyncio.Transport
         self.session: Session | TextSession
         self.peer = ""
@@ -138,7 +138,7 @@ class ClientConnection(asyncio.Protocol):
     # -- asyncio.Protocol ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up the session; refuse the connection where there are too many."""
+        """Set up the session. If there are too many connections, refuse this one."""
         self._transport = cast("asyncio.Transport", transport)
         high = TLS_PIECE_BYTES if self._is_tls else WRITE_BUFFER_BYTES
         self._transport.set_write_buffer_limits(high=high)
@@ -161,18 +161,18 @@ class ClientConnection(asyncio.Protocol):
         if producer is not None:
             producer.close()
         if self._engine.keyspace.has_pending:
-            # A takeover that was given up gave its partition back, or a failure amid commands left
-            # what was done before it: that must not wait for the next writer.
+            # A takeover that was given up gave its partition back, or a failed command left changes
+            # of commands before it. They must not wait for the next writer.
             self._committer.kick()
         self._held.clear()
         self._outgoing.clear()
-        self.session.drop_received()  # at once: a cycle of references keeps the session for a while
+        self.session.drop_received()  # now: a reference cycle keeps the session for a while
         self._sessions.leave(self.session.state)
         self.logins.leave()
         self._connections.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        """Hand what came in to the session and send what it answers."""
+        """Pass received bytes to the session and send its answers."""
         self.heard_ns = time.monotonic_ns()
         if not self._has_begun:
             self._has_begun = True
@@ -188,13 +188,13 @@ class ClientConnection(asyncio.Protocol):
             self._failed(error)
 
     def eof_received(self) -> bool:
-        """The peer will send nothing more: close once its answers are gone."""
+        """The peer will send nothing more: close once its answers are sent."""
         self.session.state.close("the client closed its side")
         self._close_if_done()
-        return not self._is_tls  # TLS knows no half-closed connection
+        return not self._is_tls  # TLS has no half-closed connections
 
     def pause_writing(self) -> None:
-        """The peer does not read: take nothing more from it, produce nothing more."""
+        """The peer does not read: stop reading from it and producing for it."""
         self._is_write_paused = True
         self._update_reading()
         self._note_unsent(has_moved=True)
@@ -237,12 +237,12 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_stranger(self) -> bool:
-        """Whether nobody has logged in, or asked anything where no login is needed."""
+        """Whether nobody has logged in, or, if no login is needed, nothing was asked yet."""
         return self._is_new
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether what is received or sent here waits for the peer."""
+        """Whether the peer must act before held data can move."""
         return self._is_write_paused or not self.session.state.is_full
 
     @_supervised
@@ -260,19 +260,19 @@ class ClientConnection(asyncio.Protocol):
 
     @_supervised
     def writers_may_go_on(self) -> None:
-        """Writers need not wait any longer: there is room, or what writes is refused."""
+        """Resume writers: there is room, or writes are refused."""
         if self.session.state.waits_for_room:
             self._resume_session()
 
     def rights_changed(self, *, may_stream: bool) -> None:
-        """What the user may do has changed; the session knows. A stream would not ask again."""
+        """React to changed rights; the session has them. A stream would not check them again."""
         if self.session.state.rights is None:
             self.logins.leave()
-            self.opened_ns = time.monotonic_ns()  # as long as a new client may take to log in
+            self.opened_ns = time.monotonic_ns()  # as much time as a new client has to log in
             self._is_new = True
             self._connections.enter_newcomer(self)
         if self.session.state.producer is not None and not may_stream:
-            self.abort("the user may not stream any more, or was removed")
+            self.abort("the user was removed or may not stream any more")
 
     def schedule_pump(self) -> None:
         """Send stream messages in the next turn of the loop."""
@@ -281,20 +281,20 @@ class ClientConnection(asyncio.Protocol):
             self._loop.call_soon(self._pump)
 
     def abort(self, reason: str) -> None:
-        """Close now; what is not sent is lost."""
+        """Close now; unsent data is lost."""
         self._refusals.write("connection closed", self.peer_host, peer=self.peer, reason=reason)
         self._is_aborted = True
         self._transport.abort()
 
     def finish(self, reason: str) -> None:
-        """Close once the answers to what was received are gone."""
+        """Close once everything that was received is answered."""
         self.session.state.close(reason)
         self._close_if_done()
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _failed(self, error: Exception) -> None:
-        """End this connection because of a fault of the program."""
+        """End this connection because of a bug."""
         self._held.clear()
         self._held_bytes = 0
         self._sessions.failed(error)
@@ -331,8 +331,8 @@ class ClientConnection(asyncio.Protocol):
             self.schedule_pump()
         if self._engine.keyspace.has_pending:
             if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
-                # Nobody else could add to the group. `release` may run within this call, so
-                # nothing follows it here.
+                # Nobody else can add to the group. `release` may run within this call, so nothing
+                # may follow it here.
                 self._committer.kick_now()
             else:
                 self._committer.kick()
@@ -342,7 +342,7 @@ class ClientConnection(asyncio.Protocol):
             self._go_on_soon()
 
     def _go_on_soon(self) -> None:
-        """Go on with what is left in the session's buffer, unless somebody else sees to that: a
+        """Continue with what is left in the session's buffer, unless something else will do so: a
         commit, a peer that reads, the check of a password, or the end of the wait for room.
         """
         state = self.session.state
@@ -356,13 +356,13 @@ class ClientConnection(asyncio.Protocol):
 
     @_supervised
     def _login_checked(self, step: AuthStep) -> None:
-        """Answer a login whose password was checked, and go on with what came after it."""
+        """Answer a login after its password check, and continue with what came after it."""
         assert isinstance(self.session, Session), "text knows no login"
         self.session.login_checked(step)
         self._after_commands()
 
     def _note_received(self) -> None:
-        """Count what is kept of what was received."""
+        """Count the received bytes that are kept."""
         state = self.session.state
         if self._is_aborted:
             return  # its buffers go with it
@@ -388,7 +388,7 @@ class ClientConnection(asyncio.Protocol):
 
     @_supervised
     def _resume_session(self) -> None:
-        """Go on with commands that were left in the session's buffer, and with reading."""
+        """Continue with commands that were left in the session's buffer, and with reading."""
         state = self.session.state
         may_go_on = not (self._held or self._is_write_paused or self._transport.is_closing())
         if state.is_full and may_go_on and not self._must_wait:
@@ -470,7 +470,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(data)
 
     def _hand_over(self) -> None:
-        """Give a TLS transport what waits for it, until it has enough."""
+        """Give a TLS transport what waits for it, until it pauses."""
         outgoing = self._outgoing
         while outgoing and not self._is_write_paused:
             data, begin = outgoing[0], self._handed_bytes

@@ -1,12 +1,12 @@
-"""The open key-value connections, and what counts for all of them together.
+"""The open key-value connections, and the limits on all of them together.
 
-A connection enters and leaves by itself. The commit path releases answers here, the upkeep lets
-time pass, a stop finishes or aborts all, and operations look for streams.
+A connection adds and removes itself. The commit path releases answers here, the upkeep calls
+`tick`, a stop finishes or aborts all, and operations look for streams.
 
 Invariants
 - a connection is in `open` from `connection_made` to `connection_lost`;
-- `waiting` is a part of `open`: connections with answers that wait for a commit;
-- a TLS handshake counts as a connection from its accept on, although it is not in `open`.
+- `waiting` is a subset of `open`: connections with answers that wait for a commit;
+- a TLS handshake counts as a connection from its accept on, but is not in `open`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcp.server.net.newcomers import Newcomers
 
 
 class OpenConnection(GuardedConnection, Holder, Protocol):
-    """What others may know and do of a connection (dcp.server.net.connection)."""
+    """What other parts use of a connection (dcp.server.net.connection)."""
 
     peer: str
     """Host and port, for logs."""
@@ -35,10 +35,10 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
         """Let time pass; monotonic nanoseconds."""
 
     def writers_may_go_on(self) -> None:
-        """Commands that write need not wait any longer: there is room, or they are refused."""
+        """Resume commands that write: there is room, or they are refused."""
 
     def finish(self, reason: str) -> None:
-        """Close once the answers to what was received are sent."""
+        """Close once everything that was received is answered."""
 
 
 class Connections:
@@ -59,19 +59,19 @@ class Connections:
         return len(self.open)
 
     def __iter__(self) -> Iterator[OpenConnection]:
-        """Iterate over those that are open now; they may be closed meanwhile."""
+        """Iterate over the connections that are open now; they may close meanwhile."""
         return iter(tuple(self.open))
 
     # -- called by connections and handshakes ------------------------------------------------------
 
     def opened(self, connection: OpenConnection) -> None:
-        """Keep a connection. If there are too many, the oldest newcomer is closed, or this one."""
+        """Add a connection. If there are too many, the oldest newcomer is closed, or this one."""
         self.open.add(connection)
         self.opened_total += 1
         self.enter_newcomer(connection)
 
     def closed(self, connection: OpenConnection) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self.open.discard(connection)
         self.waiting.discard(connection)
         self.newcomers.leave(connection)
@@ -90,12 +90,12 @@ class Connections:
         self.enter_newcomer(handshake)
 
     def handshake_ended(self, handshake: Holder) -> None:
-        """A handshake has become a connection or has failed."""
+        """Remove a handshake: it has become a connection or has failed."""
         self._handshakes.discard(handshake)
         self.newcomers.leave(handshake)
         self.receive_buffers.forget(handshake)
 
-    # -- what is done to all of them ---------------------------------------------------------------
+    # -- for all of them ---------------------------------------------------------------------------
 
     def release(self, committed_group: int) -> None:
         """Send the answers whose group is committed."""
@@ -111,17 +111,17 @@ class Connections:
             connection.tick(now_ns)
 
     def writers_may_go_on(self) -> None:
-        """Commands that write need not wait any longer."""
+        """Resume commands that write."""
         for connection in self:
             connection.writers_may_go_on()
 
     def finish(self, reason: str) -> None:
-        """Close each one once the answers to what it has sent are gone."""
+        """Close each connection once everything that it has sent is answered."""
         for connection in self:
             connection.finish(reason)
 
     def abort(self, reason: str) -> None:
-        """Close all now."""
+        """Close all connections now."""
         for connection in self:
             connection.abort(reason)
 

@@ -1,18 +1,18 @@
-"""Who is connected to the admin ports: how many, for how long, and who makes room. Pure.
+"""The connections to the admin ports: how many, for how long, and which one makes room. Pure.
 
 One `Crowd` is shared by the admin ports of a node. Time is an argument (seconds of a clock that
 never goes back).
 
 Invariants
-- at most `connections_max` connections are open, those in their TLS handshake included, and a new
-  one always gets in: where a bound is reached, the connection that matters least is cut. So a
-  health check has a place whoever else sits on the port;
-- a connection that waits for its client has a deadline; one whose request is being worked on has
+- at most `connections_max` connections are open, TLS handshakes included, and a new one always gets
+  in: at a limit, the least important connection is closed. So a health check gets in, even if
+  somebody occupies the port;
+- a connection that waits for its client has a deadline. One whose request is being handled has
   none;
 - an address has at most half of the connections, and of each kind of `Places`. Addresses of IPv6
   count by their /64, which usually belongs to one machine or one network;
-- there are fewer `Places` than connections, in all and for an address. So there is always a
-  connection that only waits for its client and can be cut: no answer is cut to make room.
+- there are fewer `Places` than connections, in total and per address. So there is always a
+  connection that only waits for its client and can be closed: no answer is cut to make room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dcp.server.config.settings import ADMIN_CONNECTIONS_MIN
 
 
 class Phase(Enum):
-    """What a connection is doing; the value says what it waits for."""
+    """What a connection does; the value is the text for what it waits for."""
 
     HANDSHAKE = "the end of the TLS handshake"
     REQUEST = "the whole header of a request"
@@ -53,10 +53,10 @@ class PortLimits(NamedTuple):
     idle_timeout_s: float = 30.0
     """Between two requests of a connection."""
     unread_timeout_s: float = 300.0
-    """To read what is buffered: 64 KiB, with TLS half a MiB. Somebody may page through a dump."""
+    """To read what is buffered: 64 KiB, with TLS 512 KiB. Somebody may page through a dump."""
 
     def deadlines(self) -> dict[Phase, float]:
-        """Return how long a connection may be in a phase; those not named have no deadline."""
+        """Return how long a connection may be in each phase. Others have no deadline."""
         return {
             **dict.fromkeys(_REQUEST_PHASES, self.request_timeout_s),
             Phase.IDLE: self.idle_timeout_s,
@@ -65,21 +65,21 @@ class PortLimits(NamedTuple):
         }
 
     def late_text(self, phase: Phase) -> str:
-        """Say why a connection is closed that was too long in a phase."""
+        """Return why a connection is closed that was in a phase for too long."""
         timeout_s = self.deadlines()[phase]
         setting = " (setting handshake_timeout)" if phase in _REQUEST_PHASES else ""
         return f"the server waited {timeout_s:g} s for {phase.value}{setting}"
 
     def crowded_text(self) -> str:
-        """Say why a connection is closed to make room."""
+        """Return why a connection is closed to make room."""
         return (
-            f"another one needed its place: there may be {self.connections_max} connections, and"
-            f" {self.connections_max // 2} from one address (setting admin_connections_max)"
+            f"another one needed its place: the limits are {self.connections_max} connections"
+            f" and {self.connections_max // 2} from one address (setting admin_connections_max)"
         )
 
 
 def group_of(host: str) -> str:
-    """Return what an address counts as: itself, or the /64 that it belongs to."""
+    """Return the group of an address: itself, or its /64 for IPv6."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -92,11 +92,11 @@ def group_of(host: str) -> str:
 
 
 class TooManyError(Exception):
-    """There is no place for what a client wants; the text says how many are taken."""
+    """There is no place left; the text says how many are taken."""
 
 
 class Places:
-    """A bounded number of things under way, half of them at most for one address."""
+    """A limited number of running requests or streams, at most half of them for one address."""
 
     def __init__(self, what: str, places_max: int) -> None:
         assert places_max >= 2, "an address gets half of them"
@@ -109,13 +109,13 @@ class Places:
         return self._taken.total()
 
     def take(self, host: str) -> Callable[[], None]:
-        """Take a place and return what gives it back. Raises TooManyError."""
+        """Take a place; return the function that gives it back. Raises TooManyError."""
         group = group_of(host)
         taken = self._taken.get(group, 0)
         if len(self) >= self._max or taken >= self._max // 2:
             raise TooManyError(
-                f"{len(self)} {self._what} are under way, {taken} of them from this address;"
-                f" {self._max} and {self._max // 2} are the limits"
+                f"{len(self)} {self._what} are running, {taken} of them from this address;"
+                f" the limits are {self._max} and {self._max // 2}"
                 " (setting admin_connections_max)"
             )
         self._taken[group] = taken + 1
@@ -146,7 +146,7 @@ class Visitor:
 
 
 def _nothing() -> None:
-    """A connection that is not served yet has nothing to close."""
+    """Do nothing: a connection that is not served yet has nothing to close."""
 
 
 class Crowd:
@@ -157,14 +157,14 @@ class Crowd:
         size = self.limits.connections_max
         assert size >= ADMIN_CONNECTIONS_MIN, "the setting's minimum"
         self.requests = Places("requests", size * 3 // 8)
-        """Logins that are checked, and requests that are worked on until their answer begins."""
+        """Logins that are being checked, and requests until their answer begins."""
         self.streams = Places("streams and dumps", size // 2)
-        """Answers that take as long as the client and the node like."""
+        """Answers that may take very long."""
         self.entered = 0
-        """Connections that ever were let in."""
+        """Connections let in since the start."""
         self._deadlines = self.limits.deadlines()
         self._visitors: dict[Visitor, None] = {}
-        """In the order in which they came: a loop's clock may have coarse steps."""
+        """In the order of arrival, because a loop's clock may have coarse steps."""
         self._by_group: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class Crowd:
         return len(self._visitors)
 
     def enter(self, host: str, phase: Phase, now_s: float) -> tuple[Visitor, Visitor | None]:
-        """Let a connection in. Return it, and who has to make room: that one is to be cut."""
+        """Let a connection in. Return it, and the one to close for it, if any."""
         visitor = Visitor(host, phase, now_s)
         leaver = self._least_needed(visitor.group)
         if leaver is not None:
@@ -180,11 +180,11 @@ class Crowd:
         self.entered += 1
         self._visitors[visitor] = None
         self._by_group[visitor.group] += 1
-        assert len(self._visitors) <= self.limits.connections_max, "whoever is too many was cut"
+        assert len(self._visitors) <= self.limits.connections_max, "one was closed for it"
         return visitor, leaver
 
     def leave(self, visitor: Visitor) -> None:
-        """Forget a connection that is gone. Idempotent."""
+        """Remove a connection. Idempotent."""
         if visitor in self._visitors:
             del self._visitors[visitor]
             self._by_group[visitor.group] -= 1
@@ -192,13 +192,13 @@ class Crowd:
                 del self._by_group[visitor.group]
 
     def moved(self, visitor: Visitor, phase: Phase, now_s: float) -> None:
-        """Note what a connection does now. The deadline of a phase counts from its beginning."""
+        """Note the phase of a connection. The deadline of a phase counts from its beginning."""
         if phase is not visitor.phase:
             visitor.phase = phase
             visitor.since_s = now_s
 
     def overdue(self, now_s: float) -> list[Visitor]:
-        """Return the connections that have waited too long for their clients, to be ended."""
+        """Return the connections that have waited too long for their clients."""
         return [
             visitor
             for visitor in self._visitors
@@ -206,10 +206,10 @@ class Crowd:
         ]
 
     def _least_needed(self, group: str) -> Visitor | None:
-        """Return who makes room for one more of a group, None where there is room.
+        """Return the connection that makes room for one more of a group, None if there is room.
 
-        It is one that waits for its client, of the address with the most connections; of those the
-        one that has waited longest.
+        It is one that waits for its client. Among these it is of the address with the most
+        connections, and has waited longest.
         """
         size = self.limits.connections_max
         if self._by_group[group] >= size // 2:

@@ -1,19 +1,19 @@
-"""Bytes that the server holds because its clients do not go on: one bound for all of them together.
+"""Limits the bytes that the server holds because its clients do not go on, for all together.
 
-There are two of these per node: incomplete packets that were received (setting
-receive_buffers_bytes_max), and what peers do not read (send_buffers_bytes_max). Connections note
-what they hold; where all of it together is too much, the holder that has not moved for the longest
-time is closed.
+There are two limits per node: incomplete packets that were received (setting
+receive_buffers_bytes_max), and data that peers have not read (send_buffers_bytes_max). Connections
+note what they hold. If the total is too much, the holder that has not moved for the longest time is
+closed.
 
-Strangers (who has not logged in, TLS handshakes) stand in a line of their own. They are sure of one
-part in STRANGERS_PART, so large packets of users leave room for logins; users are sure of the rest,
-so what needs no login does not close their connections. Either may use what the other does not.
+Strangers (connections without a login, TLS handshakes) have their own queue. They are guaranteed
+one part in STRANGERS_PART, so large packets of users leave room for logins. Users are guaranteed
+the rest, so strangers cannot close their connections. Either may use what the other does not.
 
 Invariants
 - `held_bytes` is the sum over all holders, and at most the bound whenever `note` returns;
-- a line is in the order of the last move: a packet was taken, or PROGRESS_BYTES came or went. A
+- a queue is in the order of the last move: a packet was taken, or PROGRESS_BYTES came or went. A
   peer that sends or reads a byte now and then does not move;
-- a holder stands in one line; one that was closed stands in none.
+- a holder is in one queue; a closed one is in none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections import OrderedDict
 from typing import Final, Protocol
 
 PROGRESS_BYTES: Final = 16 << 10
-"""Bytes from which a change of what is held counts as a move."""
+"""A change of at least this many held bytes counts as a move."""
 STRANGERS_PART: Final = 4
-"""Strangers are sure of one part in so many."""
+"""Strangers are guaranteed one part in this many."""
 
 
 class Holder(Protocol):
@@ -36,7 +36,7 @@ class Holder(Protocol):
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether it is the peer's turn; not so where the server has commands left to take."""
+        """Whether it is the peer's turn, and not the server's, which may have commands left."""
 
     def abort(self, reason: str) -> None:
         """Close at once."""
@@ -47,7 +47,7 @@ class _Holding:
 
     def __init__(self, held_bytes: int) -> None:
         self.held_bytes = self.moved_bytes = held_bytes
-        """Held now, and when it last moved."""
+        """Held now, and at the last move."""
 
 
 class _HolderQueue:
@@ -75,7 +75,7 @@ class _HolderQueue:
             self.held_bytes -= entry.held_bytes
 
     def first(self) -> Holder:
-        """Return who should go: of those whose turn it is, if it is anybody's."""
+        """Return the holder to close: preferably one that waits for its peer."""
         waiting = (holder for holder in self.entries if holder.waits_for_peer)
         return next(waiting, None) or next(iter(self.entries))
 
@@ -84,7 +84,7 @@ class HeldBytes:
     """See the module."""
 
     def __init__(self, bytes_max: int, setting: str, what: str) -> None:
-        """`what` is held in words, for the reason that a closed connection is given."""
+        """`what` names the held data, for the reason that a closed connection gets."""
         self._bytes_max = bytes_max
         self._setting = setting
         self._what = what
@@ -94,11 +94,11 @@ class HeldBytes:
 
     @property
     def held_bytes(self) -> int:
-        """All that is held."""
+        """All held bytes."""
         return self._strangers.held_bytes + self._others.held_bytes
 
     def note(self, holder: Holder, held_bytes: int, *, has_moved: bool = False) -> None:
-        """Take note of what a holder holds now; close others, or this one, where it is too much."""
+        """Note what a holder holds now. If the total is too much, close others, or this one."""
         line, other = self._strangers, self._others
         if not holder.is_stranger:
             line, other = other, line
@@ -111,7 +111,7 @@ class HeldBytes:
             self._make_room()
 
     def forget(self, holder: Holder) -> None:
-        """A holder holds nothing more."""
+        """Remove a holder: it holds nothing any more."""
         self._strangers.forget(holder)
         self._others.forget(holder)
 
@@ -122,21 +122,21 @@ class HeldBytes:
         holder = line.first()
         before = self.held_bytes
         line.forget(holder)
-        assert self.held_bytes < before, "who is closed has held something"
+        assert self.held_bytes < before, "a closed holder has held something"
         self.closed_total += 1
         holder.abort(
-            f"{self._what} {before} bytes together, and this one has stood still for the longest "
-            f"time (setting {self._setting})"
+            f"{self._what} {before} bytes together, and this connection has not moved for the "
+            f"longest time (setting {self._setting})"
         )
 
 
 def receive_buffers(bytes_max: int) -> HeldBytes:
-    """Return the bound of what was received and is not a complete packet, or waits for its turn."""
+    """Return the limit on received data that is no complete packet, or waits for its turn."""
     return HeldBytes(
         bytes_max, "receive_buffers_bytes_max", "incomplete packets and handshakes took"
     )
 
 
 def send_buffers(bytes_max: int) -> HeldBytes:
-    """Return the bound of what was sent and is not read."""
-    return HeldBytes(bytes_max, "send_buffers_bytes_max", "what clients do not read took")
+    """Return the limit on data that clients have not read."""
+    return HeldBytes(bytes_max, "send_buffers_bytes_max", "data that clients have not read took")

@@ -1,17 +1,17 @@
-"""Connections that may make room for others: nobody has logged in on them yet.
+"""Connections that may be closed to make room, because nobody has logged in on them yet.
 
 Called by the node and the TLS listener. A newcomer is
 
-- a connection of a TLS port whose handshake is under way;
+- a connection of a TLS port during its handshake;
 - a connection on which nobody has logged in;
-- where this machine's clients need no login: one that has not sent a complete packet yet.
+- if clients of this machine need no login: one that has not sent a complete packet yet.
 
-Where `connections_max` is reached, a new connection takes the place of the oldest newcomer. So
-connections that never log in keep nobody out; those of users are never closed for a newcomer.
+At `connections_max`, a new connection replaces the oldest newcomer. So connections that never log
+in keep nobody out, and connections of users are never closed for a newcomer.
 
 Invariants
-- newcomers are in the order of their arrival; one that was closed is none any more;
-- with `connections_max` connections of users, whoever comes is closed itself.
+- newcomers are in the order of their arrival; a closed one is removed;
+- if users have all `connections_max` connections, a new connection is closed itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 
 
 class Newcomer(Protocol):
-    """A connection, or one to be."""
+    """A connection, or a TLS handshake."""
 
     def abort(self, reason: str) -> None:
         """Close at once."""
@@ -34,14 +34,14 @@ class Newcomers:
         self._connections_max = connections_max
         self._line: OrderedDict[Newcomer, None] = OrderedDict()
         self.closed_total = 0
-        """Newcomers that were closed for others."""
+        """Newcomers that were closed to make room."""
 
     def __len__(self) -> int:
         """Return how many newcomers there are."""
         return len(self._line)
 
     def enter(self, newcomer: Newcomer, connections: int) -> None:
-        """Take one in that has just arrived; there are so many connections now, it included."""
+        """Add a newcomer; `connections` is the number of connections now, this one included."""
         self._line[newcomer] = None
         if connections <= self._connections_max:
             return
@@ -52,5 +52,5 @@ class Newcomers:
         oldest.abort(f"{limit}{why} (setting connections_max)")
 
     def leave(self, newcomer: Newcomer) -> None:
-        """A newcomer is gone, or has logged in."""
+        """Remove a newcomer: it is gone or has logged in."""
         self._line.pop(newcomer, None)

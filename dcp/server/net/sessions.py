@@ -1,7 +1,7 @@
-"""Makes the sessions of connections, and takes what they note: for the log, the audit, the counts.
+"""Creates the sessions of connections, and passes their notes to the log, the audit and the meter.
 
 Invariant: a session that fails ends its connection and nothing else, unless it left a change half
-applied. Then the server ends (`on_failure`), because going on would answer what is not so.
+applied. Then the server ends (`on_failure`), because it would give wrong answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 
 Notes = list[tuple[str, dict[str, object]]]
-"""(event, fields), as SessionState.notes."""
+"""(event, fields), as in SessionState.notes."""
 
 
 class Sessions:
@@ -67,7 +67,7 @@ class Sessions:
         )
 
     def leave(self, state: SessionState) -> None:
-        """The connection of a session is gone: end its range scans."""
+        """End the range scans of a session whose connection is gone."""
         self._scans.leave(state)
 
     def note(self, peer: str, peer_host: str, notes: Notes, left_out: int) -> None:
@@ -80,15 +80,15 @@ class Sessions:
         self._meter.suppressed_log_lines += left_out
 
     def backfill_failed(self, peer: str, damage: str) -> None:
-        """A stream met damaged data, and ended."""
+        """Log that a stream met damaged data and ended."""
         self._log.info("backfill failed", peer=peer, reason=damage)
 
     def closed_as_usual(self, peer: str, reason: str) -> None:
-        """A connection came to an end that needs no line in the log by default."""
+        """Log an ordinary end of a connection, at level debug."""
         self._log.debug("connection closed", peer=peer, reason=reason)
 
     def failed(self, error: Exception) -> None:
-        """A session met an exception that nobody expected."""
+        """Count and log an unexpected exception of a session."""
         self._meter.session_failures += 1
         self._log.failure("session failed", error)
         if broken := self._engine.keyspace.broken_invariant():

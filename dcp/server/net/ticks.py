@@ -1,7 +1,7 @@
-"""Four times a second: connections, rights and certificates, read views, log lines left out.
+"""Runs four times a second: connections, rights, certificates, read views, suppressed log lines.
 
-Invariant: a step that fails is logged and counted (dcp.server.observe.housekeeping); the others go
-on.
+Invariant: if a step fails, that is logged and counted (dcp.server.observe.housekeeping), and the
+others run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dcp.server.observe.refusal_log import RefusalLog
 from vbucket.engine.read_view import Views
 
 TICK_S: Final = 0.25
-"""How often connections are looked at for NOOP, idleness and slow handshakes."""
+"""Time between checks of connections for NOOP, idleness and slow handshakes."""
 
 
 class Upkeep:
@@ -39,7 +39,7 @@ class Upkeep:
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Do it now, and again and again until `stop`."""
+        """Run now, and repeatedly until `stop`."""
         self._next = asyncio.get_running_loop().call_later(TICK_S, self.start)
         now_ns = time.monotonic_ns()
         step = self._housekeeping.step
@@ -49,7 +49,7 @@ class Upkeep:
         step("log limits", lambda: self._refusals.tick(now_ns / 1e9))
 
     def stop(self) -> None:
-        """Do it no more."""
+        """Stop running."""
         if self._next is not None:
             self._next.cancel()
             self._next = None

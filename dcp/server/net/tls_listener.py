@@ -1,4 +1,4 @@
-"""The key-value port with TLS: takes connections and counts them from their first byte on.
+"""The key-value port with TLS: accepts connections and counts them from the start.
 
 asyncio's own server reports a connection once its handshake is done. A handshake that never ends
 would not be counted, so connections are accepted here. During its handshake a connection is a
@@ -7,8 +7,8 @@ be closed to make room.
 
 Invariants
 - a handshake is counted from its accept until it has become a connection or has failed;
-- at most ACCEPTS_PER_TURN connections are taken in one turn of the loop: the others wait in the
-  kernel, so that handshakes under way get on however many come at once.
+- at most ACCEPTS_PER_TURN connections are accepted in one turn of the loop. The others wait in the
+  kernel, so running handshakes make progress however many come at once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dcp.server.observe.event_log import EventLog
 
 ACCEPTS_PER_TURN: Final = 32
 ACCEPT_RETRY_S: Final = 1.0
-"""Pause where no connection can be taken, because no file descriptor is left for instance."""
+"""Pause if no connection can be accepted, for example because no file descriptor is left."""
 HANDSHAKE_BYTES: Final = 384 << 10
-"""The most that a handshake was seen to take: 45 KiB as it begins, and for a first message of 128
-KiB, the longest that OpenSSL takes, that much three times."""
+"""The most memory that a handshake was seen to take: 45 KiB at the beginning, and three times the
+length of the first message, which OpenSSL limits to 128 KiB."""
 TLS_SHUTDOWN_S: Final = 0.5
-"""What a peer gets to say its goodbye of TLS; one that only waits would hold up a stop."""
+"""Time for a peer to close TLS. A peer that only waits would delay a stop."""
 
 
 class TlsHandshake:
-    """A connection that was accepted, until its handshake is done or has failed."""
+    """An accepted connection, until its handshake is done or has failed."""
 
     is_stranger = True
     waits_for_peer = True
@@ -58,7 +58,7 @@ class TlsHandshake:
         return self._is_under_way
 
     async def run(self, context: ssl.SSLContext, timeout_s: float) -> None:
-        """Do the handshake; what it becomes is a `ClientConnection`."""
+        """Do the handshake; it creates the `ClientConnection`."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: ClientConnection(self._parts, end_handshake=self.has_ended),
@@ -74,13 +74,13 @@ class TlsHandshake:
             self.has_ended()
 
     def has_ended(self) -> None:
-        """It is done or has failed; may be called more than once."""
+        """Note that it is done or has failed; may be called more than once."""
         if self._is_under_way:
             self._is_under_way = False
             self._connections.handshake_ended(self)
 
     def abort(self, reason: str) -> None:
-        """Close now: the loop finds the connection at its end, and gives the handshake up."""
+        """Close now: the loop sees the end of the connection and gives the handshake up."""
         self._parts.refusals.write(
             "connection closed", self.peer_host, peer=self.peer, reason=reason
         )
@@ -109,7 +109,7 @@ class TlsListener:
         self._handshakes: dict[asyncio.Task[None], TlsHandshake] = {}
 
     async def start(self, host: str, port: int, backlog: int) -> int:
-        """Listen on every address of a host; return the (first) port. Raises OSError."""
+        """Listen on all addresses of a host; return the (first) port. Raises OSError."""
         found = await self._loop.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -127,7 +127,7 @@ class TlsListener:
         return bound
 
     async def stop(self) -> None:
-        """Take no new connections, and give up the handshakes under way."""
+        """Accept no new connections, and abort running handshakes."""
         for retry in self._retries.values():
             retry.cancel()
         for listener in self._listening:
@@ -152,7 +152,7 @@ class TlsListener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                self._log.warning("no TLS connection can be taken", reason=str(error))
+                self._log.warning("no TLS connection can be accepted", reason=str(error))
                 loop.remove_reader(listener)
                 retry = loop.call_later(ACCEPT_RETRY_S, self._accept_from, listener)
                 self._retries[listener] = retry

@@ -1,1 +1,1 @@
-"""What every part reports to: counters, the event log, rate limits of lines, supervised tasks."""
+"""What all parts report to: counters, the event log, rate limits of log lines, supervised tasks."""

@@ -1,4 +1,4 @@
-"""What a running server is: plain facts for the status, the statistics and the metrics."""
+"""Plain facts about a running server, for the status, the statistics and the metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dcp.server.config.sources import shown
 
 
 class About:
-    """See the module. Made when the server starts."""
+    """See the module. Created when the server starts."""
 
     version = __version__
 

@@ -1,8 +1,8 @@
 """The event log: one line per event on stderr, as text for people or JSON for machines.
 
-`EventLog` is what the server's parts get handed. An event is a constant phrase ("connection
-closed"); what varies goes into fields, so that a log can be searched and counted. Built on the
-standard library's logging, so that what uvicorn and asyncio say comes out in the same form.
+The server's parts get an `EventLog`. An event is a constant phrase ("connection closed"). What
+varies goes into fields, so that a log can be searched and counted. It uses the standard library's
+logging, so lines of uvicorn and asyncio have the same form.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class EventLog:
         self._logger = logger
 
     def debug(self, event: str, **fields: object) -> None:
-        """What only matters when looking for a fault."""
+        """Log what only matters for finding a bug."""
         self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """What an operator may want to know afterwards."""
+        """Log what an operator may want to know later."""
         self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """What an operator should look at."""
+        """Log what an operator should look at."""
         self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """What the server could not do."""
+        """Log what the server could not do."""
         self._write(logging.ERROR, event, fields)
 
     def failure(self, event: str, error: Exception, **fields: object) -> None:
-        """A fault of the program, or of what it runs on: with its traceback."""
+        """Log a bug, or a failure of what the server runs on, with its traceback."""
         fields["reason"] = str(error) or type(error).__name__
         self._logger.error(event, extra={"fields": fields}, exc_info=error)
 
@@ -109,5 +109,5 @@ def _text_value(value: object) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A line break inside an event would let a client forge log lines."""
+    """Escape line breaks: inside an event they would let a client forge log lines."""
     return text if text.isprintable() else json.dumps(text)

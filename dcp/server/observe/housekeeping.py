@@ -1,9 +1,9 @@
 """Housekeeping: work beside the commit path whose failure must not end the server.
 
-The node runs the pager and compaction here, the upkeep its steps. An exception that nobody expected
-is logged with its traceback and counted, and the task goes on.
+The node runs the pager and compaction here, and the upkeep its steps. An unexpected exception is
+logged with its traceback and counted, and the task goes on.
 
-Invariant: nothing that decides about an answer is run here.
+Invariant: nothing that decides about an answer runs here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dcp.server.observe.meter import Meter
 
 TASKS: Final = ("access", "compaction", "expiry", "log limits", "read views")
 PAUSE_S: Final = 1.0
-"""Pause before a task that failed begins anew."""
+"""Pause before a failed task is restarted."""
 
 
 class Housekeeping:
@@ -29,14 +29,14 @@ class Housekeeping:
         self._log = log
 
     def step(self, name: str, step: Callable[[], None]) -> None:
-        """Take one step."""
+        """Run one step."""
         try:
             step()
         except Exception as error:  # noqa: BLE001 - a named supervision point
             self._failed(name, error)
 
     async def repeat(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run work that never ends, until cancelled. If it fails, begin it anew."""
+        """Run work that never ends, until cancelled. If it fails, restart it."""
         while True:
             try:
                 await work()

@@ -1,12 +1,12 @@
-"""How often one peer may write one kind of line into the log: a token bucket for each pair.
+"""Limits how often one peer may cause one kind of log line: a token bucket for each pair.
 
-A client that is refused a thousand times a second leaves some lines and a count, not a full disk.
+A client that is refused a thousand times a second causes some lines and a count, not a full disk.
 Pure: time is an argument (seconds of a clock that never goes back).
 
 Invariants
 - of n events of one kind and peer within t seconds, at most BURST + t * LINES_PER_S are admitted;
-- every event is admitted or counted, and every count is handed out exactly once;
-- KEYS_MAX buckets are kept; the ones that were quiet longest go first.
+- every event is admitted or counted, and every count is returned exactly once;
+- at most KEYS_MAX buckets are kept; those that were quiet longest go first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEYS_MAX: Final = 1024
 
 
 class Suppressed(NamedTuple):
-    """Lines that were left out, and have not been told of by a later line."""
+    """Suppressed lines that no later line has reported."""
 
     event: str
     peer: str
@@ -45,8 +45,8 @@ class LogLimiter:
         self._evicted: list[Suppressed] = []
 
     def admit(self, event: str, peer: str, now_s: float) -> int | None:
-        """Return how many lines like this one were left out since the last, None to leave it out
-        too.
+        """Return how many lines like this one were suppressed since the last one. None: suppress
+        this one, too.
         """
         key = (event, peer)
         bucket = self._buckets.pop(key, None) or _Bucket(now_s)
@@ -63,7 +63,7 @@ class LogLimiter:
         return left_out
 
     def drain(self, now_s: float) -> list[Suppressed]:
-        """Return counts that no later line will tell soon: their peers have been quiet since."""
+        """Return counts that no later line will report soon, because their peers are quiet."""
         told, self._evicted = self._evicted, []
         for (event, peer), bucket in self._buckets.items():
             if bucket.suppressed and now_s - bucket.when_s > 1 / LINES_PER_S:
@@ -72,7 +72,7 @@ class LogLimiter:
         return told
 
     def tell(self, log: EventLog, now_s: float) -> None:
-        """Log what was left out, and will not be told by a later line soon."""
+        """Log the number of suppressed lines that no later line will report soon."""
         for event, peer, lines in self.drain(now_s):
             log.info("log lines left out", about=event, peer=peer, lines=lines)
 

@@ -1,7 +1,7 @@
-"""What the server counts while it runs: plain numbers, added to once per batch or commit group.
+"""What the server counts while it runs: plain numbers, updated once per batch or commit group.
 
 Connections, the commit path, merging and compaction write here; dcp.server.report.metrics reads
-when it is asked. Nothing is counted per operation; a batch costs some 0.3 us.
+on demand. Nothing is counted per operation; a batch costs about 0.3 us.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final
 from dcp.wire.status import Status
 
 REFUSAL_KINDS: Final = ("log_full", "read_only", "store_behind")
-"""Why writes may be refused."""
+"""Reasons for which writes may be refused."""
 SECONDS_BOUNDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10,
 )  # fmt: skip
-"""Upper bounds of the buckets of a latency, seconds."""
+"""Upper bounds of the buckets of a latency, in seconds."""
 
 
 class Histogram:
@@ -39,7 +39,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return (upper bound, how many at or below it), as Prometheus wants it."""
+        """Return (upper bound, observations at or below it), as Prometheus expects."""
         rows: list[tuple[str, float]] = []
         count = 0
         for bound, in_bucket in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -62,28 +62,28 @@ class Meter:
         self.groups = 0
         self.sync_seconds = Histogram()
         self.merge_failures = 0
-        """Attempts that failed, or that the store had no room for."""
+        """Attempts that failed, or for which the store had no room."""
         self.merge_seconds = Histogram((0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0))
         self.last_merge_s = 0.0
-        """How long the store process took for the last one, without the wait for its turn.
-        Compaction's share is measured by this."""
+        """Duration of the last merge in the store process, without the wait for its turn. The
+        length of compaction's turns depends on it."""
         self.compaction_seconds = Histogram()
-        """One turn; between two of them merges have theirs."""
+        """One turn; merges run between turns."""
         self.dropped_versions = 0
-        """By compaction; tombstones among them."""
+        """Versions dropped by compaction, tombstones included."""
         self.dropped_tombstones = 0
         self.streams_too_slow = 0
         """Streams that ended because compaction waited for them."""
         self.refusals: Counter[str] = Counter()
-        """By name of the status."""
+        """By status name."""
         self.admin_refusals: Counter[str] = Counter()
-        """Requests to the admin interface that were refused, by status of HTTP."""
+        """Refused requests to the admin interface, by HTTP status."""
         self.admin_closed: Counter[str] = Counter(late=0, crowded=0)
-        """Connections to it that were closed on a client, by reason."""
+        """Connections to the admin interface that the server closed, by reason."""
         self.rollbacks: Counter[str] = Counter()
-        """By kind of reason (failover.rollback)."""
+        """By kind of the reason (failover.rollback)."""
         self.session_failures = 0
-        """Connections that ended because of a fault of the program."""
+        """Connections that ended because of a bug."""
         self.housekeeping_failures: Counter[str] = Counter()
         """By task."""
         self.faults = 0
@@ -96,7 +96,7 @@ class Meter:
         self.merge_seconds.observe(seconds)
 
     def noted(self, event: str, fields: dict[str, object]) -> None:
-        """Count what a session noted."""
+        """Count an event that a session noted."""
         if event == "refused":
             status = fields["status"]
             assert isinstance(status, int)

@@ -1,7 +1,7 @@
-"""Log lines about what a peer was refused. Each kind of line has a bounded rate per host.
+"""Log lines about refusals. Each kind of line has a bounded rate per host.
 
 Connections, the TLS listener, the admin port and the pager write here. The upkeep calls `tick`, so
-that lines which were left out are reported even where no further line follows.
+suppressed lines are reported even if no further line follows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RefusalLog:
         self._limiter = LogLimiter()
 
     def write(self, event: str, peer_host: str, **fields: object) -> None:
-        """Log one refusal, or count it as left out."""
+        """Log one refusal, or count it as suppressed."""
         left_out = self._limiter.admit(event, peer_host, time.monotonic())
         if left_out is None:
             self._meter.suppressed_log_lines += 1
@@ -32,5 +32,5 @@ class RefusalLog:
         self._log.info(event, **{"peer": peer_host, **fields})
 
     def tick(self, now_s: float) -> None:
-        """Report lines that were left out; monotonic seconds."""
+        """Report suppressed lines; monotonic seconds."""
         self._limiter.tell(self._log, now_s)

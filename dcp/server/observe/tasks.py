@@ -1,6 +1,6 @@
-"""Background tasks of the server. One that fails in a way that nobody expected ends the server.
+"""Background tasks of the server. An unexpected failure of one ends the server.
 
-Invariant: a task is kept until it has ended, and no exception of a task gets lost.
+Invariant: a task is kept until it has ended, and no exception of a task is lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Tasks:
-    """See the module. `on_failure` is called with what a task failed with. Lives on one loop."""
+    """See the module. `on_failure` gets the exception of a task. Lives on one event loop."""
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
         self._on_failure = on_failure
@@ -33,5 +33,5 @@ class Tasks:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            assert isinstance(error, Exception), "the loop ends with any other"
+            assert isinstance(error, Exception), "other exceptions end the loop"
             self._on_failure(error)

@@ -1,6 +1,6 @@
-"""Scopes and collections of the running node, as the admin interface sees and changes them.
+"""Scopes and collections of the running node, for the admin interface.
 
-A change is in force at once, for all commands, and the answer comes when it is durable.
+A change applies to all commands at once. It returns when the change is durable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_FOUND: Final = (UnknownScopeError, UnknownCollectionIdError)
 
 
 class CollectionsRefusedError(Exception):
-    """A scope or collection cannot be made or dropped; the text says why."""
+    """A scope or collection cannot be created or dropped; the text says why."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
         super().__init__(why)
@@ -42,11 +42,11 @@ class Collections:
         self._log_event = log_event
 
     def manifest(self) -> dict[str, Any]:
-        """Return the manifest as JSON; what it tells is committed."""
+        """Return the committed manifest as JSON."""
         return self._engine.keyspace.committed_manifest.json()
 
     async def create_scope(self, scope: str) -> int:
-        """Make a scope; return the manifest's uid. Raises CollectionsRefusedError."""
+        """Create a scope; return the manifest's uid. Raises CollectionsRefusedError."""
         return await self._change("scope created", scope, lambda now: now.create_scope(scope))
 
     async def drop_scope(self, scope: str) -> int:
@@ -54,7 +54,7 @@ class Collections:
         return await self._change("scope dropped", scope, lambda now: now.drop_scope(scope))
 
     async def create_collection(self, scope: str, collection: str, max_ttl_s: int) -> int:
-        """Make a collection; `max_ttl_s` 0: documents live as long as they say."""
+        """Create a collection; `max_ttl_s` 0: no limit for its documents."""
         return await self._change(
             "collection created",
             f"{scope}.{collection}",

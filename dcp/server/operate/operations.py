@@ -1,7 +1,7 @@
-"""What operators, and people who test consumers, do to a running node.
+"""What operators, and testers of consumers, do to a running node.
 
-Called by the admin interface. What changes a partition answers once it is durable. What concerns
-streams and faults acts at once, and is forgotten with them.
+The admin interface calls it. Changes of partitions return when they are durable. Changes of streams
+and faults act at once and are not stored.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from vbucket.engine.mending import Mending
 from vbucket.engine.partition import VbState
 
 MERGE_WAIT_S: Final = 1.0
-"""How long to wait for a merge before the memtable is looked at again."""
+"""How long to wait for a merge before the memtable is checked again."""
 
 
 class StreamChoice(NamedTuple):
-    """Which streams are meant; None: any."""
+    """Which streams to choose; None: any."""
 
     name: str | None
     """Name of the connection, as DCP_OPEN gave it."""
@@ -47,7 +47,7 @@ class StreamChoice(NamedTuple):
 
 
 class WritesRefusedError(Exception):
-    """Nothing is changed while the log has no room; the text says why."""
+    """Nothing can change while writes are refused; the text says why."""
 
 
 class _Found(NamedTuple):
@@ -88,14 +88,15 @@ class Operations:
     # -- partitions ------------------------------------------------------------------------------
 
     async def branch(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
-        """Make a history branch. Raises BranchRefusedError, WritesRefusedError."""
+        """Branch a partition's history. Raises BranchRefusedError, WritesRefusedError."""
         self._refuse_while_full()
         branch = self._engine.keyspace.branch(vb_id, at_seqno)
         await self._durable("branch", branch)
         return _branch_document(branch)
 
     async def branch_or_zero(self, vb_id: int, at_seqno: int) -> dict[str, Any]:
-        """Make a history branch; at 0 where history does not reach so far. "reason" says why then.
+        """Branch at a seqno, or at 0 if the history does not reach back that far; then "reason"
+        says why.
 
         Raises BranchRefusedError, WritesRefusedError.
         """
@@ -105,7 +106,7 @@ class Operations:
             return await self.branch(vb_id, 0) | {"reason": str(error)}
 
     async def failover(self, vb_id: int, lost_seqnos: int) -> dict[str, Any]:
-        """Do what a promotion does: a new version; streams end because the state changed.
+        """Simulate a promotion: a new version begins, and streams end with STATE_CHANGED.
 
         Raises BranchRefusedError, WritesRefusedError.
         """
@@ -117,7 +118,7 @@ class Operations:
         return _branch_document(branch)
 
     async def set_state(self, vb_id: int, state: VbState) -> dict[str, Any]:
-        """Put a partition into a state; becoming active makes a new version.
+        """Set the state of a partition. If it becomes active, it gets a new version.
 
         Raises WritesRefusedError.
         """
@@ -149,7 +150,7 @@ class Operations:
         return {"vb": vb_id, "purge_seqno": purge_seqno, "high_seqno": high_seqno}
 
     async def mend_cas(self, vb_id: int) -> dict[str, Any]:
-        """Bring a partition's CAS back to the clock; writes go on meanwhile.
+        """Bring a partition's CAS back to the clock, while writes continue.
 
         Raises MendingRefusedError, StoreDamagedError, WritesRefusedError.
         """
@@ -175,7 +176,7 @@ class Operations:
     async def compact(
         self, vb_ids: Sequence[int], history_s: float | None, purge_age_s: float | None
     ) -> dict[str, Any]:
-        """Compact partitions now; the windows are those of the settings where they are None.
+        """Compact partitions now. Windows that are None are those of the settings.
 
         Raises CompactionError.
         """
@@ -206,7 +207,7 @@ class Operations:
     # -- streams ---------------------------------------------------------------------------------
 
     def streams(self, choice: StreamChoice) -> list[dict[str, Any]]:
-        """Return what the chosen streams do."""
+        """Return the state of the chosen streams."""
         now_ns = time.monotonic_ns()
         parts = self._engine.partitions
         return [
@@ -235,9 +236,9 @@ class Operations:
         return len(chosen)
 
     def limit_streams(self, choice: StreamChoice, bytes_per_s: int | None) -> int:
-        """Slow streams down, stop them (0) or let them go (None); return how many.
+        """Slow streams down, stop them (0) or remove the limit (None); return how many.
 
-        Streams that are asked for later are not limited.
+        Streams that are opened later are not limited.
         """
         chosen = list(self._chosen(choice))
         for found in chosen:
@@ -269,7 +270,7 @@ class Operations:
     # -- faults ----------------------------------------------------------------------------------
 
     def faults(self) -> list[dict[str, Any]]:
-        """Return the rules that are set."""
+        """Return the active rules."""
         return [_fault_document(fault) for fault in self._faults.rules]
 
     def set_fault(
@@ -285,9 +286,9 @@ class Operations:
         seed: int | None,
         rollback_seqno: int,
     ) -> dict[str, Any]:
-        """Set a rule; with the same seed, the same requests are met. Raises FaultError."""
+        """Set a rule. With the same seed it matches the same requests. Raises FaultError."""
         fault = self._faults.add(
-            draw=random.Random(seed).random,  # noqa: S311 - a die, no secret
+            draw=random.Random(seed).random,  # noqa: S311 - not for secrets
             opcode=opcode,
             vb_id=vb_id,
             status=status,
@@ -302,7 +303,7 @@ class Operations:
         return document
 
     def clear_faults(self, fault_id: int | None = None) -> int:
-        """Take one rule away, or all; return how many there were."""
+        """Remove one rule, or all; return how many there were."""
         cleared = self._faults.clear(fault_id)
         if cleared:
             self._log.info("faults cleared", fault=fault_id, count=cleared)

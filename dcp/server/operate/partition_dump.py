@@ -1,11 +1,11 @@
-"""Dumps: the documents of a partition as of a seqno, as JSON lines, while writers go on.
+"""Dumps: the documents of a partition as of a seqno, as JSON lines, while writes continue.
 
-Called by the admin interface. A dump is a read view that is turned into text, a slice at a time, as
-fast as the consumer reads; nothing is buffered for a slow one.
+The admin interface calls it. A dump converts a read view to text, in slices, as fast as the
+consumer reads. Nothing is buffered for a slow consumer.
 
 A line is one document: `v` 1, `collection`, `key`, `value` (`key_encoding` and `value_encoding`
-"base64" mark what is not UTF-8), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A
-dump that cannot be finished ends with a line that has only `error`.
+"base64" mark binary data), `seqno`, `rev`, `cas` (text), `flags`, `expiry`, `datatype`. A dump that
+cannot be finished ends with a line that has only `error`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vbucket.model.manifest import collection_of, decode_leb128
 from vbucket.store.environment import StoreDamagedError
 
 SLICE_DOCUMENTS: Final = 100
-"""Documents turned into text in one turn of the loop: 1 to 2 ms."""
+"""Documents converted in one turn of the loop: 1 to 2 ms."""
 SCHEMA_VERSION: Final = 1
 
 
@@ -36,7 +36,7 @@ class Dumps:
         self._commits = commits
 
     async def open(self, vb_id: int, at_seqno: int | None) -> ReadView:
-        """Open the view for a dump; None: as of what is committed now. Raises ViewRefusedError."""
+        """Open the view for a dump; None: of the committed state. Raises ViewRefusedError."""
         await self._commits.until_partition(vb_id)
         committed_seqno = self._engine.partitions[vb_id].committed_seqno
         if at_seqno is not None and at_seqno > committed_seqno:
@@ -54,7 +54,7 @@ class Dumps:
                     yield text
                 await asyncio.sleep(0)
         except (ViewInvalidError, StoreDamagedError) as error:
-            what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is not complete"
+            what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is incomplete"
             yield _packed({"error": {"what": what, "why": str(error), "try": "dump it again"}})
         finally:
             self._views.close(view)

@@ -1,17 +1,16 @@
-"""Check a data folder off line: `python -m dcp.server.operate.verify FOLDER`, which `dcpctl verify`
+"""Checks a data folder offline: `python -m dcp.server.operate.verify FOLDER`, which `dcpctl verify`
 runs.
 
-Nothing in the folder is changed: LMDB is opened read-only and without its lock file, and the
-folder's lock is held meanwhile, so that no server runs on it.
+It changes nothing in the folder: LMDB's file is read without LMDB. The folder's lock is held
+meanwhile, so no server runs on it.
 
-    1. the marker and the lock      refused where a server runs
+    1. the marker and the lock; refused if a server runs
     2. LMDB's pages, by lmdb.verify, which is pure Python: damaged pages cannot crash it
-    3. everything else, by vbucket.check.store_check, through LMDB: in a process of its own
-       (`--tables`),
-       because LMDB may crash on damaged pages; what it found until then is kept, and only
-       one that says it came to its end may have found nothing
+    3. everything else, by vbucket.check.store_check, in a process of its own (`--tables`). If that
+       crashes, its findings until then are kept, and the crash is a finding itself. Only a process
+       that reports its end can have found nothing
 
-Exit code: 0 nothing is wrong, 1 something is, 2 the folder cannot be checked.
+Exit code: 0 no damage, 1 damage, 2 the folder cannot be checked.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from vbucket.store.records import TABLES
 PROGRESS_EVERY_S: Final = 1.0
 PROGRESS_EVERY_S_IN_A_FILE: Final = 30.0
 PAGE_FINDINGS_MAX: Final = 20
-"""Damage of one page shows in many ways; the first ones name it."""
+"""One damaged page causes many findings; the first ones name it."""
 _verify_pages: Final[Callable[[str], list[str]]] = lmdb_verify.verify
 _UNREADABLE: Final = (lmdb_verify.VerifyError, struct.error, IndexError, ValueError, RecursionError)
 
@@ -66,7 +65,7 @@ class CheckExitCode(IntEnum):
 
 
 class Report:
-    """What is told: findings on stdout, progress on stderr."""
+    """The output: findings on stdout, progress on stderr."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -79,7 +78,7 @@ class Report:
         self.harmless = 0
 
     def finding(self, finding: Finding) -> None:
-        """Tell one finding."""
+        """Print a finding."""
         if finding.is_harmless:
             self.harmless += 1
         else:
@@ -89,7 +88,7 @@ class Report:
         click.echo(text)
 
     def progress(self, text: str) -> None:
-        """Tell how far the check is, not too often."""
+        """Print the progress, not too often."""
         now_s = time.monotonic()
         if now_s - self._told_s < self._every_s:
             return
@@ -99,7 +98,7 @@ class Report:
         self._is_line_open = self._is_terminal
 
     def rate(self, progress: CheckProgress) -> str:
-        """Return a progress in words."""
+        """Describe a progress."""
         spent_s = max(time.monotonic() - self._began_s, 0.001)
         return (
             f"{progress.partitions:,} partitions, {progress.keys:,} keys, {progress.versions:,} "
@@ -108,7 +107,7 @@ class Report:
         )
 
     def summary(self, folder: Path, progress: CheckProgress) -> None:
-        """Tell what all came to."""
+        """Print the summary."""
         self._end_line()
         if self._as_json:
             summary = {"folder": str(folder), "findings": self.damages, "harmless": self.harmless}
@@ -149,7 +148,7 @@ def page_findings(data_path: Path) -> Iterator[Finding]:
 
 
 def check_tables(data_path: Path) -> int:
-    """Check everything that is read through LMDB; write findings and progress as JSON lines."""
+    """Check everything except LMDB's pages; write findings and progress as JSON lines."""
     last_s = 0.0
 
     def tell(progress: CheckProgress) -> None:
@@ -200,8 +199,8 @@ def _log_alone(data_path: Path) -> Iterator[Finding]:
 
 
 def _segments(log_folder: Path) -> list[int]:
-    """Return what segments there are; where none can be seen, their loss is told by what should
-    be there.
+    """Return the segments of the log. If the folder cannot be read, report that and return none;
+    the check then reports what is missing.
     """
     try:
         return segments_in(log_folder)
@@ -230,7 +229,7 @@ def _write(message: list[Any]) -> None:
 
 
 def _tables_in_a_child(data_path: Path, report: Report) -> CheckProgress:
-    """Run `check_tables` in a process that may crash. Raises FolderError for an unknown format."""
+    """Run `check_tables` in a child process. Raises FolderError for an unknown format."""
     arguments = [
         sys.executable,
         "-P",
@@ -256,10 +255,10 @@ def _tables_in_a_child(data_path: Path, report: Report) -> CheckProgress:
                 report.progress(report.rate(progress))
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
-        what = f"LMDB crashed ({name}) after {progress.partitions} partitions"
+        what = f"the check crashed ({name}) after {progress.partitions} partitions"
         report.finding(Finding(Kind.CRASH, "store/data.mdb", what))
     elif not has_ended:
-        what = f"the check failed (exit code {child.returncode}, why is on stderr)"
+        what = f"the check failed (exit code {child.returncode}, stderr says why)"
         report.finding(Finding(Kind.CRASH, "store and log", what))
     return progress
 
@@ -268,7 +267,7 @@ def _tables_in_a_child(data_path: Path, report: Report) -> CheckProgress:
 
 
 def verify(data_path: Path, *, as_json: bool) -> CheckExitCode:
-    """Check a folder and tell what was found."""
+    """Check a folder and report what was found."""
     report = Report(as_json=as_json)
     try:
         folder: DataFolder = lock_folder_to_read(data_path)

@@ -1,4 +1,4 @@
-"""What sessions tell about the server: its version, the cluster configuration, statistics."""
+"""Facts about the server that sessions report: version, cluster configuration, statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics are read from. (dcp.server.report.metrics itself takes 60 ms to import.)"""
+"""The sources of the metrics. (dcp.server.report.metrics itself takes 60 ms to import.)"""
 
 from __future__ import annotations
 

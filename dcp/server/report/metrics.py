@@ -1,10 +1,10 @@
-"""The metrics: one table, read when Prometheus asks; the page docs/metrics.md is made from it.
+"""The metrics: one table, read when Prometheus asks. docs/metrics.md is generated from it.
 
     python -m dcp.server.report.metrics            write docs/metrics.md to stdout
 
-Names and units are Prometheus': base units, `_total` for what only rises. Nothing is labelled with
-a key, a partition or a client; `?vbuckets=1` adds the series of each partition, for a look by hand.
-`consumer` is the name of a DCP connection that is open now, of CONSUMERS_MAX at most.
+Names and units follow Prometheus: base units, `_total` for counters. No label is a key, a partition
+or a client. `?vbuckets=1` adds series of each partition, for inspection by hand. `consumer` is the
+name of an open DCP connection; there are at most CONSUMERS_MAX.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from vbucket.engine.keyspace import OVERFULL
 from vbucket.engine.partition import VbState
 
 CONSUMERS_MAX: Final = 100
-"""Consumers with a series of their own: those that lag most."""
+"""Consumers with their own series: those that lag most."""
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """(values of the labels, value)."""
 
 
 class MetricSpec(NamedTuple):
-    """One line of the table. `read` gives samples; of a histogram it gives a Histogram."""
+    """One line of the table. `read` returns samples, or a Histogram for a histogram."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class MetricSpec(NamedTuple):
     labels: tuple[str, ...]
     meaning: str
     bad: str
-    """What a bad value looks like, and what it says."""
+    """What a bad value looks like, and what it means."""
     read: Callable[[MetricSources], Samples | Histogram]
 
 
@@ -144,7 +144,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     MetricSpec(
         "dcpd_vbuckets_quarantined", "gauge", "", (),
         "Partitions whose stored data is damaged. They take no writes, and merges skip them.",
-        "above 0: `dcpctl status` names them, docs/operations.md says what to do",
+        "above 0: `dcpctl status` shows which, docs/operations.md says what to do",
         _one(lambda of: len(of.engine.keyspace.quarantined)),
     ),
     MetricSpec(
@@ -523,7 +523,7 @@ With `/metrics?vbuckets=1`, for manual inspection: 1,024 series each.
 
 
 def markdown() -> str:
-    """Return docs/metrics.md."""
+    """Return the content of docs/metrics.md."""
     return _HEAD + _rows(METRICS) + _VBUCKET_HEAD + _rows(VBUCKET_METRICS)
 
 

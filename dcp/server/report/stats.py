@@ -1,5 +1,5 @@
-"""Statistics as the STAT command groups them: names and texts that tools of the field expect. Also
-the status, as the admin interface shows it.
+"""Statistics in the groups of the STAT command, with the names and texts that Couchbase tools
+expect. Also the status that the admin interface shows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stats:
         }
 
     def rows(self, request: bytes) -> Rows | None:
-        """Return the statistics of "group" or "group argument", None for what is unknown."""
+        """Return the statistics of "group" or "group argument", None if it is unknown."""
         group, _, argument = request.decode("ascii", "replace").partition(" ")
         collect = self._groups.get(group)
         if collect is not None:
@@ -148,7 +148,7 @@ class Stats:
 
 
 def cas_ahead(engine: Engine) -> list[int]:
-    """Return the partitions whose highest CAS is further ahead of the clock than one from elsewhere
+    """Return the partitions whose highest CAS is further ahead of the clock than a CAS from outside
     may be.
     """
     cas_max = time.time_ns() + engine.cas_drift_ns + CAS_AHEAD_NS
@@ -183,9 +183,9 @@ def _failovers(part: Partition) -> Rows:
 
 
 def _seqno_at(engine: Engine, arguments: list[str]) -> Rows | None:
-    """Answer "seqno-at VB TIME_NS": the seqno that the partition had right before a moment.
+    """Answer "seqno-at VB TIME_NS": the seqno that the partition had right before a time.
 
-    One partition per request, because each takes some twenty reads.
+    It takes one partition per request, because each needs some twenty reads.
     """
     if len(arguments) != 2 or not all(map(is_decimal, arguments)):
         return None

@@ -1,4 +1,4 @@
-"""Backpressure: what writers are told while the store cannot keep up with them.
+"""Backpressure: what happens to writers while the store cannot keep up with them.
 
     ROOM     the memtables have room                       writes are taken
     WAITING  they are full; a merge should soon make room  writes wait, for `wait_s` at most
@@ -7,8 +7,8 @@
     ROOM -- full --> WAITING -- wait_s is over --> REFUSED
     WAITING, REFUSED -- a merge made room --> ROOM
 
-`update` is called after each commit group and after each merge. Only sessions that come to a
-command which writes wait. Reads, logins, NOOPs, acknowledgements and streams never do.
+`update` is called after each commit group and after each merge. Only sessions whose next command
+writes wait. Reads, logins, NOOPs, acknowledgements and streams never do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Backpressure:
         self.pressure = Pressure.ROOM
 
     def update(self) -> None:
-        """Take note of how full the memtables are now."""
+        """Check how full the memtables are now."""
         is_full = self._engine.keyspace.is_overfull
         if is_full and self.pressure is Pressure.ROOM:
             self.pressure = Pressure.WAITING
@@ -72,7 +72,7 @@ class Backpressure:
             self._timer = None
 
     def reword(self) -> None:
-        """Refuse with the present reason: a merge that only took long may have failed since."""
+        """Update the reason of the refusal: a merge that was only slow may have failed since."""
         if self.pressure is Pressure.REFUSED:
             self._engine.refuse_writes(self._refusal(), Hold.STORE_BEHIND)
 

@@ -1,22 +1,22 @@
-"""Group commit: takes groups from the engine, writes them to the log, reports when they are there.
+"""Group commit: takes groups from the engine, writes them to the log, reports when they are safe.
 
-All that arrives while a group is being written forms the next one. A small group is written by the
-loop itself, where handing it to a thread would take longer than the disk does; a larger one by the
-committer's own thread, so that the loop decodes the next batches meanwhile. The same thread writes
-zeros ahead of the log's end while small groups come: overwriting them takes a third less time.
+Everything that arrives while a group is written forms the next group. The loop itself writes small
+groups, because a hand-over to a thread would take longer than the disk. The committer's own thread
+writes larger ones, so the loop can decode the next batches meanwhile. While groups are small, the
+thread also writes zeros ahead of the log's end: overwriting them takes a third less time.
 
 Invariants
 - groups reach the log in the order of their numbers, one at a time;
-- `on_commit` runs on the loop, after the group is as safe as the durability asks for;
-- if the log has no room (`full_why`), the group stays and is tried again with the same bytes until
-  there is room, before any later group; nobody is answered meanwhile, nothing is lost;
-- after any other failed write, after a failed sync, and after any exception that nobody expected,
-  nothing is committed any more: `on_failure` ends the process, and the next start recovers.
+- `on_commit` runs on the loop, when the group is as safe as the durability requires;
+- if the log has no room (`full_why`), the group stays and is retried with the same bytes until
+  there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
+- after any other failed write, a failed sync, or an unexpected exception, nothing is committed any
+  more: `on_failure` ends the process, and the next start recovers.
 
-`commit`: one append and one sync per group, then the answers. `interval`: one append per group, a
-sync every `sync_interval_s`, before the next group where groups come without a pause. `none`: one
-append per group; the operating system decides. A group that branches a partition's history is
-synced whatever the durability.
+`commit`: one append and one sync per group, then the answers. `interval`: one append per group, and
+a sync every `sync_interval_s`, between two groups if they come without a pause. `none`: one append
+per group; the operating system decides when to write. A group that branches a partition's history
+is synced with any durability.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from vbucket.log.writer import LogWriter
 INLINE_BYTES_MAX: Final = 8 * 1024
 """Groups up to this size are written by the loop itself (docs/lab-notes.md)."""
 ROOM_BYTES_MIN: Final = AHEAD_BYTES // 2
-"""Room ahead below which more is made: what some hundred small groups take while it is written."""
+"""Room below which more zeros are written: some hundred small groups fill it meanwhile."""
 RETRY_FIRST_S: Final = 0.25
 RETRY_MAX_S: Final = 5.0
-"""Pauses between attempts on a full disk: soon after the first, no burden when it stays full."""
+"""Pauses between attempts on a full disk: short at first, and no burden if it stays full."""
 MARK_S: Final = 0.1
-"""How often the log's end mark is synced while groups are committed; also the time after the last
-one. It costs a tenth of a millisecond of the thread."""
+"""Time between syncs of the log's end mark while groups are committed, and after the last one. A
+sync takes a tenth of a millisecond of the thread."""
 JOIN_S: Final = 2.0
-"""How long the thread may take to end: a disk that does not answer keeps it for ever."""
+"""How long to wait for the thread's end: a disk that does not answer blocks it for ever."""
 
 
 class _Job(NamedTuple):
-    """Work for the thread, and what the loop does with its result."""
+    """Work for the thread, and what the loop does with the result."""
 
     work: Callable[[], Any]
     then: Callable[[Any], None]
 
 
 class Committer:
-    """See the module. Lives on one event loop; `start` before use, `stop` after the last group."""
+    """See the module. Lives on one event loop: `start` first, `stop` after the last group."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Committer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
         self._is_busy = False
-        """A group or the log itself is in the thread's hands, or waits for room."""
+        """The thread has a group or the log itself, or a group waits for room."""
         self._is_scheduled = False
         self._is_sync_wanted = False
-        """A sync is due (`interval`), as soon as the thread has its hands free."""
+        """A sync is due (`interval`) as soon as the thread is free."""
         self._is_reserving = False
         self._finds_room = syncs_groups
-        """Whether zeros can be written ahead in this segment; without syncs they help nobody."""
+        """Whether zeros can be written ahead in this segment; without syncs they are useless."""
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
@@ -106,24 +106,24 @@ class Committer:
         """Whether everything in the log is on disk."""
 
     def start(self) -> None:
-        """Start the thread; groups are taken from now on."""
+        """Start the thread; from now on groups are written."""
         self._has_started = True
         self._thread.start()
 
     def kick(self) -> None:
-        """Something is pending: write it once this turn of the loop has read all that is there."""
+        """Write what is pending, once this turn of the loop has read everything there is."""
         if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
             self._is_scheduled = True
             self._loop.call_soon(self._guarded, self._begin)
 
     def kick_now(self) -> None:
-        """Write what is pending at once, where nobody else could add to it in this turn."""
+        """Write what is pending at once, if nobody else can add to it in this turn."""
         if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
             self._guarded(self._begin)
 
     def sync_soon(self) -> None:
-        """Sync what was appended, as a job of its own (`interval`): now, or after the group that
-        the thread is writing.
+        """Sync what was appended, as a separate job (`interval`): now, or after the group that the
+        thread is writing.
         """
         if self._has_failed or self.is_synced:
             return
@@ -133,12 +133,12 @@ class Committer:
             self._give(_Job(self._sync, self._synced))
 
     def halt(self) -> None:
-        """Take no group any more: the server has failed, and what is pending may be wrong."""
+        """Write no more groups: the server has failed, and what is pending may be wrong."""
         self._has_failed = True
         self._idle.set()
 
     async def drain(self) -> None:
-        """Return when nothing is pending or being written, or when the log has no room for it."""
+        """Return when nothing is pending or being written, or if the log has no room for it."""
         while not self._has_failed and (self._engine.keyspace.has_pending or self._is_busy):
             if self.full_why or not self._has_started:
                 return
@@ -148,7 +148,7 @@ class Committer:
 
     def stop(self) -> None:
         """End the thread; sync what it has appended, unless it failed. A group that waits for room
-        is dropped: nobody has seen it. Raises SyncFailedError, also where the disk does not answer.
+        is dropped: nobody has seen it. Raises SyncFailedError, also if the disk does not answer.
         """
         for timer in (self._retry, self._next_mark):
             if timer is not None:
@@ -175,7 +175,7 @@ class Committer:
             return
         rotates = self._engine.keyspace.wants_freeze
         if rotates:
-            # Here and nowhere else: what is frozen is exactly what the sealed segments hold.
+            # Only here: then the frozen layer is exactly what the sealed segments hold.
             self._engine.keyspace.freeze()
         job = _Job(partial(self._write, group), partial(self._written, group, rotates))
         if rotates or not self._is_for_the_loop(RECORD_BYTES + len(group.payload)):
@@ -191,19 +191,19 @@ class Committer:
             self._reserve()
 
     def _is_for_the_loop(self, record_bytes: int) -> bool:
-        # While zeros are being written, an append that makes the file longer would wait for them.
+        # An append that extends the file would wait while zeros are being written.
         return record_bytes <= INLINE_BYTES_MAX and not (
             self._is_reserving and record_bytes > self._device.room_bytes
         )
 
     def _give(self, job: _Job) -> None:
-        """Hand over what has to be done before the next group is written."""
+        """Give the thread a job that must be done before the next group is written."""
         self._is_busy = True
         self._idle.clear()
         self._jobs.put(job)
 
     def _go_on(self) -> None:
-        """What was handed over is done."""
+        """Continue after a job of the thread."""
         self._is_busy = False
         self._pause_s = RETRY_FIRST_S
         if self.full_why:
@@ -244,14 +244,14 @@ class Committer:
         self._finds_room = self._device.room_bytes >= ROOM_BYTES_MIN
 
     def _wait_for_room(self, job: _Job, error: LogFullError) -> None:
-        """Try a job again after a while: the disk is full, and was left as it was before."""
+        """Retry a job later: the disk is full, and the log is as it was before."""
         self._is_busy = True
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         if not self.full_why:
             self.full_why = str(error)
             self._on_full(self.full_why)
-        self._idle.set()  # whoever drains gives up
+        self._idle.set()  # `drain` gives up
 
     def _commit(self, group: CommitGroup) -> None:
         self._engine.keyspace.group_committed(group, is_synced=self._is_synced_with(group))
@@ -260,14 +260,14 @@ class Committer:
             self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
 
     def _sync_mark(self) -> None:
-        """Have the newest end mark synced. Beside groups: nobody waits for it."""
+        """Sync the newest end mark, beside groups: nobody waits for it."""
         self._next_mark = None
         if self._writer.has_unsynced_mark and not self._has_failed:
             self._jobs.put(_Job(self._writer.sync_mark, _nothing))
 
     def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Take a step of the commit path. Whatever nobody expected ends the process: going on would
-        leave writers without an answer, or tell them what is not so.
+        """Run a step of the commit path. An unexpected exception ends the process, because writers
+        would get no answer, or a wrong one.
         """
         if self._has_failed:
             return
@@ -285,7 +285,7 @@ class Committer:
     # -- on the thread, or on the loop for small groups --------------------------------------------
 
     def _work(self) -> None:
-        """The thread: one job after another."""
+        """Run on the thread: one job after another."""
         call_soon = self._loop.call_soon_threadsafe
         while (job := self._jobs.get()) is not None:
             try:
@@ -293,13 +293,13 @@ class Committer:
             except LogFullError as error:
                 call_soon(self._guarded, self._wait_for_room, job, error)
             except Exception as error:  # noqa: BLE001 - a named supervision point
-                # A thread that ended here would be waited for in vain.
+                # If the thread ended here, the loop would wait for it for ever.
                 call_soon(self._fail, error)
             else:
                 call_soon(self._guarded, job.then, result)
 
     def _write(self, group: CommitGroup) -> None:
-        # The newest segment cannot change before: `_begin` is not reached while it does.
+        # The newest segment cannot change before: `_begin` does not run while it does.
         self._writer.append(group.number, group.payload)
         if self._is_synced_with(group):
             self._sync()
@@ -307,8 +307,8 @@ class Committer:
             self.is_synced = False
 
     def _is_synced_with(self, group: CommitGroup) -> bool:
-        # A branch always: its failover log goes into the store next, which must not know of
-        # versions that the log has lost.
+        # Always for a branch: its failover log goes into the store next, and the store must not
+        # know versions that the log can lose.
         return self._syncs_groups or bool(group.branched)
 
     def _sync(self) -> None:
@@ -318,7 +318,7 @@ class Committer:
 
 
 def _nothing(_: None) -> None:
-    """Nothing is to be done after it."""
+    """Do nothing with the result."""
 
 
 class PeriodicSync:
@@ -330,12 +330,12 @@ class PeriodicSync:
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Sync now, and again and again."""
+        """Sync now, and repeatedly."""
         self._committer.sync_soon()
         self._next = asyncio.get_running_loop().call_later(self._interval_s, self.start)
 
     def stop(self) -> None:
-        """Sync no more."""
+        """Stop syncing."""
         if self._next is not None:
             self._next.cancel()
             self._next = None

@@ -1,4 +1,4 @@
-"""When partitions are compacted, and how plan, engine and store process work together.
+"""When partitions are compacted, and how planning, engine and store process work together.
 
     plan      the store process finds floors that are worth raising      (vbucket.upkeep.retention)
     raise     the engine raises them as far as open streams and read views allow, and logs them;
@@ -8,12 +8,12 @@
 Invariants
 - one compaction at a time; merges and turns of compaction alternate in the store process
   (dcp.server.storage.store_queue);
-- only floors that are committed are handed to the store process, which puts them into its records
-  at once; the next merge finds them there, as it finds failover logs. They are looked up when the
-  turn begins, so no merge can have brought a later branch;
-- what is compacted lies at or below what is merged of the present history. Above it the store may
-  hold what a branch undid, until the next merge;
-- a stream that keeps a floor down and makes no progress for PIN_LIMIT_S ends (reason 4).
+- only committed floors are given to the store process, which puts them into its records at once.
+  The next merge finds them there, like failover logs. They are looked up when the turn begins, so
+  no merge can have brought a later branch;
+- compaction only touches what is at or below the merged part of the present history. Above it the
+  store may hold versions that a branch undid, until the next merge;
+- a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from vbucket.upkeep.retention import FloorStep, Windows
 PIN_LIMIT_S: Final = 300.0
 """How long a stream may stand still in a snapshot while compaction waits for it."""
 PLAN_CHANGES_MIN: Final = 10_000
-"""Fewer changes than these since the last plan hardly free anything. The next plan waits then, but
-for PLAN_REST_S at most, because windows also move with time."""
+"""Fewer changes since the last plan free hardly anything, so the next plan waits. It waits for
+PLAN_REST_S at most, because windows also move with time."""
 PLAN_REST_S: Final = 60.0
 MERGE_SHARE: Final = 2.0
-"""How long a turn of compaction is, in durations of the last merge. Under a load that makes merges
-follow each other without a pause, a fixed turn could fall behind for ever, and the store's file
-would grow. To drop a version takes half as long as to merge one."""
+"""Length of a turn of compaction, in durations of the last merge. If merges follow each other
+without a pause, a turn of fixed length could fall behind for ever, and the store's file would grow.
+Dropping a version takes half as long as merging one."""
 SECONDS_MIN, SECONDS_MAX = 0.2, 16.0
-"""Bounds of a turn. The memtable takes what is written meanwhile; once it is full, writers wait."""
+"""Limits of a turn. Writes go to the memtable meanwhile; once it is full, writers wait."""
 MERGES_BETWEEN: Final = 3
-"""Merges that may bring versions into the store before a planned compaction is done: one during the
+"""Merges that may add versions to the store before a planned compaction is done: one during the
 plan, one while floors are committed, one between two turns."""
 RAISED_AT_ONCE: Final = 128
 """Floors raised in one turn of the loop: about a millisecond."""
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 class _Raised(NamedTuple):
-    """Floors of a partition, the version that they belong to, and the group that logs them."""
+    """Floors of a partition, the version they belong to, and the group that logs them."""
 
     group: int
     vb_uuid: int
@@ -71,11 +71,11 @@ class _Raised(NamedTuple):
 
 
 class CompactionError(Exception):
-    """The store could not be compacted, or not wholly; what was done stays. The text says why."""
+    """The store was not compacted, or only in part. The text says why."""
 
 
 class Compaction:
-    """See the module. `run` is the task that does it by itself."""
+    """See the module. `run` is the background task."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Compaction:
         kick: Callable[[], None],
         refresh_store: Callable[[], None],
     ) -> None:
-        """`kick` has pending changes written; `refresh_store` has reads go on to the store's newest
+        """`kick` commits pending changes; `refresh_store` moves readers to the store's newest
         state.
         """
         self._engine = engine
@@ -112,21 +112,21 @@ class Compaction:
         self._inflow_bytes = MERGES_BETWEEN * settings.memtable_bytes
         self._turn = asyncio.Lock()
         self._raised: dict[int, _Raised] = {}
-        """By partition: floors that the store is not compacted down to yet."""
+        """By partition: floors to which the store is not compacted yet."""
         self._held: dict[int, FloorStep] = {}
-        """Steps that streams or views allowed only in part; they are tried again."""
+        """Steps that streams or views allow only in part; they are retried."""
         self._standing: dict[ActiveStream, tuple[int, float]] = {}
-        """Streams that held a step back -> where they stood, and since when."""
+        """Streams that hold a step back -> their position, and since when they are there."""
         self._planned_changes = 0
         self._planned_s = 0.0
         self._planned_group = 0
-        """The last merged group at that time."""
+        """The last merged group at the last plan."""
         self._damaged: set[int] = set()
-        """Partitions that could not be read and were logged."""
+        """Unreadable partitions that were logged."""
 
     async def run(self) -> None:
-        """Compact what is worth it, until cancelled: after every merge, because the store has more
-        to drop then, and every `compact_interval`, because windows move with time.
+        """Compact what is worth it, until cancelled: after every merge, because then the store has
+        more to drop, and every `compact_interval`, because windows move with time.
         """
         while True:
             if self._engine.keyspace.merged_group == self._planned_group:
@@ -149,7 +149,7 @@ class Compaction:
             try:
                 await self._merging.merge_now()
             except MergeTroubleError as error:
-                raise CompactionError(f"merging is put off: {error}") from error
+                raise CompactionError(f"the merge before it cannot run: {error}") from error
             before = await self._asked(Work.PLAN, StoreProcess.used_bytes)
             steps = await self._plan_and_raise(vb_ids, windows, is_forced=True)
             versions, tombstones = await self._compact()
@@ -178,7 +178,7 @@ class Compaction:
     async def _plan_and_raise(
         self, vb_ids: Sequence[int], windows: Windows, *, is_forced: bool
     ) -> list[FloorStep]:
-        """Plan, and raise what was found. The floors of one request are raised before the next
+        """Plan, and raise the floors found. The floors of one request are raised before the next
         request, which may have to wait for a merge.
         """
         steps: list[FloorStep] = []
@@ -197,7 +197,7 @@ class Compaction:
         return steps
 
     async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
-        """Raise floors as far as allowed; note what is to be compacted, and what has to wait."""
+        """Raise floors as far as allowed; note what to compact, and what must wait."""
         engine, hub = self._engine, self._hub
         now_s = time.monotonic()
         for first in range(0, len(steps), RAISED_AT_ONCE):
@@ -230,14 +230,14 @@ class Compaction:
             elif now_s - since_s >= PIN_LIMIT_S:
                 self._meter.streams_too_slow += 1
                 self._log.warning(
-                    "stream ended: it stood still while compaction waited for it",
+                    "stream ended: it made no progress while compaction waited for it",
                     vb_id=stream.vb_id, seqno=seqno, waited_s=round(now_s - since_s),
                 )  # fmt: skip
                 self._hub.end(stream, EndReason.TOO_SLOW)
 
     async def _compact(self) -> tuple[int, int]:
-        """Compact the partitions whose floors were raised, turn after turn; return how many
-        versions and tombstones were dropped.
+        """Compact the partitions whose floors were raised, in turns; return how many versions and
+        tombstones were dropped.
         """
         versions = tombstones = vbuckets = 0
         while self._raised:
@@ -260,8 +260,8 @@ class Compaction:
         return versions, tombstones
 
     async def _take_turn(self, process: StoreProcess) -> SliceReport | None:
-        """Compact for a while; None: there is nothing to compact. The floors are those of now: a
-        merge that came first may have brought a branch.
+        """Compact for one turn; None: there is nothing to compact. It uses the floors of now,
+        because a merge that came first may have brought a branch.
         """
         floors = self._floors()
         if not floors:
@@ -272,7 +272,7 @@ class Compaction:
         return report
 
     def _floors(self) -> dict[int, Floors]:
-        """Return what to compact next: floors of partitions that have not branched since."""
+        """Return what to compact next: floors of partitions that have not branched since then."""
         parts = self._engine.partitions
         for vb_id, raised in tuple(self._raised.items()):
             if parts[vb_id].vb_uuid != raised.vb_uuid:
@@ -280,7 +280,7 @@ class Compaction:
         return {vb_id: raised.floors for vb_id, raised in self._raised.items()}
 
     async def _asked(self, work: Work, ask: Ask[_T]) -> _T:
-        """Have the store process do something. Raises CompactionError."""
+        """Send the store process a request. Raises CompactionError."""
         try:
             return await self._queue.do(work, ask)
         except FAILURES as error:

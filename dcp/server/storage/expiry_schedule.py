@@ -1,7 +1,7 @@
-"""When the pager runs: every `expiry_interval`, a slice at a time, while something is due.
+"""When the pager runs: every `expiry_interval`, in slices, while documents are due.
 
-A slice takes about two milliseconds of the loop. The next slice waits until the changes of this one
-are committed, so writers and readers get their turn in between, however much is due at once.
+A slice takes about two milliseconds of the loop. The next slice waits until its changes are
+committed, so writers and readers get their turn in between, however many documents are due.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.expiry import Pager
 
 REST_S: Final = 0.002
-"""What others get between two slices at least: about as long as a slice takes."""
+"""Least time for others between two slices: about as long as a slice takes."""
 
 
 async def expire_when_due(
@@ -29,11 +29,11 @@ async def expire_when_due(
     kick: Callable[[], None],
     interval_s: float,
 ) -> None:
-    """Expire documents for ever, or until cancelled. `kick` has pending changes written."""
+    """Expire documents until cancelled. `kick` commits pending changes."""
     while True:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
-            # What is open now holds the slice's changes, and is committed with them.
+            # The open group holds the slice's changes; wait until it is committed.
             if engine.keyspace.has_pending:
                 await commits.until_group(engine.keyspace.group)
             await asyncio.sleep(REST_S)

@@ -1,13 +1,13 @@
-"""Writes the failover log of a partition that has branched into LMDB, at once.
+"""Writes the failover log of a branched partition into LMDB at once.
 
-The log segment has it already, and the merge of that segment writes it again. Until then the store
-knows the present version by this, so a plan for the partition is of use. A merge of older segments
-may bring an older log back; plans that name an old version are dropped
+The log segment already has it, and the merge of that segment writes it again. Writing it now lets
+the store know the present version before that merge, so plans for the partition are useful. A merge
+of older segments may bring an older failover log back; plans that name an old version are dropped
 (dcp.server.storage.compaction_schedule).
 
 Invariants
-- LMDB gets versions that are committed, and no others: it must not know one that the log can lose;
-- one task writes, one partition after another, and each as it is when its turn comes.
+- LMDB only gets committed versions, because it must not know one that the log can lose;
+- one task writes one partition after another, each with its newest failover log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FailoverLogs:
         self._is_saving = False
 
     def save_soon(self, vb_id: int) -> None:
-        """Have a partition's failover log written: a branch of it is committed."""
+        """Write a partition's failover log soon: a branch of it is committed."""
         self._to_save[vb_id] = None
         if not self._is_saving:
             self._is_saving = True
@@ -56,4 +56,4 @@ class FailoverLogs:
         part = self._engine.partitions[vb_id]
         if part.branch_group <= self._engine.keyspace.committed_group:
             await process.set_failover(vb_id, part.failover.to_document())
-        # Otherwise it has branched again, and is saved once that is committed.
+        # Otherwise it has branched again, and is saved when that is committed.

@@ -6,8 +6,8 @@
       log/          segments (vbucket.log.device_files)
       store/        LMDB (vbucket.store.environment_lmdb)
 
-Who calls it: the server, before anything else touches the folder; `dcpctl` for texts of errors.
-The marker is written before the lock, so a folder of ours is known as such after a crash anywhere.
+Who calls it: the server, before anything else touches the folder; `dcpctl` for error texts. The
+marker is written before the lock, so a crash at any point leaves a folder that we recognise.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FOLDER_FORMAT_VERSION: Final = 1
 MARKER_NAME: Final = "dcpd-folder"
 LOCK_NAME: Final = "lock"
 ORPHAN_WAIT_S: Final = 5.0
-"""How long a killed server's store process may take to notice that it is an orphan."""
+"""How long the store process of a killed server may take to notice that and end."""
 _POLL_S: Final = 0.02
 _PID_CHARS: Final = 10
-"""A process id is padded to this, so that a shorter one overwrites a longer one."""
+"""A process id is padded to this length, so that a shorter one overwrites a longer one."""
 _MARKER_TITLE: Final = "dcpd data folder, format version "
 _NEW_MARKER_NAME: Final = "dcpd-folder.tmp"
 
@@ -40,11 +40,11 @@ class FolderError(Exception):
 
 
 class ForeignFolderError(FolderError):
-    """The folder holds something, and it is not ours."""
+    """The folder is not empty and not ours."""
 
 
 class FolderFormatError(FolderError):
-    """The folder is of a format version that this program does not know."""
+    """The folder has a format version that this program does not know."""
 
 
 class FolderInUseError(FolderError):
@@ -52,10 +52,10 @@ class FolderInUseError(FolderError):
 
 
 class DataFolder:
-    """An open, locked data folder. Made by `open_folder`; `close` gives the lock up.
+    """An open, locked data folder, made by `open_folder`. `close` releases the lock.
 
-    `lock_fd` is handed down to the store process, so that the folder stays locked until that has
-    ended too. `is_new` tells that the marker was written just now.
+    The store process inherits `lock_fd`, so the folder stays locked until that process has ended,
+    too. `is_new`: the marker was just written.
     """
 
     def __init__(self, path: Path, lock_fd: int, *, is_new: bool) -> None:
@@ -74,7 +74,7 @@ class DataFolder:
         return store_path(self.path)
 
     def close(self) -> None:
-        """Give the folder up."""
+        """Release the lock."""
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
@@ -97,7 +97,7 @@ def open_folder(
     now_s: Callable[[], float] = time.monotonic,
     sleep_s: Callable[[float], None] = time.sleep,
 ) -> DataFolder:
-    """Create the data folder where it is missing, check that it is ours, and lock it.
+    """Create the data folder if it is missing, check that it is ours, and lock it.
 
     Waits up to `orphan_wait_s` for a lock whose owner is dead (its store process is about to end).
     Raises ForeignFolderError, FolderFormatError, FolderInUseError, FolderError.
@@ -115,7 +115,7 @@ def open_folder(
         ) from error
     try:
         _lock(path, lock_fd, orphan_wait_s, now_s, sleep_s)
-        # In place, and no matter if it fails: on a full disk there may be no block for it.
+        # In place, and a failure does not matter: a full disk may have no block for it.
         with contextlib.suppress(OSError):
             os.pwrite(lock_fd, f"{os.getpid():<{_PID_CHARS}}\n".encode(), 0)
     except BaseException:
@@ -131,7 +131,7 @@ def lock_folder_to_read(
     now_s: Callable[[], float] = time.monotonic,
     sleep_s: Callable[[float], None] = time.sleep,
 ) -> DataFolder:
-    """Lock a data folder that is there, without changing anything in it; no server runs on it then.
+    """Lock an existing data folder without changing anything in it, while no server uses it.
 
     Raises ForeignFolderError, FolderFormatError, FolderInUseError, FolderError.
     """
@@ -225,9 +225,10 @@ def _lock(
             )
         if now_s() >= give_up_at_s:
             raise FolderInUseError(
-                f"{path} is locked, and process {owner_pid} that locked it is gone: a process that "
-                f"it started, or `dcpctl verify`, still holds the lock after {orphan_wait_s:g} s. "
-                f"Find it with `fuser {path / LOCK_NAME}`, and try again when it has ended"
+                f"{path} is locked, but process {owner_pid} that locked it has ended. A process "
+                f"that it started, or `dcpctl verify`, still holds the lock after "
+                f"{orphan_wait_s:g} s. Find it with `fuser {path / LOCK_NAME}`, and try again when "
+                "it has ended"
             )
         sleep_s(_POLL_S)
 
@@ -245,7 +246,7 @@ def _try_lock(path: Path, lock_fd: int) -> bool:
 
 
 def _owner_pid(lock_fd: int) -> int | None:
-    """Return the pid in the lock file, None while its owner has not written it yet."""
+    """Return the pid in the lock file, None if its owner has not written it yet."""
     text = os.pread(lock_fd, 32, 0).strip()
     return int(text) if text.isdigit() else None
 

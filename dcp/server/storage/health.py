@@ -1,7 +1,7 @@
-"""Whether clients may be sent to this server, and whether it takes writes now.
+"""Whether clients should use this server, and whether it takes writes now.
 
-The node says when it is ready, the committer when the log has no room, backpressure when the store
-is behind. /readyz, the status, the metrics and everything that writes on its own ask here.
+The node reports when it is ready, the committer when the log has no room, backpressure when the
+store is behind. /readyz, the status, the metrics and all background writers ask here.
 
 Invariant: while the log has no room, or the server started read-only, the engine refuses writes.
 """
@@ -34,9 +34,9 @@ class Health:
         self._is_behind = False
         """Whether writes are refused because the store is behind."""
         self.is_ready = False
-        """Whether the server has started, and neither stops nor has failed."""
+        """Whether the server has started, and is neither stopping nor failed."""
         self.read_only_why = ""
-        """Why the first writes after the start have no room yet; "" once they are made."""
+        """Why there is no room yet for the first writes after the start; "" once they are made."""
 
     @property
     def write_refusal(self) -> str:
@@ -45,7 +45,7 @@ class Health:
 
     @property
     def refusal_kind(self) -> str:
-        """Which of `meter.REFUSAL_KINDS` this is; "" if writes are taken."""
+        """The kind of refusal, one of `meter.REFUSAL_KINDS`; "" if writes are taken."""
         if self.read_only_why:
             return "read_only"
         if self._log_full_why:
@@ -53,7 +53,7 @@ class Health:
         return "store_behind" if self._engine.write_refusal else ""
 
     def read_only(self, why: str) -> None:
-        """The disk has no room for the first writes, or has room now ("")."""
+        """Note that the disk has no room for the first writes, or has room now ("")."""
         had_room, self.read_only_why = not self.read_only_why, why
         if why and had_room:
             self._engine.refuse_writes(READ_ONLY_TEXT)
@@ -63,7 +63,7 @@ class Health:
             self._log.info("the disk has room again, writes are taken")
 
     def log_full(self, why: str) -> None:
-        """The log has no room for a group, or has room again ("")."""
+        """Note that the log has no room for a group, or has room again ("")."""
         self._log_full_why = why
         if why:
             self._engine.refuse_writes(LOG_FULL_TEXT)
@@ -73,7 +73,7 @@ class Health:
             self._log.info("log has room again")
 
     def pressure_changed(self, pressure: Pressure, why: str) -> None:
-        """Backpressure took a step; `why` says why it refuses writes, "" if it does not."""
+        """Note a step of backpressure; `why` says why it refuses writes, "" if it does not."""
         if why:
             self._log.error("writes refused", reason=why)
             self._is_behind = True

@@ -1,4 +1,4 @@
-"""What a start gives up of a damaged log, put aside and written down (`--accept-log-loss`).
+"""Saves and records what a start gives up of a damaged log (`--accept-log-loss`).
 
 data/
 lost-log-1/         one folder for each time, numbered
@@ -27,7 +27,7 @@ _FOLDER: Final = re.compile(r"\Alost-log-(\d+)\Z")
 def keep_copies(data_path: Path, segments: list[int]) -> None:
     """Copy log segments, and the end mark, into a new folder; durable on return.
 
-    Raises OSError, SyncFailedError: nothing may be cut then.
+    Raises OSError, SyncFailedError; then nothing may be cut.
     """
     folder = data_path / f"lost-log-{newest(data_path) + 1}"
     folder.mkdir(mode=0o700)
@@ -40,7 +40,7 @@ def keep_copies(data_path: Path, segments: list[int]) -> None:
 
 
 def write_receipt(data_path: Path, loss: LogLoss) -> None:
-    """Write down what was given up, beside the newest copies. Raises OSError, SyncFailedError."""
+    """Record what was given up, beside the newest copies. Raises OSError, SyncFailedError."""
     folder = data_path / f"lost-log-{newest(data_path)}"
     document = {
         "why": loss.why,
@@ -61,13 +61,13 @@ def write_receipt(data_path: Path, loss: LogLoss) -> None:
 
 
 def newest(data_path: Path) -> int:
-    """Return the number of the newest folder of lost logs, 0 where there is none."""
+    """Return the number of the newest folder of lost logs, 0 if there is none."""
     found = (_FOLDER.match(path.name) for path in data_path.iterdir())
     return max((int(match[1]) for match in found if match), default=0)
 
 
 def lost_words(loss: LogLoss, most: int = 20) -> str:
-    """Return which seqnos are lost, in words; `most` partitions are named."""
+    """Describe which seqnos are lost; at most `most` partitions are named."""
     named = [
         f"vb {vb_id}: {first} to {last}" if last > first else f"vb {vb_id}: {first}"
         for vb_id, (first, last) in list(loss.seqnos.items())[:most]
@@ -76,7 +76,7 @@ def lost_words(loss: LogLoss, most: int = 20) -> str:
     words = ", ".join(named) + (f" and of {more} more partitions" if more else "")
     if loss.is_complete:
         return words or "none"
-    return f"{words or 'unknown'}; there may be more, because nothing tells what the log held"
+    return f"{words or 'unknown'}; there may be more: it is not known what the log held"
 
 
 def _copy(source: Path, target: Path) -> None:

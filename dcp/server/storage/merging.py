@@ -1,15 +1,15 @@
 """Merges: the sealed segments of the log into the store.
 
-    the committer rotates the log -> `merge` -> the store process merges -> the engine lets go of
-    what was frozen, in slices -> the segments are deleted, but for those that a quarantine keeps
+    the committer rotates the log -> `merge` -> the store process merges -> the engine drops the
+    frozen layer, in slices -> the segments are deleted, except those that a quarantine keeps
 
-The node calls `merge` once per rotation of the log. A merge is tried until it succeeds
-(dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams go on, and
-`trouble` says why merging waits.
+The node calls `merge` once per rotation of the log. A merge is retried until it succeeds
+(dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams continue, and
+`trouble` says why the merge waits.
 
 Invariants
 - one merge at a time: the engine freezes no second memtable before the first is merged;
-- a merge covers exactly the sealed segments; they are deleted after the engine has taken note.
+- a merge covers exactly the sealed segments; they are deleted after the engine knows of the merge.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.upkeep.merge import MergeReport
 
 DROP_SLICE_VBUCKETS: Final = 8
-"""Partitions whose frozen layer goes in one turn of the loop (docs/lab-notes.md)."""
+"""Partitions whose frozen layer is dropped in one turn of the loop (docs/lab-notes.md)."""
 
 
 class MergeTroubleError(Exception):
-    """A merge that a caller waits for cannot succeed now; the text says why."""
+    """A merge that a caller waits for cannot run now; the text says why."""
 
 
 class Merging:
@@ -62,32 +62,32 @@ class Merging:
         self._kept = frozenset(kept)
         """Merged segments that are kept for partitions in quarantine."""
         self._changed = asyncio.Condition()
-        """Notified at the end of a merge, and when one gets into trouble."""
+        """Notified at the end of a merge, and when a merge fails."""
         self._began_s = 0.0
-        """When the merge under way began, monotonic; 0: no merge is under way."""
+        """When the running merge began, monotonic; 0: none runs."""
         self._deleting: asyncio.Future[None] | None = None
         """The deletion of merged segments, in a thread: removing 64 MiB takes milliseconds."""
         self.count = 0
         self.trouble = ""
-        """Why the merge under way is put off; "" if it is not."""
+        """Why the current merge must be retried; "" if it need not."""
         self.on_trouble: Callable[[], None] = _nobody_asks
-        """Called when `trouble` has changed to another reason."""
+        """Called when `trouble` has changed."""
 
     @property
     def seconds_under_way(self) -> float:
-        """How long the merge under way has taken so far; 0 if there is none."""
+        """How long the running merge has taken so far; 0 if none runs."""
         return time.monotonic() - self._began_s if self._began_s else 0.0
 
     def why_behind(self) -> str:
-        """Say what keeps the store from catching up."""
+        """Return why the store is behind."""
         if self.trouble:
             return self.trouble
         if self._began_s:
-            return f"a merge has been under way for {self.seconds_under_way:.0f} s"
+            return f"a merge has been running for {self.seconds_under_way:.0f} s"
         return "it has fallen behind"
 
     async def merge(self, newest_segment: int) -> None:
-        """Merge all segments before the newest one; then drop what was frozen, in slices."""
+        """Merge all segments before the newest one; then drop the frozen layer, in slices."""
         engine, device = self._engine, self._device
         sealed = [segment for segment in device.segments() if segment < newest_segment]
         self._began_s = time.monotonic()
@@ -97,7 +97,7 @@ class Merging:
         for vb_id in engine.keyspace.quarantined.keys() - report.quarantined.keys():
             self._log.info("out of quarantine", vb_id=vb_id)
         engine.keyspace.merged(report)
-        # Before the last slice: after it the next merge may begin, and must not find them.
+        # Before the last slice, after which the next merge may begin: it must not find them.
         self._kept = frozenset(report.kept)
         await self._delete([segment for segment in sealed if segment not in self._kept])
         for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
@@ -131,7 +131,7 @@ class Merging:
                 engine.keyspace.merge_soon()  # that merge had begun before
 
     async def stop(self, timeout_s: float) -> None:
-        """Wait for the deletion under way. The task that merges must have been cancelled."""
+        """Wait for the running deletion. The task that merges must have been cancelled."""
         if self._deleting is not None:
             await asyncio.wait([self._deleting], timeout=timeout_s)
 
@@ -143,7 +143,7 @@ class Merging:
 
         report = await self._queue.do_until_done(Work.MERGE, ask, self._put_off)
         if self.trouble:
-            self._log.info("merging goes on")
+            self._log.info("merging continues")
         self.trouble = ""
         return report
 
@@ -169,7 +169,7 @@ class Merging:
 
 
 def _nobody_asks() -> None:
-    """Nobody waits for trouble."""
+    """Do nothing: nobody waits for trouble."""
 
 
 def _delete(device: LogDevice, segments: list[int]) -> None:

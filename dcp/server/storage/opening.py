@@ -1,4 +1,4 @@
-"""What a node has on disk while it runs: the folder, the log, the store, and the engine over them.
+"""The parts of a node that are on disk: the folder, the log, the store, and the engine over them.
 
 The node opens and closes it. Each part is opened after those that it needs, and they are closed in
 reverse order, also when opening fails half-way.
@@ -38,10 +38,10 @@ class Storage:
     """See the module. The public attributes are the parts, and what recovery found."""
 
     def __init__(self, path: Path, settings: Settings, *, accepts_log_loss: bool = False) -> None:
-        """Open and recover; all that the engine knows then is on disk. Then `begin`.
+        """Open and recover; then everything that the engine knows is on disk. Call `begin` next.
 
-        `accepts_log_loss`: where the log is damaged, copies of its segments are kept, what follows
-        the damage is given up, and `loss` tells what that was. Raises FolderError, and what
+        `accepts_log_loss`: if the log is damaged, copies of its segments are kept, everything after
+        the damage is given up, and `loss` says what that was. Raises FolderError, and what
         vbucket.engine.startup.recover_node raises.
         """
         with contextlib.ExitStack() as opened:
@@ -52,7 +52,7 @@ class Storage:
             env = LmdbEnv(self.folder.store_path, TABLES, map_size_bytes=settings.map_size_bytes)
             opened.callback(env.close)
             for name in (self.folder.store_path, self.folder.path):
-                sync_folder(name)  # LMDB syncs its file, nobody the names above it
+                sync_folder(name)  # LMDB syncs its file, but not the folders above it
             keep = partial(keep_copies, self.folder.path) if accepts_log_loss else None
             self._startup = startup = recover_node(
                 env,
@@ -90,9 +90,9 @@ class Storage:
             log.error("quarantined", vb_id=vb_id, reason=reason)
 
     def begin(self) -> str:
-        """Make the first writes. Return why they have no room, "" once they are made.
+        """Make the first writes. Return why there is no room for them, "" once they are made.
 
-        Raises what Startup.begin raises, but for full disks.
+        Raises what Startup.begin raises, except for full disks.
         """
         try:
             self._startup.begin()
@@ -103,16 +103,16 @@ class Storage:
 
     @property
     def node(self) -> NodeRecord:
-        """What the store says of the node."""
+        """The store's record of the node."""
         node = self.store.node()
         assert node is not None, "a store that was started has a node"
         return node
 
     def close(self, *, is_clean: bool) -> str:
-        """Close all of it, with the clean mark where the node stopped in order.
+        """Close everything; write the clean mark if the node stopped in order.
 
-        The store process has ended. Returns why there is no mark where there should be one, else
-        "". Raises StoreDamagedError.
+        The store process must have ended. Returns why a clean mark could not be written, else "".
+        Raises StoreDamagedError.
         """
         with self._opened:
             if not (is_clean and self.has_begun):

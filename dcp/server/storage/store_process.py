@@ -1,24 +1,25 @@
 """The store process: the only writer of the store while a server runs.
 
-The server starts it, tells it which sealed segments to merge, and goes on answering; LMDB's write
-lock and the GIL that py-lmdb gives up on every put stay out of the event loop. `StoreProcess` is
-the server's end, `main` is the child's (`python -m dcp.server.storage.store_process`).
+The server starts it and tells it which sealed segments to merge, while it goes on answering. LMDB's
+write lock, and the GIL that py-lmdb releases on every put, do not disturb the event loop.
+`StoreProcess` is the server's end, `main` is the child's
+(`python -m dcp.server.storage.store_process`).
 
     message = u32 length (big-endian) + CBOR    on the child's stdin and stdout
     request = {"id", "op": one of OPERATIONS, ...}
     reply   = {"id", "result"} or {"id", "error": name of the exception, "text"}
-    beat    = {"beat"}, every BEAT_S while a request is handled: the child runs
+    beat    = {"beat"}, every BEAT_S while a request is handled: the child is alive
 
 Invariants
 - requests are handled one after another, in order;
-- a request happens wholly or not at all, whenever the child dies;
-- a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs. A
-  transaction that takes the disk long does not count, because another thread sends the beats;
-- the child never outlives its server with effect: it is killed with it (Linux), ends at the end of
-  its stdin, and commits nothing once its parent is another; until it is gone it holds the folder's
-  lock, so that no new server opens the folder beside it.
+- a request has its whole effect or none, whenever the child dies;
+- a child that sends neither beat nor reply for `silence_s` is killed: it was stopped, or hangs.
+  A long transaction on a slow disk does not count, because another thread sends the beats;
+- a child does nothing after its server's end: it is killed with the server (Linux), ends at the end
+  of its stdin, and commits nothing once it has another parent. It holds the folder's lock until its
+  end, so no new server opens the folder beside it.
 
-The child imports no asyncio: it has to be there in a fraction of a second.
+The child does not import asyncio, because it must start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ if TYPE_CHECKING:
 DEFAULT_NICE: Final = 5
 MESSAGE_BYTES_MAX: Final = 16 << 20
 SLICE_S: Final = 0.15
-"""One transaction of a compaction, or SLICE_BYTES of it."""
+"""Duration of one transaction of a compaction, unless SLICE_BYTES are written first."""
 PLAN_S: Final = 1.0
-"""After this long a plan is continued with another request."""
+"""Duration of a plan request. The rest of the plan needs another request."""
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 30.0
-"""How long a child that handles a request may be silent: many beats, because a machine that swaps
-needs time."""
+"""How long a child may be silent while it handles a request. These are many beats, because a
+machine that swaps needs time."""
 STOP_S: Final = 3.0
-"""What a child gets to finish its request and end, before it is killed."""
+"""Time for a child to finish its request and end, before it is killed."""
 _GONE_S: Final = 1.0
-"""What the system gets to remove a killed child."""
+"""Time for the system to remove a killed child."""
 _LENGTH: Final = struct.Struct(">I")
 _PR_SET_PDEATHSIG: Final = 1
 _ERRORS: Final[dict[str, type[Exception]]] = {
@@ -85,7 +86,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
         StoreDamagedError, StoreFailedError, StoreFullError, UnknownFormatError,
     )
 }  # fmt: skip
-"""Errors that a request may end with. The child survives them."""
+"""Errors that a request may end with. The child goes on."""
 
 
 class StoreProcessDiedError(Exception):
@@ -93,7 +94,7 @@ class StoreProcessDiedError(Exception):
 
 
 class StoreProcess:
-    """The server's end of a running store process. Made by `start`."""
+    """The server's end of a running store process. Create it with `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, silence_s: float = SILENCE_S) -> None:
         import asyncio
@@ -103,11 +104,11 @@ class StoreProcess:
         self._turn = asyncio.Lock()
         self._last_id = 0
         self._reply_bytes = 0
-        """Length of the reply that is being read; 0 while that is not known."""
+        """Length of the reply that is being read; 0 if not known yet."""
         self.merge_s = 0.0
         self.compact_s = 0.0
-        """How long the last merge and the last turn of a compaction took, without the wait for the
-        requests before them."""
+        """Durations of the last merge and of the last turn of compaction, without the wait for
+        earlier requests."""
 
     @classmethod
     async def start(
@@ -121,9 +122,9 @@ class StoreProcess:
     ) -> StoreProcess:
         """Start a store process for a data folder whose lock `lock_fd` holds.
 
-        `map_size_bytes` is what the map begins with. The child runs `nice` steps below the server.
-        Call it on a thread that lives as long as the server: on Linux the child is killed when that
-        thread ends.
+        `map_size_bytes` is the initial size of the map. The child runs `nice` steps below the
+        server. Call it on a thread that lives as long as the server: on Linux the child is killed
+        when that thread ends.
         """
         import asyncio
 
@@ -142,8 +143,8 @@ class StoreProcess:
     async def merge(self, segments: list[int]) -> MergeReport:
         """Merge sealed segments; durable on return.
 
-        Raises what vbucket.upkeep.merge.merge raises (LogDamagedError for a segment that is not
-        there), and StoreProcessDiedError.
+        Raises what vbucket.upkeep.merge.merge raises (LogDamagedError for a missing segment), and
+        StoreProcessDiedError.
         """
         async with self._turn:
             began_s = time.monotonic()
@@ -152,14 +153,14 @@ class StoreProcess:
         return report
 
     async def set_failover(self, vb_id: int, log: list[list[int]]) -> None:
-        """Write a partition's failover log; after the requests before it. Raises as `merge`."""
+        """Write a partition's failover log, after earlier requests. Raises as `merge` does."""
         await self._request({"op": "failover", "vb": vb_id, "log": log})
 
     async def plan(
         self, vb_ids: list[int], windows: Windows, now_ns: int, inflow_bytes: int, is_forced: bool
     ) -> PlanReport:
-        """Find floors worth raising, for some time; `planned` tells how many partitions it got
-        through. `inflow_bytes`: what merges may bring until there is another plan.
+        """Find floors worth raising, for a limited time; `planned` is how many partitions it got
+        through. `inflow_bytes`: what merges may add until the next plan.
         """
         request = {
             "op": "plan", "vbs": vb_ids, "windows": windows, "now_ns": now_ns,
@@ -171,12 +172,12 @@ class StoreProcess:
     async def compact(
         self, floors: dict[int, Floors], seconds: float, after_slice: Callable[[], None]
     ) -> SliceReport:
-        """Compact these partitions for so long, or until all are done; what is reported is durable.
+        """Compact these partitions for this long, or until all are done. The result is durable.
 
         The floors must be in the log. Other requests wait. `after_slice` is called after each
-        transaction, for readers of the store to go on to its newest state: pages that one
-        transaction has freed can be used by the next but one only if nobody reads them. Raises as
-        `merge`.
+        transaction, so that readers of the store move to its newest state: pages that a transaction
+        has freed can be reused two transactions later only if nobody reads them. Raises as `merge`
+        does.
         """
         todo = dict(floors)
         total = SliceReport([], 0, 0, [])
@@ -194,14 +195,14 @@ class StoreProcess:
         return total
 
     async def used_bytes(self) -> int:
-        """Return what the store's tables take, without free pages."""
+        """Return the size of the store's tables, without free pages."""
         used_bytes: int = await self._request({"op": "used_bytes"})
         return used_bytes
 
     async def stop(self) -> bool:
-        """End the child after its present request; kill it if that takes longer than STOP_S.
+        """End the child after its current request; kill it if that takes longer than STOP_S.
 
-        Return whether it has gone: a killed process stays while it waits for the disk. May be
+        Return whether it has ended: a killed process stays while it waits for the disk. May be
         called again.
         """
         import asyncio
@@ -219,7 +220,7 @@ class StoreProcess:
         return False
 
     def kill(self) -> None:
-        """End the child at once; its request has no effect. `stop` waits for its end."""
+        """Kill the child; its request has no effect. `stop` waits for its end."""
         if self._process.returncode is None:
             self._process.kill()
 
@@ -228,7 +229,7 @@ class StoreProcess:
             return await self._ask(request)
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        """Send a request and return its result. The caller has the turn."""
+        """Send a request and return its result. The caller holds the turn."""
         import asyncio
 
         self._last_id += 1
@@ -237,14 +238,14 @@ class StoreProcess:
             async with asyncio.timeout(self._silence_s):
                 await self._send(request)
             reply: dict[str, Any] = {}
-            # Beats have no id, and a request that was cancelled has left its reply behind.
+            # Skip beats, which have no id, and replies to cancelled requests.
             while reply.get("id") != request_id:
                 async with asyncio.timeout(self._silence_s):
                     reply = await self._read()
         except TimeoutError as error:
             self.kill()
             raise StoreProcessDiedError(
-                f"the store process {self.pid} said nothing for {self._silence_s:g} s during "
+                f"the store process {self.pid} sent nothing for {self._silence_s:g} s during "
                 f"{request['op']!r} and was killed; nothing of it was stored. Start another one"
             ) from error
         except (EOFError, ConnectionError) as error:
@@ -268,8 +269,8 @@ class StoreProcess:
     async def _read(self) -> dict[str, Any]:
         """Read the next reply or beat.
 
-        Each await may be cancelled and has consumed nothing then, so the next call goes on with the
-        same message.
+        Each await may be cancelled. Then it has consumed nothing, so the next call reads the same
+        message.
         """
         stdout = self._process.stdout
         assert stdout is not None
@@ -282,7 +283,7 @@ class StoreProcess:
 
 
 class StoreWork:
-    """What the child does, and what it remembers between requests."""
+    """The operations of the child, and its memory between requests."""
 
     def __init__(
         self, env: KvEnv, log_folder: Path, before_commit: Callable[[], None] = lambda: None
@@ -294,9 +295,9 @@ class StoreWork:
         self._planner = Planner()
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a request says and return the reply; an error of `_ERRORS` becomes a reply.
+        """Carry out a request and return the reply; an error of `_ERRORS` becomes a reply.
 
-        If the map is full it grows, and the operation is tried again from its beginning.
+        If the map is full, it grows, and the operation starts again.
         """
         operation = OPERATIONS[request["op"]]
         try:
@@ -348,7 +349,7 @@ class StoreWork:
         )
 
     def used_bytes(self, _request: dict[str, Any]) -> int:
-        """Measure the tables."""
+        """Return the size of the tables."""
         return self._env.used_bytes()
 
 
@@ -369,13 +370,13 @@ def main(arguments: list[str]) -> None:
         if os.getppid() != parent_pid:
             raise SystemExit("the store process lost its server and stores nothing more")
 
-    # The terminal's Ctrl-C and a service manager's SIGTERM go to both processes; this one ends
+    # The terminal's Ctrl-C and a service manager's SIGTERM reach both processes. This one ends
     # when the server has finished with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    end_without_parent()  # it may have died before the line above
+    end_without_parent()  # the parent may have died before prctl
     os.nice(nice)
     try:
         env = LmdbEnv(store_path(data_path), TABLES, map_size_bytes=map_size_bytes)
@@ -396,7 +397,7 @@ def _serve(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def _refusal(request: dict[str, Any], error: Exception) -> dict[str, Any]:
-    """Return the reply that says why a request was not done."""
+    """Return the reply that says why a request failed."""
     name = next(each.__name__ for each in type(error).__mro__ if each.__name__ in _ERRORS)
     return {"id": request["id"], "error": name, "text": str(error)}
 
@@ -429,20 +430,20 @@ class _Replies:
         while self._is_busy.wait():
             time.sleep(BEAT_S)
             if self._is_busy.is_set():
-                # The server may be gone; then the main thread ends with the end of its input.
+                # The server may be gone. Then the main thread ends at the end of its input.
                 with suppress(OSError):
                     self.send({"beat": True})
 
 
 class _SealedSegments:
-    """Sealed segments, each read when it is its turn; may be iterated again."""
+    """Sealed segments, each read when needed; may be iterated again."""
 
     def __init__(self, log_folder: Path, segments: list[int]) -> None:
         self._log_folder = log_folder
         self._segments = segments
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and bytes. Raises LogDamagedError for one that is not there."""
+        """Yield number and bytes. Raises LogDamagedError if one is missing."""
         for segment in self._segments:
             yield segment, _sealed(self._log_folder, segment)
 
@@ -463,7 +464,7 @@ def _pack(message: dict[str, Any]) -> bytes:
 
 
 def _read_message(stream: BinaryIO) -> dict[str, Any] | None:
-    """Return the next message, None at the end of the stream or in the middle of one."""
+    """Return the next message, None at the end of the stream, also within a message."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,26 +1,26 @@
-"""The work of the store process: one job at a time, the most urgent first, with one retry rule.
+"""The queue of the store process: one job at a time, the most urgent first, with one retry rule.
 
     FAILOVER_LOG   the versions of a partition that has branched    (storage.failover_logs)
     MERGE          sealed log segments into the store               (storage.merging)
     PLAN           which floors are worth raising                   (storage.compaction_schedule)
     COMPACTION     drops what the floors allow                      (storage.compaction_schedule)
 
-A job that has begun is not interrupted. It asks the store process for something; what that must not
-be older than the store itself (floors) is looked up when the job begins, not when it is queued.
+A running job is not interrupted. A job sends requests to the store process. Data that must match
+the state of the store (floors) is looked up when the job begins, not when it is queued.
 
-What becomes of a failure:
-- after one of FAILURES the process is replaced before the next job, because a process that died
-  answers nothing, and LMDB goes no further where a commit failed. A process that says nothing for
+How failures are handled:
+- after one of FAILURES, the process is replaced before the next job. A dead process answers
+  nothing, and LMDB does not continue after a failed commit. A process that is silent for
   `store_silence` was killed (dcp.server.storage.store_process) and counts as dead;
-- `do` makes one attempt and raises the failure: failover logs, plans and compactions are asked for
-  again by themselves. After damage (StoreDamagedError) it keeps the process, because a new one
-  would find the same;
-- `do_until_done` tries for ever: at once after the first death, which may be an accident, then
-  after pauses that double from PAUSE_S to PAUSE_MAX_S. Others have their turn during a pause.
-  Merges are done this way, because the log grows until one succeeds;
-- damage within a partition is no failure: the merge puts the partition into quarantine, a plan or
-  a compaction leaves it out, and each reports it;
-- anything else is a fault of the program. The caller's task fails, and the server ends.
+- `do` makes one attempt and raises the failure, because failover logs, plans and compactions are
+  requested again anyway. After damage (StoreDamagedError) it keeps the process, because a new one
+  would find the same damage;
+- `do_until_done` retries for ever: at once after the first death, which may be an accident, then
+  after pauses that double from PAUSE_S to PAUSE_MAX_S. Other jobs may run during a pause. Merges
+  use it, because the log grows until one succeeds;
+- damage within a partition is not a failure: the merge puts the partition into quarantine, plans
+  and compactions skip it, and each reports it;
+- anything else is a bug. The caller's task fails, and the server ends.
 
 Invariants
 - one job runs at a time, and at most one of each kind waits;
@@ -45,18 +45,18 @@ from vbucket.upkeep.merge import MergeRefusedError
 
 PAUSE_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
-"""Pauses between attempts, each twice the one before."""
+"""Pauses between attempts, each twice as long as the previous one."""
 FAILURES: Final = (
     LogDamagedError, MergeRefusedError, OSError, StoreDamagedError, StoreFailedError,
     StoreFullError, StoreProcessDiedError, UnknownFormatError,
 )  # fmt: skip
-"""What a job may end with. OSError: there is no memory, or no descriptor, for another process."""
+"""Expected failures of a job. OSError: no memory, or no descriptor, for another process."""
 _T = TypeVar("_T")
 
 Ask = Callable[[StoreProcess], Awaitable[_T]]
-"""What a job does with the store process."""
+"""A job: what it does with the store process."""
 PutOff = Callable[[Exception, float], Awaitable[None]]
-"""Called with a failure and the pause in seconds that follows it."""
+"""Called with a failure and the pause in seconds before the retry."""
 
 
 class Work(IntEnum):
@@ -87,15 +87,15 @@ class StoreQueue:
         await self._supervisor.start()
 
     async def stop(self) -> bool:
-        """End the process, and the job that it has; return whether it has gone."""
+        """End the process, with its current job; return whether it has ended."""
         return await self._supervisor.stop()
 
     async def do(self, work: Work, ask: Ask[_T]) -> _T:
-        """Do a job once it is its turn; one attempt. Raises one of FAILURES."""
+        """Do a job when its turn comes; one attempt. Raises one of FAILURES."""
         return await self._attempt(work, ask, keeps_process=(StoreDamagedError,))
 
     async def do_until_done(self, work: Work, ask: Ask[_T], put_off: PutOff) -> _T:
-        """Do a job, again and again until it succeeds. Each attempt waits for its turn."""
+        """Do a job until it succeeds. Each attempt waits for its turn."""
         pause_s = self._pause_s
         deaths = 0
         while True:
@@ -129,7 +129,7 @@ class StoreQueue:
 
     @asynccontextmanager
     async def _turn(self, work: Work) -> AsyncIterator[None]:
-        """Wait until no other job runs and none that is more urgent waits."""
+        """Wait until no other job runs and no more urgent one waits."""
         if self._is_busy:
             await self._wait(work)
         self._is_busy = True
@@ -139,7 +139,7 @@ class StoreQueue:
             self._hand_over()
 
     async def _wait(self, work: Work) -> None:
-        assert work not in self._waiting, "each kind of job is asked for by one task at a time"
+        assert work not in self._waiting, "one task at a time asks for each kind of job"
         turn = self._waiting[work] = asyncio.get_running_loop().create_future()
         try:
             await turn
@@ -151,7 +151,7 @@ class StoreQueue:
             raise
 
     def _hand_over(self) -> None:
-        """Give the turn to the most urgent job that waits."""
+        """Give the turn to the most urgent waiting job."""
         self._is_busy = bool(self._waiting)
         if self._waiting:
             self._waiting.pop(min(self._waiting)).set_result(None)

@@ -1,8 +1,8 @@
-"""Keeps a store process running: starts the first one, and replaces one that failed.
+"""Keeps a store process running: starts it, and replaces one that failed.
 
-The queue of the store's work decides when (dcp.server.storage.store_queue).
+The queue of the store process decides when (dcp.server.storage.store_queue).
 
-Invariant: no process begins to work after `stop`.
+Invariant: no process is used after `stop`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StoreSupervisor:
 
     @property
     def process(self) -> StoreProcess:
-        """The store process that runs now."""
+        """The current store process."""
         assert self._process is not None, "it was started"
         return self._process
 
@@ -31,9 +31,9 @@ class StoreSupervisor:
         self._process = await self._start()
 
     async def renew(self, failed: StoreProcess) -> None:
-        """Replace a process. Nothing happens if it was replaced already.
+        """Replace a process. Does nothing if it was replaced already.
 
-        Raises OSError if another one cannot be started, StoreProcessDiedError after `stop`.
+        Raises OSError if no other process can be started, StoreProcessDiedError after `stop`.
         """
         if self._process is not failed:
             return
@@ -46,10 +46,10 @@ class StoreSupervisor:
         self._process = process
 
     async def stop(self) -> bool:
-        """End the process; return whether it has gone."""
+        """End the process; return whether it has ended."""
         self._is_stopped = True
         return self._process is None or await self._process.stop()
 
     def _check(self) -> None:
         if self._is_stopped:
-            raise StoreProcessDiedError("the server stops and starts no other store process")
+            raise StoreProcessDiedError("the server is stopping and starts no other store process")

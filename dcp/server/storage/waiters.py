@@ -1,9 +1,9 @@
-"""Waiting on the loop for a commit: the admin interface, the pager and compaction do.
+"""Lets tasks wait for a commit: the admin interface, the pager and compaction use it.
 
-Connections do not wait here. They release their answers all at once, many with one group
+Connections do not wait here. They release their answers together, many with one group
 (dcp.server.net.connections).
 
-Invariant: a waiter whose task was cancelled keeps no other from going on.
+Invariant: a cancelled waiter does not block others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CommitWaiters:
         """By number of the group."""
 
     async def until_partition(self, vb_id: int) -> None:
-        """Return once everything that was done to a partition is committed."""
+        """Return once all changes made to a partition are committed."""
         await self.until_group(self._engine.partitions[vb_id].last_group)
 
     async def until_group(self, group: int) -> None:
@@ -35,13 +35,13 @@ class CommitWaiters:
         await self.wait(group)
 
     async def wait(self, group: int) -> None:
-        """Return once `committed` was told of this group, or of a later one. Writes nothing."""
+        """Return once this group or a later one is committed. It triggers no write."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(group, []).append(future)
         await future
 
     def committed(self, group: int) -> None:
-        """Let everybody go on who waits for this group or an earlier one."""
+        """Wake all that wait for this group or an earlier one."""
         for number in [number for number in self._waiting if number <= group]:
             for future in self._waiting.pop(number):
                 if not future.done():
