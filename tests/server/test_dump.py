@@ -13,6 +13,7 @@ import pytest
 
 from clients.cli.dcpctl import run
 from clients.testing import DcpServer
+from dcp.server.operate.partition_dump import DUMPS_MAX
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
@@ -174,6 +175,24 @@ def test_a_reader_that_goes_away_leaves_nothing_behind(
         connection.request("GET", f"/api/v1/vbuckets/{vb_id}/documents", headers=GUEST)
         connection.getresponse().readline()
         connection.close()
+    while server.metrics()["dcpd_read_views"]:
+        pass
+
+
+def test_a_few_dumps_run_at_a_time(server: DcpServer, client: RawClient) -> None:
+    """Each one holds a slice of lines for a reader that may not read on."""
+    vb_id = 43
+    for number in range(3):
+        put(client, b"key:%05d" % number, bytes(900_000), vb_id)
+    readers = [HTTPConnection("127.0.0.1", server.admin_port, timeout=20) for _ in range(9)]
+    answers = []
+    for reader in readers:
+        reader.request("GET", f"/api/v1/vbuckets/{vb_id}/documents", headers=GUEST)
+        answers.append(reader.getresponse())
+    assert [answer.status for answer in answers] == [200] * DUMPS_MAX + [409]
+    assert b"8 dumps run already; try again when one has ended" in answers[-1].read()
+    for reader in readers:
+        reader.close()
     while server.metrics()["dcpd_read_views"]:
         pass
 

@@ -277,6 +277,10 @@ class Views:
         """Return the number of open views."""
         return len(self._open)
 
+    def __contains__(self, view: ReadView) -> bool:
+        """Whether this view is open."""
+        return view in self._open
+
     def open(self, vb_id: int, seqno: int | None = None) -> ReadView:
         """Open a view as of a seqno; None: of the newest state, committed or not.
 

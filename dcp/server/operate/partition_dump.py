@@ -24,6 +24,9 @@ from vbucket.store.environment import StoreDamagedError
 
 SLICE_DOCUMENTS: Final = 100
 """Documents converted in one turn of the loop: 1 to 2 ms."""
+DUMPS_MAX: Final = 8
+"""Dumps at a time. Each holds the lines of one slice until its reader takes them, which for a large
+document is several times its size."""
 SCHEMA_VERSION: Final = 1
 
 
@@ -34,6 +37,7 @@ class Dumps:
         self._engine = engine
         self._views = views
         self._commits = commits
+        self._running: set[ReadView] = set()
 
     async def open(self, vb_id: int, at_seqno: int | None) -> ReadView:
         """Open the view for a dump; None: of the committed state. Raises ViewRefusedError."""
@@ -41,7 +45,13 @@ class Dumps:
         committed_seqno = self._engine.partitions[vb_id].committed_seqno
         if at_seqno is not None and at_seqno > committed_seqno:
             raise ViewRefusedError(f"vb {vb_id} ends at seqno {committed_seqno}, below {at_seqno}")
-        return self._views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
+        # A view may have been closed elsewhere: for its age, or because its answer never began.
+        self._running = {view for view in self._running if view in self._views}
+        if len(self._running) >= DUMPS_MAX:
+            raise ViewRefusedError(f"{DUMPS_MAX} dumps run already; try again when one has ended")
+        view = self._views.open(vb_id, committed_seqno if at_seqno is None else at_seqno)
+        self._running.add(view)
+        return view
 
     async def lines(self, view: ReadView) -> AsyncIterator[bytes]:
         """Yield the dump of a view, some lines at a time, and close the view."""
