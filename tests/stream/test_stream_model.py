@@ -30,8 +30,6 @@ from vbucket.engine.engine import SET
 from vbucket.engine.lifecycle import purge
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.store import block
-from vbucket.upkeep import compaction
 
 BACKLOGS_MAX = 2
 """Instead of 16, so that few partitions are enough to make some wait."""
@@ -64,6 +62,7 @@ class StreamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.node = self.new_node()
+        self.node.set_sizes(body_bytes_target=300, step_bytes=500)
         self.live: list[Versions] = [()] * VBUCKETS
         self.durable: list[Versions] = [()] * VBUCKETS
         self.taken: tuple[CommitGroup, list[Versions]] | None = None
@@ -348,15 +347,9 @@ LmdbStreamMachine.TestCase.settings = settings(
 
 class TestStreams(StreamMachine.TestCase):
     def setUp(self) -> None:
-        for module, name, value in (
-            (producer_module, "BACKLOGS_MAX", BACKLOGS_MAX),
-            (block, "BODY_BYTES_TARGET", 300),
-            (compaction, "BODY_BYTES_TARGET", 300),
-            (compaction, "STEP_BYTES", 500),
-        ):
-            patch = mock.patch.object(module, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+        patch = mock.patch.object(producer_module, "BACKLOGS_MAX", BACKLOGS_MAX)
+        patch.start()
+        self.addCleanup(patch.stop)
 
 
 class TestWholeStreams(WholeStreamMachine.TestCase):
