@@ -113,18 +113,18 @@ async def test_changes_that_come_while_the_store_starts_wait_for_their_group(
         node_here(tmp_path, {}, room_retry_s=0.01, memtable_bytes=1 << 20) as node,
         Client.connect(node) as client,
     ):
-        assert node.write_refusal == "there is no room"
-        start = node.store.start
+        assert node.health.write_refusal == "there is no room"
+        start = node._store_queue.start
 
         async def start_with_a_change() -> None:
             client.send(set_packet(b"late", b"v"))
             await until_here(lambda: node.engine.keyspace.has_pending)
             await start()
 
-        monkeypatch.setattr(node.store, "start", start_with_a_change)
+        monkeypatch.setattr(node._store_queue, "start", start_with_a_change)
         answer = await client.receive()
         assert answer is not None
         assert answer.status == Status.OK
-        await until_here(lambda: node.merging.count)
+        await until_here(lambda: node._merging.count)
         late = pack_request(Opcode.GET, key=b"late", vb_id=vbucket_of(b"late"))
         assert (await client.ask(late)).value == b"v"
