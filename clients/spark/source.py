@@ -192,10 +192,16 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """`spark.readStream`. On executors it is a fresh copy: `read` keeps nothing."""
 
     def __init__(
-        self, settings: SourceSettings, schema: StructType, *, patience_s: float = PATIENCE_S
+        self,
+        settings: SourceSettings,
+        schema: StructType,
+        *,
+        patience_s: float = PATIENCE_S,
+        look_again_s: float = LOOK_AGAIN_S,
     ) -> None:
         self._settings = settings
         self._schema = schema
+        self._look_again_s = look_again_s
         self._planner = _Planner(settings, patience_s)
         self._targets: dict[int, int] | None = None
         self._seen: dict[int, int] | None = None
@@ -272,7 +278,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._check(start)
         survey = self._planner.survey
         now_s = time.monotonic()
-        if self._seen is not None and now_s - self._seen_at_s < LOOK_AGAIN_S:
+        if self._seen is not None and now_s - self._seen_at_s < self._look_again_s:
             high = survey.high_seqnos()
             if high == self._seen and start == self._latest:
                 return start

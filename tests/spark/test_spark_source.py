@@ -25,7 +25,7 @@ from clients.spark import check_java, rows_behind
 from clients.spark.java import JavaMissingError
 from clients.spark.offset import entries_of
 from clients.spark.options import parse_options
-from clients.spark.source import DcpReader, DcpStreamReader, ReadTask
+from clients.spark.source import LOOK_AGAIN_S, DcpReader, DcpStreamReader, ReadTask
 from clients.spark.survey import PATIENCE_S
 from support.waiting import until
 
@@ -316,10 +316,15 @@ def driver(dcpd):
     """Make stream readers as Spark's driver has them; they are stopped at the end."""
     made: list[DcpStreamReader] = []
 
-    def make(*, patience_s: float = PATIENCE_S, **options) -> DcpStreamReader:
+    def make(
+        *, patience_s: float = PATIENCE_S, look_again_s: float = LOOK_AGAIN_S, **options
+    ) -> DcpStreamReader:
         settings = parse_options({"servers": dcpd.address, **options})
-        made.append(DcpStreamReader(settings, StructType([]), patience_s=patience_s))
-        return made[-1]
+        reader = DcpStreamReader(
+            settings, StructType([]), patience_s=patience_s, look_again_s=look_again_s
+        )
+        made.append(reader)
+        return reader
 
     yield make
     for reader in made:
@@ -366,16 +371,15 @@ def test_an_offset_tells_the_collections_that_it_is_of(dcpd, driver):
     assert begun.initialOffset() == {k: v for k, v in both.items() if k != "collections"}
 
 
-def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
+def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver):
     with dcpd.connect() as kv:
         for number in range(3):
             vb = kv.set(b"key", b"%d" % number).vb_id
-    reader = driver()
+    reader = driver(look_again_s=0.0)
     end = reader.latestOffset({}, ReadAllAvailable())
     dcpd.branch(vb, at=2)
     with dcpd.connect() as kv:
         kv.set(b"key", b"new")
-    monkeypatch.setattr("clients.spark.source.LOOK_AGAIN_S", 0.0)
     assert reader.latestOffset(end, ReadAllAvailable())[str(vb)].endswith("rollback=2")
 
 

@@ -8,8 +8,6 @@ Whoever holds a complete snapshot holds exactly the partition as it was at that 
 
 from __future__ import annotations
 
-from unittest import mock
-
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dcp.stream import producer as producer_module
+from dcp.session.state import Limits
 from dcp.stream.active_stream import SendState
 from dcp.wire.message import EndReason, pack_buffer_ack
 from dcp.wire.status import Status
@@ -77,7 +75,7 @@ class StreamMachine(RuleBasedStateMachine):
         return MemoryNode(partitions=self.partitions)
 
     def connect(self, number: int) -> Peer:
-        peer = self.node.connect()
+        peer = self.node.connect(limits=Limits(backlogs_max=BACKLOGS_MAX))
         peer.hello()
         peer.open(b"consumer%d" % number)
         peer.control(b"connection_buffer_size", str(WINDOWS[number]).encode())
@@ -345,16 +343,6 @@ LmdbStreamMachine.TestCase.settings = settings(
 )
 
 
-class TestStreams(StreamMachine.TestCase):
-    def setUp(self) -> None:
-        patch = mock.patch.object(producer_module, "BACKLOGS_MAX", BACKLOGS_MAX)
-        patch.start()
-        self.addCleanup(patch.stop)
-
-
-class TestWholeStreams(WholeStreamMachine.TestCase):
-    setUp = TestStreams.setUp
-
-
-class TestStreamsOverLmdb(LmdbStreamMachine.TestCase):
-    setUp = TestStreams.setUp
+TestStreams = StreamMachine.TestCase
+TestWholeStreams = WholeStreamMachine.TestCase
+TestStreamsOverLmdb = LmdbStreamMachine.TestCase
