@@ -297,3 +297,9 @@ def test_far_down_bytes_are_told_by_the_average(node: MemoryNode) -> None:
     assert seqno_below(node.store, VB, 200, 900, walked_blocks=2) == 191
     assert seqno_below(node.store, VB, 200, 5_000, walked_blocks=2) == 150
     assert seqno_below(node.store, VB, 200, 30_000, walked_blocks=2) == 0
+    write(node, *"ab" * 20, value=bytes(143))  # 200 bytes each
+    node.merge()
+    assert seqno_below(node.store, VB, 240, 10_000, walked_blocks=100) == 180, "exact"
+    assert seqno_below(node.store, VB, 240, 10_000, walked_blocks=2) == 190, (
+        "as if all were as large"
+    )
