@@ -50,14 +50,15 @@ def summary(histogram: Histogram) -> dict[str, float]:
 class Probe:
     """A timer of 1 ms on the server's loop, and the times of the collector."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, report_seconds: float = REPORT_SECONDS) -> None:
+        self._report_seconds = report_seconds
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._wall, self._cpu = Histogram(), Histogram()
         self._passes: dict[int, list[float]] = {}
         self._gc_began = 0.0
         self._last = (0.0, 0.0)
-        self._loop.call_later(REPORT_SECONDS, self._begin)
+        self._loop.call_later(self._report_seconds, self._begin)
 
     def _begin(self) -> None:
         # The start is over, including its full pass of the collector.
@@ -90,7 +91,7 @@ class Probe:
         seen = {"wall": summary(self._wall), "cpu": summary(self._cpu), "gc": self._passes}
         self._path.write_text(json.dumps(seen))
         self._last = (time.perf_counter(), time.thread_time())
-        self._loop.call_later(REPORT_SECONDS, self._report)
+        self._loop.call_later(self._report_seconds, self._report)
 
 
 def serve() -> None:

@@ -128,12 +128,13 @@ def empty_batch(address: str) -> float:
     from pyspark.sql.streaming.datasource import ReadAllAvailable
     from pyspark.sql.types import StructType
 
-    from clients.spark import source as module
     from clients.spark.options import parse_options
+    from clients.spark.source import DcpStreamReader
 
-    reader = module.DcpStreamReader(parse_options({"servers": address}), StructType([]))
+    settings = parse_options({"servers": address})
+    # Every poll is a full one.
+    reader = DcpStreamReader(settings, StructType([]), look_again_s=0.0)
     end = reader.latestOffset({}, ReadAllAvailable())
-    module.LOOK_AGAIN_S = 0.0  # type: ignore[misc]  # every poll is a full one
     times = []
     for _ in range(EMPTY_POLLS):
         began = time.perf_counter()

@@ -80,14 +80,21 @@ class FailoverLog:
         """The version that new writes belong to."""
         return self.entries[0]
 
-    def branch(self, vb_uuid: int, seqno: int, epoch: int = 0) -> FailoverLog:
+    def branch(
+        self,
+        vb_uuid: int,
+        seqno: int,
+        epoch: int = 0,
+        *,
+        entries_max: int = FAILOVER_ENTRIES_MAX,
+    ) -> FailoverLog:
         """Return the log with a new version that begins at `seqno`.
 
         Versions that began above `seqno` are removed: they are not part of this history. One that
         began at `seqno` stays. If there are too many entries, the oldest is removed.
         """
         kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
-        return FailoverLog((Version(vb_uuid, seqno, epoch), *kept)[:FAILOVER_ENTRIES_MAX])
+        return FailoverLog((Version(vb_uuid, seqno, epoch), *kept)[:entries_max])
 
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
         """Return the last seqno of a version; None if the version is unknown.

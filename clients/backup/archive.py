@@ -42,7 +42,7 @@ from clients.backup.archive_manifest import (
     parse_mark,
     parse_run,
 )
-from clients.backup.lock import ArchiveLock
+from clients.backup.lock import LOCK_TIMES, ArchiveLock, LockTimes
 from clients.backup.place import PARTIAL, Place
 from clients.backup.point import Point, time_text
 from clients.backup.segment import (
@@ -73,8 +73,12 @@ _SEGMENT_FILE: Final = re.compile(r"runs/(\d{6})/(base-)?(\d{4,})\.seg")
 class Archive:
     """See the module. Made by `open_archive` or `create_archive`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(
+        self, place: Place, *, lock_times: LockTimes = LOCK_TIMES, runs_max: int = RUNS_MAX
+    ) -> None:
         self.url = place.url
+        self._lock_times = lock_times
+        self._runs_max = runs_max
         self.record = ArchiveRecord("", 0)
         self._place = place
         self.read = place.read
@@ -176,9 +180,9 @@ class Archive:
     def next_run(self, runs: Sequence[RunRecord]) -> int:
         """Return the number of the run after these. Raises ArchiveError if there is none."""
         run = runs[-1].run + 1 if runs else 1
-        if run > RUNS_MAX:
+        if run > self._runs_max:
             raise ArchiveError(
-                f"the archive had {RUNS_MAX} runs, and has no room for another one",
+                f"the archive had {self._runs_max} runs, and has no room for another one",
                 node=self.url, hint="Begin a new archive: name another folder.",
             )  # fmt: skip
         return run
@@ -244,7 +248,7 @@ class Archive:
 
     def lock(self, purpose: str) -> ArchiveLock:
         """Return the lock, to be used with `with`."""
-        return ArchiveLock(self._place, purpose)
+        return ArchiveLock(self._place, purpose, times=self._lock_times)
 
     # -- marks ---------------------------------------------------------------------------------
 
@@ -337,12 +341,14 @@ def needed_files(runs: Sequence[RunRecord]) -> set[str]:
     return files | {run_file(record.run) for record in runs}
 
 
-def open_archive(url: str) -> Archive:
+def open_archive(
+    url: str, *, lock_times: LockTimes = LOCK_TIMES, runs_max: int = RUNS_MAX
+) -> Archive:
     """Return the archive at a path or fsspec URL.
 
     Raises ArchiveError if there is none, MissingExtraError, ArchiveFormatError.
     """
-    archive = Archive(Place.of(url))
+    archive = Archive(Place.of(url), lock_times=lock_times, runs_max=runs_max)
     try:
         archive.record = parse_archive(archive.read(ARCHIVE_FILE))
     except FileNotFoundError:
@@ -354,12 +360,14 @@ def open_archive(url: str) -> Archive:
     return archive
 
 
-def create_archive(url: str, now_ns: int) -> Archive:
+def create_archive(
+    url: str, now_ns: int, *, lock_times: LockTimes = LOCK_TIMES, runs_max: int = RUNS_MAX
+) -> Archive:
     """Return the archive at a path or fsspec URL; create it if there is none."""
     with suppress(ArchiveMissingError):
-        return open_archive(url)
+        return open_archive(url, lock_times=lock_times, runs_max=runs_max)
     place = Place.of(url)
-    archive = Archive(place)
+    archive = Archive(place, lock_times=lock_times, runs_max=runs_max)
     if archive.files() or place.is_taken:
         raise ArchiveError(
             "the folder is not empty, and it is no archive", node=url, hint="Name a new folder."

@@ -60,6 +60,16 @@ _OPEN_TRIES: Final = 10
 """Attempts to open a lock file that is deleted between open and flock."""
 
 
+class LockTimes(NamedTuple):
+    """How often a lease is renewed, and the pause before a dead one is taken."""
+
+    renew_s: float = RENEW_S
+    settle_s: float = SETTLE_S
+
+
+LOCK_TIMES: Final = LockTimes()
+
+
 class _Flag(NamedTuple):
     """A writer's flag, as another one sees it."""
 
@@ -75,8 +85,9 @@ class ArchiveLock:
     Any thread may renew it.
     """
 
-    def __init__(self, place: Place, purpose: str) -> None:
+    def __init__(self, place: Place, purpose: str, *, times: LockTimes = LOCK_TIMES) -> None:
         self._place = place
+        self._times = times
         self._file: int | None = None
         self._mutex = threading.Lock()
         # Names sort by time, so the first claimant usually wins.
@@ -119,7 +130,7 @@ class ArchiveLock:
 
     def keep(self) -> None:
         """Renew if the last renewal is RENEW_S old. Callers call it at least that often."""
-        if self._file is not None or self._age_s() >= RENEW_S:
+        if self._file is not None or self._age_s() >= self._times.renew_s:
             self.renew()
 
     # -- local archives ------------------------------------------------------------------------
@@ -173,7 +184,7 @@ class ArchiveLock:
             began = self._renewed
             dead = self._wait_for_others()
             if dead:
-                time.sleep(SETTLE_S)
+                time.sleep(self._times.settle_s)
                 dead = self._wait_for_others()
             self._write_flag(is_held=True)
             if dead:

@@ -28,7 +28,7 @@ from clients.backup.archive_errors import BackupError
 from clients.backup.archive_manifest import RunRecord
 from clients.backup.point import Point
 from clients.backup.reading import Damage, Findings, PointReader, View
-from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
+from clients.backup.restore_link import RESTORE_FEATURES, RETRY_PAUSE_S, RestoreWriter
 from clients.backup.restore_load import SKIP_CONFLICT_RESOLUTION, Load, Loader
 from clients.backup.run import collections_of
 from clients.backup.selection import Routes, Selection, split_key
@@ -121,6 +121,8 @@ class Restore:
         salvage: bool = False,
         create: Callable[[str, int], None] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        features: tuple[int, ...] = RESTORE_FEATURES,
+        retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
         """Raises BackupErrors for a point or a selection that the archive does not have."""
         self.runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
@@ -132,6 +134,8 @@ class Restore:
         self._options = SKIP_CONFLICT_RESOLUTION if force else 0
         self._prefix = selection.prefix
         self._create = create
+        self._features = features
+        self._retry_pause_s = retry_pause_s
         self._on_progress = on_progress or (lambda _done, _total: None)
         self._vb_ids = sorted({vb_id for record in self.runs for vb_id in record.legs})
         self._counts = _Counts()
@@ -151,7 +155,7 @@ class Restore:
     async def run(self, address: ServerAddress) -> RestoreReport:
         """Restore into a server. Raises DcpdErrors; a restore that failed can be run again."""
         began_s = time.monotonic()
-        link = await Link.connect(address, features=RESTORE_FEATURES)
+        link = await Link.connect(address, features=self._features)
         try:
             created = await self._prepare_collections(link)
             assert link.handshake is not None
@@ -161,7 +165,10 @@ class Restore:
         topology = single_node(address.host, address.port)
         if config:
             topology = parse_topology(config, address.host, is_tls=address.is_tls)
-        writer = RestoreWriter(address, topology, self._options)
+        writer = RestoreWriter(
+            address, topology, self._options,
+            features=self._features, retry_pause_s=self._retry_pause_s,
+        )  # fmt: skip
         try:
             for view in self._views():
                 for load in self._loads(view):

@@ -48,10 +48,10 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
-RESTORE_FEATURES: tuple[int, ...] = (
+RESTORE_FEATURES: Final[tuple[int, ...]] = (
     *STREAM_FEATURES, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
 )  # fmt: skip
-"""What a link of a restore asks for. Not constant: tests leave the extension out."""
+"""What a link of a restore asks for."""
 UNDER_WAY_BYTES_MAX: Final = 16 * 1024 * 1024
 """Loads under way to a node: the server syncs its log in groups, and with less in flight it would
 wait for us after each."""
@@ -86,13 +86,25 @@ class _LoadBatch:
 class RestoreWriter:
     """Sends loads to the nodes of their partitions, and counts what comes back."""
 
-    def __init__(self, address: ServerAddress, topology: Topology, options: int) -> None:
+    def __init__(
+        self,
+        address: ServerAddress,
+        topology: Topology,
+        options: int,
+        *,
+        features: tuple[int, ...] = RESTORE_FEATURES,
+        retry_pause_s: float = RETRY_PAUSE_S,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
         self.kept_newer = 0
         self.replaced_cas = 0
         """Documents and deletions that the server gave a CAS of its own."""
         self.refused: Counter[int] = Counter()
         self.examples: dict[int, str] = {}
         self.options = options
+        self.answer_timeout_s = answer_timeout_s
+        self._features = features
+        self._retry_pause_s = retry_pause_s
         self._address = address
         self._topology = topology
         self._channels: dict[tuple[str, int], _Channel] = {}
@@ -123,7 +135,7 @@ class RestoreWriter:
                 await self._settle()
             if not self._again:
                 return
-            await asyncio.sleep(RETRY_PAUSE_S)
+            await asyncio.sleep(self._retry_pause_s)
             await self._look_where_partitions_are()
             again, self._again = self._again, []
             for load in again:
@@ -191,7 +203,7 @@ class RestoreWriter:
             raise self._failure
 
     async def _look_where_partitions_are(self) -> None:
-        link = await Link.connect(self._address, features=RESTORE_FEATURES)
+        link = await Link.connect(self._address, features=self._features)
         try:
             assert link.handshake is not None
             if link.handshake.config:
@@ -207,7 +219,7 @@ class RestoreWriter:
         place = (node.host, node.kv_port)
         channel = self._channels.get(place)
         if channel is None:
-            link = await Link.connect(self._address.at(*place), features=RESTORE_FEATURES)
+            link = await Link.connect(self._address.at(*place), features=self._features)
             channel = self._channels[place] = _Channel(self, link)
         return channel
 
@@ -254,14 +266,15 @@ class _Channel:
         await self._in_time(self.link.drain())
 
     async def _in_time(self, happens: Awaitable[object]) -> None:
+        timeout_s = self._writer.answer_timeout_s
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await happens
         except TimeoutError:
             changes = sum(batch.load.changes for batch in self.batches)
             self._writer.fail(
                 OperationTimeoutError(
-                    f"for {ANSWER_TIMEOUT_S:g} s nothing was answered, and {changes} documents are"
+                    f"for {timeout_s:g} s nothing was answered, and {changes} documents are"
                     " under way",
                     node=self.link.node,
                 )

@@ -28,14 +28,14 @@ from clients.address import ServerAddress
 from clients.backup.archive import Archive
 from clients.backup.archive_errors import ArchiveError
 from clients.backup.archive_manifest import RunRecord
-from clients.backup.chunk import Chunker, RawChunk
+from clients.backup.chunk import CHUNK_BYTES, Chunker, RawChunk
 from clients.backup.dialing import Dialing, Home, NodePlace
 from clients.backup.feed import Feed, Piece
 from clients.backup.intake import Intake
 from clients.backup.legs import Placed
 from clients.backup.lock import ArchiveLock
 from clients.backup.segment import Footer
-from clients.backup.segment_writer import SegmentWriter
+from clients.backup.segment_writer import SEGMENT_BYTES, SegmentWriter
 from clients.backup.zstd import LEVEL
 from clients.errors import (
     TRANSIENT,
@@ -157,6 +157,10 @@ class Backup:
         give_up: int | None = None,
         on_progress: Callable[[BackupProgress], None] | None = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
+        keep_s: float = KEEP_S,
+        queue_chunks: int = QUEUE_CHUNKS,
+        chunk_bytes: int = CHUNK_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.wake = asyncio.Event()
         self._archive = archive
@@ -167,10 +171,13 @@ class Backup:
         self._give_up = give_up
         self._on_progress = on_progress
         self._give_up_after_s = give_up_after_s
+        self._keep_s = keep_s
+        self._queue_chunks = queue_chunks
+        self._segment_bytes = segment_bytes
         self._sessions: dict[NodePlace, _Session] = {}
         self._feeds: dict[int, Feed] = {}
         self._dialing: Dialing | None = None
-        self._chunker = Chunker()
+        self._chunker = Chunker(chunk_bytes)
         self._queue: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="backup-writer")
@@ -197,8 +204,9 @@ class Backup:
             if found:
                 self._history = found[0][2].is_history
             self._writer = SegmentWriter(
-                self._archive, lock, run, started_ns, is_history=self._history, level=self._level
-            )
+                self._archive, lock, run, started_ns,
+                is_history=self._history, level=self._level, segment_bytes=self._segment_bytes,
+            )  # fmt: skip
             self._writer.adopt(found)
             try:
                 topology = await self._find_topology()
@@ -246,7 +254,7 @@ class Backup:
             self._dialing.add_moved(intake.gone)
             intake.gone.clear()
             self.wake.set()
-        if len(self._queue) > QUEUE_CHUNKS and not self._is_paused:
+        if len(self._queue) > self._queue_chunks and not self._is_paused:
             self._is_paused = True
             for other in self._sessions.values():
                 other.link.pause_reading()
@@ -271,7 +279,7 @@ class Backup:
     async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
         """Stream until every partition is done, over lost connections and moved partitions."""
         progress_at_s, progress = time.monotonic(), -1
-        keep_at_s = time.monotonic() + KEEP_S
+        keep_at_s = time.monotonic() + self._keep_s
         while self._done < len(self._feeds):
             now_s = time.monotonic()
             self._collect_lost(dialing)
@@ -290,7 +298,7 @@ class Backup:
                     node=self._address.node,
                 )
             if now_s > keep_at_s:
-                keep_at_s = now_s + KEEP_S
+                keep_at_s = now_s + self._keep_s
                 await asyncio.to_thread(lock.keep)
             await self._tick()
 
@@ -365,7 +373,7 @@ class Backup:
         """Drop written chunks, raise errors of the thread, continue reading if there is room."""
         while self._queue and self._queue[0].done():
             self._queue.pop(0).result()
-        if self._is_paused and len(self._queue) <= QUEUE_CHUNKS // 2:
+        if self._is_paused and len(self._queue) <= self._queue_chunks // 2:
             self._is_paused = False
             for session in self._sessions.values():
                 session.link.resume_reading()
@@ -421,7 +429,9 @@ class Backup:
         )
 
 
-async def collections_of(link: Link) -> dict[int, tuple[str, int]]:
+async def collections_of(
+    link: Link, *, answer_timeout_s: float = ANSWER_TIMEOUT_S
+) -> dict[int, tuple[str, int]]:
     """Return a server's collections: id -> (scope.collection, maximum time to live in s).
 
     Raises OperationTimeoutError, StatusErrors, and ArchiveError for an answer that cannot be read.
@@ -429,11 +439,11 @@ async def collections_of(link: Link) -> dict[int, tuple[str, int]]:
     if not link.has_collections:
         return {0: ("_default._default", 0)}
     try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(answer_timeout_s):
             frame = await link.request(Opcode.GET_COLLECTIONS_MANIFEST)
     except TimeoutError:
         raise OperationTimeoutError(
-            f"which collections there are was not answered within {ANSWER_TIMEOUT_S:g} s",
+            f"which collections there are was not answered within {answer_timeout_s:g} s",
             node=link.node, hint="Does the server stand still? See: dcpctl status",
         ) from None  # fmt: skip
     if frame.status in {Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED}:

@@ -32,6 +32,7 @@ class SegmentWriter:
         *,
         is_history: bool,
         level: int = LEVEL,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.records: list[SegmentRecord] = []
         self.changes = self.raw_bytes = 0
@@ -41,6 +42,7 @@ class SegmentWriter:
         self._started_ns = started_ns
         self._is_history = is_history
         self._level = level
+        self._segment_bytes = segment_bytes
         self._is_base = False
         self._has_failed = False
         """A segment could not be written. The caller got the error; nothing more is written."""
@@ -69,7 +71,7 @@ class SegmentWriter:
         self._builder.add(chunk, self._level)
         self.changes += sum(section.changes for section in chunk.sections)
         self.raw_bytes += len(chunk.data)
-        if self._builder.size_bytes >= SEGMENT_BYTES:
+        if self._builder.size_bytes >= self._segment_bytes:
             self.close()
 
     @property

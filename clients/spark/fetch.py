@@ -58,6 +58,7 @@ def fetch(
     *,
     history: bool = True,
     collection_ids: tuple[int, ...] = (0,),
+    patience_s: float = PATIENCE_S,
 ) -> Iterator[Arrived]:
     """Yield the changes and rollbacks of the steps. Raises DcpdError if it has to give up."""
     streams = [Stream(step) for step in steps]
@@ -68,7 +69,7 @@ def fetch(
         try:
             groups, left = _by_node(topology_of(servers), streams)
             for node, group in groups.items():
-                reading = _Reading(servers[0].at(*node), history, collection_ids)
+                reading = _Reading(servers[0].at(*node), history, collection_ids, patience_s)
                 for arrived in reading.run(group):
                     yield arrived
                     began = time.monotonic()  # how long Spark took for it is no waiting
@@ -78,8 +79,8 @@ def fetch(
             left, problem = streams, error
         streams = left
         if streams:
-            if time.monotonic() - began > PATIENCE_S:
-                raise problem or _stuck(streams[0])
+            if time.monotonic() - began > patience_s:
+                raise problem or _stuck(streams[0], patience_s)
             time.sleep(RETRY_S)
 
 
@@ -100,11 +101,11 @@ def _by_node(
     return groups, homeless
 
 
-def _stuck(stream: Stream) -> DcpdError:
+def _stuck(stream: Stream, patience_s: float) -> DcpdError:
     problem = stream.problem
     reason = f": {problem.what}" if problem else ", and its node does not send what comes"
     return DcpdError(
-        f"for {PATIENCE_S:g} s the partition stands at seqno {stream.seqno}, up to"
+        f"for {patience_s:g} s the partition stands at seqno {stream.seqno}, up to"
         f" {stream.end_seqno} is wanted{reason}",
         vb_id=stream.vb_id,
         node=problem.node if problem else None,
@@ -116,19 +117,24 @@ class _Reading:
     """One connection for some streams; `left` and `problem` tell what remained, and why."""
 
     def __init__(
-        self, address: ServerAddress, history: bool, collection_ids: tuple[int, ...]
+        self,
+        address: ServerAddress,
+        history: bool,
+        collection_ids: tuple[int, ...],
+        patience_s: float,
     ) -> None:
         self.left: list[Stream] = []
         self.problem: DcpdError | None = None
         self._address = address
         self._history = history
         self._collection_ids = collection_ids
+        self._patience_s = patience_s
 
     def run(self, streams: list[Stream]) -> Iterator[Arrived]:
         """Yield what comes, until all is there or the connection is lost."""
         self.left = streams
         try:
-            link = StreamLink(self._address, timeout_s=PATIENCE_S)
+            link = StreamLink(self._address, timeout_s=self._patience_s)
         except TRANSIENT as error:
             self.problem = error
             return
@@ -151,7 +157,7 @@ class _Reading:
                         began = time.monotonic()
                     if core.failure is not None:
                         raise core.failure
-                    if time.monotonic() - began > PATIENCE_S:
+                    if time.monotonic() - began > self._patience_s:
                         return  # the server answers, but not with changes
                     if core.is_waiting:
                         time.sleep(RETRY_S)

@@ -168,7 +168,7 @@ def _arrow_schema(batch_df: Any) -> pa.Schema:
 
 
 def write_buckets(
-    rows: pa.Table, files: TableFiles, manifest: TableManifest
+    rows: pa.Table, files: TableFiles, manifest: TableManifest, *, merge_files: int = MERGE_FILES
 ) -> Iterator[pa.RecordBatch]:
     """Apply a task's rows, whole buckets of a batch; yield one row per bucket (`WRITTEN`)."""
     present = sorted({bucket_of(vb, manifest.buckets) for vb in pc.unique(rows["vb"]).to_pylist()})
@@ -176,7 +176,7 @@ def write_buckets(
     numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
     for number in present:
         batch = rows.filter(pc.equal(numbers, number))
-        outcome = apply_to_bucket(batch, files, number, manifest)
+        outcome = apply_to_bucket(batch, files, number, manifest, merge_files)
         yield pa.RecordBatch.from_pydict(
             {
                 "bucket": pa.array([number], pa.int32()),
@@ -186,7 +186,7 @@ def write_buckets(
 
 
 def apply_to_bucket(
-    batch: pa.Table, files: TableFiles, number: int, manifest: TableManifest
+    batch: pa.Table, files: TableFiles, number: int, manifest: TableManifest, merge_files: int
 ) -> Outcome:
     """Write a bucket's files after a batch, durably; return which they are."""
     before = manifest.files.get(number, Bucket())
@@ -209,7 +209,7 @@ def apply_to_bucket(
             untouched = held.filter(pc.invert(is_one_of(held, identities(final))))
             rows = pa.concat_tables([untouched, rows])
         current = folder.write("current", rows.sort_by("vb")) if rows.num_rows else ""
-    bucket = Bucket(_merged(folder, logs, changes.schema), current)
+    bucket = Bucket(_merged(folder, logs, changes.schema, merge_files), current)
     kept_files = {current, *(file.name for file in bucket.changes)}
     folder.sync(kept_files)
     return Outcome(bucket, _high(cuts), tuple(sorted(folder.written - kept_files)))
@@ -244,13 +244,15 @@ def _cut_logs(
     return tuple(files), gone, kept.filter(is_one_of(kept, identities(gone)))
 
 
-def _merged(folder: _Folder, logs: tuple[LogFile, ...], schema: pa.Schema) -> tuple[LogFile, ...]:
+def _merged(
+    folder: _Folder, logs: tuple[LogFile, ...], schema: pa.Schema, merge_files: int
+) -> tuple[LogFile, ...]:
     """Return a log in fewer files, where there are many: each row is written log(n) times."""
     files = list(logs)
     level = 0
     while files and level <= max(file.level for file in files):
         same = [file for file in files if file.level == level]
-        if len(same) >= MERGE_FILES:
+        if len(same) >= merge_files:
             rows = pa.concat_tables([folder.read(file.name, schema) for file in same])
             rows = rows.sort_by([("vb", "ascending"), ("seqno", "ascending")])
             files = [file for file in files if file.level != level]

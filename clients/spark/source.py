@@ -44,7 +44,7 @@ from clients.spark.plan import (
     steps_between,
     tasks_of,
 )
-from clients.spark.survey import Survey
+from clients.spark.survey import PATIENCE_S, Survey
 from clients.spark.values import value_parser
 
 _T = TypeVar("_T")
@@ -95,9 +95,9 @@ class DcpDataSource(DataSource):
 class _Planner:
     """What both readers do on the driver."""
 
-    def __init__(self, settings: SourceSettings) -> None:
+    def __init__(self, settings: SourceSettings, patience_s: float) -> None:
         self.settings = settings
-        self.survey = Survey(settings.servers, settings.partitions)
+        self.survey = Survey(settings.servers, settings.partitions, patience_s=patience_s)
         self._collection_ids: tuple[int, ...] | None = None
 
     def collection_ids(self) -> tuple[int, ...]:
@@ -158,16 +158,19 @@ def _based(seqnos: dict[int, int], facts: dict[int, PartitionFacts]) -> dict[int
 class DcpReader(DataSourceReader):
     """`spark.read`: everything from the starting offsets up to now."""
 
-    def __init__(self, settings: SourceSettings, schema: StructType) -> None:
+    def __init__(
+        self, settings: SourceSettings, schema: StructType, *, patience_s: float = PATIENCE_S
+    ) -> None:
         self._settings = settings
         self._schema = schema
+        self._patience_s = patience_s
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return the tasks."""
         return _in_words(self._partitions)
 
     def _partitions(self) -> Sequence[InputPartition]:
-        planner = _Planner(self._settings)
+        planner = _Planner(self._settings, self._patience_s)
         try:
             first = planner.first_entries()
             facts = planner.survey.facts(all_of_them=True)
@@ -188,10 +191,18 @@ class DcpReader(DataSourceReader):
 class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """`spark.readStream`. On executors it is a fresh copy: `read` keeps nothing."""
 
-    def __init__(self, settings: SourceSettings, schema: StructType) -> None:
+    def __init__(
+        self,
+        settings: SourceSettings,
+        schema: StructType,
+        *,
+        patience_s: float = PATIENCE_S,
+        look_again_s: float = LOOK_AGAIN_S,
+    ) -> None:
         self._settings = settings
         self._schema = schema
-        self._planner = _Planner(settings)
+        self._look_again_s = look_again_s
+        self._planner = _Planner(settings, patience_s)
         self._targets: dict[int, int] | None = None
         self._seen: dict[int, int] | None = None
         """High seqnos when the last survey was made."""
@@ -267,7 +278,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._check(start)
         survey = self._planner.survey
         now_s = time.monotonic()
-        if self._seen is not None and now_s - self._seen_at_s < LOOK_AGAIN_S:
+        if self._seen is not None and now_s - self._seen_at_s < self._look_again_s:
             high = survey.high_seqnos()
             if high == self._seen and start == self._latest:
                 return start

@@ -52,8 +52,15 @@ _T = TypeVar("_T")
 class Survey:
     """See the module. Keeps its connections; `close` ends them."""
 
-    def __init__(self, servers: tuple[ServerAddress, ...], partitions: Iterable[int]) -> None:
+    def __init__(
+        self,
+        servers: tuple[ServerAddress, ...],
+        partitions: Iterable[int],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         self._servers = servers
+        self._patience_s = patience_s
         self._partitions = frozenset(partitions)
         self._links: dict[tuple[str, int], SyncLink] = {}
         self._topology: Topology | None = None
@@ -124,7 +131,7 @@ class Survey:
                 return ask()
             except TRANSIENT:
                 self.close()
-                if time.monotonic() - began > PATIENCE_S:
+                if time.monotonic() - began > self._patience_s:
                     raise
                 time.sleep(RETRY_S)
 

@@ -88,13 +88,20 @@ class Node:
     views: Views
 
     def __init__(
-        self, settings: Settings, users: Users, log: EventLog, *, accepts_log_loss: bool = False
+        self,
+        settings: Settings,
+        users: Users,
+        log: EventLog,
+        *,
+        accepts_log_loss: bool = False,
+        room_retry_s: float = ROOM_RETRY_S,
     ) -> None:
         """Load the files of TLS, if it is on; nothing else is opened. Raises TlsError."""
         self._settings = settings
         self._users = users
         self._log = log
         self._accepts_log_loss = accepts_log_loss
+        self._room_retry_s = room_retry_s
         self.about = About(settings)
         self.ports = Ports()
         self.meter = Meter()
@@ -173,7 +180,7 @@ class Node:
 
     async def _begin_when_there_is_room(self) -> None:
         while self.health.read_only_why:
-            await asyncio.sleep(ROOM_RETRY_S)
+            await asyncio.sleep(self._room_retry_s)
             await self._begin_writing()
 
     def _merge_what_is_replayed(self) -> None:

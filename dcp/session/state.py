@@ -10,7 +10,7 @@ from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
-from dcp.stream.producer import Producer
+from dcp.stream.producer import BACKLOGS_MAX, Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
@@ -62,6 +62,7 @@ class Limits(NamedTuple):
 
     value_bytes_max: int = MAX_VALUE_BYTES
     streams_max: int = 1024
+    backlogs_max: int = BACKLOGS_MAX
     login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
     login_failures_max: int = 5
     """Failed logins after which a connection is closed."""

@@ -105,7 +105,9 @@ class DcpCommands:
                 Status.NOT_SUPPORTED, "this server is a producer: open with flag 0x01"
             )
         self._open_flags = int(flags)
-        producer = Producer(request.key, state.engine, state.hub, state.schedule)
+        producer = Producer(
+            request.key, state.engine, state.hub, state.schedule, state.limits.backlogs_max
+        )
         state.producer = producer
         producer.terms.skips_deletions = bool(flags & OpenFlag.SKIP_DELETES_IN_BACKFILL)
         self._set_codec(producer)

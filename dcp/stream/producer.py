@@ -91,9 +91,15 @@ class Producer:
     """
 
     def __init__(
-        self, name: bytes, engine: Engine, hub: StreamHub, schedule: Callable[[], None]
+        self,
+        name: bytes,
+        engine: Engine,
+        hub: StreamHub,
+        schedule: Callable[[], None],
+        backlogs_max: int = BACKLOGS_MAX,
     ) -> None:
         self.name = name
+        self._backlogs_max = backlogs_max
         self.window_bytes = 0
         """connection_buffer_size; 0 = no flow control."""
         self.unacked_bytes = 0
@@ -379,7 +385,7 @@ class Producer:
                     return _CAUGHT_UP
                 if not takeover.may_go_on(self._engine, stream.vb_id):
                     return _WAITS_FOR_COMMIT
-            elif stream.is_backlog and self._backlogs >= BACKLOGS_MAX:
+            elif stream.is_backlog and self._backlogs >= self._backlogs_max:
                 return _READY if stream.has_missed_a_purge(part) else _WAITS_FOR_BACKFILL
         is_full = self.window_bytes and self.window_bytes <= self.unacked_bytes
         return _WINDOW_FULL if is_full else _READY
@@ -462,7 +468,7 @@ class Producer:
 
     def _admit(self) -> None:
         """If a backlog's place is free, let the next stream that waits for one take a turn."""
-        if self._waiting and self._backlogs < BACKLOGS_MAX:
+        if self._waiting and self._backlogs < self._backlogs_max:
             self._settle(self._waiting.popleft(), _READY)
 
     def _end(self, stream: ActiveStream, out: list[Message], reason: EndReason) -> int:

@@ -111,9 +111,9 @@ def run_case(seed: int, stage: Stage, kind: str | None = None) -> Outcome:
     return outcome
 
 
-def judge_probe(case: Case, measured: Measured) -> None:
+def judge_probe(case: Case, measured: Measured, *, hang_s: float = HANG_S) -> None:
     for name, seconds in measured.worst_s.items():
-        if seconds > HANG_S:
+        if seconds > hang_s:
             case.find(Fault.BROKEN, f"the probe's {name} was not answered for {seconds:.1f} s")
     for text in measured.troubles:
         case.find(Fault.WRONG if WRONG in text else Fault.BROKEN, f"the probe: {text}")

@@ -12,10 +12,10 @@ import time
 import pytest
 
 from clients.address import parse_address
-from clients.backup import restore_link
 from clients.backup.archive import create_archive, open_archive
 from clients.backup.point import Point
 from clients.backup.restore import Restore
+from clients.backup.restore_link import RESTORE_FEATURES
 from clients.backup.run import STREAM_FEATURES, Backup
 from clients.backup.selection import Selection
 from clients.cli.dcpctl import run
@@ -40,8 +40,8 @@ def source(tmp_path_factory):
     return folder / "archive", documents
 
 
-def restore(server, archive, *, force=False):
-    work = Restore(open_archive(str(archive)), Point(), Selection(), force=force)
+def restore(server, archive, *, force=False, **options):
+    work = Restore(open_archive(str(archive)), Point(), Selection(), force=force, **options)
     return asyncio.run(work.run(parse_address(server.address)))
 
 
@@ -59,17 +59,16 @@ def shown(server, documents):
 
 
 WAYS = {
-    "in packets": restore_link.RESTORE_FEATURES,
+    "in packets": RESTORE_FEATURES,
     "one by one": (*STREAM_FEATURES, Feature.X_FIT_META),
 }
 
 
 @pytest.mark.parametrize("features", WAYS.values(), ids=list(WAYS))
-def test_all_documents_come_back(source, tmp_path, monkeypatch, features):
-    monkeypatch.setattr(restore_link, "RESTORE_FEATURES", features)
+def test_all_documents_come_back(source, tmp_path, features):
     archive, documents = source
     with DcpdProcess(tmp_path / "data") as server:
-        done = restore(server, archive)
+        done = restore(server, archive, features=features)
         assert (done.refused, done.kept_newer) == ({}, 0)
         assert done.written == len(documents) + 1, "with the deletion"
         assert done.replaced_cas == len(documents), "of all but one, and of the deletion"
@@ -80,12 +79,12 @@ def test_all_documents_come_back(source, tmp_path, monkeypatch, features):
         newest_cas = max(cas for _, _, cas in there.values())
         assert newest_cas <= time.time_ns() + CAS_DRIFT_NS
         assert len({cas for _, _, cas in there.values()}) == len(documents)
-        again = restore(server, archive)
+        again = restore(server, archive, features=features)
         assert (again.written, again.kept_newer, again.replaced_cas) == (0, len(documents) + 1, 0)
         assert shown(server, documents) == there
         with server.connect() as kv:
             assert kv.set(KEY, b"new").cas < FAR_CAS
-        forced = restore(server, archive, force=True)
+        forced = restore(server, archive, force=True, features=features)
         assert (forced.written, forced.replaced_cas) == (len(documents) + 1, len(documents))
         assert shown(server, documents)[KEY][0] == documents[KEY]
         assert server.stop() == 0

@@ -17,7 +17,7 @@ from clients.backup.archive import create_archive, open_archive
 from clients.backup.point import Point
 from clients.backup.reading import PointReader
 from clients.backup.restore import Restore
-from clients.backup.restore_link import RestoreWriter
+from clients.backup.restore_link import RESTORE_FEATURES, RestoreWriter
 from clients.backup.restore_load import (
     FRAMES_BYTES_MAX,
     Loader,
@@ -126,11 +126,13 @@ def back_up(server, path):
     return made
 
 
-def restore(server, archive, *, force=False, user="", selection=None):
+def restore(server, archive, *, force=False, user="", selection=None, **options):
     address = parse_address(server.address)
     if user:
         address = address._replace(user=user, password="restored")
-    work = Restore(open_archive(str(archive)), Point(), selection or Selection(), force=force)
+    work = Restore(
+        open_archive(str(archive)), Point(), selection or Selection(), force=force, **options
+    )
     return asyncio.run(work.run(address))
 
 
@@ -164,17 +166,16 @@ def sent(monkeypatch):
     return counts
 
 
-def test_both_ways_leave_the_same(source, tmp_path, sent, monkeypatch):
+def test_both_ways_leave_the_same(source, tmp_path, sent):
     states, reports = [], []
-    for number, features in enumerate((restore_link.RESTORE_FEATURES, STREAM_FEATURES)):
-        monkeypatch.setattr(restore_link, "RESTORE_FEATURES", features)
+    for number, features in enumerate((RESTORE_FEATURES, STREAM_FEATURES)):
         before = dict(sent)
         with DcpdProcess(tmp_path / f"data{number}") as server:
             ctl(server, "collection", "create", "shop.orders")
-            first = restore(server, source)
-            again = restore(server, source)
+            first = restore(server, source, features=features)
+            again = restore(server, source, features=features)
             states.append(held(server, tmp_path / f"held{number}"))
-            forced = restore(server, source, force=True)
+            forced = restore(server, source, force=True, features=features)
         reports += [[item._replace(seconds=0.0) for item in (first, again, forced)]]
         whole, single = sent["whole"] - before["whole"], sent["single"] - before["single"]
         assert single == (3 if number == 0 else single), "the one that is larger than a packet"
@@ -205,7 +206,6 @@ def test_who_may_write_some_keys_only_restores_those_one_by_one(source, tmp_path
 
 def test_a_packet_that_cannot_be_taken_for_now_is_sent_again(source, tmp_path, sent, monkeypatch):
     """A partition is not active at first: NOT_MY_VBUCKET."""
-    monkeypatch.setattr(restore_link, "RETRY_PAUSE_S", 0.01)
     with DcpdProcess(tmp_path / "data") as server:
         ctl(server, "collection", "create", "shop.orders")
         server.set_state(VBS[0], "replica")
@@ -219,7 +219,7 @@ def test_a_packet_that_cannot_be_taken_for_now_is_sent_again(source, tmp_path, s
             await look(writer)
 
         monkeypatch.setattr(RestoreWriter, "_look_where_partitions_are", look_and_repair)
-        done = restore(server, source)
+        done = restore(server, source, retry_pause_s=0.01)
         assert len(looked) == 2
         assert done.written == 3 * 150 + 2
 

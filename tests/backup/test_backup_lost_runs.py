@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from clients.backup import lock as lock_module
 from clients.backup.archive import ARCHIVE_FILE, open_archive, run_file
 from clients.backup.archive_check import verify
 from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError
 from clients.backup.archive_manifest import MARK_MAGIC, parse_mark
 from clients.backup.export import Export
 from clients.backup.fold import fold
+from clients.backup.lock import LockTimes
 from clients.backup.place import Place
 from clients.backup.point import Point
 from clients.backup.selection import Selection
@@ -27,6 +27,9 @@ VB_IDS = (0, 1, 2)
 GOLDEN = Path(__file__).parents[1] / "data" / "backup-v1"
 
 
+AT_ONCE = LockTimes(settle_s=0)
+
+
 class Written:
     """A node, its archive, and what it held at the end of each run."""
 
@@ -34,7 +37,7 @@ class Written:
         self.node = MemoryNode(1)
         self.writer = self.node.connect()
         self.writer.hello(Feature.SELECT_BUCKET, Feature.COLLECTIONS)
-        self.archive = memory_archive()
+        self.archive = memory_archive(AT_ONCE)
         self.states = [{vb_id: {} for vb_id in VB_IDS}]
 
     def write(self):
@@ -244,7 +247,7 @@ def run_cut_at(written, steps, *, is_torn, work):
     with pytest.MonkeyPatch.context() as patch:
         power = Power(patch, steps, is_torn=is_torn)
         try:
-            work(open_archive(written.archive.url))
+            work(open_archive(written.archive.url, lock_times=AT_ONCE))
         except CutError:
             assert power.is_gone
     return power.is_gone
@@ -261,8 +264,7 @@ def copy_of(written, files):
 
 @pytest.mark.parametrize("is_torn", [False, True])
 @pytest.mark.parametrize("runs_before", [0, 2])
-def test_a_run_that_dies_at_any_step_is_unfinished_and_goes_on(monkeypatch, runs_before, is_torn):
-    monkeypatch.setattr(lock_module, "SETTLE_S", 0)
+def test_a_run_that_dies_at_any_step_is_unfinished_and_goes_on(runs_before, is_torn):
     written = Written()
     for _ in range(runs_before):
         written.run()
@@ -291,9 +293,8 @@ def test_a_run_that_dies_at_any_step_is_unfinished_and_goes_on(monkeypatch, runs
 
 
 @pytest.mark.parametrize("is_torn", [False, True])
-def test_folding_that_dies_at_any_step_loses_no_run(written, monkeypatch, is_torn):
+def test_folding_that_dies_at_any_step_loses_no_run(written, is_torn):
     """A torn manifest that is written anew is damage, on stores that show half of a file."""
-    monkeypatch.setattr(lock_module, "SETTLE_S", 0)
     archive = written.archive
     files = {path: archive.read(path) for path in [*archive.files(), *marks(archive)]}
     for steps in range(100):
@@ -311,8 +312,7 @@ def test_folding_that_dies_at_any_step_loses_no_run(written, monkeypatch, is_tor
     assert steps > 5
 
 
-def test_giving_up_that_dies_at_any_step_is_told_of_or_done(written, monkeypatch):
-    monkeypatch.setattr(lock_module, "SETTLE_S", 0)
+def test_giving_up_that_dies_at_any_step_is_told_of_or_done(written):
     archive = written.archive
     written.lose(2, segments=True)
     files = {path: archive.read(path) for path in [*archive.files(), *marks(archive)]}

@@ -17,14 +17,13 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from clients.address import parse_address
-from clients.backup import archive as archive_module
-from clients.backup import lock, place, restore_link, segment_writer
+from clients.backup import place, segment_writer
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive, open_archive
 from clients.backup.archive_check import verify
 from clients.backup.archive_errors import ArchiveDamagedError, ArchiveError, ArchiveLockedError
-from clients.backup.chunk import Chunker
 from clients.backup.intake import Intake
+from clients.backup.lock import LockTimes
 from clients.backup.restore_link import RestoreWriter
 from clients.backup.restore_load import FRAMES_BYTES_MAX, load_of
 from clients.backup.run import Backup, collections_of
@@ -63,13 +62,17 @@ def test_two_runs_at_once_are_refused(ctl, server, archive):
     backup(ctl, server, archive)
 
 
+RENEWED_OFTEN = LockTimes(renew_s=0)
+"""Every time that a writer looks whether it has to."""
+
+
 def steal(url):
     """Take the lease of an archive, as somebody does who found it old."""
     holder = {"purpose": "a thief", "state": "held", "renewed_s": time.time()}
     open_archive(url).write("locks/1-thief", json.dumps(holder).encode())
 
 
-def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
+def test_who_lost_the_lease_writes_no_manifest(server):
     """A run that stood still for too long, and a merge that takes longer than the lease."""
     from clients.backup import fold as fold_module
 
@@ -83,7 +86,6 @@ def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
         asyncio.run(Backup(made, address, on_progress=lambda _progress: steal(url)).run())
     assert [record.run for record in made.runs()] == [1, 2]
     made.delete("locks/1-thief")
-    monkeypatch.setattr(lock, "RENEW_S", 0)
     folded = []
 
     def on_fold(count, _total):
@@ -91,7 +93,7 @@ def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
         steal(url)
 
     with pytest.raises(ArchiveLockedError, match="in use by a thief"):
-        fold_module.fold(made, 2, on_fold)
+        fold_module.fold(open_archive(url, lock_times=RENEWED_OFTEN), 2, on_fold)
     assert folded == [1], "it stops at once, not after the work"
     assert [record.run for record in made.runs()] == [1, 2]
     made.delete("locks/1-thief")
@@ -100,10 +102,8 @@ def test_who_lost_the_lease_writes_no_manifest(server, monkeypatch):
 def test_who_lost_the_lease_writes_no_segment(server, monkeypatch):
     """Who took it writes files of the same names."""
     address, url = parse_address(server.address), "memory://stolen-segment"
-    made = create_archive(url, 1)
+    made = create_archive(url, 1, lock_times=RENEWED_OFTEN)
     fill(server, b"segment", 10)
-    monkeypatch.setattr(lock, "RENEW_S", 0)
-    monkeypatch.setattr(run_module, "KEEP_S", 1000)
     add = segment_writer.SegmentWriter.add
 
     def steal_and_add(self, chunk):
@@ -112,14 +112,13 @@ def test_who_lost_the_lease_writes_no_segment(server, monkeypatch):
 
     monkeypatch.setattr(segment_writer.SegmentWriter, "add", steal_and_add)
     with pytest.raises(ArchiveLockedError, match="in use by a thief"):
-        asyncio.run(Backup(made, address).run())
+        asyncio.run(Backup(made, address, keep_s=1000).run())
     assert made.files() == {}
 
 
 def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
     """Hours pass while the archive takes its time; the server is not at fault."""
     fill(server, b"slow", 3000, size=1000)
-    monkeypatch.setattr(run_module, "QUEUE_CHUNKS", 0)
     passed_s, is_slow, go = [0.0], threading.Event(), threading.Event()
     add = run_module.SegmentWriter.add
 
@@ -142,18 +141,18 @@ def test_an_archive_that_is_slow_is_waited_for(server, archive, monkeypatch):
     monkeypatch.setattr(run_module.SegmentWriter, "add", slow_add)
     monkeypatch.setattr(run_module, "time", Clock)
     made = create_archive(str(archive), 1)
-    asyncio.run(Backup(made, parse_address(server.address)).run())
+    asyncio.run(Backup(made, parse_address(server.address), queue_chunks=0).run())
     assert passed_s[0] > 5000
     assert len(made.runs()) == 1
 
 
 KILLED = """
 import os, signal, sys
-from clients.backup import chunk, place, segment_writer
+from clients.backup import place
+from clients.backup.run import Backup
 from clients.cli.dcpctl import run as dcpctl
 
-segment_writer.SEGMENT_BYTES = 20_000
-chunk.Chunker.__init__.__defaults__ = (4_000, 48 << 20)
+Backup.__init__.__kwdefaults__.update(chunk_bytes=4_000, segment_bytes=20_000)
 write = place._write_local
 
 
@@ -355,10 +354,8 @@ def test_a_silent_node_does_not_keep_the_others(server, archive, monkeypatch, is
 
 
 @contextmanager
-def standing_still(server, patch):
-    """The server is there, and does nothing; nobody waits for long."""
-    patch.setattr(run_module, "ANSWER_TIMEOUT_S", 0.1)
-    patch.setattr(restore_link, "ANSWER_TIMEOUT_S", 0.1)
+def standing_still(server):
+    """The server is there, and does nothing."""
     os.kill(server.pid, signal.SIGSTOP)
     try:
         yield
@@ -366,12 +363,12 @@ def standing_still(server, patch):
         os.kill(server.pid, signal.SIGCONT)
 
 
-def test_collections_are_not_waited_for_without_end(server, monkeypatch):
+def test_collections_are_not_waited_for_without_end(server):
     async def ask():
         link = await Link.connect(parse_address(server.address))
         try:
-            with standing_still(server, monkeypatch):
-                await collections_of(link)
+            with standing_still(server):
+                await collections_of(link, answer_timeout_s=0.1)
         finally:
             link.close()
             await asyncio.sleep(0)
@@ -383,7 +380,7 @@ def test_collections_are_not_waited_for_without_end(server, monkeypatch):
 
 
 @pytest.mark.parametrize("loads", [1, 100])
-def test_a_restore_does_not_wait_without_end(server, monkeypatch, loads):
+def test_a_restore_does_not_wait_without_end(server, loads):
     """For answers; and where the server takes no more bytes, for that."""
     address = parse_address(server.address)
     frame = pack_request(
@@ -392,11 +389,11 @@ def test_a_restore_does_not_wait_without_end(server, monkeypatch, loads):
     )  # fmt: skip
 
     async def restore():
-        writer = RestoreWriter(address, single_node(address.host, address.port), 0)
+        topology = single_node(address.host, address.port)
+        writer = RestoreWriter(address, topology, 0, answer_timeout_s=0.1)
         try:
-            await writer.send(load_of(3, [frame]))
-            await writer.finish()
-            with standing_still(server, monkeypatch):
+            await writer._channel(3)  # connected, with nothing that has to be answered in time
+            with standing_still(server):
                 for _ in range(loads):
                     await writer.send(load_of(3, [frame]))
                 await writer.finish()
@@ -470,11 +467,9 @@ def test_a_full_disk_is_told_of_and_the_run_goes_on_when_there_is_room(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment_writer, "SEGMENT_BYTES", 10_000)
-        patch.setattr(Chunker.__init__, "__defaults__", (4_000, 48 << 20))
         patch.setattr(place.os, "fsync", fsync)
         with pytest.raises(ArchiveError, match="cannot be written: No space left") as info:
-            asyncio.run(Backup(made, address).run())
+            asyncio.run(Backup(made, address, chunk_bytes=4_000, segment_bytes=10_000).run())
     assert "Make room" in info.value.hint
     assert made.runs() == []
     assert not list(archive.rglob("*.part")), "what was not written takes no room"
@@ -504,9 +499,8 @@ def test_a_segment_that_reads_back_otherwise_is_told_of(server, archive, monkeyp
     assert made.runs() == []
 
 
-def test_an_archive_of_as_many_runs_as_it_may_have(archive, monkeypatch):
-    monkeypatch.setattr(archive_module, "RUNS_MAX", 0)
-    made = create_archive(str(archive), 1)
+def test_an_archive_of_as_many_runs_as_it_may_have(archive):
+    made = create_archive(str(archive), 1, runs_max=0)
     with pytest.raises(ArchiveError, match="no room for another one") as info:
         asyncio.run(Backup(made, parse_address("127.0.0.1:1")).run())
     assert "new archive" in info.value.hint

@@ -11,19 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pauses
 from benchmarks.pauses import Probe, measure
 
 pytestmark = pytest.mark.quiet
 
 
 def test_the_probe_sees_a_busy_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pauses, "REPORT_SECONDS", 0.01)
     monkeypatch.setattr(gc, "callbacks", [])
     path = tmp_path / "seen.json"
 
     async def hold_up() -> None:
-        Probe(path)
+        Probe(path, report_seconds=0.01)
         while not path.exists():  # noqa: ASYNC110 - a file tells of no event
             await asyncio.sleep(0.001)
         end = time.thread_time() + 0.05

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from failover.history import FailoverLog
+from failover.history import FAILOVER_ENTRIES_MAX, FailoverLog
 from failover.rollback import Decision, Question, decide
 
 KEYS = 3  # few, so that writes supersede one another often
@@ -80,6 +80,7 @@ class Node:
     snap_end: int = 0  # end of the snapshot it is in
     purge: int = 0
     acting: bool = False
+    entries_max: int = FAILOVER_ENTRIES_MAX
 
     def cut(self, seqno: int) -> None:
         self.history = self.history[:seqno]
@@ -91,7 +92,7 @@ class Node:
 
     def begin_version(self, vb_uuid: int) -> None:
         seqno = len(self.history)
-        self.log = self.log.branch(vb_uuid, seqno)
+        self.log = self.log.branch(vb_uuid, seqno, entries_max=self.entries_max)
         self.lineage = [(vb_uuid, seqno), *(v for v in self.lineage if v[1] <= seqno)]
         assert self.log.pairs() == self.lineage[: len(self.log.entries)]
 
@@ -253,8 +254,12 @@ class World:
     writes: int = 0
 
     @classmethod
-    def new(cls, nodes: int = 3, clients: int = 2) -> World:
-        made = [Node(FailoverLog.create(1), [(1, 0)]) for _ in range(nodes)]
+    def new(
+        cls, nodes: int = 3, clients: int = 2, *, entries_max: int = FAILOVER_ENTRIES_MAX
+    ) -> World:
+        made = [
+            Node(FailoverLog.create(1), [(1, 0)], entries_max=entries_max) for _ in range(nodes)
+        ]
         made[0].acting = True
         return cls(made, [Client() for _ in range(clients)])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -23,8 +22,6 @@ from model_history import (
     follow_to_the_end,
     survives,
 )
-
-import failover.history
 
 SMALL = st.integers(0, 7)
 ACTION = st.one_of(
@@ -94,16 +91,15 @@ def _state_of(node: Node) -> dict[int, int]:
 
 
 def run(actions: list[tuple], *, with_list: bool, entries_max: int) -> Counter[str]:
-    world, kinds = World.new(), Counter[str]()
-    with patch.object(failover.history, "FAILOVER_ENTRIES_MAX", entries_max):
-        for name, *arguments in actions:
-            if name != "connect":
-                getattr(world, name)(*arguments)
-                continue
-            client, node = world.client_and_master(*arguments[:2])
-            kinds[check_answer(client, node, with_list=with_list)] += 1
-            follow_to_the_end(client, node, with_list=with_list)
-            world.feed(*arguments)
+    world, kinds = World.new(entries_max=entries_max), Counter[str]()
+    for name, *arguments in actions:
+        if name != "connect":
+            getattr(world, name)(*arguments)
+            continue
+        client, node = world.client_and_master(*arguments[:2])
+        kinds[check_answer(client, node, with_list=with_list)] += 1
+        follow_to_the_end(client, node, with_list=with_list)
+        world.feed(*arguments)
     return kinds
 
 

@@ -43,6 +43,9 @@ class Server:
             on_full=self.full.append,
             on_failure=self.failures.append,
             sync_seconds=Histogram(),
+            retry_first_s=0.001,
+            retry_max_s=0.004,
+            room_bytes_min=MEMORY_AHEAD_BYTES // 2,
         )
         self.committer.start()
         self.is_stopped = False
@@ -66,13 +69,6 @@ class Server:
         self.committer.stop()
         self.is_stopped = True
         return [group.group for group in recover(self.device.crash(), 0).groups()]
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.001)
-    monkeypatch.setattr(module, "RETRY_MAX_S", 0.004)
-    monkeypatch.setattr(module, "ROOM_BYTES_MIN", MEMORY_AHEAD_BYTES // 2)
 
 
 @pytest_asyncio.fixture

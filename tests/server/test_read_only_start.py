@@ -9,7 +9,6 @@ import pytest
 
 from clients.consumer.consumer import Consumer
 from clients.kv.client import KvClient
-from dcp.server import node as node_module
 from dcp.server.storage.opening import Storage
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -110,9 +109,8 @@ async def test_changes_that_come_while_the_store_starts_wait_for_their_group(
     why = iter(["there is no room"])
     begin = Storage.begin
     monkeypatch.setattr(Storage, "begin", lambda storage: next(why, "") or begin(storage))
-    monkeypatch.setattr(node_module, "ROOM_RETRY_S", 0.01)
     async with (
-        node_here(tmp_path, {}, memtable_bytes=1 << 20) as node,
+        node_here(tmp_path, {}, room_retry_s=0.01, memtable_bytes=1 << 20) as node,
         Client.connect(node) as client,
     ):
         assert node.health.write_refusal == "there is no room"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.state import ANSWER_BYTES_MAX
 from dcp.wire.feature import Feature
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -134,11 +134,10 @@ def test_reads_together_count_as_reads_one_by_one() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_run_stops_where_the_answers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stops_where_the_answers_are_enough() -> None:
     node = MemoryNode(item_cache_bytes=1 << 20)
     peer = connected(node)
-    put(peer, b"\0a", b"v" * 1000)
-    monkeypatch.setattr("dcp.session.documents.ANSWER_BYTES_MAX", 2500)
+    put(peer, b"\0a", bytes(ANSWER_BYTES_MAX * 2 // 5))
     peer.session.receive(pack_request(Opcode.GET, vb_id=VB, key=b"\0a") * 10, node.now_ns)
     assert peer.state.is_full
     assert len(peer.state.answers) == 3

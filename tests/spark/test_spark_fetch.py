@@ -43,10 +43,10 @@ class Reader:
         start, self.offset = self.offset, offset_of(ends)
         return steps_between(start, self.offset)
 
-    def read(self, steps) -> list[tuple]:
+    def read(self, steps, **options) -> list[tuple]:
         """Return ("rollback", vb, seqno) and (op, vb, seqno, value)."""
         rows: list[tuple] = []
-        for arrived in fetch(self.servers, steps, history=self.history):
+        for arrived in fetch(self.servers, steps, history=self.history, **options):
             rows += [("rollback", vb, seqno) for vb, seqno, _ in arrived.rollbacks]
             changes = arrived.changes
             if changes is not None:
@@ -255,13 +255,12 @@ def test_a_server_that_comes_back_is_waited_for(dcpd, reader):
     back.join()
 
 
-def test_a_partition_that_stays_away_is_an_error_that_names_it(dcpd, reader, monkeypatch):
+def test_a_partition_that_stays_away_is_an_error_that_names_it(dcpd, reader):
     write(dcpd, b"1")
     other = store_elsewhere(dcpd)
     steps = reader.plan()
     dcpd.set_state(VB, "dead")
-    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
-    arriving = fetch(reader.servers, steps)
+    arriving = fetch(reader.servers, steps, patience_s=0.3)
     first = next(arriving)
     assert first.changes is not None
     assert first.changes.heads.vb_ids.tolist() == [other], "the others are read meanwhile"
@@ -290,18 +289,16 @@ def test_a_partition_without_a_node_is_waited_for_while_others_are_read(dcpd, re
     rows = reader.read(steps)
     assert [row[1] for row in rows] == [other, VB]
     monkeypatch.setattr(fetch_module, "topology_of", lambda servers: homeless)
-    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.3)
     with pytest.raises(DcpdError, match=r"no node is active.*vbucket 92"):
-        reader.read(steps)
+        reader.read(steps, patience_s=0.3)
 
 
-def test_a_server_that_puts_off_for_ever_is_told_with_its_reason(dcpd, reader, monkeypatch):
+def test_a_server_that_puts_off_for_ever_is_told_with_its_reason(dcpd, reader):
     write(dcpd, b"1")
     steps = reader.plan()
     dcpd.fault(opcode="DCP_STREAM_REQ", status="ETMPFAIL", count=1_000_000)
-    monkeypatch.setattr(fetch_module, "PATIENCE_S", 0.5)
     with pytest.raises(DcpdError, match=r"up to 1 is wanted: .*ETMPFAIL.*vbucket 92"):
-        reader.read(steps)
+        reader.read(steps, patience_s=0.5)
 
 
 def test_a_node_that_takes_no_connection_now_is_asked_again(dcpd, reader):

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pytest
 from test_spark_sinks import Model, ParquetTable, table
 
-from clients.spark import sink_parquet
 from clients.spark.sink_parquet import FOLDERS, MANIFEST
 from clients.spark.table_files import TableFiles
 from support.forgetful_disk import ForgetfulDisk, Power
@@ -128,7 +127,7 @@ def states_of(given: list[pa.Table]) -> list:
     files = ForgetfulFiles(Power())
     states = [contents(files)]
     for batch in given:
-        ParquetTable(files.path, files).apply(batch)
+        ParquetTable(files.path, files, merge_files=2).apply(batch)
         states.append(contents(files))
     return states
 
@@ -137,7 +136,7 @@ def points_of(given: list[pa.Table]) -> int:
     power = Power()
     files = ForgetfulFiles(power)
     for batch in given:
-        ParquetTable(files.path, files).apply(batch)
+        ParquetTable(files.path, files, merge_files=2).apply(batch)
     return power.points
 
 
@@ -154,7 +153,7 @@ def run_to(point: int, given: list[pa.Table]) -> tuple[ForgetfulFiles, int]:
     done = 0
     try:
         for batch in given:
-            ParquetTable(files.path, files).apply(batch)
+            ParquetTable(files.path, files, merge_files=2).apply(batch)
             done += 1
     except CutError:
         pass
@@ -163,9 +162,8 @@ def run_to(point: int, given: list[pa.Table]) -> tuple[ForgetfulFiles, int]:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_power_cut_at_any_point_leaves_a_whole_table_and_every_batch_that_was_told(
-    share, monkeypatch
+    share,
 ):
-    monkeypatch.setattr(sink_parquet, "MERGE_FILES", 2)
     given = batches(seed=5, count=4)
     states = states_of(given)
     points = points_of(given)
@@ -177,7 +175,7 @@ def test_a_power_cut_at_any_point_leaves_a_whole_table_and_every_batch_that_was_
         found = contents(left)
         assert found in states[done : done + 2], f"after point {point}, {done} batches"
         for batch in given[done:]:  # Spark repeats what it was not told of
-            ParquetTable(left.path, left).apply(batch)
+            ParquetTable(left.path, left, merge_files=2).apply(batch)
         assert contents(left) == states[-1]
 
 

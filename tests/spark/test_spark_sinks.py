@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 
 from clients.errors import DcpdError
 from clients.spark import sink_delta, sink_parquet
-from clients.spark.sink_parquet import Outcome, TableManifest, commit, open_table, write_buckets
+from clients.spark.sink_parquet import (
+    MERGE_FILES,
+    Outcome,
+    TableManifest,
+    commit,
+    open_table,
+    write_buckets,
+)
 from clients.spark.sink_rules import TableWriter
 from clients.spark.table_files import TableFiles
 
@@ -74,8 +81,11 @@ class Model:
 class ParquetTable:
     """The Parquet sink, as driver and executors use it."""
 
-    def __init__(self, folder: Path, files: TableFiles | None = None) -> None:
+    def __init__(
+        self, folder: Path, files: TableFiles | None = None, *, merge_files: int = MERGE_FILES
+    ) -> None:
         self.path = folder
+        self.merge_files = merge_files
         self.files = files or TableFiles(folder)
         self.writer = TableWriter()
 
@@ -89,7 +99,7 @@ class ParquetTable:
         if not batch.num_rows:
             return
         outcomes = {}
-        for told in write_buckets(batch, self.files, manifest):
+        for told in write_buckets(batch, self.files, manifest, merge_files=self.merge_files):
             row = told.to_pylist()[0]
             outcomes[row["bucket"]] = sink_parquet.msgspec.json.decode(row["outcome"], type=Outcome)
             if interrupted == 1:

@@ -25,7 +25,8 @@ from clients.spark import check_java, rows_behind
 from clients.spark.java import JavaMissingError
 from clients.spark.offset import entries_of
 from clients.spark.options import parse_options
-from clients.spark.source import DcpReader, DcpStreamReader, ReadTask
+from clients.spark.source import LOOK_AGAIN_S, DcpReader, DcpStreamReader, ReadTask
+from clients.spark.survey import PATIENCE_S
 from support.waiting import until
 
 DOCUMENTS = {
@@ -315,10 +316,15 @@ def driver(dcpd):
     """Make stream readers as Spark's driver has them; they are stopped at the end."""
     made: list[DcpStreamReader] = []
 
-    def make(**options) -> DcpStreamReader:
+    def make(
+        *, patience_s: float = PATIENCE_S, look_again_s: float = LOOK_AGAIN_S, **options
+    ) -> DcpStreamReader:
         settings = parse_options({"servers": dcpd.address, **options})
-        made.append(DcpStreamReader(settings, StructType([])))
-        return made[-1]
+        reader = DcpStreamReader(
+            settings, StructType([]), patience_s=patience_s, look_again_s=look_again_s
+        )
+        made.append(reader)
+        return reader
 
     yield make
     for reader in made:
@@ -365,16 +371,15 @@ def test_an_offset_tells_the_collections_that_it_is_of(dcpd, driver):
     assert begun.initialOffset() == {k: v for k, v in both.items() if k != "collections"}
 
 
-def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver, monkeypatch):
+def test_a_branch_is_seen_although_the_seqnos_look_the_same(dcpd, driver):
     with dcpd.connect() as kv:
         for number in range(3):
             vb = kv.set(b"key", b"%d" % number).vb_id
-    reader = driver()
+    reader = driver(look_again_s=0.0)
     end = reader.latestOffset({}, ReadAllAvailable())
     dcpd.branch(vb, at=2)
     with dcpd.connect() as kv:
         kv.set(b"key", b"new")
-    monkeypatch.setattr("clients.spark.source.LOOK_AGAIN_S", 0.0)
     assert reader.latestOffset(end, ReadAllAvailable())[str(vb)].endswith("rollback=2")
 
 
@@ -422,22 +427,19 @@ def test_available_now_reads_nothing_newer(dcpd, driver):
     assert reader.latestOffset(end, ReadAllAvailable()) is end
 
 
-def test_partitions_that_are_active_nowhere_are_named_where_all_are_needed(
-    dcpd, driver, monkeypatch
-):
+def test_partitions_that_are_active_nowhere_are_named_where_all_are_needed(dcpd, driver):
     """A start at `latest` must not become one at the beginning, "everything" not the rest of it."""
     with dcpd.connect() as kv:
         vb = kv.set(b"key", b"1").vb_id
     reader = driver()
     end = reader.latestOffset({}, ReadAllAvailable())
     dcpd.set_state(vb, "dead")
-    monkeypatch.setattr("clients.spark.survey.PATIENCE_S", 0.2)
     settings = parse_options({"servers": dcpd.address})
     for ask in (
-        driver(startingOffsets="latest").initialOffset,
-        driver(startingOffsets="0").initialOffset,
-        driver().prepareForTriggerAvailableNow,
-        DcpReader(settings, StructType([])).partitions,
+        driver(startingOffsets="latest", patience_s=0.2).initialOffset,
+        driver(startingOffsets="0", patience_s=0.2).initialOffset,
+        driver(patience_s=0.2).prepareForTriggerAvailableNow,
+        DcpReader(settings, StructType([]), patience_s=0.2).partitions,
     ):
         with pytest.raises(DcpdError, match=rf"1 of 1024 partitions \({vb}\).*dcpctl status"):
             ask()
@@ -456,11 +458,12 @@ def test_tasks_are_at_most_as_many_as_wanted(dcpd, driver):
         assert vb_ids == list(range(1024)), "ranges of partitions"
 
 
-def test_a_server_that_is_not_there_is_named_with_what_to_try(monkeypatch):
-    monkeypatch.setattr("clients.spark.survey.PATIENCE_S", 0.2)
+def test_a_server_that_is_not_there_is_named_with_what_to_try():
     settings = parse_options({"servers": "127.0.0.1:1"})
     with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Is the server running"):
-        DcpStreamReader(settings, StructType([])).latestOffset({}, ReadAllAvailable())
+        DcpStreamReader(settings, StructType([]), patience_s=0.2).latestOffset(
+            {}, ReadAllAvailable()
+        )
 
 
 # -- what is missing -------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ Whoever holds a complete snapshot holds exactly the partition as it was at that 
 
 from __future__ import annotations
 
-from unittest import mock
-
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dcp.stream import producer as producer_module
+from dcp.session.state import Limits
 from dcp.stream.active_stream import SendState
 from dcp.wire.message import EndReason, pack_buffer_ack
 from dcp.wire.status import Status
@@ -30,8 +28,6 @@ from vbucket.engine.engine import SET
 from vbucket.engine.lifecycle import purge
 from vbucket.log.commit_group import CommitGroup
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.store import block
-from vbucket.upkeep import compaction
 
 BACKLOGS_MAX = 2
 """Instead of 16, so that few partitions are enough to make some wait."""
@@ -64,6 +60,7 @@ class StreamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.node = self.new_node()
+        self.node.set_sizes(body_bytes_target=300, step_bytes=500)
         self.live: list[Versions] = [()] * VBUCKETS
         self.durable: list[Versions] = [()] * VBUCKETS
         self.taken: tuple[CommitGroup, list[Versions]] | None = None
@@ -78,7 +75,7 @@ class StreamMachine(RuleBasedStateMachine):
         return MemoryNode(partitions=self.partitions)
 
     def connect(self, number: int) -> Peer:
-        peer = self.node.connect()
+        peer = self.node.connect(limits=Limits(backlogs_max=BACKLOGS_MAX))
         peer.hello()
         peer.open(b"consumer%d" % number)
         peer.control(b"connection_buffer_size", str(WINDOWS[number]).encode())
@@ -346,22 +343,6 @@ LmdbStreamMachine.TestCase.settings = settings(
 )
 
 
-class TestStreams(StreamMachine.TestCase):
-    def setUp(self) -> None:
-        for module, name, value in (
-            (producer_module, "BACKLOGS_MAX", BACKLOGS_MAX),
-            (block, "BODY_BYTES_TARGET", 300),
-            (compaction, "BODY_BYTES_TARGET", 300),
-            (compaction, "STEP_BYTES", 500),
-        ):
-            patch = mock.patch.object(module, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
-
-
-class TestWholeStreams(WholeStreamMachine.TestCase):
-    setUp = TestStreams.setUp
-
-
-class TestStreamsOverLmdb(LmdbStreamMachine.TestCase):
-    setUp = TestStreams.setUp
+TestStreams = StreamMachine.TestCase
+TestWholeStreams = WholeStreamMachine.TestCase
+TestStreamsOverLmdb = LmdbStreamMachine.TestCase

@@ -14,7 +14,7 @@ from clients.backup.archive_manifest import RunRecord
 from clients.backup.chunk import Chunker, RawChunk
 from clients.backup.feed import Feed, FeedState
 from clients.backup.intake import Intake
-from clients.backup.lock import ArchiveLock
+from clients.backup.lock import LOCK_TIMES, ArchiveLock, LockTimes
 from clients.backup.point import Point, chain_of
 from clients.backup.reading import PointReader, View
 from clients.backup.segment_writer import SegmentWriter
@@ -31,9 +31,9 @@ class KilledError(Exception):
     """The backup was killed at the point that the test chose."""
 
 
-def memory_archive() -> Archive:
+def memory_archive(lock_times: LockTimes = LOCK_TIMES) -> Archive:
     """Return a new archive in memory."""
-    return create_archive(f"memory://{uuid.uuid4().hex}", 1)
+    return create_archive(f"memory://{uuid.uuid4().hex}", 1, lock_times=lock_times)
 
 
 def back_up(

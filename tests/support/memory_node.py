@@ -35,12 +35,13 @@ from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
 from vbucket.log.writer import LogWriter
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX, vb_uuid_from_random
+from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
-from vbucket.upkeep.compaction import Compactor, Floors
+from vbucket.upkeep.compaction import STEP_BYTES, Compactor, Floors
 from vbucket.upkeep.merge import merge
 
 FEW_PARTITIONS = 16
@@ -90,18 +91,37 @@ class MemoryNode:
     version = "test"
 
     def __init__(
-        self, seed: int = 0, *, partitions: int = FEW_PARTITIONS, item_cache_bytes: int = 0
+        self,
+        seed: int = 0,
+        *,
+        partitions: int = FEW_PARTITIONS,
+        item_cache_bytes: int = 0,
+        body_bytes_target: int = BODY_BYTES_TARGET,
+        step_bytes: int = STEP_BYTES,
     ) -> None:
         self.partitions = partitions
+        self.set_sizes(body_bytes_target=body_bytes_target, step_bytes=step_bytes)
         self.item_cache_bytes = item_cache_bytes
         self._random = random.Random(seed)
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
         LogWriter(self.device).rotate()
-        self.compactor = Compactor()
         self._raised: dict[int, tuple[int, int, Floors]] = {}
         self.env: KvEnv = self._new_env(seed)
         self._open()
+
+    def set_sizes(
+        self, *, body_bytes_target: int = BODY_BYTES_TARGET, step_bytes: int = STEP_BYTES
+    ) -> None:
+        """Set the sizes of blocks and of compaction steps; a compaction under way starts again."""
+        self.body_bytes_target = body_bytes_target
+        self.step_bytes = step_bytes
+        self._begin_compactor()
+
+    def _begin_compactor(self) -> None:
+        self.compactor = Compactor(
+            step_bytes=self.step_bytes, body_bytes_target=self.body_bytes_target
+        )
 
     def _new_env(self, seed: int) -> KvEnv:
         """Return the database of a new store."""
@@ -165,9 +185,9 @@ class MemoryNode:
         """
         segments = self.device.segments()[:-1]
         sealed = [(segment, self.device.read(segment)) for segment in segments]
-        report = merge(self.env, sealed)
+        report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
         if is_answer_lost:
-            report = merge(self.env, sealed)
+            report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
         self.engine.keyspace.merged(report)
         half = self.partitions // 2
         self.engine.keyspace.drop_frozen(0, half)
@@ -213,7 +233,7 @@ class MemoryNode:
         """Lose what was not synced, and start again."""
         self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
         self.store.close()
-        self.compactor = Compactor()
+        self._begin_compactor()
         self._raised = {}
         self._open()
 

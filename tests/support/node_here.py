@@ -13,7 +13,7 @@ import msgspec
 
 from dcp.server.access.users import USERS_FILE, Users
 from dcp.server.config.settings import Settings
-from dcp.server.node import Node
+from dcp.server.node import ROOM_RETRY_S, Node
 from dcp.server.observe.event_log import EventLog
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
@@ -22,14 +22,21 @@ TIMEOUT_S = 20.0
 
 
 @contextlib.asynccontextmanager
-async def node_here(folder: Path, users: dict[str, str], **settings: Any) -> AsyncIterator[Node]:
+async def node_here(
+    folder: Path,
+    users: dict[str, str],
+    *,
+    room_retry_s: float = ROOM_RETRY_S,
+    **settings: Any,
+) -> AsyncIterator[Node]:
     """Run a node with these users (name -> password); it is stopped afterwards."""
     data = folder / "data"
     table = Users(data / USERS_FILE, iterations=4096)
     # The pager writes too, which would disturb the test.
     chosen = {"data": data, "port": 0, "admin_port": 0, "expiry_interval_s": 0, **settings}
     chosen_settings = msgspec.structs.replace(Settings(), **chosen)
-    node = Node(chosen_settings, table, EventLog(logging.getLogger("test")))
+    log = EventLog(logging.getLogger("test"))
+    node = Node(chosen_settings, table, log, room_retry_s=room_retry_s)
     await node.start()
     try:
         for name, password in users.items():

@@ -133,16 +133,15 @@ def test_the_probe_tells_a_wrong_value(stage: Stage, tmp_path: Path) -> None:
     assert [finding.fault for finding in case.findings] == [Fault.WRONG]
 
 
-def test_the_probe_tells_silence(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_tells_silence(stage: Stage) -> None:
     case = case_on(stage)
-    monkeypatch.setattr(run_module, "HANG_S", 0.1)
 
     def is_found() -> bool:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             port = silent.getsockname()[1]
             case.watch(Watched(port, port))
             case.rest()
-        judge_probe(case, case.measured)
+        judge_probe(case, case.measured, hang_s=0.1)
         return any("the probe's read was not answered" in text for _, text in case.findings)
 
     until(is_found)

@@ -6,7 +6,6 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -14,19 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from keyspace_model import Version
 from test_merge import ALL_KEYS, VB_IDS, MergeMachine
+from test_merge import BODY_BYTES_TARGET as MODEL_BODY_BYTES_TARGET
 
 from support.memory_node import LmdbNode, MemoryNode
 from vbucket.check.partition_check import PartitionCheck
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.model.entry import pack_control
-from vbucket.store import block as block_module
 from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv, StoreDamagedError, StoreFullError
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STATE_TABLE, TABLES, _put_document
 from vbucket.store.store import StoreView
-from vbucket.upkeep import compaction
 from vbucket.upkeep.compaction import Compactor
 
 A, B, C, D = b"\0a", b"\0b", b"\0c", b"\0d"
@@ -58,16 +56,13 @@ class CompactionMachine(MergeMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch.object(compaction, "STEP_BYTES", 500)
-        self.patch.start()
-        self.compactor = Compactor()
+        self.compactor = self.new_compactor()
         self.floors = dict.fromkeys(VB_IDS, (0, 0))
         self.stored_floors = dict(self.floors)
         self.stored = copy.deepcopy(self.models)
 
-    def teardown(self) -> None:
-        self.patch.stop()
-        super().teardown()
+    def new_compactor(self) -> Compactor:
+        return Compactor(step_bytes=500, body_bytes_target=MODEL_BODY_BYTES_TARGET)
 
     @rule(vb_id=st.sampled_from(VB_IDS), data=st.data())
     def branch(self, vb_id: int, data: st.DataObject) -> None:
@@ -105,7 +100,7 @@ class CompactionMachine(MergeMachine):
     @rule()
     def compact(self) -> None:
         todo = list(VB_IDS)
-        self.compactor = Compactor()
+        self.compactor = self.new_compactor()
         while todo:
             finished = self.slice(todo)
             todo = [vb_id for vb_id in todo if vb_id not in finished]
@@ -119,7 +114,7 @@ class CompactionMachine(MergeMachine):
 
     @rule()
     def the_store_process_dies(self) -> None:
-        self.compactor = Compactor()
+        self.compactor = self.new_compactor()
 
     def slice(self, vb_ids: list[int]) -> list[int]:
         """One step; what went may go, and the rest is as it was."""
@@ -361,10 +356,10 @@ def test_damage_is_named_and_left_as_it_is() -> None:
 
 def test_a_block_that_vanished_is_not_covered_up() -> None:
     node = MemoryNode()
-    with mock.patch.object(block_module, "BODY_BYTES_TARGET", 200):
-        for _ in range(4):
-            write(node, A, B, C)
-        give_up(node, 12, 0)
+    node.set_sizes(body_bytes_target=200)
+    for _ in range(4):
+        write(node, A, B, C)
+    give_up(node, 12, 0)
     assert isinstance(node.env, MemoryEnv)
     rows = node.env.tables[BY_SEQNO_TABLE]
     del rows[list(rows)[1]]
@@ -417,17 +412,14 @@ def test_a_branch_at_0_empties_a_partition(node: MemoryNode, is_merging: bool) -
 def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
     """Under the same seqnos there may be other versions."""
     node = MemoryNode()
-    with (
-        mock.patch.object(compaction, "STEP_BYTES", 1),
-        mock.patch.object(block_module, "BODY_BYTES_TARGET", 200),
-    ):
-        write(node, *([A, B] * 6))
-        give_up(node, 12, 0)
-        node.compact([VB], slices=4)
-        node.engine.keyspace.branch(VB, 0)
-        write(node, *[b"\0%d" % number for number in range(12)])
-        give_up(node, 12, 0)
-        node.compact([VB])
+    node.set_sizes(body_bytes_target=200, step_bytes=1)
+    write(node, *([A, B] * 6))
+    give_up(node, 12, 0)
+    node.compact([VB], slices=4)
+    node.engine.keyspace.branch(VB, 0)
+    write(node, *[b"\0%d" % number for number in range(12)])
+    give_up(node, 12, 0)
+    node.compact([VB])
     assert seqnos(node) == list(range(1, 13))
 
 
@@ -435,16 +427,13 @@ def test_a_compaction_under_way_begins_anew_after_a_branch() -> None:
 def test_what_a_merge_adds_to_a_block_that_was_looked_at_stays(
     node: MemoryNode, step_bytes: int
 ) -> None:
-    with (
-        mock.patch.object(compaction, "STEP_BYTES", step_bytes),
-        mock.patch.object(block_module, "BODY_BYTES_TARGET", 1_000),
-    ):
-        write(node, *([A, B] * 10))
-        give_up(node, 20, 0)
-        node.compact([VB], slices=2)
-        write(node, C, A, D)
-        node.merge()
-        node.compact([VB])
+    node.set_sizes(body_bytes_target=1_000, step_bytes=step_bytes)
+    write(node, *([A, B] * 10))
+    give_up(node, 20, 0)
+    node.compact([VB], slices=2)
+    write(node, C, A, D)
+    node.merge()
+    node.compact([VB])
     assert seqnos(node) == [19, 20, 21, 22, 23]
     record = node.store.partition(VB)
     assert record is not None
@@ -474,20 +463,16 @@ def test_a_store_of_before_has_its_counts(node: MemoryNode) -> None:
 
 @pytest.mark.parametrize("step_bytes", [1, 1 << 20])
 def test_a_block_learns_that_the_one_before_ends_earlier(node: MemoryNode, step_bytes: int) -> None:
-    with (
-        mock.patch.object(compaction, "STEP_BYTES", step_bytes),
-        mock.patch.object(compaction, "BODY_BYTES_TARGET", 1_000),
-        mock.patch.object(block_module, "BODY_BYTES_TARGET", 1_000),
-    ):
-        keys = [b"\0%03d" % number for number in range(40)]
-        write(node, *keys, value=bytes(80))
-        node.merge()
-        ends = {block.last_seqno for n in range(1, 41) if (block := node.store.block_at(VB, n))}
-        replaced = sorted(ends)[:-1:2]
-        assert len(replaced) >= 2
-        write(node, *(keys[seqno - 1] for seqno in replaced), value=bytes(80))
-        give_up(node, 40 + len(replaced), 0)
-        node.compact([VB])
+    node.set_sizes(body_bytes_target=1_000, step_bytes=step_bytes)
+    keys = [b"\0%03d" % number for number in range(40)]
+    write(node, *keys, value=bytes(80))
+    node.merge()
+    ends = {block.last_seqno for n in range(1, 41) if (block := node.store.block_at(VB, n))}
+    replaced = sorted(ends)[:-1:2]
+    assert len(replaced) >= 2
+    write(node, *(keys[seqno - 1] for seqno in replaced), value=bytes(80))
+    give_up(node, 40 + len(replaced), 0)
+    node.compact([VB])
     assert set(range(1, 41)) - set(seqnos(node)) == set(replaced)
     record = node.store.partition(VB)
     assert record is not None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -31,8 +30,6 @@ from vbucket.engine.lifecycle import purge
 from vbucket.model.entry import PREFIX_BYTES, is_deleted
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
-from vbucket.store import block
-from vbucket.upkeep import compaction
 
 VB_IDS = st.runner().flatmap(lambda machine: st.sampled_from(machine.vbuckets))
 KEYS = [b"\0a", b"\0b", b"\0c"]
@@ -87,13 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.node = self.new_node()
-        self.patches = [
-            mock.patch.object(block, "BODY_BYTES_TARGET", 300),
-            mock.patch.object(compaction, "BODY_BYTES_TARGET", 300),
-            mock.patch.object(compaction, "STEP_BYTES", 500),
-        ]
-        for patch in self.patches:
-            patch.start()
+        self.node.set_sizes(body_bytes_target=300, step_bytes=500)
         self.live = {
             vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
             for vb_id in self.vbuckets
@@ -105,10 +96,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     def new_node(self) -> MemoryNode:
         return MemoryNode(partitions=self.partitions)
-
-    def teardown(self) -> None:
-        for patch in self.patches:
-            patch.stop()
 
     @initialize(item_cache_bytes=st.sampled_from((0, 700, 2_000, 1 << 20)))
     def begin_with_a_collection(self, item_cache_bytes: int) -> None:

@@ -230,11 +230,11 @@ def test_partitions_take_turns() -> None:
     assert 2 < len(held) < len(vb_ids)
 
 
-def test_no_dictionary_grows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dictionary_grows_without_end() -> None:
     assert GENERATION_BYTES_MAX < 16 << 20
-    monkeypatch.setattr("vbucket.engine.item_cache.GENERATION_BYTES_MAX", 5000)
     keys = [b"\0%04d" % number for number in range(200)]
     node = merged(*keys)
+    node.engine.item_cache.resize(node.item_cache_bytes, generation_bytes_max=5000)
     part = node.engine.partitions[VB]
     for key in keys * 2:
         assert value_of(node, key) == b"first"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from keyspace_model import ModelPartition, SegmentWriter, create_store
 
-import vbucket.store.block
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.log.device import SEGMENT_HEADER_BYTES, pack_segment_header
@@ -34,6 +33,8 @@ from vbucket.upkeep.merge import DAMAGED_MAX, NODE_VB_ID, MergeRefusedError, Mer
 
 VB_IDS = [0, 1, 1023]
 ALL_KEYS = [b"\x00" + bytes([letter]) for letter in b"abcdef"]
+BODY_BYTES_TARGET = 300
+"""In the models: a few versions to a block."""
 
 
 class MergeMachine(RuleBasedStateMachine):
@@ -41,8 +42,6 @@ class MergeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.target = vbucket.store.block.BODY_BYTES_TARGET
-        vbucket.store.block.BODY_BYTES_TARGET = 300  # a few versions to a block
         self.env: Any = self.make_env()
         self.store = create_store(self.env, VB_IDS)
         self.models = {vb_id: ModelPartition(vb_id) for vb_id in VB_IDS}
@@ -54,7 +53,6 @@ class MergeMachine(RuleBasedStateMachine):
         return MemoryEnv(TABLES)
 
     def teardown(self) -> None:
-        vbucket.store.block.BODY_BYTES_TARGET = self.target
         self.env.close()
 
     @rule(
@@ -103,14 +101,14 @@ class MergeMachine(RuleBasedStateMachine):
         before = self.env.tables
         self.env.fail_commit(1)
         with pytest.raises(StoreFullError):
-            merge(self.env, self.writer.sealed())
+            merge(self.env, self.writer.sealed(), body_bytes_target=BODY_BYTES_TARGET)
         assert self.env.tables is before
 
     @rule(merged_are_deleted=st.booleans())
     def merge(self, *, merged_are_deleted: bool) -> None:
         self.writer.seal()
         sealed = self.writer.sealed()
-        report = merge(self.env, sealed)
+        report = merge(self.env, sealed, body_bytes_target=BODY_BYTES_TARGET)
         assert (report.merged_segment, report.high_seqnos) == (sealed[-1][0], self.touched)
         if merged_are_deleted:
             for segment, _ in sealed:

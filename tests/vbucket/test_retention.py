@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.store import block
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.records import BY_KEY_TABLE
 from vbucket.upkeep import retention
@@ -125,13 +124,10 @@ def test_history_leaves_room_for_what_else_the_file_holds(
 ) -> None:
     """Ten versions of one key, 1,057 bytes each; one of them waits for its compaction."""
     windows = ALL._replace(history_bytes=6_000)
-    with (
-        mock.patch.object(retention, "BODY_BYTES_TARGET", 0),
-        mock.patch.object(retention, "WORTH_VERSIONS_MIN", 1),
-    ):
-        write(node, *"aaaaaaaaaa", value=bytes(1_000))
-        assert plan(node, windows) == (4, 0)
-        assert plan(node, windows, use=use) == (floor, 0)
+    planner = Planner(worth_versions_min=1, body_bytes_target=0)
+    write(node, *"aaaaaaaaaa", value=bytes(1_000))
+    assert plan(node, windows) == (4, 0)
+    assert plan(node, windows, planner=planner, use=use) == (floor, 0)
 
 
 def test_bytes_are_shared_out_by_what_partitions_have_to_spare(node: MemoryNode) -> None:
@@ -162,16 +158,16 @@ def test_old_deletions_are_no_reason_to_give_up_recent_states(
     """
     for number in range(40):
         node.engine.store(SET, VB + 2, b"\0k", b"\0k%d" % number, 0, 0, 0, 0)
-    with mock.patch.object(retention, "WORTH_VERSIONS_MIN", 3):
-        write(node, *"abcd")  # 1 to 4
-        delete(node, *"abcd")  # 5 to 8
-        node.merge()
-        take(node, Floors(8, 0))
-        write(node, "x")  # 9
-        node.now_ns += 200 * SECOND_NS
-        write(node, *"efg", *replaced)
-        windows = Windows(100 * SECOND_NS, 2_000, 50 * SECOND_NS)
-        assert plan(node, windows, forced=False) == (9, 8)
+    write(node, *"abcd")  # 1 to 4
+    delete(node, *"abcd")  # 5 to 8
+    node.merge()
+    take(node, Floors(8, 0))
+    write(node, "x")  # 9
+    node.now_ns += 200 * SECOND_NS
+    write(node, *"efg", *replaced)
+    windows = Windows(100 * SECOND_NS, 2_000, 50 * SECOND_NS)
+    planner = Planner(worth_versions_min=3)
+    assert plan(node, windows, forced=False, planner=planner) == (9, 8)
 
 
 def test_the_purge_seqno_is_that_of_a_deletion(node: MemoryNode) -> None:
@@ -184,19 +180,20 @@ def test_the_purge_seqno_is_that_of_a_deletion(node: MemoryNode) -> None:
 
 
 def test_by_itself_only_what_frees_enough(node: MemoryNode) -> None:
-    with mock.patch.object(retention, "WORTH_VERSIONS_MIN", 4):
-        planner = Planner()
-        write(node, *"abcdefgh")
-        write(node, *"abc")
-        assert plan(node, NOTHING, forced=False, planner=planner) is None
-        write(node, *"ab")
-        assert plan(node, NOTHING, forced=False) == (13, 0), "5 of 13, and 8 keys"
-        take(node, Floors(13, 0))
-        assert plan(node, NOTHING, forced=False) is None
-        delete(node, *"cdef")
-        write(node, "z")
-        assert plan(node, Windows(10**18, 1 << 60, SECOND_NS), forced=False) is None
-        assert plan(node, NOTHING, forced=False) == (18, 17)
+    def plan_anew(windows: Windows) -> Floors | None:
+        return plan(node, windows, forced=False, planner=Planner(worth_versions_min=4))
+
+    write(node, *"abcdefgh")
+    write(node, *"abc")
+    assert plan_anew(NOTHING) is None
+    write(node, *"ab")
+    assert plan_anew(NOTHING) == (13, 0), "5 of 13, and 8 keys"
+    take(node, Floors(13, 0))
+    assert plan_anew(NOTHING) is None
+    delete(node, *"cdef")
+    write(node, "z")
+    assert plan_anew(Windows(10**18, 1 << 60, SECOND_NS)) is None
+    assert plan_anew(NOTHING) == (18, 17)
 
 
 def test_a_raised_floor_without_its_compaction_is_found_again(node: MemoryNode) -> None:
@@ -262,19 +259,18 @@ def test_damage_is_named_and_others_are_planned(node: MemoryNode) -> None:
 )
 def test_the_seqno_at_a_time(gaps: list[int], at: int, events: bool) -> None:
     """Against going through all; system events have no time and go with what comes after them."""
-    node = MemoryNode()
+    node = MemoryNode(body_bytes_target=200)
     times: list[int | None] = []
-    with mock.patch.object(block, "BODY_BYTES_TARGET", 200):
-        for number, gap in enumerate(gaps):
-            if events and number % 4 == 1:
-                name = f"c{number}"
-                manifest = node.engine.keyspace.manifest.create_collection("_default", name)
-                node.engine.keyspace.set_manifest(manifest)
-                times.append(None)
-                continue
-            write(node, "k", seconds=gap)
-            times.append(node.now_ns - START_NS)
-        node.merge()
+    for number, gap in enumerate(gaps):
+        if events and number % 4 == 1:
+            name = f"c{number}"
+            manifest = node.engine.keyspace.manifest.create_collection("_default", name)
+            node.engine.keyspace.set_manifest(manifest)
+            times.append(None)
+            continue
+        write(node, "k", seconds=gap)
+        times.append(node.now_ns - START_NS)
+    node.merge()
     limit = at * SECOND_NS + 0xFFFF_FFFF
     older = [n for n, time_ns in enumerate(times, 1) if time_ns is not None and time_ns <= limit]
     found = seqno_at(node.store, VB, len(times), START_NS + limit)
@@ -284,25 +280,26 @@ def test_the_seqno_at_a_time(gaps: list[int], at: int, events: bool) -> None:
 @settings(max_examples=30, deadline=None)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=30), wanted=st.integers(0, 6_000))
 def test_the_seqno_with_so_many_bytes_above(sizes: list[int], wanted: int) -> None:
-    node = MemoryNode()
-    with mock.patch.object(block, "BODY_BYTES_TARGET", 500):
-        for size in sizes:
-            write(node, "k", value=bytes(size))
-        node.merge()
+    node = MemoryNode(body_bytes_target=500)
+    for size in sizes:
+        write(node, "k", value=bytes(size))
+    node.merge()
     frames = [55 + 2 + size for size in sizes]
     expected = next((n for n in range(len(sizes), 0, -1) if sum(frames[n:]) >= wanted), 0)
-    with mock.patch.object(retention, "WALKED_BLOCKS", 100):
-        assert seqno_below(node.store, VB, len(sizes), wanted) == expected
-        assert 0 <= seqno_below(node.store, VB, len(sizes), wanted) <= len(sizes)
+    assert seqno_below(node.store, VB, len(sizes), wanted, walked_blocks=100) == expected
+    assert 0 <= seqno_below(node.store, VB, len(sizes), wanted) <= len(sizes)
 
 
 def test_far_down_bytes_are_told_by_the_average(node: MemoryNode) -> None:
-    with (
-        mock.patch.object(block, "BODY_BYTES_TARGET", 500),
-        mock.patch.object(retention, "WALKED_BLOCKS", 2),
-    ):
-        write(node, *"ab" * 100, value=bytes(43))  # 100 bytes each, 5 to a block
-        node.merge()
-        assert seqno_below(node.store, VB, 200, 900) == 191
-        assert seqno_below(node.store, VB, 200, 5_000) == 150
-        assert seqno_below(node.store, VB, 200, 30_000) == 0
+    node.set_sizes(body_bytes_target=500)
+    write(node, *"ab" * 100, value=bytes(43))  # 100 bytes each, 5 to a block
+    node.merge()
+    assert seqno_below(node.store, VB, 200, 900, walked_blocks=2) == 191
+    assert seqno_below(node.store, VB, 200, 5_000, walked_blocks=2) == 150
+    assert seqno_below(node.store, VB, 200, 30_000, walked_blocks=2) == 0
+    write(node, *"ab" * 20, value=bytes(143))  # 200 bytes each
+    node.merge()
+    assert seqno_below(node.store, VB, 240, 10_000, walked_blocks=100) == 180, "exact"
+    assert seqno_below(node.store, VB, 240, 10_000, walked_blocks=2) == 190, (
+        "as if all were as large"
+    )

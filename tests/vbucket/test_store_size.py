@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 from vbucket.engine.startup import new_partitions
 from vbucket.log.device import pack_segment_header
@@ -15,7 +14,6 @@ from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.records import BY_SEQNO_TABLE, STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store, StoreView
-from vbucket.upkeep import compaction
 from vbucket.upkeep.compaction import Compactor, Floors
 from vbucket.upkeep.merge import merge
 from vbucket.upkeep.retention import DiskUse, Planner, Windows
@@ -89,7 +87,7 @@ def compact(env: LmdbEnv, churn: Churn, planner: Planner) -> Iterator[int]:
     snapshot.close()
     assert not report.damages
     churn.floors = todo = {step.vb_id: Floors(step.floor, step.purge) for step in report.steps}
-    compactor = Compactor()
+    compactor = Compactor(slice_bytes=SLICE_BYTES)
     while todo:
         done = compactor.run(env, list(todo), lambda: False, floors=todo)
         assert not done.damages
@@ -105,15 +103,14 @@ def test_the_file_stays_within_three_times_the_live_data_and_the_history(tmp_pat
     store = Store.create(env, node, records)
     churn, planner = Churn(), Planner()
     dropped = 0
-    with mock.patch.object(compaction, "SLICE_BYTES", SLICE_BYTES):
-        for _ in range(30):
-            merge(env, [churn.segment()])
-            store.refresh()  # as the server does after a merge, and beside a compaction
-            for versions in compact(env, churn, planner):
-                dropped += versions
-                store.refresh()
-            file_bytes = (tmp_path / "store" / "data.mdb").stat().st_size
-            assert file_bytes <= 3 * LIVE_BYTES + HISTORY_BYTES
+    for _ in range(30):
+        merge(env, [churn.segment()])
+        store.refresh()  # as the server does after a merge, and beside a compaction
+        for versions in compact(env, churn, planner):
+            dropped += versions
+            store.refresh()
+        file_bytes = (tmp_path / "store" / "data.mdb").stat().st_size
+        assert file_bytes <= 3 * LIVE_BYTES + HISTORY_BYTES
     versions = sum(record.versions for record in store.partitions().values())
     assert dropped > 5 * KEYS, "there was something to be dropped"
     assert versions > 2 * KEYS, "and there is history left"

@@ -55,11 +55,11 @@ class ItemCache:
         self.misses = 0
         """Reads that had to ask the store."""
 
-    def resize(self, bytes_max: int) -> None:
+    def resize(self, bytes_max: int, generation_bytes_max: int = GENERATION_BYTES_MAX) -> None:
         """Set the budget."""
         self.bytes_max = bytes_max
         # Half of the budget, so that a turn does not drop all entries of a single partition.
-        self._generation_bytes_max = min(GENERATION_BYTES_MAX, bytes_max // 2)
+        self._generation_bytes_max = min(generation_bytes_max, bytes_max // 2)
         self._shrink()
 
     def find(self, part: Partition, key: bytes) -> bytes | None:

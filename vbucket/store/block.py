@@ -322,14 +322,16 @@ class _Columns:
         self.frame_crcs += map(_crc32c, frames)
         self.pieces += frames
 
-    def blocks(self, vb_id: int, epoch: int, seqno_before: int) -> list[tuple[bytes, bytes]]:
+    def blocks(
+        self, vb_id: int, epoch: int, seqno_before: int, body_bytes_target: int
+    ) -> list[tuple[bytes, bytes]]:
         """Return key and value of blocks of the target size."""
         body = b"".join(self.pieces)
         ends = list(accumulate(self.lengths))
         blocks = []
         first = start = 0
         while first < len(ends):
-            stop = max(first + 1, bisect_right(ends, start + BODY_BYTES_TARGET, first))
+            stop = max(first + 1, bisect_right(ends, start + body_bytes_target, first))
             part = slice(first, stop)
             own_ends = [end - start for end in ends[part]] if start else ends[part]
             own_body = body[start : ends[stop - 1]]
@@ -346,7 +348,12 @@ class _Columns:
 
 
 def build_blocks(
-    vb_id: int, entries: Sequence[bytes], *, seqno_before: int, tail: Block | None = None
+    vb_id: int,
+    entries: Sequence[bytes],
+    *,
+    seqno_before: int,
+    tail: Block | None = None,
+    body_bytes_target: int = BODY_BYTES_TARGET,
 ) -> list[tuple[bytes, bytes]]:
     """Return entries of one partition, in order, as blocks (key, value) of the target size.
 
@@ -360,7 +367,7 @@ def build_blocks(
     if any(map(ge, (seqno_before, *seqnos), seqnos)):
         raise ValueError(f"vb {vb_id}: seqnos do not ascend from {seqno_before}: {seqnos[:50]}")
     frames = list(map(_frame_of, entries))
-    has_room = tail is not None and len(tail.body) + len(frames[0]) <= BODY_BYTES_TARGET
+    has_room = tail is not None and len(tail.body) + len(frames[0]) <= body_bytes_target
     blocks: list[tuple[bytes, bytes]] = []
     first = 0
     for epoch, same in groupby(epochs):
@@ -371,13 +378,17 @@ def build_blocks(
             seqno_before = tail.seqno_before
         tail = None
         columns.add_frames(seqnos[first:stop], prev_seqnos[first:stop], frames[first:stop])
-        blocks += columns.blocks(vb_id, epoch, seqno_before)
+        blocks += columns.blocks(vb_id, epoch, seqno_before, body_bytes_target)
         first, seqno_before = stop, seqnos[stop - 1]
     return blocks
 
 
 def repack_blocks(
-    vb_id: int, parts: Iterable[tuple[Block, bytes | None]], *, seqno_before: int
+    vb_id: int,
+    parts: Iterable[tuple[Block, bytes | None]],
+    *,
+    seqno_before: int,
+    body_bytes_target: int = BODY_BYTES_TARGET,
 ) -> list[tuple[bytes, bytes]]:
     """Return what is kept of blocks that follow each other as blocks of the target size.
 
@@ -389,7 +400,7 @@ def repack_blocks(
         columns = _Columns()
         for block, kept in same:
             columns.add_block(block, kept)
-        blocks += columns.blocks(vb_id, epoch, seqno_before)
+        blocks += columns.blocks(vb_id, epoch, seqno_before, body_bytes_target)
         if columns.seqnos:
             seqno_before = columns.seqnos[-1]
     return blocks

@@ -99,8 +99,18 @@ class SliceReport(NamedTuple):
 class PartitionCompaction:
     """The compaction of one partition: a pass down from the floor, then a pass back up to it."""
 
-    def __init__(self, view: StoreView, vb_id: int, record: PartitionRecord) -> None:
+    def __init__(
+        self,
+        view: StoreView,
+        vb_id: int,
+        record: PartitionRecord,
+        *,
+        step_bytes: int = STEP_BYTES,
+        body_bytes_target: int = BODY_BYTES_TARGET,
+    ) -> None:
         self.vb_id = vb_id
+        self._step_bytes = step_bytes
+        self._body_bytes_target = body_bytes_target
         self.failover = record.failover
         self.floor = record.history_floor
         self.purge = record.purge_seqno
@@ -172,7 +182,7 @@ class PartitionCompaction:
         """Read the next blocks downwards; return them."""
         blocks: list[Block] = []
         size = 0
-        while size < STEP_BYTES and self._seqno_below != 0:
+        while size < self._step_bytes and self._seqno_below != 0:
             found = write.last_at_or_before(BY_SEQNO_TABLE, block_key(self.vb_id, self._down_seqno))
             if found is None or found[0][:2] != self._prefix:
                 if self._seqno_below:
@@ -268,7 +278,7 @@ class PartitionCompaction:
                 raise missing_blocks(self.vb_id, blocks[-1].last_seqno, block.seqno_before)
             blocks.append(block)
             size += len(value)
-            if size >= STEP_BYTES:
+            if size >= self._step_bytes:
                 break
         return blocks
 
@@ -313,7 +323,10 @@ class PartitionCompaction:
 
         def flush() -> None:
             nonlocal seqno_before, run_bytes
-            repacked = repack_blocks(self.vb_id, run, seqno_before=seqno_before)
+            repacked = repack_blocks(
+                self.vb_id, run,
+                seqno_before=seqno_before, body_bytes_target=self._body_bytes_target,
+            )  # fmt: skip
             if repacked:
                 items.extend(repacked)
                 seqno_before = Block(*repacked[-1]).last_seqno
@@ -321,7 +334,7 @@ class PartitionCompaction:
             run_bytes = 0
 
         for block, kept in zip(blocks, masks, strict=True):
-            if kept is not None or 0 < run_bytes < BODY_BYTES_TARGET // 2:
+            if kept is not None or 0 < run_bytes < self._body_bytes_target // 2:
                 run.append((block, kept))
                 run_bytes += _kept_bytes(block, kept)
                 continue
@@ -366,7 +379,16 @@ class PartitionCompaction:
 class Compactor:
     """Compacts partitions one after another, in slices: one transaction each."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        step_bytes: int = STEP_BYTES,
+        slice_bytes: int = SLICE_BYTES,
+        body_bytes_target: int = BODY_BYTES_TARGET,
+    ) -> None:
+        self._step_bytes = step_bytes
+        self._slice_bytes = slice_bytes
+        self._body_bytes_target = body_bytes_target
         self._under_way: PartitionCompaction | None = None
 
     def run(
@@ -386,7 +408,7 @@ class Compactor:
         """
         job, self._under_way = self._under_way, None
         report = SliceReport([], 0, 0, [])
-        left_bytes = SLICE_BYTES
+        left_bytes = self._slice_bytes
         at_work: list[int] = []
         """The partitions to blame if a write is lost."""
         try:
@@ -396,7 +418,7 @@ class Compactor:
                 for vb_id in vb_ids:
                     at_work = [vb_id]
                     try:
-                        job = _job_of(view, vb_id, job, (floors or {}).get(vb_id))
+                        job = self._job_of(view, vb_id, job, (floors or {}).get(vb_id))
                         before = job.versions, job.tombstones
                         left_bytes -= _go_on(job, write, rows, is_over, left_bytes)
                     except WriteLostError:
@@ -423,20 +445,22 @@ class Compactor:
         self._under_way = job
         return report
 
-
-def _job_of(
-    view: StoreView, vb_id: int, job: PartitionCompaction | None, floors: Floors | None
-) -> PartitionCompaction:
-    """Return the work on a partition: the current one, unless it must start again."""
-    record = view.partition(vb_id)
-    assert record is not None, f"vb {vb_id} is not in the store"
-    if floors is not None:
-        record = record._replace(
-            history_floor=max(record.history_floor, floors.floor),
-            purge_seqno=max(record.purge_seqno, floors.purge),
-        )
-    new = PartitionCompaction(view, vb_id, record)
-    return job if job is not None and job.is_of(new) else new
+    def _job_of(
+        self, view: StoreView, vb_id: int, job: PartitionCompaction | None, floors: Floors | None
+    ) -> PartitionCompaction:
+        """Return the work on a partition: the current one, unless it must start again."""
+        record = view.partition(vb_id)
+        assert record is not None, f"vb {vb_id} is not in the store"
+        if floors is not None:
+            record = record._replace(
+                history_floor=max(record.history_floor, floors.floor),
+                purge_seqno=max(record.purge_seqno, floors.purge),
+            )
+        new = PartitionCompaction(
+            view, vb_id, record,
+            step_bytes=self._step_bytes, body_bytes_target=self._body_bytes_target,
+        )  # fmt: skip
+        return job if job is not None and job.is_of(new) else new
 
 
 def _go_on(

@@ -37,7 +37,7 @@ from vbucket.model.entry import (
     seqno_of,
 )
 from vbucket.model.manifest import Manifest, collection_of
-from vbucket.store.block import Block, block_key, build_blocks
+from vbucket.store.block import BODY_BYTES_TARGET, Block, block_key, build_blocks
 from vbucket.store.environment import KvEnv, KvWrite, StoreDamagedError
 from vbucket.store.expiry_index import ExpiryRows, build_expiry_table
 from vbucket.store.key_record import (
@@ -271,6 +271,7 @@ def merge(
     segments: Iterable[tuple[int, bytes]],
     *,
     before_commit: Callable[[], None] = lambda: None,
+    body_bytes_target: int = BODY_BYTES_TARGET,
 ) -> MergeReport:
     """Merge sealed segments (id, bytes), in order, into the store; durable on return.
 
@@ -284,7 +285,7 @@ def merge(
     damaged: dict[int, str] = {}
     while True:
         try:
-            return _merge_without(damaged, env, segments, before_commit)
+            return _merge_without(damaged, env, segments, before_commit, body_bytes_target)
         except _PartitionDamagedError as error:
             damaged[error.vb_id] = str(error)
             if len(damaged) > DAMAGED_MAX:
@@ -296,6 +297,7 @@ def _merge_without(
     env: KvEnv,
     segments: Iterable[tuple[int, bytes]],
     before_commit: Callable[[], None],
+    body_bytes_target: int,
 ) -> MergeReport:
     with env.write() as write:
         view = StoreView(write)
@@ -315,7 +317,9 @@ def _merge_without(
         for vb_id in sorted(staging.stages):
             stage = staging.stages.pop(vb_id)
             with _naming(vb_id):
-                record = _merge_partition(write, view, stage, staging.manifest, rows)
+                record = _merge_partition(
+                    write, view, stage, staging.manifest, rows, body_bytes_target
+                )
             high_seqnos[vb_id] = record.high_seqno
         rows.write(write)
         if staging.manifest != view.manifest():
@@ -380,8 +384,9 @@ def _stage_segments(
 
 
 def _merge_partition(
-    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest, rows: ExpiryRows
-) -> PartitionRecord:
+    write: KvWrite, view: StoreView, stage: _Stage, manifest: Manifest, rows: ExpiryRows,
+    body_bytes_target: int,
+) -> PartitionRecord:  # fmt: skip
     """Write one partition's stage; return its record. Reads come first, then writes.
 
     `manifest` is that of the last segment: documents of collections that it lacks do not count. The
@@ -412,7 +417,7 @@ def _merge_partition(
     changes.write(write, rows)
     versions = record.versions + len(entries)
     if stage.trim_to is not None:
-        versions -= _trim_blocks(write, vb_id, stage.trim_to)
+        versions -= _trim_blocks(write, vb_id, stage.trim_to, body_bytes_target)
         tally.roll_back(stage.trim_to, view.backward(vb_id, stage.trim_to))
     tail = view.last_block(vb_id)
     last_seqno = tail.last_seqno if tail else 0
@@ -421,7 +426,8 @@ def _merge_partition(
     if any(map(_first_of, newest)):
         _note(tally, manifest, entries, last_seqno)
     tally.forget(manifest.collections)
-    write.put_sorted(BY_SEQNO_TABLE, _blocks_of(vb_id, entries, last_seqno, tail))
+    blocks = _blocks_of(vb_id, entries, last_seqno, tail, body_bytes_target)
+    write.put_sorted(BY_SEQNO_TABLE, blocks)
     record = record._replace(
         high_seqno=stage.final_high_seqno(),
         last_seqno=seqno_of(entries[-1]) if entries else last_seqno,
@@ -509,15 +515,18 @@ def _note(
 
 
 def _blocks_of(
-    vb_id: int, entries: list[bytes], last_seqno: int, tail: Block | None
+    vb_id: int, entries: list[bytes], last_seqno: int, tail: Block | None, body_bytes_target: int
 ) -> list[tuple[bytes, bytes]]:
     try:
-        return build_blocks(vb_id, entries, seqno_before=last_seqno, tail=tail)
+        return build_blocks(
+            vb_id, entries,
+            seqno_before=last_seqno, tail=tail, body_bytes_target=body_bytes_target,
+        )  # fmt: skip
     except ValueError as error:
         raise MergeRefusedError(f"the log does not continue the store: {error}") from error
 
 
-def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
+def _trim_blocks(write: KvWrite, vb_id: int, seqno: int, body_bytes_target: int) -> int:
     """Remove all versions above `seqno` from the blocks; return how many there were."""
     stop = (vb_id + 1).to_bytes(2, "big")
     removed = 0
@@ -531,7 +540,9 @@ def _trim_blocks(write: KvWrite, vb_id: int, seqno: int) -> int:
     if tail is not None and tail.last_seqno > seqno:
         kept = [entry for entry in tail.entries() if seqno_of(entry) <= seqno]
         removed += len(tail.seqnos) - len(kept)
-        for key, value in build_blocks(vb_id, kept, seqno_before=tail.seqno_before):
+        for key, value in build_blocks(
+            vb_id, kept, seqno_before=tail.seqno_before, body_bytes_target=body_bytes_target
+        ):
             write.put(BY_SEQNO_TABLE, key, value)
     return removed
 

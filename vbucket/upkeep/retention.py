@@ -112,6 +112,9 @@ class _Budget(NamedTuple):
         windows: Windows,
         now_ns: int,
         use: DiskUse | None,
+        *,
+        worth_versions_min: int,
+        body_bytes_target: int,
     ) -> _Budget:
         """Return the budget for these records and this use of the disk.
 
@@ -127,9 +130,10 @@ class _Budget(NamedTuple):
         version_bytes = use.blocks_bytes / max(1, versions)
         live_bytes = version_bytes * sum(record.item_count for record in written)
         newest_bytes = version_bytes * sum(record.keys for record in written)
-        merge_bytes = use.other_bytes + len(written) * BODY_BYTES_TARGET // 2
+        merge_bytes = use.other_bytes + len(written) * body_bytes_target // 2
         free_bytes = FREE_MERGES * merge_bytes + use.compaction_bytes
-        waiting_bytes = version_bytes * sum(_worth(record.keys) for record in written)
+        waiting_versions = sum(_worth(record.keys, worth_versions_min) for record in written)
+        waiting_bytes = version_bytes * waiting_versions
         room_bytes = (
             windows.history_bytes + 3 * live_bytes - newest_bytes
             - use.other_bytes - free_bytes - waiting_bytes - use.inflow_bytes
@@ -150,7 +154,14 @@ class _LastPlanned(NamedTuple):
 class Planner:
     """Makes plans, and remembers what it examined."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        worth_versions_min: int = WORTH_VERSIONS_MIN,
+        body_bytes_target: int = BODY_BYTES_TARGET,
+    ) -> None:
+        self._worth_versions_min = worth_versions_min
+        self._body_bytes_target = body_bytes_target
         self._seen: dict[int, _LastPlanned] = {}
         self._budget = _Budget(0, 0, 0)
 
@@ -172,7 +183,11 @@ class Planner:
         """
         planned = 0
         if self._budget.now_ns != now_ns:
-            self._budget = _Budget.of(view.partitions().values(), windows, now_ns, use)
+            self._budget = _Budget.of(
+                view.partitions().values(), windows, now_ns, use,
+                worth_versions_min=self._worth_versions_min,
+                body_bytes_target=self._body_bytes_target,
+            )  # fmt: skip
         manifest_uid = view.manifest().uid
         steps: list[FloorStep] = []
         damages: list[tuple[int, str]] = []
@@ -180,7 +195,10 @@ class Planner:
             try:
                 record = view.partition(vb_id)
                 if record is not None and record.last_seqno:
-                    look = _PartitionPlan(view, vb_id, record, windows, self._budget, manifest_uid)
+                    look = _PartitionPlan(
+                        view, vb_id, record, windows, self._budget, manifest_uid,
+                        self._worth_versions_min,
+                    )  # fmt: skip
                     steps += self._steps(look, is_forced=is_forced)
             except StoreDamagedError as error:
                 damages.append((vb_id, str(error)))
@@ -199,15 +217,14 @@ class Planner:
     def _is_due(self, look: _PartitionPlan) -> bool:
         """Whether a step is possible and enough has changed since the last examination."""
         record, windows = look.record, look.windows
-        worth = _worth(record.keys)
-        if _spare(record) < worth and record.keys - record.item_count < worth:
+        if _spare(record) < look.worth and record.keys - record.item_count < look.worth:
             return False
         seen = self._seen.get(look.vb_id)
         if seen is None or seen.last_seqno > record.last_seqno:
             return True
         window_ns = min(windows.history_ns, windows.purge_age_ns)
         return (
-            record.last_seqno - seen.last_seqno >= max(record.keys // 8, WORTH_VERSIONS_MIN)
+            record.last_seqno - seen.last_seqno >= max(record.keys // 8, self._worth_versions_min)
             or look.now_ns - seen.now_ns >= window_ns // 8
         )
 
@@ -223,11 +240,14 @@ class _PartitionPlan:
         windows: Windows,
         budget: _Budget,
         manifest_uid: int,
+        worth_versions_min: int,
     ) -> None:
         self.vb_id = vb_id
         self.record = record
         self.windows = windows
         self.now_ns = budget.now_ns
+        self.worth = _worth(record.keys, worth_versions_min)
+        """How many versions have to go for a compaction."""
         self._view = view
         self._budget = budget
         self._manifest_uid = manifest_uid
@@ -247,7 +267,7 @@ class _PartitionPlan:
         is_new = floor > self._done_floor
         is_worth = is_new and (
             (is_forced and _spare(record) > 0)
-            or self._droppable(floor) >= _worth(record.keys)
+            or self._droppable(floor) >= self.worth
             or self._frees_collections(floor, is_forced=is_forced)
         )
         if not is_worth:
@@ -299,17 +319,15 @@ class _PartitionPlan:
         if self._manifest_uid == self._done_uid or not record.tally:
             return False
         unreachable = record.keys - record.item_count
-        return unreachable >= (1 if is_forced else _worth(record.keys)) and (
-            is_forced
-            or floor >= record.tally[0]
-            or floor - self._done_floor >= max(record.keys // 2, WORTH_VERSIONS_MIN)
+        return unreachable >= (1 if is_forced else self.worth) and (
+            is_forced or floor >= record.tally[0] or floor - self._done_floor >= self.worth
         )
 
     def _purge(self, floor: int, *, is_forced: bool) -> int:
         """Return the seqno of the last tombstone to drop, 0 if it is not worth it."""
         view, record = self._view, self.record
         last_seqno = min(floor, record.last_seqno) - 1
-        worth = 1 if is_forced else _worth(record.keys)
+        worth = 1 if is_forced else self.worth
         if record.keys - record.item_count < worth and not is_forced:
             return 0
         limit = last_seqno
@@ -334,9 +352,9 @@ def _spare(record: PartitionRecord) -> int:
     return max(0, record.versions - record.keys)
 
 
-def _worth(keys: int) -> int:
+def _worth(keys: int, versions_min: int) -> int:
     """Return how many versions a compaction must drop to be worth it, for this many keys."""
-    return max(keys // 2, WORTH_VERSIONS_MIN)
+    return max(keys // 2, versions_min)
 
 
 # -- looking for seqnos ----------------------------------------------------------------------------
@@ -362,13 +380,20 @@ def seqno_at(
     return after_seqno if block is None else block.seqnos[bisect_right(block.seqnos, before) - 1]
 
 
-def seqno_below(view: StoreView, vb_id: int, last_seqno: int, size_bytes: int) -> int:
+def seqno_below(
+    view: StoreView,
+    vb_id: int,
+    last_seqno: int,
+    size_bytes: int,
+    *,
+    walked_blocks: int = WALKED_BLOCKS,
+) -> int:
     """Return the last version that has at least so many bytes of versions above it, 0 if none.
 
     Exact within the last WALKED_BLOCKS blocks; further down it goes by their average.
     """
     seqno, walked_bytes = last_seqno, 0
-    for _ in range(WALKED_BLOCKS):
+    for _ in range(walked_blocks):
         block = view.block_at(vb_id, seqno) if seqno else None
         if block is None:
             return 0

@@ -71,6 +71,9 @@ class Committer:
         on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
         sync_seconds: Histogram,
+        retry_first_s: float = RETRY_FIRST_S,
+        retry_max_s: float = RETRY_MAX_S,
+        room_bytes_min: int = ROOM_BYTES_MIN,
     ) -> None:
         self._engine = engine
         self._writer = writer
@@ -82,6 +85,9 @@ class Committer:
         self._on_full = on_full
         self._on_failure = on_failure
         self._sync_seconds = sync_seconds
+        self._retry_first_s = retry_first_s
+        self._retry_max_s = retry_max_s
+        self._room_bytes_min = room_bytes_min
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
@@ -97,7 +103,7 @@ class Committer:
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
-        self._pause_s = RETRY_FIRST_S
+        self._pause_s = self._retry_first_s
         self._idle = asyncio.Event()
         self._idle.set()
         self.full_why = ""
@@ -187,7 +193,7 @@ class Committer:
             self._wait_for_room(job, error)
             return
         self._commit(group)
-        if self._finds_room and self._device.room_bytes < ROOM_BYTES_MIN:
+        if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
     def _is_for_the_loop(self, record_bytes: int) -> bool:
@@ -205,7 +211,7 @@ class Committer:
     def _go_on(self) -> None:
         """Continue after a job of the thread."""
         self._is_busy = False
-        self._pause_s = RETRY_FIRST_S
+        self._pause_s = self._retry_first_s
         if self.full_why:
             self.full_why = ""
             self._on_full("")
@@ -241,13 +247,13 @@ class Committer:
 
     def _reserved(self, _: None) -> None:
         self._is_reserving = False
-        self._finds_room = self._device.room_bytes >= ROOM_BYTES_MIN
+        self._finds_room = self._device.room_bytes >= self._room_bytes_min
 
     def _wait_for_room(self, job: _Job, error: LogFullError) -> None:
         """Retry a job later: the disk is full, and the log is as it was before."""
         self._is_busy = True
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
-        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
+        self._pause_s = min(2 * self._pause_s, self._retry_max_s)
         if not self.full_why:
             self.full_why = str(error)
             self._on_full(self.full_why)
