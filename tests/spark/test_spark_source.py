@@ -459,7 +459,7 @@ def test_tasks_are_at_most_as_many_as_wanted(dcpd, driver):
 def test_a_server_that_is_not_there_is_named_with_what_to_try(monkeypatch):
     monkeypatch.setattr("clients.spark.survey.PATIENCE_S", 0.2)
     settings = parse_options({"servers": "127.0.0.1:1"})
-    with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Is the server running"):
+    with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Check that the server is running"):
         DcpStreamReader(settings, StructType([])).latestOffset({}, ReadAllAvailable())
 
 
