@@ -1,18 +1,18 @@
 """The errors of the clients, as one tree.
 
     DcpdError                   .status .vb_id .key .node .retry .hint
-    ├── ConnectError            nothing listens there, or it does not speak the protocol
+    ├── ConnectError            cannot connect, or the peer does not speak the protocol
     ├── ConnectionLostError     the connection broke with requests pending: their outcome is unknown
     ├── OperationTimeoutError   no answer in time (also a TimeoutError): the outcome is unknown
-    ├── AuthenticationError     user or password refused
+    ├── AuthenticationError     wrong user or password
     ├── TopologyError           the cluster configuration cannot be used
-    ├── CheckpointError         a checkpoint is damaged, not one of ours, or of other documents
+    ├── CheckpointError         a checkpoint is damaged, unusable, or belongs to another selection
     ├── StreamViolationError    a stream broke the rules of DCP
-    ├── HistoryBranchedError    a partition had to go back, and the consumer was told not to
+    ├── HistoryBranchedError    a partition needs a rollback, and on_rollback is "fail"
     └── StatusError             the server answered with a status other than OK
         ├── NotFoundError       0x01
-        ├── ExistsError         0x02 of ADD, or of a stream that is there already
-        ├── CasMismatchError    0x02 where the request named a CAS
+        ├── ExistsError         0x02: the document, or the stream, already exists
+        ├── CasMismatchError    0x02 if the request had a CAS
         ├── TooBigError         0x03
         ├── InvalidRequestError 0x04
         ├── NotMyVbucketError   0x07, .config is the body
@@ -21,12 +21,12 @@
         ├── NoAccessError       0x24
         ├── UnknownCollectionError 0x88, 0x8c
         ├── UnsupportedError    0x81, 0x83
-        ├── TemporaryError      0x82, 0x85, 0x86: nothing was done, try again later
+        ├── TemporaryError      0x82, 0x85, 0x86: nothing was changed, try again later
         └── ServerError         any other status
 
-`str(error)` says in one line what happened and where; `error.hint` says what to try.
-`error.retry` is True if the same request may simply be sent again. TRANSIENT lists the errors that
-another connection attempt may cure.
+`str(error)` is one line: what happened, and where. `error.hint` says what to try.
+`error.retry` is True if the same request can be sent again. TRANSIENT lists the errors that may go
+away with a new connection.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from dcp.wire.status import ERROR_TABLE, Status
 _REASONS: Final = {
     "ECONNREFUSED": "connection refused",
     "ETIMEDOUT": "timed out",
-    "EHOSTUNREACH": "no route to the host",
-    "ENETUNREACH": "the network cannot be reached",
+    "EHOSTUNREACH": "no route to host",
+    "ENETUNREACH": "network unreachable",
 }
 
 
 class DcpdError(Exception):
-    """Root of all errors that clients raise. Attributes that do not apply are None."""
+    """Base class of all client errors. Attributes that do not apply are None."""
 
     retry: ClassVar[bool] = False
     default_hint: ClassVar[str] = ""
@@ -81,37 +81,37 @@ class DcpdError(Exception):
 
 
 class ConnectError(DcpdError):
-    """Nothing listens at the address, or what listens does not speak the protocol."""
+    """The client cannot connect, or the peer does not speak the protocol."""
 
     retry = True
-    default_hint = "Is the server running, and is the address right? Start one with: dcpd"
+    default_hint = "Check that the server is running and the address is right. Start one: dcpd"
 
     @classmethod
     def of(cls, error: OSError, node: str) -> ConnectError:
         """Return the error for a failed connection attempt."""
-        # asyncio says "Connect call failed (address)" where the socket module says the reason.
+        # asyncio's text is only "Connect call failed (address)", so the reason comes from errno.
         name = errorcode.get(error.errno or 0)
         reason = _REASONS.get(name or "", error.strerror or str(error))
         return cls(f"cannot connect: {reason}", node=node)
 
 
 class ConnectionLostError(DcpdError):
-    """The connection broke while requests were pending; a mutation may have been done."""
+    """The connection broke while requests were pending. A write may have been applied."""
 
-    default_hint = "Read the document back before repeating a write."
+    default_hint = "Read the document back before you repeat a write."
 
 
 class OperationTimeoutError(DcpdError, TimeoutError):
-    """No answer within the timeout; a mutation may have been done."""
+    """The server did not answer within the timeout. A write may have been applied."""
 
-    default_hint = "Allow more time, or look at the server's load: dcpctl status"
+    default_hint = "Increase the timeout, or check the server: dcpctl status"
 
 
 class AuthenticationError(DcpdError):
     """The server refused the user or the password."""
 
     default_hint = (
-        "Give --user and --password (guest/guest works from loopback only), or add the user:"
+        "Set --user and --password (guest/guest works from loopback only), or add the user:"
         " dcpctl user add NAME"
     )
 
@@ -121,18 +121,21 @@ class TopologyError(DcpdError):
 
 
 class CheckpointError(DcpdError):
-    """A checkpoint is damaged, of another format or of other documents, or cannot be written."""
+    """A checkpoint cannot be read, used or written.
+
+    It is damaged, has another format, or belongs to another selection of documents.
+    """
 
 
 class StreamViolationError(DcpdError):
-    """A stream broke the rules of DCP: what, at which partition and seqno."""
+    """A stream broke the rules of DCP. The text says how, in which partition, at which seqno."""
 
 
 class HistoryBranchedError(DcpdError):
-    """History branched, and `on_rollback` says to fail; `to_seqno` is where to go back to."""
+    """A rollback to `to_seqno` is needed, and `on_rollback` is "fail"."""
 
     default_hint = (
-        "Undo what you hold above that seqno, or begin the partition anew, and start again."
+        "Undo your changes above that seqno, or read the partition from 0, then start again."
     )
     to_seqno: int = 0
 
@@ -142,13 +145,13 @@ class StatusError(DcpdError):
 
 
 class NotFoundError(StatusError):
-    """There is no such document, or no such thing."""
+    """The document does not exist, or whatever else the request named."""
 
-    default_hint = "Keys are exact bytes; list what changes with: dcpctl watch --until-now"
+    default_hint = "Keys match byte by byte. To list the documents: dcpctl watch --until-now"
 
 
 class ExistsError(StatusError):
-    """The document exists already."""
+    """The document already exists."""
 
     default_hint = "Use set or replace to overwrite it."
 
@@ -156,48 +159,52 @@ class ExistsError(StatusError):
 class CasMismatchError(StatusError):
     """The document changed since the CAS was read."""
 
-    default_hint = "Read it again and repeat the change with its new CAS."
+    default_hint = "Read the document again and repeat the change with the new CAS."
 
 
 class TooBigError(StatusError):
-    """The value is larger than the server takes."""
+    """The value is larger than the server accepts."""
 
-    default_hint = "A value may have 20 MiB at most."
+    default_hint = "The maximum size of a value is 20 MiB."
 
 
 class InvalidRequestError(StatusError):
-    """The server found the request invalid."""
+    """The server rejected the request as invalid."""
 
 
 class NotMyVbucketError(StatusError):
-    """The node does not hold the partition; `config` is the configuration that it sent, or b""."""
+    """The node does not serve the partition. `config` is the cluster configuration in its answer,
+    or b"".
+    """
 
     retry = True
     config: bytes = b""
 
 
 class RangeError(StatusError):
-    """A seqno lies outside of what the partition has."""
+    """A seqno is outside the partition's range."""
 
-    default_hint = "The position is not one of this partition's history: start from the beginning."
+    default_hint = "The position does not belong to this partition's history. Start again at 0."
 
 
 class RollbackRequiredError(StatusError):
-    """History branched: the client has to go back to `to_seqno`."""
+    """The server requires a rollback to `to_seqno`."""
 
     to_seqno: int = 0
 
 
 class NoAccessError(StatusError):
-    """The user may not do this."""
+    """The user is not allowed to do this."""
 
-    default_hint = "An admin sees what a user may, and grants more, with: dcpctl user"
+    default_hint = "An admin can show and grant roles: dcpctl user show NAME, dcpctl user grant"
 
 
 class UnknownCollectionError(StatusError):
-    """The server has no such collection, or no such scope."""
+    """The collection or scope does not exist."""
 
-    default_hint = "Collections are dropped for good; one of the same name is another: ask by name."
+    default_hint = (
+        "If the collection was dropped and created again, its id is new: look it up by name."
+    )
 
 
 class UnsupportedError(StatusError):
@@ -205,22 +212,22 @@ class UnsupportedError(StatusError):
 
 
 class TemporaryError(StatusError):
-    """The server cannot do it now and has not done anything."""
+    """The server cannot do it now. Nothing was changed."""
 
     retry = True
     default_hint = "Try again in a moment."
 
 
 class ServerError(StatusError):
-    """Any other refusal."""
+    """The server answered with any other error status."""
 
 
 TRANSIENT: Final = (
     ConnectError, ConnectionLostError, OperationTimeoutError, TemporaryError, TopologyError,
 )  # fmt: skip
-"""Errors that another attempt may cure: a server restarts, or a partition moves.
+"""Errors that may go away with a new attempt: a server restarts, or a partition moves.
 
-This concerns connections and streams. Whether one request may be repeated is `DcpdError.retry`.
+This is about connections and streams. `DcpdError.retry` says whether a request may be repeated.
 """
 
 
@@ -244,7 +251,7 @@ _CLASSES: dict[int, type[StatusError]] = {
 TEMPORARY_STATUSES: Final = frozenset(
     status for status, error_class in _CLASSES.items() if error_class is TemporaryError
 )
-"""Refusals after which the same request may be accepted a moment later. Nothing was done."""
+"""Statuses after which the same request may succeed later. Nothing was changed."""
 
 
 def error_from_status(
@@ -259,8 +266,8 @@ def error_from_status(
 ) -> StatusError:
     """Return the error for a response's status.
 
-    `operation` names the request, `body` is the value of the response (its JSON error context is
-    used if there is one), `cas` is the CAS of the request.
+    `operation` names the request. `cas` is the CAS of the request. `body` is the value of the
+    response; if it has a JSON error context, that becomes part of the text.
     """
     error_class = _CLASSES.get(status, ServerError)
     if error_class is ExistsError and cas:
@@ -268,8 +275,8 @@ def error_from_status(
     name, text = _described(status)
     context = error_context(body) if status != Status.NOT_MY_VBUCKET else ""
     if status == Status.KEY_EEXISTS and context in {"", text}:
-        # The status means two things; the request says which.
-        context = "CAS mismatch" if cas else "exists already"
+        # This status has two meanings. The request tells which.
+        context = "CAS mismatch" if cas else "already exists"
     what = f"{operation}: {context or text} ({name + ' ' if name else ''}0x{status:02x})"
     error = error_class(what, status=status, vb_id=vb_id, key=key, node=node)
     if isinstance(error, NotMyVbucketError):
@@ -280,7 +287,7 @@ def error_from_status(
 
 
 def error_context(body: bytes) -> str:
-    """Return the text of a JSON error body ({"error": {"context": ...}}), "" for other bodies."""
+    """Return the context of a JSON error body ({"error": {"context": ...}}), otherwise ""."""
     if not body.startswith(b"{"):
         return ""
     import json
@@ -295,6 +302,6 @@ def error_context(body: bytes) -> str:
 
 
 def _described(status: int) -> tuple[str, str]:
-    """Return name and meaning of a status, ("", "unknown status") for an unknown one."""
+    """Return name and meaning of a status, or ("", "unknown status")."""
     known = next((known for known in ERROR_TABLE if known == status), None)
     return ERROR_TABLE[known][:2] if known is not None else ("", "unknown status")

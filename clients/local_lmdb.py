@@ -1,10 +1,10 @@
-r"""LMDB for clients: the one module of theirs that imports it. A file that one process uses.
+r"""LMDB files of clients, each used by one process. Only this module of `clients` imports lmdb.
 
-    what it is                key `\0format` -> b"<format> <version>"
+    key `\0format` -> b"<format> <version>"
 
-A file of another format or a newer version is refused. A file of an older version gets the new
-mark, so that older programs refuse it. The server's own LMDB is another thing altogether
-(vbucket.store.environment_lmdb); clients never touch it.
+A file with another format or a newer version is refused. A file with an older version gets the new
+version, so that older programs refuse it. The server's LMDB is separate
+(vbucket.store.environment_lmdb), and clients do not access it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import lmdb
 from clients.errors import CheckpointError
 
 MAP_BYTES: Final = 1 << 40
-"""Address space, no disk."""
+"""Reserved address space. It does not take disk space."""
 READERS_MAX: Final = 126
-"""Concurrent readers (LMDB's default). An iterator over a mirror counts until it ends."""
+"""Concurrent readers (LMDB's default). An open iterator over a mirror is one."""
 _FORMAT_KEY: Final = b"\0format"
 _LOCK: Final = threading.Lock()
 _OPEN: Final[dict[tuple[int, str], tuple[Any, int]]] = {}
-"""By process and file: the environment, and how many use it."""
+"""(process, file) -> (environment, number of users)."""
 
 
 class LocalLmdb:
@@ -54,7 +54,7 @@ class LocalLmdb:
             raise CheckpointError(
                 f"{self.path}: is {bytes(found or b'something else').decode(errors='replace')},"
                 f" not {wanted.decode()}",
-                hint="Name another file.",
+                hint="Use another file.",
             )
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class LocalLmdb:
 
     @contextmanager
     def writing(self) -> Iterator[Any]:
-        """Give a write transaction (put, get, delete, cursor), kept as a whole or not at all."""
+        """Yield a write transaction (put, get, delete, cursor). An error aborts it."""
         try:
             with self._opened_env().begin(write=True) as transaction:
                 yield transaction
@@ -79,7 +79,7 @@ class LocalLmdb:
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
-        """Give a read transaction."""
+        """Yield a read transaction."""
         try:
             with self._opened_env().begin() as transaction:
                 yield transaction

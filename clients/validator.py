@@ -1,21 +1,21 @@
-"""Checks that a stream of events keeps what DCP promises, and keeps what it says. Pure.
+"""Checks that a stream of events follows the rules of DCP, and stores the documents. Pure.
 
-Who calls it: every test that consumes, and `Consumer(validate=True)`.
+Called by tests that consume, and by `Consumer(validate=True)`.
 
-Promises checked, per partition; the first broken one raises StreamViolationError
-- seqnos rise; nothing lies outside of the snapshot that was announced, or comes without one;
-- a snapshot's keys are unique, unless its marker says that they may repeat (flag 0x20);
-- a history snapshot (flag 0x10) leaves no revision of a key out between two that it shows, and the
-  previous values that it tells are what was held;
-- a marker starts where the previous snapshot ended + 1; the first one of a stream between the
-  requested snapshot start and the requested seqno + 1, so that nothing is left out;
-- a snapshot reaches its end before the next marker, and before a stream that ends for good;
-- a stream opens where the consumer stands: no gap and no duplicate over reconnects;
-- nothing comes after a stream's end or before its opening;
-- a rollback goes down.
+Rules, per partition. The first violation raises StreamViolationError:
+- seqnos rise, and every change is inside an announced snapshot;
+- a key occurs once in a snapshot, unless the marker allows duplicates (flag 0x20);
+- a history snapshot (flag 0x10) has consecutive revisions of each key, and the previous values in
+  it match the stored ones;
+- a marker starts at the end of the previous snapshot + 1. The first marker of a stream starts
+  between the requested snapshot start and the requested seqno + 1, so there is no gap;
+- a snapshot reaches its end before the next marker, and before the stream ends with reason 0;
+- a stream opens at the consumer's seqno, so reconnects cause no gap and no duplicate;
+- no events come before a stream opens or after it ends;
+- a rollback goes to a lower seqno.
 
-What it keeps: per key every version that came, so that a rollback restores what was held, and
-`compare` says in words where that differs from a server's documents.
+The validator stores every version of each key. So a rollback can restore older versions, and
+`compare` can list the differences from a server's documents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vbucket.model.manifest import SystemEventKind
 
 
 class Held(NamedTuple):
-    """What a consumer holds of a key; `value` is None where it was deleted."""
+    """A version of a document; `value` is None if it is a deletion."""
 
     value: bytes | None
     cas: int
@@ -55,7 +55,7 @@ Key = tuple[int, bytes]
 
 
 class _Partition:
-    """What is known of one partition."""
+    """The state of one partition."""
 
     __slots__ = (
         "end",
@@ -72,7 +72,7 @@ class _Partition:
     def __init__(self) -> None:
         self.is_open = False
         self.seqno: int | None = None
-        """None: the stream starts from now and has not said where."""
+        """None if the stream starts at "now" and has not opened yet."""
         self.snap_start = 0
         self.opened_at = 0
         self.end: int | None = None
@@ -80,9 +80,9 @@ class _Partition:
         self.marker: SnapshotStart | None = None
         self.keys: set[Key] = set()
         self.revisions: dict[Key, int] = {}
-        """Revision of each key that a history snapshot has shown."""
+        """Last revision of each key in the current history snapshot."""
         self.held: dict[Key, list[Held]] = {}
-        """Per key its versions, oldest first."""
+        """Versions by key, oldest first."""
 
 
 class StreamValidator:
@@ -94,29 +94,29 @@ class StreamValidator:
         self._partitions: dict[int, _Partition] = {}
 
     def begin(self, positions: Mapping[int, Position]) -> None:
-        """Note where a resuming consumer stands, before the first event."""
+        """Set the positions of a resuming consumer. Call this before the first event."""
         for vb_id, position in positions.items():
             self._partition(vb_id).seqno = position.seqno
 
     def observe(self, event: Event, stream_id: int = 0) -> None:
-        """Take one event. Raises StreamViolationError that says what is wrong and where.
+        """Check one event. Raises StreamViolationError, which says what is wrong and where.
 
-        Streams of one partition that have names (stream ids) are checked apart. Where the methods
-        below take or return a `vb_id`, that of a named stream is `stream_id << 16 | vb_id`.
+        Streams of one partition with different stream ids are checked separately. In the methods
+        below, the `vb_id` of such a stream is `stream_id << 16 | vb_id`.
         """
         self.event_count += 1
         partition = self._partition(stream_id << 16 | event.vb_id)
         _CHECKS[type(event)](self, partition, event)
 
     def documents(self, collection_id: int = 0) -> dict[bytes, Held]:
-        """Return what is held now of a collection, by key, without what was deleted."""
+        """Return the current documents of a collection by key."""
         documents: dict[bytes, Held] = {}
         for vb_id in self._partitions:
             documents.update(self.documents_of(vb_id, collection_id))
         return documents
 
     def documents_of(self, vb_id: int, collection_id: int = 0) -> dict[bytes, Held]:
-        """Return what is held of one partition."""
+        """Return the current documents of one partition and collection by key."""
         return {
             key: versions[-1]
             for (of_id, key), versions in self._partition(vb_id).held.items()
@@ -124,11 +124,11 @@ class StreamValidator:
         }
 
     def seqnos(self) -> dict[int, int]:
-        """Return the seqno that each partition reached."""
+        """Return the current seqno of each partition."""
         return {vb_id: part.seqno or 0 for vb_id, part in self._partitions.items()}
 
     def compare(self, server: Mapping[bytes, bytes]) -> list[str]:
-        """Return the differences from a server's documents (key -> value), in words."""
+        """Describe each difference from a server's documents (key -> value)."""
         ours = self.documents()
         missing = [
             f"{key!r}: the server has it, the consumer does not"
@@ -139,8 +139,8 @@ class StreamValidator:
             for key in sorted(ours.keys() - server.keys())
         ]
         other = [
-            f"{key!r}: the consumer has {(ours[key].value or b'')[:60]!r} of seqno"
-            f" {ours[key].seqno}, the server {server[key][:60]!r}"
+            f"{key!r}: the consumer has {(ours[key].value or b'')[:60]!r} (seqno"
+            f" {ours[key].seqno}), the server has {server[key][:60]!r}"
             for key in sorted(ours.keys() & server.keys())
             if ours[key].value != server[key]
         ]
@@ -149,11 +149,11 @@ class StreamValidator:
     # -- one method per event ------------------------------------------------------------------
 
     def on_opened(self, partition: _Partition, event: StreamOpened) -> None:
-        """A stream begins, or begins again after a lost connection."""
+        """A stream opened, for the first time or after a reconnect."""
         if partition.seqno is not None and event.start_seqno != partition.seqno:
             raise _violation(
                 event.vb_id,
-                f"the stream opened at seqno {event.start_seqno}, the consumer stands at"
+                f"the stream opened at seqno {event.start_seqno}, but the consumer is at"
                 f" {partition.seqno}",
             )
         partition.is_open = True
@@ -163,13 +163,13 @@ class StreamValidator:
         partition.end = None
 
     def on_marker(self, partition: _Partition, event: SnapshotStart) -> None:
-        """A snapshot is announced."""
+        """A marker announced a snapshot."""
         self._need_open(partition, event.vb_id, f"a marker {_span(event)}")
         if partition.marker is not None:
             raise _violation(
                 event.vb_id,
-                f"a marker {_span(event)} before the snapshot {_span(partition.marker)} reached"
-                f" its end (at seqno {partition.seqno})",
+                f"a marker {_span(event)} before the snapshot {_span(partition.marker)} is"
+                f" complete (at seqno {partition.seqno})",
             )
         if not event.start_seqno <= event.end_seqno or event.end_seqno <= (partition.seqno or 0):
             raise _violation(event.vb_id, f"a marker {_span(event)} at seqno {partition.seqno}")
@@ -178,14 +178,14 @@ class StreamValidator:
                 raise _violation(
                     event.vb_id,
                     f"a marker {_span(event)} after a snapshot that ended at {partition.end}:"
-                    f" its start is not {partition.end + 1}",
+                    f" it must start at {partition.end + 1}",
                 )
         elif not partition.snap_start <= event.start_seqno <= partition.opened_at + 1:
             raise _violation(
                 event.vb_id,
                 f"the first marker {_span(event)} of a stream requested at seqno"
-                f" {partition.opened_at}, snapshot start {partition.snap_start}: its start must"
-                " lie from there to the requested seqno + 1",
+                f" {partition.opened_at}, snapshot start {partition.snap_start}: it must start"
+                " between the requested snapshot start and the requested seqno + 1",
             )
         partition.marker = event
         partition.keys.clear()
@@ -204,11 +204,11 @@ class StreamValidator:
         partition.held.setdefault((event.collection_id, event.key), []).append(held)
 
     def on_advanced(self, partition: _Partition, event: SeqnoAdvanced) -> None:
-        """A seqno passed."""
+        """The seqno advanced without a change."""
         self._move(partition, event.vb_id, event.seqno)
 
     def on_system_event(self, partition: _Partition, event: SystemEvent) -> None:
-        """A collection came or went; the documents of one that went are held no more."""
+        """A collection was created, changed or dropped. A drop deletes its documents."""
         self._move(partition, event.vb_id, event.seqno)
         if event.kind == SystemEventKind.DROP_COLLECTION:
             for (of_id, _), versions in partition.held.items():
@@ -221,8 +221,8 @@ class StreamValidator:
         if marker is None or not event.end_seqno == marker.end_seqno == partition.seqno:
             raise _violation(
                 event.vb_id,
-                f"a snapshot's end {event.end_seqno} at seqno {partition.seqno},"
-                f" {'announced ' + _span(marker) if marker else 'not announced'}",
+                f"the end {event.end_seqno} of a snapshot at seqno {partition.seqno};"
+                f" {'announced ' + _span(marker) if marker else 'no snapshot was announced'}",
             )
         partition.marker = None
         partition.end = event.end_seqno
@@ -233,18 +233,19 @@ class StreamValidator:
         if event.reason == EndReason.OK and partition.marker is not None:
             raise _violation(
                 event.vb_id,
-                f"the stream ended as complete at seqno {partition.seqno}, inside the snapshot"
-                f" {_span(partition.marker)}",
+                f"the stream ended with reason 0 (ok) at seqno {partition.seqno}, inside the"
+                f" snapshot {_span(partition.marker)}",
             )
         partition.is_open = False
         partition.marker = None
 
     def on_rollback(self, partition: _Partition, event: Rollback) -> None:
-        """History branched: restore what was held at the seqno."""
+        """Restore the documents as of the rollback's seqno."""
         if partition.seqno is not None and event.to_seqno >= partition.seqno:
             raise _violation(
                 event.vb_id,
-                f"a rollback to seqno {event.to_seqno} at seqno {partition.seqno}: not down",
+                f"a rollback to seqno {event.to_seqno}, which is not below the current seqno"
+                f" {partition.seqno}",
             )
         self.rollback_count += 1
         partition.is_open = False
@@ -256,7 +257,7 @@ class StreamValidator:
                 del partition.held[key]
 
     def on_failed(self, partition: _Partition, _event: StreamFailed) -> None:
-        """A stream was refused."""
+        """A stream failed for good."""
         partition.is_open = False
 
     # -- inside --------------------------------------------------------------------------------
@@ -273,14 +274,14 @@ class StreamValidator:
             raise _violation(vb_id, f"{what} while no stream is open")
 
     def _move(self, partition: _Partition, vb_id: int, seqno: int) -> SnapshotStart:
-        """Go on to a change's seqno."""
+        """Advance to a change's seqno; return the marker of its snapshot."""
         self._need_open(partition, vb_id, f"a change with seqno {seqno}")
         marker = partition.marker
         if marker is None:
-            raise _violation(vb_id, f"a change with seqno {seqno} outside of any snapshot")
+            raise _violation(vb_id, f"a change with seqno {seqno} outside any snapshot")
         if not marker.start_seqno <= seqno <= marker.end_seqno:
             raise _violation(
-                vb_id, f"a change with seqno {seqno} outside of the snapshot {_span(marker)}"
+                vb_id, f"a change with seqno {seqno} outside the snapshot {_span(marker)}"
             )
         if seqno <= (partition.seqno or 0):
             raise _violation(vb_id, f"a change with seqno {seqno} after seqno {partition.seqno}")
@@ -288,7 +289,7 @@ class StreamValidator:
         return marker
 
     def _change(self, partition: _Partition, event: Mutation | Deletion) -> None:
-        """Take a change of a key, before it is held."""
+        """Check a change before it is stored."""
         name, seqno = event.key, event.seqno
         key = (event.collection_id, name)
         marker = self._move(partition, event.vb_id, seqno)
@@ -306,15 +307,16 @@ class StreamValidator:
             raise _violation(
                 event.vb_id,
                 f"key {name!r} at seqno {seqno} has revision {event.rev_seqno} after {before} in"
-                f" the history snapshot {_span(marker)}: a version was left out",
+                f" the history snapshot {_span(marker)}: a version is missing",
             )
         partition.revisions[key] = event.rev_seqno
         held = partition.held.get(key)
         if event.previous_value is not None and held and held[-1].value != event.previous_value:
             raise _violation(
                 event.vb_id,
-                f"key {name!r} at seqno {seqno} is told to replace {event.previous_value[:60]!r},"
-                f" the consumer held {(held[-1].value or b'')[:60]!r} of seqno {held[-1].seqno}",
+                f"key {name!r} at seqno {seqno} has the previous value"
+                f" {event.previous_value[:60]!r}, but the consumer has"
+                f" {(held[-1].value or b'')[:60]!r} (seqno {held[-1].seqno})",
             )
 
 

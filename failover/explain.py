@@ -1,4 +1,4 @@
-"""Explains the answer to a stream request to people, with the data it is based on.
+"""Explains the answer to a stream request in words, with the data that it is based on.
 
 Who calls it: the admin API, and `dcpctl explain rollback`, which also works against servers that
 only speak DCP. `failover.rollback` has the rule. The checks come in the order of STREAM_REQ.
@@ -71,10 +71,10 @@ def _answer(
 ) -> tuple[str, int | None, str]:
     start, _, snap_start, snap_end = question[:4]
     if not snap_start <= start <= snap_end:
-        return "ERANGE", None, f"start {start} lies outside snapshot {snap_start} to {snap_end}"
+        return "ERANGE", None, f"start {start} is outside the snapshot {snap_start} to {snap_end}"
     decision = decide(question, log, high_seqno, purge_seqno)
     if decision.rollback_seqno is not None:
         return "ROLLBACK", decision.rollback_seqno, decision.reason
     if start > high_seqno:
-        return "ERANGE", None, f"start {start} lies above the end, seqno {high_seqno}"
+        return "ERANGE", None, f"start {start} is above the high seqno {high_seqno}"
     return "OK", None, decision.reason

@@ -28,10 +28,10 @@ from failover.history import FailoverLog
 
 
 class Question(NamedTuple):
-    """What a client says it holds: the position of one stream request.
+    """The client's position in a stream request.
 
-    The client holds everything up to `snap_start_seqno`. Of the snapshot that ends at
-    `snap_end_seqno` it holds what lies at or below `start_seqno`. `vb_uuid` names its branch.
+    The client has everything up to `snap_start_seqno`. Of the snapshot that ends at
+    `snap_end_seqno` it has the changes at or below `start_seqno`. `vb_uuid` names its branch.
     """
 
     start_seqno: int
@@ -49,16 +49,16 @@ class Question(NamedTuple):
 
 
 class RollbackKind(StrEnum):
-    """Why a client has to go back."""
+    """Why a client must roll back."""
 
     PURGED = "purged"
-    """The client may have missed deletions that have been purged."""
+    """The client may have missed purged deletions."""
     UNKNOWN_VERSION = "unknown_version"
     """The failover log has none of the client's versions."""
     BRANCHED = "branched"
-    """The client holds changes that are not part of this history."""
+    """The client has changes that are not part of this history."""
     INSIDE_SNAPSHOT = "inside_snapshot"
-    """History branched inside a snapshot that the client holds in part."""
+    """History branched inside a snapshot of which the client has only a part."""
 
 
 class Decision(NamedTuple):
@@ -87,14 +87,14 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
     assert question.snap_start_seqno <= start <= question.snap_end_seqno
     named = question.vb_uuid or bool(question.versions)
     if start == 0 and not (question.strict and named):
-        return Decision(None, "The client starts at seqno 0 and holds nothing.")
+        return Decision(None, "The client starts at seqno 0 and has no data.")
     purge = 0 if question.ignore_purged else purge_seqno
     told_purge = question.client_purge_seqno
     if 0 < start < purge and told_purge != purge:
         return Decision(
             0,
-            f"The client stands at seqno {start}, deletions up to seqno {purge} have been purged"
-            f" and it may have missed some (it names purge seqno {told_purge}).",
+            f"The client is at seqno {start}. Deletions up to seqno {purge} have been purged, and"
+            f" it may have missed some (it names purge seqno {told_purge}).",
             RollbackKind.PURGED,
         )
     known = _newest_known(question, log, high_seqno)
@@ -107,7 +107,7 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
     if back_to and back_to < purge and (question.versions or told_purge == purge):
         return Decision(
             0,
-            f"{decision.reason} Deletions up to seqno {purge} have been purged, so from seqno 0.",
+            f"{decision.reason} Deletions up to seqno {purge} have been purged, so back to 0.",
             RollbackKind.PURGED,
         )
     return decision
@@ -116,9 +116,9 @@ def decide(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: i
 def common_seqno(versions: Sequence[tuple[int, int]], seqno: int, log: FailoverLog) -> int:
     """Return up to which seqno two histories agree.
 
-    One is that of a client at `seqno`, which knows `versions` (newest first), the other that of
-    `log`. The newest version that both know decides. The result is at most `seqno`, and 0 if they
-    share no version.
+    One is the history of a client at `seqno`, which knows `versions` (newest first). The other is
+    that of `log`. The newest version that both know decides. The result is at most `seqno`, and 0
+    if they share no version.
     """
     question = Question(seqno, 0, seqno, seqno, tuple(versions))
     known = _newest_known(question, log, seqno) if versions else None
@@ -140,7 +140,7 @@ def _newest_known(question: Question, log: FailoverLog, high_seqno: int) -> _Kno
         if upper is not None:
             if client_upper is None or upper <= client_upper:
                 return _Known(vb_uuid, upper, f"goes up to seqno {upper} here")
-            ended = f"goes up to seqno {upper} here and was left at {client_upper} by the client"
+            ended = f"goes up to seqno {upper} here, while the client left it at {client_upper}"
             return _Known(vb_uuid, client_upper, ended)
         client_upper = seqno if client_upper is None else min(seqno, client_upper)
     return None
@@ -151,36 +151,36 @@ def _place(question: Question, known: _Known) -> Decision:
     start, _, snap_start, snap_end = question[:4]
     held = f"snapshot {snap_start} to {snap_end}"
     if start == snap_start:
-        snap_end = start  # the client holds nothing of that snapshot
+        snap_end = start  # the client has nothing of that snapshot
     common = known.common_seqno
     version = f"version {known.vb_uuid}, which {known.ended}"
     if snap_end <= common:
         return Decision(
-            None, f"The client stands at seqno {start} ({held}) on {version}: nothing differs."
+            None, f"The client is at seqno {start} ({held}) on {version}: nothing differs."
         )
     if start == snap_end:
-        snap_start = start  # the client holds the whole snapshot
+        snap_start = start  # the client has the whole snapshot
     if common < snap_start:
         return Decision(
             common,
-            f"The client stands at seqno {start} ({held}) on {version}: back to where the"
+            f"The client is at seqno {start} ({held}) on {version}: back to where the"
             f" histories part, seqno {common}.",
             RollbackKind.BRANCHED,
         )
     return Decision(
         snap_start,
-        f"The client stands at seqno {start}, inside {held}, on {version}: what it holds of that"
-        f" snapshot may leave out changes up to seqno {common}, so back to the snapshot's start,"
+        f"The client is at seqno {start}, inside {held}, on {version}: its part of that snapshot"
+        f" may lack changes up to seqno {common}, so back to the snapshot's start,"
         f" seqno {snap_start}.",
         RollbackKind.INSIDE_SNAPSHOT,
     )
 
 
 def _unknown_reason(question: Question, log: FailoverLog) -> str:
-    """Return the reason for going back to 0 when no version is shared."""
+    """Return the reason for a rollback to 0 if no version is shared."""
     ours = ", ".join(f"{vb_uuid} from seqno {seqno}" for vb_uuid, seqno in log.pairs())
     theirs = ", ".join(str(vb_uuid) for vb_uuid, _ in question.versions) or str(question.vb_uuid)
     return (
-        f"The client stands at seqno {question.start_seqno} and none of the versions that it knows"
-        f" ({theirs}) is in this partition's failover log ({ours})."
+        f"The client is at seqno {question.start_seqno}, and none of its versions ({theirs}) is in"
+        f" this partition's failover log ({ours})."
     )

@@ -1,16 +1,17 @@
-"""Backup: archives of a server's change streams, and what is made of them.
+"""Backup: archives of a server's change streams.
 
-    legs, point       what an archive holds of a partition, and places in its history      pure
-    intake            one DCP connection that gathers stored frames                        pure
-    chunk, segment,   frames -> chunks -> segments, and the manifests                      pure
-    manifest
-    place, lock       an fsspec folder, and who may write to it
-    archive           what such a folder holds
-    run               a backup, over links to all nodes; segment_writer its thread's part
-    strip             the frames of a section, as columns                                  pure
-    reading           a partition as of a point, newest version per key
-    restore, fold,    what is done with an archive
-    verify, export
+    legs, point       an archive's history of a partition, and points in it      pure
+    feed, intake      one DCP connection that collects frames                    pure
+    chunk, segment,   frames -> chunks -> segments, and the manifests            pure
+    archive_manifest
+    place, lock       an fsspec folder, and its write lock
+    archive           the content of such a folder
+    dialing, run      a backup over links to all nodes; segment_writer is its writer thread
+    strip             the frames of a section, as columns                        pure
+    reading           a partition as of a point: the newest version of each key
+    restore, export,  operations on an archive
+    fold,
+    archive_check
 
 The format is docs/backup.md.
 """

@@ -1,19 +1,17 @@
-"""An archive: a folder behind any fsspec URL, and who may write to it.
+"""An archive: a folder at a path or fsspec URL.
 
-    dcpd-archive            what this folder is (manifest.ArchiveRecord)
-    lock, locks/            who writes to it (clients.backup.lock)
+    dcpd-archive            identifies the folder (archive_manifest.ArchiveRecord)
+    lock, locks/            the write lock (clients.backup.lock)
     runs/000001.run         a finished run's manifest
     runs/000001/0000.seg    its segments
-    runs/000003/base-0000.seg   what older runs were folded into
+    runs/000003/base-0000.seg   a segment of the base that older runs were folded into
     finished/000003         the mark of the newest finished run
 
-Who calls it: everything that reads or writes an archive.
-
 Invariants
-- a file is written as a whole; a manifest names only files that are there;
+- files are written as a whole; a manifest lists only files that exist;
 - segments are written first, then the manifest, then the mark. A run without a manifest is
   - unfinished if it has no mark: the next run continues from its segments;
-  - lost if it has a mark: the archive takes no further runs until the user gives it up;
+  - lost if it has a mark: the archive accepts no new runs until the user gives it up;
 - only the holder of the lock writes. It checks the lock right before each manifest.
 """
 
@@ -58,12 +56,12 @@ from clients.backup.segment import (
 ARCHIVE_FILE: Final = "dcpd-archive"
 RUNS_FOLDER: Final = "runs"
 MARKS_FOLDER: Final = "finished"
-"""Separate from runs/: it survives deletions there, and sorts first, so a copy that was cut short
-has the mark without the run."""
+"""Separate from runs/, so marks survive deletions there. The name sorts first: an interrupted copy
+has the mark without the run, which is noticed."""
 RUNS_MAX: Final = 999_999
-"""Runs that an archive ever has: names of their files have six digits."""
+"""Maximum number of a run: file names have six digits."""
 FOOTER_READ_BYTES: Final = 256 * 1024
-"""What is read of a segment's end at first: mostly all of the footer."""
+"""First read at a segment's end. It usually contains the whole footer."""
 
 _RUN_FILE: Final = re.compile(r"runs/(\d{6})\.run")
 _MARK_FILE: Final = re.compile(r"finished/(\d{6})")
@@ -71,7 +69,7 @@ _SEGMENT_FILE: Final = re.compile(r"runs/(\d{6})/(base-)?(\d{4,})\.seg")
 
 
 class Archive:
-    """See the module. Made by `open_archive` or `create_archive`."""
+    """See the module. Created by `open_archive` or `create_archive`."""
 
     def __init__(
         self, place: Place, *, lock_times: LockTimes = LOCK_TIMES, runs_max: int = RUNS_MAX
@@ -99,7 +97,7 @@ class Archive:
         return runs
 
     def runs_of(self, point: Point, *, salvage: bool = False) -> list[RunRecord]:
-        """Return the runs that a point stands on, oldest first.
+        """Return the runs that a point needs, oldest first.
 
         Raises PointError, and ArchiveDamagedError if damage may hide some; with `salvage`, only if
         it hides all.
@@ -109,8 +107,9 @@ class Archive:
     def runs_and_losses_of(
         self, point: Point, *, salvage: bool = False
     ) -> tuple[list[RunRecord], dict[str, str]]:
-        """Return what `runs_of` does, and the damage that hides runs which the point may need, by
-        manifest; without `salvage` there is none.
+        """Return the runs that a point needs, and the damage (by manifest) that may hide others.
+
+        Without `salvage` such damage raises ArchiveDamagedError.
         """
         runs, damages = self.runs_and_damages()
         if not damages or point.is_within(runs):
@@ -124,7 +123,7 @@ class Archive:
 
         A run builds on those before it, so nothing after a damaged manifest can be read.
         """
-        mark = self._newest_mark()  # read first, or a run that ends meanwhile would look lost
+        mark = self._newest_mark()  # read first: otherwise a run that ends now would look lost
         found: dict[int, RunRecord] = {}
         damaged: dict[int, str] = {}
         for name in sorted(self.files()):
@@ -135,7 +134,7 @@ class Archive:
                 found[int(match[1])] = parse_run(self.read(name))
             except DamagedError as error:
                 damaged[int(match[1])] = str(error)
-            except FileNotFoundError:  # folded away since it was listed
+            except FileNotFoundError:  # folded since the listing
                 damaged[int(match[1])] = "it is missing"
         newest = max((0, *found, *damaged))
         if mark is not None and newest > mark.run:
@@ -159,8 +158,8 @@ class Archive:
     ) -> tuple[list[RunRecord], int, list[tuple[str, int, Footer]]]:
         """Prepare the next run; return the finished runs, its number and its `unfinished` segments.
 
-        `give_up` names the first lost or damaged run: that run and all later ones are dropped.
-        Files that no run needs are deleted. Raises ArchiveDamagedError, ArchiveError.
+        `give_up` is the first lost or damaged run. It and all later runs are dropped. Unneeded
+        files are deleted. Raises ArchiveDamagedError, ArchiveError.
         """
         runs, damages = self.runs_and_damages()
         last = runs[-1].run if runs else 0
@@ -170,7 +169,7 @@ class Archive:
         elif damages:
             raise self._damaged(runs, damages)
         mark = self._newest_mark()
-        if mark is None or mark.run < last:  # an older program wrote the run, or it died there
+        if mark is None or mark.run < last:  # an older version wrote the run, or it died here
             self._write_mark(_mark_of(runs[-1]) if runs else MarkRecord(0))
         run = self.next_run(runs)
         found = self.unfinished(run)
@@ -183,12 +182,12 @@ class Archive:
         if run > self._runs_max:
             raise ArchiveError(
                 f"the archive had {self._runs_max} runs, and has no room for another one",
-                node=self.url, hint="Begin a new archive: name another folder.",
+                node=self.url, hint="Start a new archive in another folder.",
             )  # fmt: skip
         return run
 
     def write_run(self, record: RunRecord, lock: ArchiveLock) -> None:
-        """Write a run's manifest, which makes the run exist, and then its mark.
+        """Write a run's manifest, which finishes the run, and then its mark.
 
         Raises ArchiveLockedError if the lock is lost.
         """
@@ -213,7 +212,7 @@ class Archive:
     def unfinished(self, run: int) -> list[tuple[str, int, Footer]]:
         """Return (path, bytes, footer) of the segments that a killed run finished, in order.
 
-        Up to the first that is missing or not whole: the later ones stand on it.
+        Segments after a missing or damaged one are not used, because they build on it.
         """
         found = []
         files = self.files()
@@ -229,7 +228,7 @@ class Archive:
         return found
 
     def sweep(self, keep: set[str], lock: ArchiveLock) -> int:
-        """Delete what no run needs; return the number of deleted files.
+        """Delete files that no run needs; return their number.
 
         Raises ArchiveLockedError if the lock is lost.
         """
@@ -253,7 +252,7 @@ class Archive:
     # -- marks ---------------------------------------------------------------------------------
 
     def _newest_mark(self) -> MarkRecord | None:
-        """Return the newest mark, None in an archive that only older programs wrote."""
+        """Return the newest mark; None if only older versions wrote the archive."""
         runs = [int(match[1]) for name in self._marks() if (match := _MARK_FILE.fullmatch(name))]
         if not runs:
             return None
@@ -261,7 +260,7 @@ class Archive:
         try:
             return parse_mark(self.read(_mark_file(run)))
         except (DamagedError, FileNotFoundError):
-            return MarkRecord(run)  # the name is enough
+            return MarkRecord(run)  # the number in the name is enough
 
     def _write_mark(self, mark: MarkRecord) -> None:
         """Write a mark and delete the older ones."""
@@ -280,7 +279,7 @@ class Archive:
         if not damages:
             raise ArchiveError(
                 f"run {give_up} cannot be given up: no run is lost or damaged", node=self.url,
-                hint="Leave --give-up out.",
+                hint="Run again without --give-up.",
             )  # fmt: skip
         if run_file(give_up) != min(damages):
             raise self._damaged(runs, damages)
@@ -300,23 +299,23 @@ class Archive:
 
     def _damaged(self, runs: Sequence[RunRecord], damages: dict[str, str]) -> ArchiveDamagedError:
         first = int(min(damages).removeprefix(f"{RUNS_FOLDER}/").removesuffix(".run"))
-        how = f"goes on after run {runs[-1].run}" if runs else "begins anew with everything"
-        before = "restore and export take the runs before it with --run or --salvage; "
+        how = f"continues after run {runs[-1].run}" if runs else "starts again from 0"
+        before = "restore and export can use the runs before it, with --run or --salvage; "
         return ArchiveDamagedError(
             "; ".join(f"{path}: {what}" for path, what in damages.items()), node=self.url,
-            hint="Bring the file back from a copy of the archive. Without it:"
+            hint="Copy the file back from another copy of the archive. Without one:"
             f" {before if runs else ''}dcpctl backup run --give-up {first} gives up run {first} and"
-            f" all after it, and {how}.",
+            f" all later runs, and {how}.",
         )  # fmt: skip
 
 
 def run_file(run: int) -> str:
-    """Return the place of a run's manifest."""
+    """Return the path of a run's manifest."""
     return f"{RUNS_FOLDER}/{run:06}.run"
 
 
 def segment_file(run: int, number: int, *, is_base: bool = False) -> str:
-    """Return the place of a segment."""
+    """Return the path of a segment."""
     return f"{RUNS_FOLDER}/{run:06}/{'base-' if is_base else ''}{number:04}.seg"
 
 
@@ -329,14 +328,14 @@ def _mark_of(record: RunRecord) -> MarkRecord:
 
 
 def _of_mark(run: int, mark: MarkRecord | None) -> str:
-    """Return what the mark says about a missing run."""
+    """Return what the mark tells about a missing run."""
     if mark is None or mark.run != run or not mark.ended_ns:
         return ""
     return f" (the run ended at {time_text(mark.ended_ns)} with {mark.changes} changes)"
 
 
 def needed_files(runs: Sequence[RunRecord]) -> set[str]:
-    """Return the files that these runs consist of."""
+    """Return the files of these runs."""
     files = {segment.path for record in runs for segment in record.segments}
     return files | {run_file(record.run) for record in runs}
 
@@ -353,7 +352,7 @@ def open_archive(
         archive.record = parse_archive(archive.read(ARCHIVE_FILE))
     except FileNotFoundError:
         raise ArchiveMissingError(
-            "there is no archive", node=url, hint="Make one with: dcpctl backup run --archive URL"
+            "there is no archive", node=url, hint="Create one: dcpctl backup run --archive URL"
         ) from None
     except DamagedError as error:
         raise ArchiveDamagedError(f"{ARCHIVE_FILE}: {error}", node=url) from error
@@ -370,7 +369,7 @@ def create_archive(
     archive = Archive(place, lock_times=lock_times, runs_max=runs_max)
     if archive.files() or place.is_taken:
         raise ArchiveError(
-            "the folder is not empty, and it is no archive", node=url, hint="Name a new folder."
+            "the folder is not empty and not an archive", node=url, hint="Use a new folder."
         )
     archive.record = ArchiveRecord(secrets.token_hex(8), now_ns)
     archive.write(ARCHIVE_FILE, pack_archive(archive.record))

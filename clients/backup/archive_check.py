@@ -1,8 +1,8 @@
-"""Verify: reads all of an archive, and names what is damaged.
+"""Verify: read a whole archive and report damage.
 
-Of each segment: it is there and whole, its footer is what its run wrote, each chunk's checksum,
-and each frame is of the partition, in the order and number that the table of sections says. Of
-each run: the legs of every partition follow from those before.
+For each segment: the file exists and has its size, the footer matches the run's manifest, the
+chunks' checksums are right, and the frames match the table of sections in partition, order and
+number. For each run: the legs of every partition continue the earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clients.backup.segment import DamagedError, parse_chunk
 
 
 class VerifyReport(NamedTuple):
-    """What was found."""
+    """The result of a check."""
 
     runs: int
     segments: int
@@ -30,7 +30,7 @@ class VerifyReport(NamedTuple):
     stored_bytes: int
     damages: list[Damage]
     broken: dict[str, str]
-    """Manifests that cannot be read, and legs that follow from nothing: where, and what."""
+    """Where -> what: manifests that cannot be read, and gaps between legs."""
 
     @property
     def is_sound(self) -> bool:
@@ -39,7 +39,7 @@ class VerifyReport(NamedTuple):
 
 
 def verify(archive: Archive, on_progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Read everything."""
+    """Check an archive."""
     runs, broken = archive.runs_and_damages()
     broken |= _legs_that_do_not_follow(runs)
     segments = [(record, segment) for record in runs for segment in record.segments]
@@ -64,9 +64,9 @@ def _verify_segment(
         footer = archive.footer(segment.path)
         data = archive.read(segment.path)
         if len(data) != segment.size_bytes:
-            raise DamagedError(f"{len(data)} bytes, {segment.size_bytes} were written")
+            raise DamagedError(f"it has {len(data)} bytes, but {segment.size_bytes} were written")
         if footer.held() != segment.held or footer.run != record.run:
-            raise DamagedError("it is not the segment that its run wrote")
+            raise DamagedError("it is not the segment that the run wrote")
     except FileNotFoundError:
         return 0, 0, _all_of(segment, "the file is missing")
     except (DamagedError, ArchiveFormatError) as error:
@@ -105,14 +105,14 @@ def _all_of(segment: SegmentRecord, what: str) -> list[Damage]:
 
 
 def _legs_that_do_not_follow(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Return partitions whose legs have a gap between them."""
+    """Return the partitions with a gap between legs."""
     found = {}
     for vb_id in {vb_id for record in runs for vb_id in record.legs}:
         chain = chain_of(runs, vb_id)
         for index, (run, leg) in enumerate(chain):
             if leg.from_seqno > end_of(chain[:index]):
                 found[f"{ARCHIVE_FILE}, vbucket {vb_id}"] = (
-                    f"run {run} goes on at seqno {leg.from_seqno}, and those before it end at"
+                    f"run {run} continues at seqno {leg.from_seqno}, but the runs before it end at"
                     f" {end_of(chain[:index])}"
                 )
     return found

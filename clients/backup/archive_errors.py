@@ -8,11 +8,11 @@ EXTRA_HINT = "pip install 'dcpd[backup]'"
 
 
 class BackupError(DcpdError):
-    """A backup command cannot do what was asked."""
+    """A backup command failed."""
 
 
 class ArchiveError(BackupError):
-    """The archive cannot be used: it does not exist, is no archive, or cannot be reached.
+    """The archive cannot be used: it is missing, is not an archive, or cannot be accessed.
 
     `node` is its URL.
     """
@@ -29,26 +29,26 @@ class ArchiveMissingError(ArchiveError):
 
 
 class ArchiveFormatError(ArchiveError):
-    """The archive, or a part of it, is of a format version that this program does not know."""
+    """The archive, or a part of it, has a format version that this program does not support."""
 
-    default_hint = "A newer dcpctl wrote it: use that one, or a newer one."
+    default_hint = "A newer dcpctl wrote it. Use that version, or a newer one."
 
 
 class ArchiveLockedError(ArchiveError):
-    """Another command works on the archive."""
+    """Another command writes to the archive."""
 
 
 class ArchiveDamagedError(ArchiveError):
-    """A part of the archive is damaged: which, and what is lost with it."""
+    """A part of the archive is damaged. The text says which part."""
 
-    default_hint = "dcpctl backup verify names all damage; restore leaves out what is damaged."
+    default_hint = "dcpctl backup verify lists all damage; restore --salvage uses what is readable."
 
 
 class PointError(BackupError):
-    """There is no such point in the archive's history."""
+    """The archive has no such point in its history."""
 
 
 class MissingExtraError(BackupError):
-    """A package that the command needs is not installed."""
+    """A required package is not installed."""
 
     default_hint = EXTRA_HINT

@@ -1,10 +1,10 @@
-"""What is written of an archive and of each run: CBOR documents, checksummed. Pure.
+"""The records of an archive and its runs: CBOR documents with checksums. Pure.
 
-    file   magic (8; its last byte is the format version), u32 raw bytes, u32 CRC-32C of what
-           follows; a zstd frame of CBOR
+    file   magic (8; its last byte is the format version), u32 raw bytes, u32 CRC-32C of the rest;
+           a zstd frame of CBOR
 
-A run's manifest is written after its segments and makes the run exist. A mark in another folder
-follows. It shows that the run existed if the manifest is lost later.
+A run's manifest is written after its segments and finishes the run. Then a mark is written to
+another folder. If the manifest is lost later, the mark shows that the run existed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ArchiveRecord(NamedTuple):
 
 
 class MarkRecord(NamedTuple):
-    """A finished run. The number in the file's name is what counts; the rest is for messages."""
+    """The mark of a finished run. Error texts use its other fields; its file name has the run."""
 
     run: int
     """0 before the first run is finished."""
@@ -45,13 +45,13 @@ class MarkRecord(NamedTuple):
 
 
 class SegmentRecord(NamedTuple):
-    """A segment of a run, and what its footer must say."""
+    """A segment of a run, and the content that its footer must list."""
 
     path: str
-    """Below the archive's folder."""
+    """Relative to the archive's folder."""
     size_bytes: int
     held: list[tuple[int, int, int, int]]
-    """(partition, leg, first seqno, last seqno) of what its loss takes along."""
+    """(partition, leg, first seqno, last seqno). It shows what is lost if the segment is lost."""
 
 
 class RunRecord(NamedTuple):
@@ -63,14 +63,14 @@ class RunRecord(NamedTuple):
     started_ns: int
     ended_ns: int
     is_history: bool
-    """Every version was streamed, not only the newest of a snapshot."""
+    """Every version was streamed, not only the newest in a snapshot."""
     is_resumed: bool
     """The run was killed at least once."""
     base_through: int
     """Runs up to this one were folded into it and are gone; 0: none."""
     segments: list[SegmentRecord]
     legs: dict[int, list[Leg]]
-    """By partition; partitions that nothing is known of are left out."""
+    """By partition; partitions without new legs are left out."""
     rollbacks: dict[int, list[tuple[int, int]]]
     """By partition: (from seqno, to seqno) of each rollback."""
     collections: dict[int, tuple[str, int]]
@@ -78,18 +78,18 @@ class RunRecord(NamedTuple):
     changes: int
     raw_bytes: int
     wire_bytes: int
-    """Bytes of stream messages that the server sent for it."""
+    """Bytes of stream messages that the server sent."""
     base_ended_ns: int = 0
-    """When the last run ended that was folded into it; 0: none was, or it is not known."""
+    """End of the last run that was folded into this one; 0: none, or unknown."""
 
     @property
     def begins_ns(self) -> int:
-        """The time up to which there are no states where older runs are folded into this one."""
+        """The time before which states are lost, if older runs were folded into this one."""
         return self.base_ended_ns or self.started_ns
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its segments."""
+        """Size of its segments."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def placed(self, vb_id: int) -> list[Placed]:
@@ -98,7 +98,7 @@ class RunRecord(NamedTuple):
 
 
 def pack_archive(record: ArchiveRecord) -> bytes:
-    """Return the archive's own file."""
+    """Return the content of the archive's own file."""
     return _pack(ARCHIVE_MAGIC, {"id": record.archive_id, "created_ns": record.created_ns,
                                  "partitions": NUM_VBUCKETS})  # fmt: skip
 
@@ -108,7 +108,10 @@ def parse_archive(data: bytes) -> ArchiveRecord:
     document = _parse(ARCHIVE_MAGIC, data)
     try:
         if document["partitions"] != NUM_VBUCKETS:
-            raise ArchiveError(f"the archive is of a server with {document['partitions']} vbuckets")
+            raise ArchiveError(
+                f"the archive is from a server with {document['partitions']} vbuckets; only"
+                f" {NUM_VBUCKETS} are supported"
+            )
         return ArchiveRecord(str(document["id"]), int(document["created_ns"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedError(f"the document cannot be read: {error!r}") from error
@@ -120,7 +123,7 @@ def pack_mark(record: MarkRecord) -> bytes:
 
 
 def parse_mark(data: bytes) -> MarkRecord:
-    """Return a mark; fields of newer programs are ignored.
+    """Parse a mark. Fields of newer versions are ignored.
 
     Raises DamagedError, ArchiveFormatError.
     """
@@ -135,7 +138,7 @@ def pack_run(record: RunRecord) -> bytes:
     """Return a run's manifest."""
     fields = record._asdict()
     if not record.base_ended_ns:
-        del fields["base_ended_ns"]  # as it was before there was this field
+        del fields["base_ended_ns"]  # the same bytes as before this field existed
     return _pack(
         RUN_MAGIC,
         {
@@ -155,7 +158,7 @@ def pack_run(record: RunRecord) -> bytes:
 
 
 def parse_run(data: bytes) -> RunRecord:
-    """Return a run; fields that came with later programs are passed over.
+    """Parse a run's manifest. Fields of newer versions are ignored.
 
     Raises DamagedError, ArchiveFormatError.
     """
@@ -195,7 +198,7 @@ def _parse(magic: bytes, data: bytes) -> dict[str, Any]:
             raise ArchiveFormatError(
                 f"the archive has format version {found[-1]}; this program knows {FORMAT_VERSION}"
             )
-        raise DamagedError("it does not begin as it should")
+        raise DamagedError("the first bytes are wrong")
     packed = data[_HEAD.size :]
     if crc32c(packed) != checksum or raw_bytes > RAW_BYTES_MAX:
         raise DamagedError("the checksum is wrong")

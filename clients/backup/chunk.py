@@ -1,17 +1,16 @@
-"""Gathers runs of frames into chunks, which are compressed and checksummed as one. Pure.
+"""Collects runs of frames into chunks. A chunk is compressed and checksummed as one. Pure.
 
-The frames of a partition are gathered until there are CHUNK_BYTES of them, which become a chunk.
-The rests of partitions that have ended share chunks, so a run with few changes has a few chunks
-and not a thousand.
+When a partition has CHUNK_BYTES of frames, they become a chunk. The remaining frames of finished
+partitions share chunks, so a run with few changes has a few chunks, not a thousand.
 
     chunk    frames of section 1, frames of section 2, ...
     section  consecutive changes of one partition and leg
 
 Invariants
-- the sections of a leg are in seqno order over all chunks: if a partition has frames in the open
-  shared chunk, that chunk is finished before one of the partition's own;
-- a chunk carries the legs of its partitions as of its last change. If the run is killed, they are
-  what it has of them once the chunk is on disk.
+- the sections of a leg are in seqno order across chunks: if a partition has frames in the open
+  shared chunk, that chunk is finished before a chunk with only the partition's frames;
+- a chunk contains the legs of its partitions as of its last change. If the run is killed, the next
+  one continues from the legs in the chunks on disk.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from clients.backup.legs import Leg
 from dcp.wire.frame import HEADER_BYTES
 
 CHUNK_BYTES: Final = 256 * 1024
-"""Raw bytes of a chunk: larger ones compress little better, and lose more when damaged."""
+"""Raw bytes of a chunk. Larger ones compress little better, and lose more when damaged."""
 GATHERED_BYTES_MAX: Final = 48 * 1024 * 1024
-"""Frames that wait for their chunk to be full, over all partitions; beyond, they share chunks."""
+"""Maximum bytes of frames that wait for a full chunk, over all partitions. Beyond it, partitions
+share chunks."""
 
 FRAME_HEAD: Final = Struct(">BBHBBHIIQQ")
 """A header and the seqno that follows it in every stored frame."""
 
 
 class Section(NamedTuple):
-    """Where in a chunk changes of a partition are."""
+    """The place of a partition's changes in a chunk."""
 
     vb_id: int
     leg: int
@@ -47,7 +47,7 @@ class Section(NamedTuple):
 
 
 class RawChunk(NamedTuple):
-    """A chunk before compression; `chunk` of its sections is 0."""
+    """A chunk before compression. The field `chunk` of its sections is 0."""
 
     sections: list[Section]
     data: bytes
@@ -55,7 +55,7 @@ class RawChunk(NamedTuple):
 
 
 class _Gathered:
-    """Frames of one partition and leg that wait."""
+    """Waiting frames of one partition and leg."""
 
     __slots__ = ("count", "data", "first_seqno", "last_seqno", "leg", "legs", "size_bytes")
 
@@ -83,7 +83,7 @@ class Chunker:
         self._shared_bytes = 0
 
     def add(self, piece: Piece) -> Iterator[RawChunk]:
-        """Take a run of frames; yield the chunks that are full now."""
+        """Add a run of frames; yield the chunks that are now full."""
         vb_id = piece.vb_id
         gathered = self._gathered.get(vb_id)
         if gathered is not None and gathered.leg != piece.leg:
@@ -109,12 +109,12 @@ class Chunker:
                 yield from self._share(waiting)
 
     def finish(self, vb_id: int) -> Iterator[RawChunk]:
-        """Nothing more comes of a partition."""
+        """A partition is finished; yield the chunks that are now full."""
         if vb_id in self._gathered:
             yield from self._share(vb_id)
 
     def flush(self) -> Iterator[RawChunk]:
-        """Nothing more will come."""
+        """All partitions are finished; yield the remaining chunks."""
         for vb_id in list(self._gathered):
             yield from self._share(vb_id)
         if self._shared:
@@ -147,12 +147,15 @@ def frames_of(data: bytes, section: Section) -> Iterator[tuple[int, int, int]]:
         _, _, _, _, _, vb_id, body, _, _, seqno = unpack(data, at)
         stop = at + HEADER_BYTES + body
         if vb_id != section.vb_id or seqno <= last or stop > end:
-            raise ValueError(f"no frame of partition {section.vb_id} after seqno {last}")
+            raise ValueError(f"a wrong frame after seqno {last} of partition {section.vb_id}")
         yield seqno, at, stop
         at, last = stop, seqno
         count += 1
     if at != end or count != section.changes or last != section.last_seqno:
-        raise ValueError(f"{count} frames up to seqno {last} where {section.changes} should be")
+        raise ValueError(
+            f"{count} frames up to seqno {last} instead of {section.changes} up to"
+            f" {section.last_seqno}"
+        )
 
 
 def _chunk(gathered: list[tuple[int, _Gathered]]) -> RawChunk:

@@ -1,11 +1,11 @@
 """Connects a backup to the nodes of its partitions, to all nodes at the same time.
 
-Who calls it: `clients.backup.run`, which owns the sessions and calls `step` regularly. `step` never
-waits, so a silent node delays only its own partitions.
+Called by `clients.backup.run`, which owns the sessions and calls `step` regularly. `step` does not
+block, so a silent node delays only its own partitions.
 
 Invariants
-- a partition is in exactly one place: homeless, waiting for a newer topology, with a dial, or
-  handed out by `step`;
+- a partition is in exactly one place: without a node, waiting for a newer topology, with a dial, or
+  returned by `step`;
 - there is at most one dial per node and one topology request at a time. Only partitions without a
   node in the known topology wait for that request;
 - a failed attempt is repeated after a pause that doubles up to PAUSE_MAX_S, until `reset`.
@@ -34,7 +34,7 @@ class Home(NamedTuple):
 
     place: NodePlace
     link: Link | None
-    """A new connection, None if there is a session already."""
+    """A new connection; None if the node already has a session."""
     feeds: list[Feed]
 
 
@@ -84,20 +84,20 @@ class Dialing:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every partition has a home."""
+        """Whether every partition has a node."""
         return not (self._homeless or self._waiting or self._dials)
 
     def add(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions with the known topology."""
+        """Find the nodes of partitions in the known topology."""
         self._homeless += feeds
 
     def add_lost(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions whose connection was lost; the same node is tried first."""
+        """Find nodes for partitions whose connection was lost. The same node is tried first."""
         self._homeless += feeds
         self._is_stale = self._is_stale or bool(feeds)
 
     def add_moved(self, feeds: Collection[Feed]) -> None:
-        """Find a home for partitions that left their node; this needs a newer topology."""
+        """Find nodes for partitions that left their node. This needs a newer topology."""
         self._waiting += feeds
         self._is_stale = self._is_stale or bool(feeds)
 
@@ -108,9 +108,9 @@ class Dialing:
         self._pauses.clear()
 
     def step(self, now_s: float, sessions: Collection[NodePlace]) -> list[Home]:
-        """Return the partitions that have a home now. `sessions` are the connected nodes.
+        """Return the partitions that have a node now. `sessions` are the connected nodes.
 
-        Raises DcpdErrors that another attempt would not cure.
+        Raises DcpdErrors that are not transient.
         """
         self._collect_topology(now_s)
         homes = self._collect_dials(now_s)

@@ -1,11 +1,11 @@
 """Export: an archive as of a point, as JSON lines or Parquet.
 
-    JSON lines   one document a line: {"v":1, "collection", "key", "value", "vb", "seqno", "rev",
-                 "cas", "flags", "expiry"}; `cas` is decimal text; bytes that are not UTF-8 are
-                 base64, with "key_encoding" or "value_encoding" beside them
-    Parquet      the same columns; key and value are binary, cas is uint64, plus `datatype`
+    JSON lines   one document per line: {"v":1, "collection", "key", "value", "vb", "seqno", "rev",
+                 "cas", "flags", "expiry"}. `cas` is decimal text. Bytes that are not UTF-8 are
+                 base64, marked with "key_encoding" or "value_encoding"
+    Parquet      the same columns and `datatype`; key and value are binary, cas is uint64
 
-Deletions are left out. Memory is that of one batch of rows, and of one partition's keys.
+Deletions are not exported. Memory holds one batch of rows and the keys of one partition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dcp.wire.opcode import Opcode
 SCHEMA_VERSION: Final = 1
 ROWS_MAX: Final = 10_000
 ROW_BYTES_MAX: Final = 16 * 1024 * 1024
-"""A row group is written when it has so many rows or bytes."""
+"""A row group is written when it has this many rows or bytes."""
 
 
 class ExportRow(NamedTuple):
@@ -44,23 +44,23 @@ class ExportRow(NamedTuple):
     cas: int
     flags: int
     expiry: int
-    """Absolute Unix seconds, 0 never."""
+    """Absolute Unix seconds, 0 = never."""
     datatype: int
 
 
 class ExportReport(NamedTuple):
-    """What was written."""
+    """The result of an export."""
 
     documents: int
     value_bytes: int
     earlier: dict[int, tuple[int, int]]
     damages: list[Damage]
     broken: dict[str, str]
-    """Manifests of runs that could not be taken into account (`salvage`), and why."""
+    """Manifests of runs that could not be used (`salvage`), and why."""
 
 
 class Export:
-    """One export. Raises BackupErrors for a point or selection that the archive does not have."""
+    """One export. Raises BackupErrors if the archive lacks the point or the selection."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Export:
         self.findings.check(self._url)
 
     def to_json_lines(self, file: IO[bytes]) -> ExportReport:
-        """Write one JSON object a line."""
+        """Write one JSON object per line."""
         lines: list[bytes] = []
         for row in self.rows():
             lines.append(json_line(row))
@@ -113,7 +113,7 @@ class Export:
             import pyarrow as pa
             from pyarrow import parquet
         except ImportError:
-            raise MissingExtraError("pyarrow is not installed, Parquet is written by it") from None
+            raise MissingExtraError("pyarrow, which writes Parquet, is not installed") from None
         types = {
             "collection": pa.dictionary(pa.int32(), pa.string()), "key": pa.binary(),
             "value": pa.binary(), "vb": pa.uint16(), "seqno": pa.uint64(), "rev": pa.uint64(),
@@ -165,7 +165,7 @@ class Export:
 
 
 def json_line(row: ExportRow) -> bytes:
-    """Return a row as a line of JSON; see the module."""
+    """Return a row as a JSON line; see the module."""
     document: dict[str, Any] = {"v": SCHEMA_VERSION, "collection": row.collection}
     for name, raw in (("key", row.key), ("value", row.value)):
         try:
@@ -182,7 +182,7 @@ def json_line(row: ExportRow) -> bytes:
 
 @contextmanager
 def open_target(url: str) -> Iterator[IO[bytes]]:
-    """Open a file to write an export to, at a path or fsspec URL: it is there when all of it is.
+    """Open a path or fsspec URL for an export. The file appears when it is complete.
 
     Raises BackupErrors.
     """

@@ -1,17 +1,17 @@
-"""One partition in a backup run: what the archive holds of it, and the leg that grows. Pure.
+"""One partition in a backup run: its legs in the archive, and the leg that is growing. Pure.
 
     IDLE -> ASKED -> OPEN -> DONE
       ^       |  ROLLBACK, STREAM_END 6 |
       +-------+---- WAITING, GONE <-----+
 
-Who calls it: `clients.backup.intake`, which has the connection. When a connection is lost, its
-feeds go to another one.
+Called by `clients.backup.intake`, which has the connection. If a connection is lost, another one
+takes its feeds.
 
 Invariants
 - snap_start <= seqno <= snap_end, as in `clients.position`;
-- the growing leg (`number` >= 0) begins where the accepted request began; `ranges` are the seqnos
-  at which it is whole;
-- a rollback goes to the newest whole state of all runs at or below what the server says.
+- the growing leg (`number` >= 0) begins where the accepted request began. `ranges` are the seqnos
+  at which its state is complete;
+- a rollback goes to the newest complete state of all runs at or below the server's seqno.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FeedState(Enum):
 
 
 class Piece(NamedTuple):
-    """Frames of one partition and leg, in order, as they came."""
+    """Frames of one partition and leg, in order, as they arrived."""
 
     vb_id: int
     leg: int
@@ -49,11 +49,11 @@ class Piece(NamedTuple):
     changes: int
     data: bytes
     legs: list[Leg]
-    """The run's legs of the partition as of the last change; they are saved with it."""
+    """The partition's legs in this run, as of the last change. They are saved with it."""
 
 
 class Feed:
-    """One partition in a run: what the archive holds of it, and the leg that grows."""
+    """One partition in a run; see the module."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Feed:
         legs: list[Leg],
         versions_max: int | None = None,
     ) -> None:
-        """`chain`: the legs of all earlier runs; `legs`: those of this run so far."""
+        """`chain`: the legs of all earlier runs. `legs`: those of this run so far."""
         self.vb_id = vb_id
         self.run = run
         self.state = FeedState.IDLE
         self.target: int | None = None
-        """Where the run ends; None: not known yet."""
+        """The seqno at which the run ends; None: not known yet."""
         self.rollbacks: list[tuple[int, int]] = []
         """(from seqno, to seqno) of each rollback in this run."""
         self.damages = 0
@@ -79,12 +79,12 @@ class Feed:
         self._closed = legs
         self._versions_max = versions_max
         self.number = -1
-        """Number of the growing leg; -1: none was begun in this process."""
+        """Number of the growing leg; -1: no leg is growing."""
         self.place(position_of(self.chain(), versions_max))
         self.start_seqno = self.seqno
 
     def place(self, position: Position) -> None:
-        """Stand at a position; no leg is open."""
+        """Set the position; no leg is open."""
         self.position = position
         self.seqno = position.seqno
         self.snap_start, self.snap_end = position.snap_start, position.snap_end
@@ -100,9 +100,9 @@ class Feed:
         return [*self._closed, self._leg()] if self.number >= 0 else list(self._closed)
 
     def news(self) -> list[Leg]:
-        """Return the legs of this run that say something new: changes, or other versions.
+        """Return the legs of this run that have changes or other versions than before.
 
-        In an archive of many runs, most partitions have none.
+        In an archive with many runs, most partitions have no such legs.
         """
         chain = list(self._chain)
         news: list[Leg] = []
@@ -116,11 +116,13 @@ class Feed:
         return news
 
     def open(self, versions: tuple[tuple[int, int], ...]) -> None:
-        """A request was accepted: a leg begins."""
+        """A request was accepted: begin a leg."""
         self.close_leg()
         self.number = max((leg.number for leg in self._closed), default=-1) + 1
         if self.number > LEGS_MAX:
-            raise BackupError("history branches faster than it can be saved", vb_id=self.vb_id)
+            raise BackupError(
+                f"the stream was opened more than {LEGS_MAX} times in this run", vb_id=self.vb_id
+            )
         self.state = FeedState.OPEN
         self.from_seqno = self.seqno
         self.versions = versions
@@ -128,14 +130,14 @@ class Feed:
         self.ranges: list[tuple[int, int]] = [(self.seqno, self.seqno)] if is_whole else []
 
     def close_leg(self) -> None:
-        """Close the growing leg; it becomes a leg like the others."""
+        """Close the growing leg."""
         self._closed = self.legs()
         self.number = -1
         self.marker_start = self.marker_end = 0
         self.is_marker_new = False
 
     def begin_snapshot(self, start_seqno: int, end_seqno: int, flags: int) -> None:
-        """Take a marker; the position stays until its first change."""
+        """Process a marker. The position stays until its first change."""
         if self.marker_end or end_seqno <= self.seqno:
             raise StreamViolationError(
                 f"a marker {start_seqno} to {end_seqno} at seqno {self.seqno}"
@@ -147,7 +149,7 @@ class Feed:
         self.is_marker_new = True
 
     def advance(self, first_seqno: int, last_seqno: int, count: int) -> None:
-        """Advance over `count` changes that came in one piece; 0: none of them is for us."""
+        """Advance over `count` changes of one piece; 0: the seqno advanced without a change."""
         if self.is_marker_new:
             self.is_marker_new = False
             if self.seqno >= self.snap_end:
@@ -156,13 +158,13 @@ class Feed:
         ranges = self.ranges
         was_whole = bool(ranges) and ranges[-1][1] == self.seqno
         # A gap means that documents of a dropped collection are no longer streamed. Without them
-        # the states in between are not whole, not even in a snapshot of history.
+        # the states in between are incomplete, even in a history snapshot.
         if was_whole and last_seqno - self.seqno == count:
             ranges[-1] = (ranges[-1][0], last_seqno)
             if self.is_history:
-                # Nothing is left out, so a request from here need not name the snapshot.
+                # Nothing is missing, so a request from here need not name the snapshot.
                 self.snap_start = self.snap_end = last_seqno
-        elif last_seqno > self.snap_end:  # the history was whole up to here
+        elif last_seqno > self.snap_end:  # the history was complete up to here
             self.snap_start, self.snap_end = self.seqno, self.marker_end
         self.seqno = last_seqno
         if last_seqno == self.marker_end:
@@ -178,13 +180,13 @@ class Feed:
         return position_of(self.chain(), self._versions_max)
 
     def stop(self) -> None:
-        """The stream is over: close its leg, and stand where the next request begins."""
+        """The stream is over: close its leg, and move to where the next request begins."""
         position = self.request_position()
         self.close_leg()
         self.place(position)
 
     def roll_back(self, asked: RollbackAsked, *, is_exact: bool) -> None:
-        """Go to the newest whole state at or below what the server said."""
+        """Go to the newest complete state at or below the server's seqno."""
         before = self.request_position()
         position = next_round(before, asked, is_exact=is_exact, vb_id=self.vb_id)
         self.close_leg()

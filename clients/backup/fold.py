@@ -1,17 +1,16 @@
-"""Merge and prune: folds old runs into the base of a newer one, and deletes them.
+"""Merge and prune: fold old runs into the base of a newer run, and delete them.
 
-    runs 1 2 3 4 5      merge --through 3, or prune --keep 3
+    runs 1 2 3 4 5      merge --into 3, or prune --keep 3
          [1 2 -> base of 3] 4 5
 
-The base of run K holds the state at the end of the runs before K: the newest version of each key,
-and older versions that later runs need because they rolled a partition back below that end. The
-changes of run K stay as they are. So run K and everything after it can be restored as before, and
-the next run continues as before. Points before the end of run K-1 are gone, and a rollback below it
-goes to the nearest state that was kept.
+The base of run K is the state at the end of run K-1: the newest version of each key, and older
+versions that are needed because later runs rolled a partition back below that end. The changes of
+run K stay as they are. So run K and later runs can be restored as before, and the next run
+continues as before. Points before the end of run K-1 are lost, and a rollback below it goes to the
+nearest state that was kept.
 
-Crash safety: the segments of the base are written first, then the manifest of run K, which names
-them and the runs that it stands for. Files that are no longer needed are deleted last
-(`Archive.sweep`).
+Crash safety: first the segments of the base are written, then the manifest of run K, which lists
+them and the folded runs. Unneeded files are deleted last (`Archive.sweep`).
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from dcp.wire.message import U64
 
 
 class FoldReport(NamedTuple):
-    """What became of the runs."""
+    """The result of a fold."""
 
     into_run: int
     folded: tuple[int, ...]
-    """Runs that are gone."""
+    """The runs that were folded and deleted."""
     changes_before: int
     changes: int
-    """Changes that the folded runs held, and that the base holds."""
+    """Changes in the folded runs, and in the base."""
     bytes_before: int
     bytes_after: int
-    """Stored bytes of all runs."""
+    """Stored bytes of all runs, before and after."""
 
 
 def run_to_keep(
     runs: Sequence[RunRecord], keep: int | None, older_than_ns: int | None
 ) -> int | None:
-    """Return the oldest run that stays; None: nothing is to be pruned.
+    """Return the oldest run to keep; None: there is nothing to prune.
 
-    The newest run always stays.
+    The newest run is always kept.
     """
     stays = [
         record.run
@@ -69,7 +68,7 @@ def fold(
 ) -> FoldReport:
     """Fold all runs before `into_run` into its base. Raises BackupErrors, ArchiveLockedError.
 
-    An archive with damage in what is folded is refused: the damage would be lost from sight.
+    Damaged runs are not folded, because that would hide the damage.
     """
     with archive.lock("backup merge") as lock:
         runs = archive.runs()
@@ -126,24 +125,24 @@ def fold(
 
 
 def _base_of(chain: list[Placed], cuts: list[int]) -> Leg:
-    """Return the leg that stands for a chain: whole states at its end and where it was cut."""
+    """Return one leg for a chain, with complete states at its end and at the cuts."""
     end = position_of(chain)
     seqno = end_of(chain)
     ranges = tuple((at, at) for at in sorted({0, *cuts, seqno}))
-    if end.seqno != end.snap_end:  # a run ends at whole states; another server's may not
+    if end.seqno != end.snap_end:  # other servers may end a run inside a snapshot
         ranges = ranges[:-1]
     return Leg(BASE_LEG, 0, seqno, end.snap_start, end.snap_end, chain[-1].leg.versions, ranges)
 
 
 def _pieces(reader: PointReader, vb_id: int, seqnos: Sequence[int], base: Leg) -> Iterator[Piece]:
-    """Yield the frames that the states at these seqnos (rising) are made of, in order."""
+    """Yield the frames of the states at these seqnos (ascending), in order."""
     points = [Point(seqnos={vb_id: seqno}) for seqno in seqnos]
     views = [reader.view(vb_id, point, names_winners=True) for point in points]
     damages = [damage for view in views for damage in view.damages]
     if damages:
         raise ArchiveDamagedError(
             str(damages[0]), vb_id=vb_id,
-            hint="Runs with damage cannot be folded; dcpctl backup verify names all of it.",
+            hint="Damaged runs cannot be folded. dcpctl backup verify lists all damage.",
         )  # fmt: skip
     winners: set[int] = set().union(*(view.winners or () for view in views))
     frames: list[bytes] = []

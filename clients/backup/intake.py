@@ -1,23 +1,23 @@
-"""One DCP connection of a backup, sans-IO: bytes in, runs of stored frames and requests out.
+"""One DCP connection of a backup, sans-IO: bytes in, runs of frames and requests out.
 
     intake = Intake(b"name", history=True)
-    intake.add(feed)                          # partitions, each with what the archive holds of it
+    intake.add(feed)                          # partitions, each with its history in the archive
     send(intake.begin())
     intake.receive(data, now_ns)
     pieces = intake.take_pieces()             # runs of frames, one slice each; after an error too
     send(intake.take_output())
 
-A backup keeps the frames as they came and needs no events. So the loop reads only length, opaque
-and seqno of each frame, checks the order, and cuts whole runs of a stream out of the buffer.
-`clients.streaming` does the rest of the protocol.
+A backup stores frames as they arrive and needs no events. So the loop only reads length, opaque and
+seqno of each frame, checks the order, and cuts whole runs of a stream out of the buffer.
+`clients.streaming` handles the rest of the protocol.
 
 Invariants
-- within a stream seqnos rise and lie inside the announced snapshot (StreamViolationError if not);
-- feeds stand after the pieces of `take_pieces`, even if `receive` raises. So pieces are taken
-  before another connection continues the feeds (`abandon`);
+- seqnos of a stream rise and are inside the announced snapshot, or StreamViolationError is raised;
+- feeds are positioned after the pieces of `take_pieces`, even if `receive` raises. So take the
+  pieces before another connection continues the feeds (`abandon`);
 - every accepted request begins a leg (clients.backup.legs), with its failover log;
-- a rollback goes to the newest whole state of the archive at or below what the server says, over
-  all its versions and runs. Every round goes down, so the rounds are bounded;
+- a rollback goes to the newest complete state in the archive at or below the server's seqno, across
+  all versions and runs. Every round goes to a lower seqno, so the number of rounds is bounded;
 - a partition is DONE at the high seqno that it had when the run asked for it.
 
 Rules: docs/streams.md. Time is an argument, in ns of any steady clock.
@@ -47,9 +47,10 @@ from dcp.wire.message import OpenFlag, parse_advanced, parse_marker
 from dcp.wire.opcode import Magic, Opcode
 
 RETRY_NS: Final = 200_000_000
-"""Pause before a stream is asked for again."""
+"""Pause before a stream is requested again."""
 DAMAGES_MAX: Final = 3
-"""How often a stream of a partition may end because of a damaged store; it may be passing."""
+"""How often a partition's stream may end because its store is damaged. The cause may be temporary.
+"""
 
 STORED: Final = {
     Magic.REQUEST << 8 | opcode: True
@@ -57,11 +58,11 @@ STORED: Final = {
         Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION, Opcode.DCP_SYSTEM_EVENT,
     )
 }  # fmt: skip
-"""First two bytes of frames that are kept. Their seqno is right after the header."""
+"""First two bytes of the frames that are stored. Their seqno follows the header."""
 _HEAD: Final = Struct(">H6xII8xQ")
 """Magic and opcode, body length, opaque, seqno."""
 CHANGE_STREAMS: Final = b"change_streams"
-"""Control: every version of a document comes, not only the newest."""
+"""Control: the server sends every version of a document, not only the newest."""
 
 
 class Intake:
@@ -79,9 +80,9 @@ class Intake:
         self.feeds: dict[int, Feed] = {}
         """By partition."""
         self.gone: list[Feed] = []
-        """Partitions for the caller to place elsewhere; the caller empties it."""
+        """Partitions that left this node. The caller moves them and empties the list."""
         self.finished: list[Feed] = []
-        """Partitions that came to their end; the caller empties it."""
+        """Partitions that are done. The caller empties the list."""
         self.wire_bytes = 0
         """Bytes of stream messages so far, as flow control counts them."""
         wished = [b"enable_expiry_opcode", VERSION_LOG]
@@ -93,7 +94,7 @@ class Intake:
         self._buffer = FrameBuffer()
         self._pieces: list[Piece] = []
         self._awaiting: list[Feed] | None = None
-        """Feeds that wait for the answer to GET_ALL_VB_SEQNOS; None: none was sent."""
+        """Feeds that wait for the answer to GET_ALL_VB_SEQNOS; None: no request is pending."""
 
     @property
     def has_history(self) -> bool:
@@ -103,24 +104,25 @@ class Intake:
     # -- what the shell calls ------------------------------------------------------------------
 
     def begin(self) -> bytes:
-        """Return the first bytes: DCP_OPEN, DCP_CONTROLs, and the question how far to go."""
+        """Return the first bytes: DCP_OPEN, DCP_CONTROLs, GET_ALL_VB_SEQNOS."""
         self._connection.begin()
         self._ask_seqnos()
         return self.take_output()
 
     def add(self, feed: Feed) -> None:
-        """Stream a partition; before `begin`, or followed by `ask`."""
+        """Add a partition. Call it before `begin`, or call `ask` afterwards."""
         feed.state, feed.target, feed.opaque = FeedState.IDLE, None, 0
         self.feeds[feed.vb_id] = feed
 
     def ask(self) -> None:
-        """Ask for streams that were added after `begin`."""
+        """Request streams that were added after `begin`."""
         self._ask_seqnos()
 
     def receive(self, data: bytes, now_ns: int) -> None:
-        """Take what a read brought in.
+        """Process received bytes.
 
-        Raises RemoteProtocolError, StreamViolationError or a DcpdError: the connection is over.
+        If it raises RemoteProtocolError, StreamViolationError or a DcpdError, the connection is
+        over.
         """
         self._connection.requests.now_ns = now_ns
         buffer = self._buffer.take(data)
@@ -130,12 +132,12 @@ class Intake:
             self._connection.acknowledge(self.wire_bytes - before)
 
     def take_pieces(self) -> list[Piece]:
-        """Return the new changes, each once; if a read raised, those before the error."""
+        """Return the new changes, each once. If `receive` raised, these precede the error."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def tick(self, now_ns: int) -> None:
-        """Ask again for streams whose pause is over."""
+        """Request streams again whose pause is over."""
         self._connection.requests.now_ns = now_ns
         due = self._connection.due(now_ns)
         for feed in due:
@@ -148,7 +150,7 @@ class Intake:
         return self._connection.requests.take_output()
 
     def abandon(self) -> list[Feed]:
-        """The connection is gone: return the feeds that another connection continues."""
+        """The connection is lost. Return the feeds that another connection must continue."""
         assert not self._pieces, "a leg ends at the last change that was handed out"
         left = [feed for feed in self.feeds.values() if feed.state is not FeedState.DONE]
         for feed in left:
@@ -159,16 +161,16 @@ class Intake:
     # -- asking --------------------------------------------------------------------------------
 
     def _ask_seqnos(self) -> None:
-        """Ask how far the idle partitions are; one question at a time, for all of them."""
+        """Ask for the high seqnos of all idle partitions. One request is pending at a time."""
         if self._awaiting is not None:
-            return  # the pending answer may be too old; newly idle feeds are asked for next
+            return  # the pending answer may be too old for newly idle feeds; they come next
         self._awaiting = [feed for feed in self.feeds.values() if feed.state is FeedState.IDLE]
         for feed in self._awaiting:
             feed.state = FeedState.ASKED
         self._connection.ask_high_seqnos(self._on_seqnos)
 
     def _on_seqnos(self, high: dict[int, int]) -> None:
-        """The partitions' ends are known: ask for the streams up to there."""
+        """The high seqnos are known: request the streams up to there."""
         feeds, self._awaiting = self._awaiting or [], None
         for feed in feeds:
             seqno = high.get(feed.vb_id)
@@ -182,7 +184,7 @@ class Intake:
             self._ask_seqnos()
 
     def _again(self, feed: Feed) -> None:
-        """Ask at once, for the present end: the old one may be gone."""
+        """Request again at once, up to the current high seqno. The old one may no longer exist."""
         feed.state = FeedState.IDLE
         self._ask_seqnos()
 
@@ -191,15 +193,15 @@ class Intake:
         self._connection.later(feed, RETRY_NS, RETRY_NS)
 
     def _give_up(self, feed: Feed) -> None:
-        """The node does not have the partition."""
+        """The node does not serve the partition."""
         feed.state = FeedState.GONE
         del self.feeds[feed.vb_id]
         self.gone.append(feed)
 
-    # -- what becomes of streams -----------------------------------------------------------------
+    # -- outcomes of streams ---------------------------------------------------------------------
 
     def on_outcome(self, feed: Feed, outcome: StreamOutcome) -> None:
-        """Take the answer to a stream request, or the end of a stream."""
+        """Process the answer to a stream request, or the end of a stream."""
         match outcome:
             case Opened():
                 feed.open(outcome.versions)
@@ -235,11 +237,11 @@ class Intake:
             name = reason_name(ended.reason).lower()
             raise BackupError(
                 f"the server ended the stream with reason {ended.reason} ({name})",
-                vb_id=feed.vb_id, node=self.node, hint="Its log says why.",
+                vb_id=feed.vb_id, node=self.node, hint="See the server's log for the reason.",
             )  # fmt: skip
 
     def on_message(self, feed: Feed, frame: Frame) -> None:
-        """Take a message that is not kept."""
+        """Process a message that is not stored."""
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
             feed.begin_snapshot(*parse_marker(frame))
         elif frame.opcode == Opcode.DCP_SEQNO_ADVANCED:
@@ -252,12 +254,12 @@ class Intake:
         """Do nothing: `has_history` has the answer."""
 
     def on_config(self, config: bytes) -> None:
-        """Do nothing: when a partition moves its stream ends, and the run looks for it."""
+        """Do nothing: when a partition moves, its stream ends and the run finds the new node."""
 
     # -- decoding ------------------------------------------------------------------------------
 
     def _decode(self, buffer: bytes) -> None:
-        """Take all complete frames of `buffer`."""
+        """Process all complete frames of `buffer`."""
         unpack, stored, streams = _HEAD.unpack_from, STORED, self._connection.open
         at, end, head_bytes = 0, len(buffer), _HEAD.size
         begin = first = last = count = limit = 0
@@ -310,14 +312,14 @@ class Intake:
         self._pieces.append(Piece(feed.vb_id, feed.number, first, last, count, data, feed.legs()))
 
     def _take_frame(self, buffer: bytes, at: int, end: int) -> int:
-        """Take a frame that is not kept; return where it stops, 0 if it is not complete."""
+        """Process a frame that is not stored; return its end, or 0 if it is incomplete."""
         stop, wire_bytes = self._connection.take_frame(buffer, at, end)
         self.wire_bytes += wire_bytes
         return stop
 
 
 def _advance_over_gap(feed: Feed, data: bytes, last: int, count: int) -> None:
-    """Advance a feed over frames with a gap in the seqnos: up to the first gap, then the rest."""
+    """Advance a feed over frames with a gap: first up to the gap, then over the rest."""
     dense, at, seqno = 0, 0, feed.seqno
     while True:  # there is a gap, so this ends
         _, body, _, next_seqno = _HEAD.unpack_from(data, at)

@@ -1,22 +1,22 @@
-"""What an archive holds of one partition: legs, and what follows from them. Pure.
+"""The history of one partition in an archive, as legs. Pure.
 
-A *leg* is what one accepted stream request brought: the changes in (from_seqno, to_seqno] of the
-history that its versions name. Legs follow each other. If a leg begins below the end of the legs
-before it, history branched there: what they hold above that seqno no longer belongs to the
-partition's history, although it is still in the archive.
+A *leg* is the result of one accepted stream request: the changes in (from_seqno, to_seqno] of the
+history that its versions name. Legs follow each other. If a leg begins below the end of earlier
+legs, history branched there: their changes above that seqno no longer belong to the partition's
+history, although they are still in the archive.
 
     leg 0   0 ------------------- 100
     leg 1                 80 ------- 120      branched at 80: 81..100 of leg 0 are undone
     visible 0 ----------- 80 ------- 120
 
 Invariants
-- from_seqno <= the end of what is visible before; the first leg begins at 0;
-- `ranges` are rising, separate ranges in [from_seqno, to_seqno]: at each seqno in them the archive
-  holds the whole state of the partition. A de-duplicated snapshot is whole only at its end. In a
-  history stream, where every version comes, every seqno is whole up to the first gap: documents of
-  a dropped collection are no longer streamed;
-- a leg begins at a whole state, or continues at the end of the leg before it, if the connection
-  broke in the middle of a snapshot (snap_start < to_seqno < snap_end).
+- from_seqno <= the end of the visible history before it; the first leg begins at 0;
+- `ranges` are ascending, separate ranges in [from_seqno, to_seqno]. At each seqno in them the
+  archive has the complete state of the partition. A de-duplicated snapshot is complete only at its
+  end. A history stream sends every version, so every seqno is complete up to the first gap. Gaps
+  come from dropped collections, whose documents are no longer streamed;
+- a leg begins at a complete state. If the connection broke inside a snapshot
+  (snap_start < to_seqno < snap_end), the next leg begins at the end of that one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any, Final, NamedTuple
 from clients.position import Position, Ranges, Versions, clipped
 
 BASE_LEG: Final = 0xFFFF
-"""Number of the leg that stands for all runs that were folded into one."""
+"""Number of the leg of the base, which replaces all folded runs."""
 LEGS_MAX: Final = BASE_LEG - 1
-"""Legs of a partition in one run: each is a stream request, and a run has few."""
+"""Legs of a partition in one run. Each is a stream request, and a run makes few."""
 
 
 class Leg(NamedTuple):
     """See the module."""
 
     number: int
-    """Unique within its run; the order of legs is that of the list, not of the numbers."""
+    """Unique within its run. Legs are ordered by their list, not by number."""
     from_seqno: int
     to_seqno: int
     snap_start: int
@@ -53,7 +53,7 @@ class Leg(NamedTuple):
 
     @classmethod
     def of(cls, document: Any) -> Leg:
-        """Return the leg of a document. Raises ValueError if the document is no leg."""
+        """Return the leg of a document. Raises ValueError if the document is not a leg."""
         try:
             number, from_seqno, to_seqno, snap_start, snap_end, versions, ranges = document
             leg = cls(
@@ -65,12 +65,12 @@ class Leg(NamedTuple):
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a leg: {document!r}") from error
         if not is_sound:
-            raise ValueError(f"a leg that goes nowhere: {document!r}")
+            raise ValueError(f"a leg with impossible seqnos: {document!r}")
         return leg
 
 
 class Placed(NamedTuple):
-    """A leg and the run that it is of."""
+    """A leg and its run."""
 
     run: int
     leg: Leg
@@ -91,7 +91,7 @@ def end_of(chain: Sequence[Placed]) -> int:
 
 
 def intervals(chain: Iterable[Placed], upto_seqno: int | None = None) -> list[Interval]:
-    """Return what is visible, ascending; with `upto_seqno` only up to there."""
+    """Return the visible history, ascending, with `upto_seqno` only up to there."""
     visible: list[Interval] = []
     for run, leg in chain:
         visible = _cut(visible, leg.from_seqno)
@@ -101,7 +101,7 @@ def intervals(chain: Iterable[Placed], upto_seqno: int | None = None) -> list[In
 
 
 def whole_states(chain: Iterable[Placed]) -> Ranges:
-    """Return the ranges of seqnos at which the whole state is held; 0 always is."""
+    """Return the ranges of seqnos with a complete state. 0 is always one."""
     ranges: Ranges = ((0, 0),)
     for _, leg in chain:
         ranges = clipped(ranges, leg.from_seqno)
@@ -114,7 +114,7 @@ def whole_states(chain: Iterable[Placed]) -> Ranges:
 
 
 def newest_whole(ranges: Ranges, seqno: int) -> int:
-    """Return the newest whole state at or below a seqno."""
+    """Return the seqno of the newest complete state at or below a seqno."""
     below = clipped(ranges, seqno)
     return below[-1][1] if below else 0
 
@@ -122,7 +122,7 @@ def newest_whole(ranges: Ranges, seqno: int) -> int:
 def position_of(chain: Sequence[Placed], versions_max: int | None = None) -> Position:
     """Return where the next stream request begins.
 
-    `versions_max`: name so many versions only, the newest first; for comparisons.
+    `versions_max`: name only this many of the newest versions, for comparisons in tests.
     """
     if not chain:
         return Position()
@@ -136,7 +136,7 @@ def position_of(chain: Sequence[Placed], versions_max: int | None = None) -> Pos
 
 
 def cuts_of(chain: Sequence[Placed], later: Iterable[Placed]) -> list[int]:
-    """Return, rising, the seqnos to which later legs cut back what `chain` holds."""
+    """Return the seqnos to which later legs cut `chain` back, ascending."""
     lowest = end_of(chain)
     cuts = []
     for _, leg in later:

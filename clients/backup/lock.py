@@ -1,10 +1,11 @@
-"""Who may write to an archive: one at a time.
+"""The write lock of an archive: one writer at a time.
 
 Local archives use flock, which the system releases when the process dies.
 
 Remote stores have no locks, and fsspec offers no atomic "create if absent" for all of them. There
 the lock is a lease made of flags. A flag is a file below locks/ that only its own writer writes. It
-says who the writer is, when it was last renewed, and whether the writer claims or holds the lease.
+names the writer and the time of the last renewal, and says whether the writer claims or holds the
+lease.
 
     write a claim -> list all flags -> none is alive: write "held"
                                     -> one is held: delete the claim, ArchiveLockedError
@@ -264,7 +265,7 @@ class ArchiveLock:
         who = f"{holder.get('purpose', 'a command')} of process {holder.get('pid', '?')}"
         hint = "Wait until it has ended."
         if not self._place.is_local:
-            hint += f" Was it killed? The lock is free {LEASE_S} s after its last sign of life."
+            hint += f" If it was killed, the lock is free {LEASE_S} s after its last renewal."
         return ArchiveLockedError(
             f"the archive is in use by {who} on {holder.get('host', '?')}",
             node=self._place.url, hint=hint,
@@ -272,9 +273,9 @@ class ArchiveLock:
 
     def _lost(self) -> ArchiveLockedError:
         return ArchiveLockedError(
-            "the lock of the archive was lost: somebody deleted it, or it was not renewed for"
+            "the lock of the archive was lost: it was deleted, or it was not renewed for"
             f" {LEASE_S} s", node=self._place.url,
-            hint="Run it again; what is written is kept.",
+            hint="Run the command again. Everything written so far is kept.",
         )  # fmt: skip
 
 

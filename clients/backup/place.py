@@ -1,10 +1,10 @@
-"""The folder of an archive: files behind any fsspec URL, each written as a whole.
+"""The folder of an archive: files at a path or fsspec URL, each written as a whole.
 
-Who calls it: `clients.backup.archive`, its lock, and exports. Nothing else uses fsspec.
+Called by `clients.backup.archive`, its lock, and exports. Only this module uses fsspec.
 
 Invariants
-- local files are synced, then renamed. Object stores show a file when it is whole. A file that
-  another file system shows half-written has no sound trailer and counts as missing;
+- local files are synced, then renamed. Object stores show a file only when it is complete. Other
+  file systems may show half-written files; these have no valid trailer or checksum;
 - a failed write leaves no file behind.
 """
 
@@ -20,16 +20,16 @@ from typing import IO, Any, Final
 from clients.backup.archive_errors import EXTRA_HINT, ArchiveError, BackupError, MissingExtraError
 
 PARTIAL: Final = ".part"
-"""What the names of files end in that are being written."""
+"""Suffix of files that are being written."""
 
 _HINTS: Final = {
-    errno.ENOSPC: "Make room there and run it again: what is written is kept.",
-    errno.EDQUOT: "Make room in the quota and run it again: what is written is kept.",
-    errno.EACCES: "The user that runs this has to own the archive's files.",
-    errno.EPERM: "The user that runs this has to own the archive's files.",
-    errno.EROFS: "The file system is mounted for reading only.",
+    errno.ENOSPC: "Free some space and run it again. Everything written so far is kept.",
+    errno.EDQUOT: "Free some quota and run it again. Everything written so far is kept.",
+    errno.EACCES: "Run it as the user that owns the archive's files.",
+    errno.EPERM: "Run it as the user that owns the archive's files.",
+    errno.EROFS: "The file system is mounted read-only. Remount it for writing.",
 }
-"""What to try, by the reason."""
+"""Hints by errno."""
 
 
 class Place:
@@ -46,12 +46,12 @@ class Place:
     def of(cls, url: str) -> Place:
         """Return the place of a path or fsspec URL. Raises BackupErrors."""
         if not url:
-            raise ArchiveError("no archive is named", hint="--archive takes a path or a URL.")
+            raise ArchiveError("no archive is named", hint="Set --archive to a path or URL.")
         fs, root = filesystem_of(url)
         return cls(fs, root, url)
 
     def local_path(self, path: str) -> Path:
-        """Return where a file is, of a local place."""
+        """Return the path of a file in a local archive."""
         assert self.is_local
         return Path(self._root, path)
 
@@ -79,7 +79,7 @@ class Place:
             raise io_error(self.url, f"{path} cannot be written", error) from error
 
     def delete(self, path: str) -> None:
-        """Delete a file if it is there. Raises ArchiveError."""
+        """Delete a file if it exists. Raises ArchiveError."""
         try:
             self._fs.rm_file(f"{self._root}/{path}")
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class Place:
 
     @contextmanager
     def open_whole(self) -> Iterator[IO[bytes]]:
-        """Open the place itself, as a file to write; what is broken off is not there afterwards.
+        """Open the place itself as a file for writing. If writing fails, no partial file remains.
 
         Raises OSErrors.
         """
@@ -132,8 +132,8 @@ class Place:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something is there, as far as local files tell; files of writers that were killed
-        do not count.
+        """Whether a local place exists and is not empty. Partial files of killed writers are
+        ignored. Always False for remote places.
         """
         if not self.is_local:
             return False
@@ -148,18 +148,18 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise MissingExtraError("fsspec is not installed, archives are reached by it") from None
+        raise MissingExtraError("fsspec, which accesses archives, is not installed") from None
     try:
         fs, root = url_to_fs(url)
     except ImportError as error:
         raise MissingExtraError(
             f"no driver for this URL: {error}", node=url,
-            hint=f"{EXTRA_HINT} brings local files; for others install what fsspec names.",
+            hint=f"{EXTRA_HINT} supports local files. For others install the package named above.",
         ) from None  # fmt: skip
     except ValueError as error:
         raise ArchiveError(
             f"the URL cannot be used: {error}", node=url,
-            hint="A path, or a URL that fsspec knows, such as s3://bucket/folder",
+            hint="Use a path, or a URL that fsspec supports, such as s3://bucket/folder.",
         ) from error  # fmt: skip
     except OSError as error:
         raise io_error(url, "the URL cannot be used", error) from error
@@ -173,7 +173,7 @@ def io_error(url: str, what: str, error: OSError) -> BackupError:
 
 
 def _write_local(path: Path, data: bytes) -> None:
-    """Write, sync, rename, sync the folder: after a crash the file is whole or not there."""
+    """Write, sync, rename, sync the folder: after a crash the file is complete or missing."""
     partial = path.with_name(path.name + PARTIAL)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,14 +1,14 @@
-"""Places in an archive's history: as of a run, a time, a seqno per partition. Pure.
+"""Points in an archive's history: as of a run, a time, or a seqno per partition. Pure.
 
-A run shows the server's history as it was when the run ended. So
+A run has the server's history as of its end. So
 
-    run N           the state at its end
-    time T          of the first run that ended at or after T: what had happened by T. A change's
-                    time is its CAS
-    seqnos          of the newest run (or of --run N): up to there, in each partition that is named
+    run N           is the state at its end
+    time T          is the state at T in the first run that ended at or after T. The time of a
+                    change is its CAS
+    seqnos          are states in the newest run (or --run N), for the partitions that are named
 
-If the archive does not hold the whole state at a point (inside a de-duplicated snapshot), the
-newest whole state before it counts.
+If the archive does not have the complete state at a point (inside a de-duplicated snapshot), the
+newest complete state before it is used.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Point(NamedTuple):
     seqnos: Mapping[int, int] | None = None
 
     def runs_of(self, runs: Sequence[RunRecord]) -> list[RunRecord]:
-        """Return the runs that it stands on, oldest first. Raises PointError."""
+        """Return the runs that it needs, oldest first. Raises PointError."""
         if not runs:
             raise PointError(
-                "the archive has no finished run", hint="Make one: dcpctl backup run --archive URL"
+                "the archive has no finished run", hint="Run: dcpctl backup run --archive URL"
             )
         last = self._last_of(runs)
         return [record for record in runs if record.run <= last]
 
     def is_within(self, runs: Sequence[RunRecord]) -> bool:
-        """Whether it names a run or a time in these runs, so that later runs do not matter."""
+        """Whether it names a run or time within these runs, so later runs do not matter."""
         if not runs:
             return False
         if self.run is not None:
@@ -63,17 +63,17 @@ class Point(NamedTuple):
         if self.time_ns is not None:
             if runs[0].base_through and self.time_ns <= runs[0].begins_ns:
                 raise PointError(
-                    f"the archive holds no state as of {time_text(self.time_ns)}: the runs up to"
+                    f"the archive has no state as of {time_text(self.time_ns)}: the runs up to"
                     f" {time_text(runs[0].begins_ns)} are folded into run {runs[0].run}",
-                    hint=f"Name a later time, or the oldest run that is left: --run {runs[0].run}",
+                    hint=f"Use a later time, or the oldest run: --run {runs[0].run}",
                 )
             for record in runs:
                 if record.ended_ns >= self.time_ns:
                     return record.run
             raise PointError(
-                f"the archive knows nothing of {time_text(self.time_ns)}: its last run ended at"
+                f"{time_text(self.time_ns)} is not in the archive: its last run ended at"
                 f" {time_text(runs[-1].ended_ns)}",
-                hint="Make another run first, or restore the last one: leave --time out.",
+                hint="Make another run first, or use the last run: leave out --time.",
             )
         return runs[-1].run
 
@@ -84,14 +84,14 @@ def chain_of(runs: Sequence[RunRecord], vb_id: int) -> list[Placed]:
 
 
 def parse_time(text: str) -> int:
-    """Return a time as Unix ns: ISO 8601 (UTC unless it says), Unix seconds. Raises PointError."""
+    """Parse a time to Unix ns: ISO 8601 (UTC by default) or Unix seconds. Raises PointError."""
     if _SECONDS.fullmatch(text):
         return int(Decimal(text) * 1_000_000_000)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise PointError(
-            f"{text!r} is no time", hint="Such as 2026-05-01T12:00:00Z, or Unix seconds."
+            f"{text!r} is not a time", hint="Use 2026-05-01T12:00:00Z or Unix seconds, for example."
         ) from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
@@ -100,7 +100,7 @@ def parse_time(text: str) -> int:
 
 
 def time_text(time_ns: int) -> str:
-    """Return a Unix time in ns as people read it."""
+    """Return a Unix time in ns as ISO 8601 text."""
     seconds, rest = divmod(time_ns, 1_000_000_000)
     moment = datetime.fromtimestamp(seconds, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest // 1_000_000:03}Z"
@@ -109,13 +109,13 @@ def time_text(time_ns: int) -> str:
 def parse_seqnos(document: Any) -> dict[int, int]:
     """Return a seqno vector: a JSON object of partition -> seqno. Raises PointError."""
     if not isinstance(document, dict):
-        raise PointError("a seqno vector is a JSON object, partition -> seqno")
+        raise PointError("seqnos must be a JSON object: partition -> seqno")
     found = {}
     for name, seqno in document.items():
         text = str(name)
         if not (text.isascii() and text.isdigit() and int(text) < NUM_VBUCKETS):
-            raise PointError(f"{name!r} is no partition; they are 0 to {NUM_VBUCKETS - 1}")
+            raise PointError(f"{name!r} is not a partition; use 0 to {NUM_VBUCKETS - 1}")
         if not isinstance(seqno, int) or isinstance(seqno, bool) or not 0 <= seqno <= SEQNO_MAX:
-            raise PointError(f"{seqno!r} is no seqno", vb_id=int(text))
+            raise PointError(f"{seqno!r} is not a seqno", vb_id=int(text))
         found[int(text)] = seqno
     return found

@@ -1,11 +1,11 @@
 """A partition as of a point: the newest version of each key, read in two passes.
 
-The first pass finds the newest seqno of each key, the second one returns those frames in seqno
-order. So memory holds the keys of one partition and the chunks in use, never a partition's values.
+The first pass finds the newest seqno of each key. The second pass returns those frames in seqno
+order. So memory holds the keys of one partition and the cached chunks, but not all its values.
 
-Damage is named (`Damage`). A partition with damage is read as of its newest whole state before the
-damage. With `salvage` everything that can be read is returned, and keys may come back in versions
-that were replaced or deleted.
+Damage is reported (`Damage`). A damaged partition is read as of its newest complete state before
+the damage. With `salvage` everything readable is returned; then keys may have versions that were
+replaced or deleted.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from clients.backup.segment import DamagedError, Footer, parse_chunk
 from clients.backup.strip import Stretch, Strip
 
 CACHE_BYTES: Final = 32 * 1024 * 1024
-"""Cached chunks: each is read twice, shared ones by many partitions."""
+"""Size of the chunk cache. Each chunk is read twice, shared ones by many partitions."""
 
 STRIP_FRAMES_MAX: Final = 100_000
-"""Frames whose places are kept from the first pass for the second, some 80 bytes each."""
+"""Frames whose offsets are kept from the first pass for the second, about 80 bytes each."""
 
 _NO_STOP: Final = 2**64
 
 Frame = tuple[bytes, int, int]
-"""A chunk's bytes, and where in them a frame is."""
+"""(bytes of a chunk, start and end of a frame in them)."""
 
 
 class Damage(NamedTuple):
-    """A part that cannot be read: where it is, and what it held of a partition."""
+    """A part that cannot be read: its file, and the lost seqnos of a partition."""
 
     path: str
     what: str
@@ -46,13 +46,13 @@ class Damage(NamedTuple):
     last_seqno: int
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return the damage as text."""
         reach = f"vbucket {self.vb_id}, seqno {self.first_seqno} to {self.last_seqno}"
         return f"{self.path}: {self.what}: {reach}"
 
 
 class Part(NamedTuple):
-    """A section that is to be read, and which seqnos of it: (low, high]."""
+    """A section to read, and the seqnos in it: (low, high]."""
 
     path: str
     chunk: tuple[int, int]
@@ -66,25 +66,25 @@ class View(NamedTuple):
 
     vb_id: int
     wanted_seqno: int
-    """Where the point is; `seqno` below it is where the archive has a whole state."""
+    """The point's seqno. `seqno` is the newest complete state at or below it."""
     seqno: int
     parts: list[Part]
     winners: frozenset[int] | set[int] | None
-    """Seqnos of the newest versions, deletions too; None: every change there is."""
+    """Seqnos of the newest versions, deletions included; None: all changes are newest."""
     damages: list[Damage]
 
 
 class Findings:
-    """What is told of the partitions that were read as of a point."""
+    """What was found while partitions were read as of a point."""
 
     def __init__(self) -> None:
         self.earlier: dict[int, tuple[int, int]] = {}
-        """Partition -> (wanted seqno, the whole state at or below that is taken)."""
+        """Partition -> (requested seqno, seqno of the complete state before it that is used)."""
         self.damages: list[Damage] = []
         self._has_state = False
 
     def take(self, view: View) -> None:
-        """Take note of a partition."""
+        """Add a partition."""
         self._has_state = self._has_state or view.seqno > 0
         self.damages += view.damages
         if view.seqno != view.wanted_seqno:
@@ -94,24 +94,24 @@ class Findings:
         """Raise PointError if no partition has a state at the point."""
         if self.earlier and not (self._has_state or self.damages):
             raise PointError(
-                f"of no partition does the archive hold a whole state at or before that point,"
-                f" so that nothing can be taken from it: {url}",
-                hint="Name a later one: dcpctl backup list tells when runs ended, info --run N the"
-                " whole states of each partition.",
+                f"the archive has no complete state of any partition at or before that"
+                f" point: {url}",
+                hint="Name a later point. dcpctl backup list shows when runs ended, info --run N"
+                " shows the complete states of each partition.",
             )
 
 
 class _Newest(NamedTuple):
-    """What the first pass found."""
+    """The result of the first pass."""
 
     seqnos: dict[bytes, int]
     """Key -> seqno of its newest version."""
     is_all: bool
-    """No key came twice and no event removed any, so these are all the changes."""
+    """No key occurred twice and no event removed a key: every change is a newest version."""
     stop_seqno: int
-    """The first seqno that does not count; `_NO_STOP` if all do."""
+    """The first seqno that must not be used; `_NO_STOP` if there is none."""
     is_late: bool
-    """That one is later than what was asked for, not damaged."""
+    """`stop_seqno` is later than the requested time. False: it is damaged, or there is none."""
     damages: list[Damage]
 
 
@@ -126,17 +126,18 @@ class PointReader:
         self._salvage = salvage
         self._segments = {record.run: record.segments for record in runs}
         self._footers: dict[str, Footer | str] = {}
-        """By path: the footer, or why it cannot be read."""
+        """Path -> footer, or why it cannot be read."""
         self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._chunk_bytes = 0
         self._damaged_chunks: dict[tuple[str, int], str] = {}
         self._strips: dict[tuple[str, int, int], Strip] = {}
-        """By path, chunk and offset in it, of the partition that was asked for last."""
+        """(path, chunk, offset) -> strip, for the last requested partition."""
         self._strip_frames = 0
 
     def view(self, vb_id: int, point: Point, *, names_winners: bool = False) -> View:
-        """Return a partition as of a point; `names_winners`: its `winners` are never None. Raises
-        PointError.
+        """Return a partition as of a point. Raises PointError.
+
+        `names_winners`: the view's `winners` is not None.
         """
         self._strips.clear()
         self._strip_frames = 0
@@ -145,7 +146,8 @@ class PointReader:
         wanted = end if point.seqnos is None else point.seqnos.get(vb_id, end)
         if wanted > end:
             raise PointError(
-                f"the archive ends at seqno {end} there, {wanted} is not in it", vb_id=vb_id
+                f"seqno {wanted} is not in the archive: the partition ends at seqno {end}",
+                vb_id=vb_id,
             )
         ranges = whole_states(chain)
         seqno = newest_whole(ranges, wanted)
@@ -173,7 +175,7 @@ class PointReader:
             yield from zip(repeat(stretch.data), stretch.starts, stretch.ends)
 
     def stretches(self, view: View) -> Iterator[Stretch]:
-        """Yield the same, all that a section has of them at once."""
+        """Yield the newest versions in seqno order, those of a section at once."""
         for part in view.parts:
             data = self._chunk(part)
             if data is None:
@@ -189,7 +191,7 @@ class PointReader:
     # -- inside --------------------------------------------------------------------------------
 
     def _strip(self, part: Part, data: bytes) -> Strip:
-        """Return where a section's frames are; both passes need it."""
+        """Return the strip of a section, which both passes need."""
         place = (part.path, part.chunk[0], part.section.offset)
         strip = self._strips.get(place)
         if strip is None:
@@ -200,7 +202,7 @@ class PointReader:
         return strip
 
     def _newest(self, parts: list[Part], time_ns: int | None) -> _Newest:
-        """Read all changes, and note the newest of each key."""
+        """Read all changes; collect the newest seqno of each key."""
         newest: dict[bytes, int] = {}
         damages: list[Damage] = []
         changes, is_within = 0, True
@@ -230,7 +232,7 @@ class PointReader:
         return _Newest(newest, is_all, _NO_STOP, False, damages)
 
     def _parts(self, vb_id: int, visible: list[Interval]) -> tuple[list[Part], list[Damage]]:
-        """Return what is to be read of a partition, in seqno order, and what is lost."""
+        """Return the parts to read of a partition, in seqno order, and the lost parts."""
         parts: list[Part] = []
         damages: list[Damage] = []
         for run, leg, low, high in visible:
@@ -259,7 +261,7 @@ class PointReader:
             try:
                 footer = self._archive.footer(segment.path)
                 if footer.held() != segment.held:
-                    footer = "it is not the segment that its run wrote"
+                    footer = "it is not the segment that the run wrote"
             except FileNotFoundError:
                 footer = "the file is missing"
             except (DamagedError, ArchiveFormatError) as error:
@@ -280,7 +282,7 @@ class PointReader:
         try:
             data = parse_chunk(self._archive.read(part.path, offset, offset + size_bytes))
             if part.section.offset + part.section.size_bytes > len(data):
-                raise DamagedError("it is too short")
+                raise DamagedError("the chunk is too short")
         except (DamagedError, FileNotFoundError) as error:
             self._damaged_chunks[place] = str(error)
             return None

@@ -1,15 +1,15 @@
-"""A restore, over asyncio: from an archive as of a point into a server.
+"""A restore with asyncio: from an archive, as of a point, into a server.
 
     Reader -> newest versions, in seqno order -> Loader -> X_PUT_FRAMES -> Link
 
-Documents keep flags, expiry, datatype, revision and CAS, and come in the order of their changes. A
-CAS that is too far ahead of the server's clock is replaced by one of its own, and counted.
+Documents keep flags, expiry, datatype, revision and CAS, and are sent in the order of their
+changes. The server replaces a CAS that is too far ahead of its clock; these are counted.
 The server resolves conflicts: its own document or deletion wins if its revision is higher, or equal
-with a CAS that is not lower (with `force` the archive always wins). Documents that the archive does
-not have stay. So a restore can simply be run again.
+with a CAS that is not lower. With `force` the archive always wins. Documents that are not in the
+archive stay. So a restore can be run again.
 
-If a whole section is wanted and collections have the same ids, its frames are sent as the archive
-has them. Otherwise they are looked at one by one.
+If a whole section is selected and its collections have the same ids in the target, its frames are
+sent unchanged. Otherwise each frame is checked and, if necessary, rewritten.
 """
 
 from __future__ import annotations
@@ -44,58 +44,58 @@ _MUTATION: Final = int(Opcode.DCP_MUTATION)
 
 
 class RestorePlan(NamedTuple):
-    """What a restore will do, or did."""
+    """The documents that a restore sends, or has sent."""
 
     runs: tuple[int, ...]
     partitions: int
-    """Partitions that have something."""
+    """Partitions with at least one document or deletion."""
     documents: int
     deletions: int
     value_bytes: int
     by_collection: dict[str, int]
-    """Documents by the collection that they go into."""
+    """Documents by target collection."""
     earlier: dict[int, tuple[int, int]]
-    """Partition -> (wanted seqno, the whole state at or below that is taken)."""
+    """Partition -> (requested seqno, seqno of the complete state before it that is used)."""
     damages: list[Damage]
     broken: dict[str, str]
-    """Manifests of runs that could not be taken into account (`salvage`), and why."""
+    """Manifests of runs that could not be used (`salvage`), and why."""
 
 
 class RestoreReport(NamedTuple):
-    """What a restore did."""
+    """The result of a restore."""
 
     plan: RestorePlan
     written: int
     kept_newer: int
-    """Documents of which the server's own version won."""
+    """Documents and deletions for which the server's version won."""
     replaced_cas: int
-    """Documents and deletions that have a CAS of the server's own: theirs was too far ahead of its
+    """Documents and deletions that got a new CAS, because theirs was too far ahead of the server's
     clock."""
     refused: dict[int, tuple[int, str]]
-    """Status -> how many were refused for good, and the first of them in words."""
+    """Status -> (number of permanent refusals, text of the first error)."""
     created: tuple[str, ...]
     """Collections that were created."""
     seconds: float
 
 
 class _Counts:
-    """What is counted on the way."""
+    """Counters of a restore."""
 
     def __init__(self) -> None:
         self.deletions = self.value_bytes = self.partitions = 0
         self.by_source: Counter[bytes] = Counter()
-        """Documents by the collection id that they have in the archive."""
+        """Documents by their collection id in the archive."""
         self.findings = Findings()
 
     def view(self, view: View) -> None:
-        """Take note of a partition."""
+        """Count a partition."""
         self.partitions += bool(view.parts if view.winners is None else view.winners)
         self.findings.take(view)
 
     def plan(
         self, runs: Sequence[RunRecord], names: Mapping[bytes, str], broken: dict[str, str]
     ) -> RestorePlan:
-        """Return what was counted. `names`: where each collection id's documents go."""
+        """Return the counts. `names`: collection id -> target collection."""
         by_collection: Counter[str] = Counter()
         for source, documents in self.by_source.items():
             by_collection[names[source]] += documents
@@ -107,8 +107,8 @@ class _Counts:
 
 
 class Restore:
-    """One restore. `create(scope.collection, max_ttl_s)` creates a collection that the server does
-    not have; without it a missing collection is an error.
+    """One restore. `create(scope.collection, max_ttl_s)` creates a collection on the server.
+    Without it a missing collection is an error.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Restore:
         features: tuple[int, ...] = RESTORE_FEATURES,
         retry_pause_s: float = RETRY_PAUSE_S,
     ) -> None:
-        """Raises BackupErrors for a point or a selection that the archive does not have."""
+        """Raises BackupErrors if the archive lacks the point or the selection."""
         self.runs, self._broken = archive.runs_and_losses_of(point, salvage=salvage)
         self._url = archive.url
         self._point = point
@@ -143,7 +143,7 @@ class Restore:
         self._names: dict[bytes, str] = {}
 
     def plan(self) -> RestorePlan:
-        """Return what would be done, without any server."""
+        """Return what a restore would do, without a server."""
         paths, targets = self._routes.paths, self._targets()
         names = {path: key for key, path in paths.items() if path in targets}
         self._use(names | dict(zip(sorted(targets - names.keys()), count(max(paths) + 1))))
@@ -153,7 +153,7 @@ class Restore:
         return self._counts.plan(self.runs, self._names, self._broken)
 
     async def run(self, address: ServerAddress) -> RestoreReport:
-        """Restore into a server. Raises DcpdErrors; a restore that failed can be run again."""
+        """Restore into a server. Raises DcpdErrors. A failed restore can be run again."""
         began_s = time.monotonic()
         link = await Link.connect(address, features=self._features)
         try:
@@ -193,7 +193,7 @@ class Restore:
         return {path for key in routes.paths if (path := routes.target(key)) is not None}
 
     def _use(self, ids: dict[str, int]) -> None:
-        """Take the target's ids of collections."""
+        """Set the collection ids of the target."""
         self._prefixes = self._routes.key_prefixes(ids)
         by_id = {key: self._routes.target(split_key(key + b"k")[0]) or "" for key in self._prefixes}
         self._names = by_id
@@ -202,14 +202,15 @@ class Restore:
         found = await collections_of(link)
         ids = {path: key for key, (path, _) in found.items()}
         missing = sorted(self._targets() - ids.keys())
-        # Only those of the archive's newest run must be there: others may be dropped for good.
+        # Only the collections of the newest run are required: others may have been dropped.
         current = {path for path, _ in self.runs[-1].collections.values()}
         mapping = self._selection.mapping
         wanted = [path for path in missing if path in {mapping.get(item, item) for item in current}]
         if wanted and self._create is None:
             raise BackupError(
                 f"the server has no collection {', '.join(wanted)}", node=link.node,
-                hint="--create-collections makes them; --map takes others; --collection chooses.",
+                hint="Use --create-collections to create them, --map to restore into others, or"
+                " --collection to select.",
             )  # fmt: skip
         for path in wanted:
             assert self._create is not None
@@ -237,7 +238,7 @@ class Restore:
         yield from loader.take(is_last=True)
 
     def _take(self, stretch: Stretch, loader: Loader) -> None:
-        """Take a stretch of a partition's frames, as the target wants them."""
+        """Add a stretch of frames to the loader, rewritten for the target if necessary."""
         kinds = set(stretch.first_bytes)
         if self._prefix or not all(map(self._is_same, kinds)):
             for start, stop in zip(stretch.starts, stretch.ends, strict=True):
@@ -267,7 +268,7 @@ class Restore:
         return self._prefixes.get(prefix) == prefix
 
     def _frame(self, data: bytes, start: int, stop: int) -> bytes | None:
-        """Return a stored frame as the target wants it; None for what is not wanted."""
+        """Return a stored frame with the target's collection id; None if it is not selected."""
         opcode, key_len, extras_len = _KIND.unpack_from(data, start)
         key_at = start + HEADER_BYTES + extras_len
         source = _collection_id_of(data, key_at)
@@ -292,7 +293,7 @@ class Restore:
 
 
 def _collection_id_of(data: bytes, key_at: int) -> bytes:
-    """Return the collection id that a key begins with, as its bytes."""
+    """Return the encoded collection id at the beginning of a key."""
     end = key_at + 1
     while data[end - 1] & 0x80:
         end += 1

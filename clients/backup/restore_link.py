@@ -1,12 +1,12 @@
-"""The connections of a restore: loads go out, refusals come back.
+"""The connections of a restore: loads go out, answers come back.
 
 Invariants
-- answers come in the order of loads. A load in single requests is done when its NOOP is answered:
-  then everything before it is done, with the server's durability;
-- at most UNDER_WAY_BYTES_MAX and LOADS_MAX are pending per node, or one load;
-- a server with X_FIT_META replaces a CAS that is too far ahead of its clock; these are counted;
-- temporary refusals are sent again. A packet that was refused as a whole is sent as single
-  requests. Other refusals are counted by status, and the first of each kind is named.
+- answers come in the order of loads. A load sent as single requests ends with a NOOP. Its answer
+  means that everything before it is done, with the server's durability;
+- per node at most UNDER_WAY_BYTES_MAX and LOADS_MAX are pending, but always one load may be;
+- a server with X_FIT_META replaces a CAS that is too far ahead of its clock. These are counted;
+- temporary refusals are sent again. A packet that was refused as a whole is sent again as single
+  requests. Other refusals are counted by status, with the first error of each.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ from dcp.wire.status import Status
 RESTORE_FEATURES: Final[tuple[int, ...]] = (
     *STREAM_FEATURES, Feature.X_PUT_FRAMES, Feature.X_FIT_META,
 )  # fmt: skip
-"""What a link of a restore asks for."""
+"""Features that a restore asks for."""
 UNDER_WAY_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Loads under way to a node: the server syncs its log in groups, and with less in flight it would
-wait for us after each."""
+"""Pending bytes per node. The server syncs its log in groups; with fewer pending bytes it would
+wait for us after each group."""
 LOADS_MAX: Final = 1024
-"""The same as a number: loads of partitions that hold little."""
+"""Pending loads per node. This limit applies to small loads."""
 RETRY_PAUSE_S: Final = 0.2
 RETRIES_MAX: Final = 50
-"""How often temporarily refused items are sent again: for 10 s."""
+"""Attempts for temporarily refused items: about 10 s."""
 ANSWER_TIMEOUT_S: Final = 60.0
-"""How long a node may neither answer nor take bytes: far longer than a slow disk needs."""
+"""How long a node may neither answer nor read. A slow disk needs far less."""
 NOOP_OPAQUE: Final = 0xFFFF_FFFF
 
 _RETRIED: Final = TEMPORARY_STATUSES | {Status.NOT_MY_VBUCKET}
 _FATAL: Final = frozenset({Status.EACCESS, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 _NEVER_WHOLE: Final = _FATAL
-"""Statuses that the next packet of many frames would get too."""
+"""Statuses that every packet of many frames would get. After one of them, none is sent."""
 _NOOP: Final = pack_request(Opcode.NOOP, opaque=NOOP_OPAQUE)
 
 
 class _LoadBatch:
-    """A load that is under way. `is_whole`: in one packet; else an item's opaque is its place."""
+    """A pending load. `is_whole`: sent as one packet. Otherwise an item's opaque is its index."""
 
     __slots__ = ("cas", "is_whole", "load", "retried")
 
@@ -84,7 +84,7 @@ class _LoadBatch:
 
 
 class RestoreWriter:
-    """Sends loads to the nodes of their partitions, and counts what comes back."""
+    """Sends loads to the nodes of their partitions, and counts the answers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class RestoreWriter:
     ) -> None:
         self.kept_newer = 0
         self.replaced_cas = 0
-        """Documents and deletions that the server gave a CAS of its own."""
+        """Documents and deletions that got a new CAS from the server."""
         self.refused: Counter[int] = Counter()
         self.examples: dict[int, str] = {}
         self.options = options
@@ -109,20 +109,20 @@ class RestoreWriter:
         self._topology = topology
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._again: list[Load] = []
-        """Items that were refused temporarily."""
+        """Items with a temporary refusal, to be sent again."""
         self._singly: list[Load] = []
-        """Loads that were refused as one packet."""
+        """Loads that were refused as one packet, to be sent as single requests."""
         self._failure: DcpdError | None = None
 
     async def send(self, load: Load, *, may_be_whole: bool = True) -> None:
-        """Send a load; wait while too much is under way."""
+        """Send a load; wait while too much is pending."""
         channel = await self._channel(load.vb_id)
         while channel.is_full and self._failure is None:
             await channel.wait()
         self._check()
         channel.send(load, may_be_whole=may_be_whole)
         await channel.drain()
-        await asyncio.sleep(0)  # for the transport: what follows may take the processor for long
+        await asyncio.sleep(0)  # let the transport send; the caller may use the CPU for long
 
     async def finish(self) -> None:
         """Wait until everything is answered; send temporarily refused items again."""
@@ -141,9 +141,9 @@ class RestoreWriter:
             for load in again:
                 await self.send(load)
         raise TemporaryError(
-            f"the server did not take {sum(load.changes for load in self._again)} documents in "
+            f"the server refused {sum(load.changes for load in self._again)} documents in "
             f"{RETRIES_MAX} attempts",
-            node=self._address.node, hint="Run it again when the server is well.",
+            node=self._address.node, hint="Check the server with dcpctl status, then run again.",
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -152,10 +152,10 @@ class RestoreWriter:
             channel.link.close()
         await asyncio.sleep(0)  # lets the transports finish closing
 
-    # -- what channels tell ----------------------------------------------------------------------
+    # -- called by channels ----------------------------------------------------------------------
 
     def refuse(self, batch: _LoadBatch, status: int, index: int, body: bytes, node: str) -> None:
-        """Take the refusal of a single request, or of a frame in a packet."""
+        """A single request was refused, or a frame in a packet."""
         if status == Status.KEY_EEXISTS:
             self.kept_newer += 1
         elif status in _RETRIED:
@@ -170,18 +170,18 @@ class RestoreWriter:
                 self._failure = error
 
     def refuse_whole(self, batch: _LoadBatch, status: int) -> None:
-        """A packet was refused, and nothing of it applied."""
+        """A packet was refused, and none of it applied."""
         (self._again if status in _RETRIED else self._singly).append(batch.load)
 
     def done(self, batch: _LoadBatch) -> None:
-        """All of a load is answered."""
+        """A load is completely answered."""
         if batch.retried:
             frames = frames_of_load(batch.load)
             chosen = [frames[at] for at in batch.retried]
             self._again.append(load_of(batch.load.vb_id, chosen))
 
     def fail(self, error: DcpdError) -> None:
-        """A connection is gone."""
+        """A connection failed."""
         if self._failure is None:
             self._failure = error
 
@@ -197,8 +197,8 @@ class RestoreWriter:
         if self._failure is not None:
             if isinstance(self._failure, ConnectionLostError | OperationTimeoutError):
                 self._failure.hint = (
-                    "Does the server run, and is it well? See: dcpctl status. Run it again then:"
-                    " what is there already is kept as it is."
+                    "Check the server with dcpctl status, then run the restore again. Documents"
+                    " that are already restored are kept."
                 )
             raise self._failure
 
@@ -241,7 +241,7 @@ class _Channel:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is under way that the next load has to wait."""
+        """Whether the next load must wait."""
         return self._under_way_bytes >= UNDER_WAY_BYTES_MAX or len(self.batches) >= LOADS_MAX
 
     def send(self, load: Load, *, may_be_whole: bool) -> None:
@@ -257,12 +257,12 @@ class _Channel:
         self._under_way_bytes += len(load.frames)
 
     async def wait(self) -> None:
-        """Wait until something is answered, or the connection is of no use."""
+        """Wait for an answer, or until the connection fails."""
         self._wake.clear()
         await self._in_time(self._wake.wait())
 
     async def drain(self) -> None:
-        """Wait until the node takes more bytes, or the connection is of no use."""
+        """Wait until the node reads more bytes, or the connection fails."""
         await self._in_time(self.link.drain())
 
     async def _in_time(self, happens: Awaitable[object]) -> None:
@@ -274,8 +274,8 @@ class _Channel:
             changes = sum(batch.load.changes for batch in self.batches)
             self._writer.fail(
                 OperationTimeoutError(
-                    f"for {timeout_s:g} s nothing was answered, and {changes} documents are"
-                    " under way",
+                    f"the server did not answer for {timeout_s:g} s, and {changes} documents"
+                    " are pending",
                     node=self.link.node,
                 )
             )
@@ -306,7 +306,7 @@ class _Channel:
         self._rest = data[at:]
 
     def _take_whole(self, status: int, extras: bytes, value: bytes) -> None:
-        """Take the answer to a packet of many frames."""
+        """Process the answer to a packet of many frames."""
         batch, writer = self.batches[0], self._writer
         if status:
             writer.refuse_whole(batch, status)

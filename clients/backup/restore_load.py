@@ -1,8 +1,8 @@
 """Packs stored frames of one partition into loads and requests of a restore. Pure.
 
-A load is sent in one packet (X_PUT_FRAMES, an extension). If the server does not know it, or
-refused the packet, each frame is sent as SETQ_WITH_META or DELQ_WITH_META. With the option FIT_META
-these are not quiet, because the answer carries the document's CAS.
+A load is sent as one packet (X_PUT_FRAMES, an extension). If the server does not support it, or
+refuses the packet, each frame is sent as SETQ_WITH_META or DELQ_WITH_META. With the option FIT_META
+the commands are not quiet, because the answer carries the document's CAS.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SKIP_CONFLICT_RESOLUTION: Final = 0x01
 IS_EXPIRATION: Final = 0x10
 
 FRAMES_BYTES_MAX: Final = PUT_FRAMES_BYTES_MAX - PUT_FRAMES_MAX * U32.size
-"""Frames of a packet: its table of lengths needs room, too."""
+"""Maximum bytes of frames in a packet. The rest is for the table of lengths."""
 
 _HEAD: Final = Struct(">xBHBBHIIQQQII")
 """Opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS, seqno, revision;
-of a mutation flags and expiry, of an expiry its time."""
+then flags and expiry of a mutation."""
 _CAS_AT: Final = 16
 _TIME: Final = Struct(">I")
 _REQUEST: Final = Struct(">BBHBBHIIQIIQQI")
@@ -43,7 +43,7 @@ _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 
 
 class Load(NamedTuple):
-    """Frames of one partition, one after the other; more than a packet takes only if it is one."""
+    """Consecutive frames of one partition. They fit in a packet, unless it is a single frame."""
 
     vb_id: int
     frames: bytes
@@ -52,12 +52,12 @@ class Load(NamedTuple):
 
     @property
     def changes(self) -> int:
-        """How many frames there are."""
+        """The number of frames."""
         return len(self.body_sizes)
 
 
 class Loader:
-    """Gathers a partition's frames until there is a load of them."""
+    """Collects a partition's frames into loads."""
 
     def __init__(self, vb_id: int) -> None:
         self._vb_id = vb_id
@@ -67,7 +67,7 @@ class Loader:
         self._full: list[Load] = []
 
     def add(self, frame: bytes) -> None:
-        """Take a frame."""
+        """Add a frame."""
         if self._size_bytes + len(frame) > FRAMES_BYTES_MAX:
             self._close()
         self._gather(frame, (len(frame) - HEADER_BYTES,))
@@ -75,7 +75,7 @@ class Loader:
     def add_run(
         self, data: bytes, starts: Sequence[int], ends: Sequence[int], body_sizes: Sequence[int]
     ) -> None:
-        """Take frames that follow each other without gaps."""
+        """Add contiguous frames."""
         at, end = 0, len(starts)
         while at < end:
             limit = starts[at] + FRAMES_BYTES_MAX - self._size_bytes
@@ -85,12 +85,12 @@ class Loader:
                 if self._parts:
                     self._close()
                     continue
-                stop = at + 1  # larger than a packet: alone
+                stop = at + 1  # larger than a packet: a load of its own
             self._gather(data[starts[at] : ends[stop - 1]], body_sizes[at:stop])
             at = stop
 
     def take(self, *, is_last: bool) -> list[Load]:
-        """Return the loads that are full; with `is_last` the rest, too."""
+        """Return the full loads; with `is_last` also the last, partial one."""
         if is_last:
             self._close()
         full, self._full = self._full, []
@@ -142,7 +142,7 @@ def packet(load: Load, options: int) -> bytes:
 
 
 def single_packets(load: Load, options: int) -> list[bytes]:
-    """Return a load as a request for each frame; opaques count from 0."""
+    """Return one request per frame of a load. Opaques count from 0."""
     return [_single(frame, opaque, options) for opaque, frame in enumerate(frames_of_load(load))]
 
 

@@ -1,17 +1,17 @@
-"""A backup run, over asyncio: streams from all nodes, writes in a thread, ends with a manifest.
+"""A backup run with asyncio: stream from all nodes, write in a thread, finish with a manifest.
 
     server -> Link -> Intake -> Chunker -> queue -> thread: zstd, segment, write, read back
 
-Who calls it: `dcpctl backup run`, tests, the benchmark.
+Called by `dcpctl backup run`, tests and the benchmark.
 
 Invariants
-- a written segment is complete in itself. A killed run continues after the last change of its last
-  segment, so at most one open segment is streamed again;
+- a written segment is self-contained. A killed run continues after the last change of its last
+  segment. What was not in a segment yet is streamed again;
 - the manifest is written when every partition has reached the high seqno that it had when the run
-  asked, and every segment was read back and found correct;
+  asked, and every segment was read back and compared;
 - memory is bounded: chunks that wait for the thread (QUEUE_CHUNKS), an open segment
-  (segment_writer.SEGMENT_BYTES), gathered frames (chunk.GATHERED_BYTES_MAX). At the bound reading
-  stops, and flow control then stops the server.
+  (segment_writer.SEGMENT_BYTES), gathered frames (chunk.GATHERED_BYTES_MAX). If the queue is full,
+  the run stops reading, and flow control then stops the server.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from dcp.wire.status import Status
 QUEUE_CHUNKS: Final = 64
 """Chunks that wait for the thread: 16 MiB, a fraction of a second."""
 GIVE_UP_AFTER_S: Final = 60.0
-"""How long a run tries to reach nodes and to place partitions without any progress."""
+"""A run fails after this time without progress."""
 ANSWER_TIMEOUT_S: Final = 10.0
-"""How long a server may take to list its collections; it has them in memory."""
+"""Timeout for the list of collections, which the server has in memory."""
 TICK_S: Final = 0.1
 KEEP_S: Final = 5.0
 """How often a run checks whether the archive's lock needs renewal."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.JSON)
-"""What a link to stream from asks for: the datatype is kept too."""
+"""Features of a link for streaming. JSON is there because the datatype is stored too."""
 
 
 class BackupProgress(NamedTuple):
-    """How far a run is."""
+    """The progress of a run."""
 
     seqnos_done: int
     seqnos_wanted: int
@@ -78,14 +78,14 @@ class BackupProgress(NamedTuple):
 
 
 class RunReport(NamedTuple):
-    """What a run did."""
+    """The result of a run."""
 
     record: RunRecord
     resumed_segments: int
-    """Segments that were there already: the run was killed before."""
+    """Segments that were already written, because the run was killed before."""
     seconds: float
     history_was_refused: bool
-    """Every version was wanted, and a server does not stream them."""
+    """History was requested, but a server cannot stream every version."""
 
 
 class _Session:
@@ -98,7 +98,7 @@ class _Session:
         self._backup = backup
 
     def begin(self) -> None:
-        """Take the connection over and ask for the partitions that were added."""
+        """Take over the connection and request the partitions that were added."""
         self.link.write(self.intake.begin())
         self.link.hand_over(self._on_bytes, self._on_lost)
 
@@ -121,7 +121,7 @@ class _Session:
         except DcpdError as error:
             failure = error
         finally:
-            # After any error: the feeds stand after what came before it.
+            # Also after an error: the feeds are positioned after the changes before it.
             self._backup.take(self, self.intake.take_pieces())
         if failure is None:
             self.flush()
@@ -140,10 +140,10 @@ class _Session:
 
 
 class Backup:
-    """One run. `history`: every version, not only the newest of each snapshot.
+    """One run. `history`: stream every version, not only the newest in each snapshot.
 
-    `versions_max`: name so many versions in a stream request only (None: all), for comparisons.
-    `give_up`: the first lost or damaged run of the archive, to continue without it.
+    `versions_max`: name only this many versions in a stream request (None: all), for comparisons.
+    `give_up`: the first lost or damaged run. It and all later runs are dropped.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Backup:
     async def run(self) -> RunReport:
         """Back up; return when the manifest is written. Raises DcpdErrors.
 
-        If it fails, what was streamed is kept, and the next run continues there.
+        If it fails, the changes written so far are kept, and the next run continues after them.
         """
         began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -219,7 +219,7 @@ class Backup:
                 await self._finish_writing()
             except DcpdError as error:
                 if not isinstance(error, ArchiveError):
-                    await self._finish_writing()  # the open segment too, for the next run
+                    await self._finish_writing()  # keep the open segment for the next run
                 raise
             finally:
                 if self._dialing is not None:
@@ -227,7 +227,7 @@ class Backup:
                 for session in self._sessions.values():
                     session.link.close()
                 await asyncio.sleep(0)  # lets the transports finish closing
-                # After a failure, the outcome of waiting chunks adds nothing.
+                # After a failure, the results of waiting chunks do not matter.
                 await asyncio.gather(*self._queue, return_exceptions=True)
                 await asyncio.to_thread(self._executor.shutdown, wait=True)
             record = self._record(run, started_ns, is_resumed=bool(found))
@@ -235,7 +235,7 @@ class Backup:
         return RunReport(record, len(found), time.monotonic() - began_s, self._history_was_refused)
 
     def take(self, session: _Session, pieces: list[Piece]) -> None:
-        """Take what a read brought."""
+        """Process the pieces of a read."""
         intake = session.intake
         for piece in pieces:
             self._changes += piece.changes
@@ -277,7 +277,7 @@ class Backup:
             self._feeds[vb_id] = feed
 
     async def _follow(self, dialing: Dialing, lock: ArchiveLock) -> None:
-        """Stream until every partition is done, over lost connections and moved partitions."""
+        """Stream until every partition is done. Handle lost connections and moved partitions."""
         progress_at_s, progress = time.monotonic(), -1
         keep_at_s = time.monotonic() + self._keep_s
         while self._done < len(self._feeds):
@@ -293,8 +293,8 @@ class Backup:
                 progress_at_s = now_s  # the archive is slow, not the server
             elif now_s - progress_at_s > self._give_up_after_s:
                 raise dialing.failure or OperationTimeoutError(
-                    f"no change came for {self._give_up_after_s:g} s, and"
-                    f" {len(self._feeds) - self._done} partitions are not done",
+                    f"no change arrived for {self._give_up_after_s:g} s, and"
+                    f" {len(self._feeds) - self._done} partitions are not finished",
                     node=self._address.node,
                 )
             if now_s > keep_at_s:
@@ -319,7 +319,7 @@ class Backup:
         return self._changes + self._done
 
     def _collect_lost(self, dialing: Dialing) -> None:
-        """Take the partitions of lost connections; raise errors that a retry does not cure."""
+        """Collect the partitions of lost connections. Raises errors that are not transient."""
         for place, session in list(self._sessions.items()):
             if session.failure is None:
                 continue
@@ -370,7 +370,7 @@ class Backup:
         self._queue.append(self._loop.run_in_executor(self._executor, self._writer.add, chunk))
 
     def _check_queue(self) -> None:
-        """Drop written chunks, raise errors of the thread, continue reading if there is room."""
+        """Drop written chunks, raise errors of the thread, resume reading if there is room."""
         while self._queue and self._queue[0].done():
             self._queue.pop(0).result()
         if self._is_paused and len(self._queue) <= self._queue_chunks // 2:
@@ -434,7 +434,7 @@ async def collections_of(
 ) -> dict[int, tuple[str, int]]:
     """Return a server's collections: id -> (scope.collection, maximum time to live in s).
 
-    Raises OperationTimeoutError, StatusErrors, and ArchiveError for an answer that cannot be read.
+    Raises OperationTimeoutError, StatusErrors, and ArchiveError for a malformed answer.
     """
     if not link.has_collections:
         return {0: ("_default._default", 0)}
@@ -443,8 +443,8 @@ async def collections_of(
             frame = await link.request(Opcode.GET_COLLECTIONS_MANIFEST)
     except TimeoutError:
         raise OperationTimeoutError(
-            f"which collections there are was not answered within {answer_timeout_s:g} s",
-            node=link.node, hint="Does the server stand still? See: dcpctl status",
+            f"the server did not list its collections within {answer_timeout_s:g} s",
+            node=link.node, hint="Check whether the server has stalled: dcpctl status",
         ) from None  # fmt: skip
     if frame.status in {Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED}:
         return {0: ("_default._default", 0)}
@@ -457,4 +457,4 @@ async def collections_of(
             for item in scope["collections"]
         }
     except (ValueError, KeyError, TypeError) as error:
-        raise ArchiveError(f"the server's collections cannot be read: {error!r}") from error
+        raise ArchiveError(f"the server's list of collections is malformed: {error!r}") from error

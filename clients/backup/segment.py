@@ -6,10 +6,10 @@
     trailer   u64 offset of the footer, u32 its bytes, u32 its raw bytes, u32 CRC-32C of the footer
               and of these three numbers, magic (8)
 
-Sections are records of fixed size (`SECTION`), sorted by partition, so that those of one partition
-are found without unpacking the others: an archive of a thousand runs has a million of them.
+Sections are records of fixed size (`SECTION`), sorted by partition. So those of one partition are
+found without decoding the others: an archive of a thousand runs has a million sections.
 
-A segment without a sound trailer was never finished. The last byte of both magics is the format
+A segment without a valid trailer was not finished. The last byte of both magics is the format
 version. All numbers are big-endian.
 """
 
@@ -35,18 +35,18 @@ CHUNK_HEAD: Final = Struct(">III")
 TRAILER: Final = Struct(">QIII8s")
 _PLACE: Final = Struct(">QII")
 _CHECKSUM: Final = Struct(">I")
-"""The first fields of the trailer, and the one after them."""
+"""The first three fields of the trailer, and the checksum after them."""
 SECTION: Final = Struct(">HHIIIIQQ")
 """The fields of `Section`, in its order."""
 _FIRST_FIELD: Final = Struct(">H")
 
 RAW_BYTES_MAX: Final = 64 * 1024 * 1024
-"""A chunk or a footer that claims to be larger is damaged: a chunk has one value too many at most,
-and values have 20 MiB."""
+"""Maximum raw size of a chunk or footer; a larger number is damage. A chunk exceeds its size by at
+most one value, and values have up to 20 MiB."""
 
 
 class DamagedError(Exception):
-    """Bytes are damaged; the text says how."""
+    """Data is damaged. The text says how."""
 
 
 class Footer(NamedTuple):
@@ -58,12 +58,12 @@ class Footer(NamedTuple):
     """When its run began, Unix time in ns."""
     is_history: bool
     chunks: list[tuple[int, int]]
-    """(offset, bytes with their head) of each chunk."""
+    """(offset, size with its head) of each chunk."""
     sections: bytes
     legs: dict[int, list[Leg]]
 
     def section_count(self) -> int:
-        """Return how many sections there are."""
+        """Return the number of sections."""
         return len(self.sections) // SECTION.size
 
     def section(self, index: int) -> Section:
@@ -88,12 +88,12 @@ class Footer(NamedTuple):
         return found
 
     def held(self) -> list[tuple[int, int, int, int]]:
-        """Return (partition, leg, first seqno, last seqno) of all that is in the segment."""
+        """Return (partition, leg, first seqno, last seqno) of the segment's content."""
         return held_in(self.section(index) for index in range(self.section_count()))
 
 
 def held_in(sections: Iterable[Section]) -> list[tuple[int, int, int, int]]:
-    """Return (partition, leg, first seqno, last seqno) of what sections hold."""
+    """Return (partition, leg, first seqno, last seqno) of the sections' content."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
     for section in sections:
         place = (section.vb_id, section.leg)
@@ -103,7 +103,7 @@ def held_in(sections: Iterable[Section]) -> list[tuple[int, int, int, int]]:
 
 
 class SegmentBuilder:
-    """Gathers chunks; `finish` gives the segment's bytes."""
+    """Collects chunks; `finish` returns the segment's bytes."""
 
     def __init__(self, run: int, number: int, started_ns: int, *, is_history: bool) -> None:
         self._head = (run, number, started_ns, is_history)
@@ -131,7 +131,7 @@ class SegmentBuilder:
         return not self._chunks
 
     def held(self) -> list[tuple[int, int, int, int]]:
-        """Return what `held_in` says of the chunks so far."""
+        """Return (partition, leg, first seqno, last seqno) of the content so far."""
         return held_in(self._sections)
 
     def finish(self) -> bytes:

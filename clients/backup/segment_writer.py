@@ -1,6 +1,6 @@
-"""Compresses chunks, and writes and reads back segments: the part of a run that a thread does.
+"""Compresses chunks, writes segments, and reads them back. A run does this in a thread.
 
-A written segment is complete in itself, and survives if the run is killed.
+A written segment is self-contained, and survives if the run is killed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from clients.backup.segment import Footer, SegmentBuilder
 from clients.backup.zstd import LEVEL
 
 SEGMENT_BYTES: Final = 16 * 1024 * 1024
-"""Size of a segment: a killed run repeats at most so much, and this much memory is needed."""
+"""Size of a segment. It is held in memory, and a killed run repeats at most this much."""
 
 
 class SegmentWriter:
-    """Makes and writes segments; used by one thread at a time."""
+    """Builds and writes segments. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._is_base = False
         self._has_failed = False
-        """A segment could not be written. The caller got the error; nothing more is written."""
+        """A segment could not be written. The caller got the error, and writing has stopped."""
         self._builder = self._new()
 
     @classmethod
     def of_base(cls, archive: Archive, lock: ArchiveLock, run: int, now_ns: int) -> SegmentWriter:
-        """Return the writer of what older runs are folded into."""
+        """Return a writer for the base of a run."""
         writer = cls(archive, lock, run, now_ns, is_history=False)
         writer._is_base = True
         return writer
 
     def adopt(self, found: Iterable[tuple[str, int, Footer]]) -> None:
-        """Go on after segments that are there already."""
+        """Continue after existing segments."""
         for path, size_bytes, footer in found:
             self.records.append(SegmentRecord(path, size_bytes, footer.held()))
             sections = [footer.section(index) for index in range(footer.section_count())]
@@ -65,7 +65,7 @@ class SegmentWriter:
         self._builder = self._new()
 
     def add(self, chunk: RawChunk) -> None:
-        """Compress a chunk; write the segment when it is full. Raises ArchiveErrors, once."""
+        """Compress a chunk; write the segment if it is full. Raises ArchiveErrors, once."""
         if self._has_failed:
             return
         self._builder.add(chunk, self._level)
@@ -80,20 +80,21 @@ class SegmentWriter:
         return self._builder.size_bytes
 
     def close(self) -> None:
-        """Write the open segment, if there is anything in it, and read it back. Raises
-        ArchiveError, once; ArchiveLockedError if the lock is lost.
+        """Write the open segment unless it is empty, and read it back.
+
+        Raises ArchiveErrors, once; ArchiveLockedError if the lock is lost.
         """
         if self._builder.is_empty or self._has_failed:
             return
         self._has_failed = True
-        self._lock.keep()  # another holder would write files of the same names
+        self._lock.keep()  # another holder would write files with the same names
         data = self._builder.finish()
         path = segment_file(self._run, len(self.records), is_base=self._is_base)
         self._archive.write(path, data)
         if self._archive.read(path) != data:
             raise ArchiveDamagedError(
-                f"{path} was read back and is not what was written", node=self._archive.url,
-                hint="The disk or the store behind the archive is failing.",
+                f"{path} was read back and differs from what was written", node=self._archive.url,
+                hint="Check the disk or the object store of the archive.",
             )  # fmt: skip
         self._has_failed = False
         self.records.append(SegmentRecord(path, len(data), self._builder.held()))

@@ -1,7 +1,7 @@
 """Selects documents of an archive by key prefix and collection, and maps collections. Pure.
 
-Names are "scope.collection". Collections of the archive are known by the ids that keys carry; the
-names are those of the newest run in which an id was there.
+Names are "scope.collection". Keys in the archive contain collection ids; the name of an id comes
+from the newest run that has it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from vbucket.model.manifest import decode_leb128, encode_leb128
 
 
 class Selection(NamedTuple):
-    """What is wanted. Empty: everything."""
+    """The selected documents. Empty fields select everything."""
 
     prefix: bytes = b""
-    """Only keys that begin so (without their collection)."""
+    """Only keys with this prefix (after the collection id)."""
     collections: tuple[str, ...] = ()
-    """Only these."""
+    """Only these collections."""
     mapping: Mapping[str, str] = {}
-    """Collection of the archive -> collection that it goes into; others keep their name."""
+    """Collection in the archive -> target collection. Others keep their name."""
 
 
 class Routes:
-    """For each collection id of an archive, where its documents go."""
+    """Where the documents of each collection id of an archive go."""
 
     def __init__(self, selection: Selection, runs: Sequence[RunRecord]) -> None:
-        """Raises BackupError for a name that no run knows."""
+        """Raises BackupError for a name that is in no run."""
         self.paths: dict[int, str] = {}
-        """Id -> scope.collection, of all runs."""
+        """Id -> scope.collection, over all runs."""
         self.max_ttl_s: dict[str, int] = {}
         for record in runs:
             for collection_id, (path, max_ttl_s) in record.collections.items():
@@ -47,20 +47,20 @@ class Routes:
         self._selection = selection
 
     def source(self, collection_id: int) -> str | None:
-        """Return the name of a collection if its documents are wanted."""
+        """Return the name of a collection; None if it is not selected."""
         path = self.paths.get(collection_id)
         wanted = self._selection.collections
         return path if path is not None and (not wanted or path in wanted) else None
 
     def target(self, collection_id: int) -> str | None:
-        """Return the name of the collection that documents go into, None: nowhere."""
+        """Return the target collection of a collection; None if it is not selected."""
         path = self.source(collection_id)
         return None if path is None else self._selection.mapping.get(path, path)
 
     def key_prefixes(self, ids: Mapping[str, int]) -> dict[bytes, bytes]:
-        """Return, for each wanted collection, its id in keys of the archive -> in the target.
+        """Return the key prefixes of selected collections: in the archive -> in the target.
 
-        `ids`: the target's collections, name -> id; what it does not have is left out.
+        `ids`: the target's collections, name -> id. Collections that it lacks are left out.
         """
         found = {}
         for collection_id in self.paths:
@@ -71,13 +71,13 @@ class Routes:
 
 
 def parse_mapping(items: Iterable[str]) -> dict[str, str]:
-    """Return the mapping of "FROM=TO" items. Raises BackupError."""
+    """Parse "FROM=TO" items. Raises BackupError."""
     found = {}
     for item in items:
         source, equals, target = item.partition("=")
         if not equals or not source or target.count(".") != 1:
             raise BackupError(
-                f"{item!r} is no mapping", hint="Write SCOPE.COLLECTION=SCOPE.COLLECTION."
+                f"{item!r} is not a mapping", hint="Use SCOPE.COLLECTION=SCOPE.COLLECTION."
             )
         found[source] = target
     return found

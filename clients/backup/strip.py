@@ -1,10 +1,10 @@
-"""The frames of a section as columns: where each is, what it is, and its key. Pure.
+"""The frames of a section as columns: offsets, opcodes and keys. Pure.
 
-    Strip      all frames of a section; without their bytes, which chunks have
-    Stretch    those of them that are wanted, with their bytes
+    Strip      all frames of a section, without the chunk's bytes
+    Stretch    selected frames of a strip, with the chunk's bytes
 
-Nearly all frames are mutations, whose heads are of one length: these are joined, and a field of
-all of them is a slice with a stride. Where that does not hold, frames are looked at one by one.
+Nearly all frames are mutations, whose heads have the same length. The heads are joined, so a field
+of all frames is a slice with a stride. Other sections are decoded frame by frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _KEY_AT: Final = HEADER_BYTES + MUTATION_EXTRAS.size
 _HEAD_BYTES: Final = _KEY_AT + 1
-"""Header and extras of a mutation, and the first byte of its key, which is its collection's."""
+"""Header and extras of a mutation, and the first byte of its key (of the collection id)."""
 
 
 class Stretch(NamedTuple):
@@ -38,14 +38,14 @@ class Stretch(NamedTuple):
     data: bytes
     starts: Sequence[int]
     ends: Sequence[int]
-    """Where in `data` each begins and ends."""
+    """Start and end of each frame in `data`."""
     opcodes: bytes
     key_sizes: Sequence[int]
     extras_sizes: Sequence[int]
     first_bytes: bytes
-    """The byte that each key begins with, which is that of its collection's id."""
+    """First byte of each key, which belongs to its collection id."""
     body_sizes: Sequence[int] | None
-    """Of frames between which nothing is left out."""
+    """Body lengths if the frames are contiguous, otherwise None."""
 
 
 class Strip:
@@ -57,7 +57,7 @@ class Strip:
     )  # fmt: skip
 
     def __init__(self, data: bytes, section: Section) -> None:
-        """`data`: the chunk, which was checked against its checksum."""
+        """`data`: the chunk; its checksum was verified."""
         self._section = section
         unpack = _BODY.unpack_from
         at, end = section.offset, section.offset + section.size_bytes
@@ -93,11 +93,11 @@ class Strip:
             self._first_bytes = bytes([key[0] if key else 0 for key in self._keys(data)])
 
     def __len__(self) -> int:
-        """Return how many frames there are."""
+        """Return the number of frames."""
         return len(self._starts)
 
     def is_within(self, low_seqno: int, high_seqno: int) -> bool:
-        """Whether all of it is in (low, high]."""
+        """Whether all frames are in (low, high]."""
         return low_seqno < self._section.first_seqno and self._section.last_seqno <= high_seqno
 
     def whole(self, data: bytes) -> Stretch:
@@ -138,8 +138,9 @@ class Strip:
         high_seqno: int,
         time_ns: int | None,
     ) -> int:
-        """Note the changes in (low, high]; return the first seqno that is later than `time_ns`,
-        or 0.
+        """Apply the changes in (low, high] to `newest`, up to `time_ns`.
+
+        Return the first seqno later than `time_ns`, or 0 if there is none.
         """
         starts = self._starts
         is_early = True
@@ -151,7 +152,7 @@ class Strip:
             and _SYSTEM_EVENT not in self._opcodes
             and self.is_within(low_seqno, high_seqno)
         ):
-            # Mostly so; the loop below does the same, change by change.
+            # The common case. The loop below does the same, change by change.
             newest.update(zip(self._keys(data), self._seqnos, strict=True))
             return 0
         rows = zip(self._seqnos, self._opcodes, self._keys(data), strict=True)
@@ -179,14 +180,14 @@ class Strip:
 
 
 def _apply_event(newest: dict[bytes, int], frame: bytes) -> None:
-    """Forget what was in a collection that is dropped."""
+    """If a frame drops a collection, remove its keys."""
     key_at = HEADER_BYTES + frame[4]
     value_at = key_at + int.from_bytes(frame[2:4], "big")
     _, kind, version = SYSTEM_EVENT_EXTRAS.unpack_from(frame, HEADER_BYTES)
     try:
         event = parse_system_event(kind, version, frame[key_at:value_at], frame[value_at:])
     except ValueError:
-        return  # of a kind that is not known here: it drops nothing that we know of
+        return  # an unknown kind of event: it drops nothing that this version knows
     if event.kind == SystemEventKind.DROP_COLLECTION:
         gone = [key for key in newest if collection_of(key) == event.collection_id]
         for key in gone:

@@ -1,4 +1,4 @@
-"""zstd, wherever this Python has it: the standard library from 3.14 on, else the extra."""
+"""zstd: from the standard library (Python 3.14 and newer) or from the extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from clients.backup.archive_errors import MissingExtraError
 
 LEVEL: Final = 1
-"""On change streams level 3 is half as fast and saves 1 to 4 % more; see docs/backup.md."""
+"""Level 3 is half as fast on change streams and saves only 1 to 4 % more; see docs/backup.md."""
 
 
 @lru_cache(maxsize=1)
@@ -20,25 +20,25 @@ def _module() -> Any:
         else:
             from backports import zstd
     except ImportError:
-        raise MissingExtraError("zstd is not installed, archives are compressed by it") from None
+        raise MissingExtraError("zstd, which compresses archives, is not installed") from None
     return zstd
 
 
 def compress(data: bytes, level: int = LEVEL) -> bytes:
-    """Return a zstd frame that tells its content's size."""
+    """Return a zstd frame with the size of its content."""
     packed: bytes = _module().compress(data, level)
     return packed
 
 
 def decompress(data: bytes, size_bytes: int) -> bytes:
-    """Return the content of a zstd frame, `size_bytes` long. Raises ValueError where it is not."""
+    """Return the content of a zstd frame. Raises ValueError if it is not `size_bytes` long."""
     zstd = _module()
     try:
         if zstd.get_frame_info(data).decompressed_size != size_bytes:
-            raise ValueError("its size is not the one that is written beside it")
+            raise ValueError("its size differs from the recorded size")
         content: bytes = zstd.decompress(data)
     except zstd.ZstdError as error:
         raise ValueError(f"not zstd: {error}") from error
     if len(content) != size_bytes:
-        raise ValueError("its size is not the one that is written beside it")
+        raise ValueError("its size differs from the recorded size")
     return content

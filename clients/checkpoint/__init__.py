@@ -1,4 +1,4 @@
-"""Checkpoints: how far a consumer has come, kept in a file, in LMDB, in the server or in memory.
+"""Checkpoints: a consumer's positions, stored in a file, in LMDB, in the server or in memory.
 
 The names below can be imported from here. A name is imported when it is first used.
 """

@@ -1,16 +1,15 @@
-"""Checkpoints: where a consumer stands, kept in a file or in memory.
+"""Checkpoints: a consumer's positions, stored in a file or in memory.
 
     file = CBOR {"format": "dcpd-checkpoint", "version": 3, "crc32": u32, "positions": bytes}
     positions = CBOR {vb: position}
     position = [versions, seqno, snap_start, snap_end, complete, base_seqno, collections, filter]
-    filter = [names of collections (null: the default one, []: all), prefixes of keys]; null: not
-             known
+    filter = [names of collections (null: the default one, []: all), key prefixes]; null: unknown
 
-Version 1 had no collections, version 2 no filter; both are read.
+Version 1 has no collections, version 2 has no filter. Both can be read.
 
-A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so a crash leaves the
-old one or the new one. A file that cannot be read raises a CheckpointError that says what to do; a
-consumer never starts from the beginning silently.
+A file is replaced as a whole (new file, fsync, rename, fsync of the folder), so after a crash it is
+the old or the new one. A file that cannot be read raises a CheckpointError that says what to do;
+the consumer does not silently start from the beginning.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _READ: Final = (1, 2, VERSION)
 _FIELDS_1: Final = 6
 """Fields of a position of version 1."""
 _FIELDS: Final = range(_FIELDS_1, len(Position._fields) + 1)
-"""Numbers of fields that a position may have: each version added one."""
+"""Possible numbers of fields of a position. Each version added one."""
 _COLLECTION_ID_MAX: Final = 0xFFFF_FFFF
 
 Checkpoint = dict[int, Position]
@@ -42,17 +41,17 @@ Checkpoint = dict[int, Position]
 
 
 class CheckpointStore(Protocol):
-    """Keeps the checkpoint of a consumer. It is called in a thread, one call at a time.
+    """Stores the checkpoint of a consumer. It is called in a thread, one call at a time.
 
-    A store may have more:
+    A store may have more members:
     - `save_changes(changed)` is called instead of `save`, with the positions that changed;
     - `is_whole = True` says that the store belongs to one consumer and `save` replaces everything.
       Then `save` also gets the positions of partitions that are not followed now;
     - `close()` is called when the consumer closes;
-    - `hidden_keys` are key prefixes of the default collection. The consumer neither hands out such
-      documents nor saves because of them. This is for stores in the followed server itself.
+    - `hidden_keys` are key prefixes of the default collection. The consumer does not return such
+      documents, and does not save because of them. Stores in the followed server need this.
 
-    A consumer of some of the partitions (`group`, `vbuckets`) takes only a store with one of the
+    A consumer that follows only some partitions (`group`, `vbuckets`) needs a store with one of the
     first two.
     """
 
@@ -64,7 +63,7 @@ class CheckpointStore(Protocol):
 
 
 class AsyncCheckpointStore(Protocol):
-    """The same with async methods, for stores on the network."""
+    """A CheckpointStore with async methods, for stores on the network."""
 
     async def load(self) -> Checkpoint:
         """Return the checkpoint saved last, {} where there is none. Raises CheckpointError."""
@@ -74,7 +73,7 @@ class AsyncCheckpointStore(Protocol):
 
 
 class MemoryCheckpoint:
-    """A checkpoint that lives as long as the process, for tests and one-off consumers."""
+    """A checkpoint in memory, for tests and one-off consumers."""
 
     def __init__(self) -> None:
         self.saved: Checkpoint = {}
@@ -113,7 +112,7 @@ class CheckpointFile:
         except ValueError as error:
             raise CheckpointError(
                 f"{self.path}: {error}",
-                hint="Name another file, or move this one away to start from the beginning.",
+                hint="Use another file, or move this one away to start from the beginning.",
             ) from error
 
     def save(self, checkpoint: Mapping[int, Position]) -> None:
@@ -150,7 +149,7 @@ def decode_position(raw: bytes) -> Position:
 
 
 def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:
-    """Return a checkpoint as the file has it; equal ones give equal bytes."""
+    """Return a checkpoint in the file's format. Equal checkpoints give equal bytes."""
     positions = cbor2.dumps({vb_id: list(checkpoint[vb_id]) for vb_id in sorted(checkpoint)})
     document = {
         "format": FORMAT,
@@ -162,10 +161,10 @@ def encode_checkpoint(checkpoint: Mapping[int, Position]) -> bytes:
 
 
 def decode_checkpoint(raw: bytes) -> Checkpoint:
-    """Return the checkpoint in `raw`. Raises ValueError that says what is wrong."""
+    """Return the checkpoint in `raw`. Raises ValueError, which says what is wrong."""
     document = _cbor(raw, "the file")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError("this is not a checkpoint of ours")
+        raise ValueError("this is not a checkpoint of dcpd")
     if document.get("version") not in _READ:
         raise ValueError(
             f"checkpoint format {document.get('version')!r}; this program reads up to {VERSION}"
@@ -175,7 +174,7 @@ def decode_checkpoint(raw: bytes) -> Checkpoint:
         raise ValueError("the checkpoint is damaged (checksum mismatch)")
     entries = _cbor(positions, "the positions")
     if not isinstance(entries, dict):
-        raise ValueError("the checkpoint holds no map of positions")
+        raise ValueError("the checkpoint has no map of positions")
     return {vb_id: _position(vb_id, entry) for vb_id, entry in entries.items()}
 
 
@@ -199,13 +198,13 @@ def _position(vb_id: object, entry: Any) -> Position:
         or not isinstance(complete, list)
         or any(not isinstance(pair, list) or len(pair) != 2 for pair in [*versions, *complete])
     ):
-        raise ValueError(f"{where}versions and ranges are pairs")
+        raise ValueError(f"{where}versions and ranges must be pairs")
     numbers = [seqno, snap_start, snap_end, base_seqno]
     numbers += [number for pair in [*versions, *complete] for number in pair]
     if any(type(number) is not int or not 0 <= number <= SEQNO_MAX for number in numbers):
-        raise ValueError(f"{where}a number is not one")
+        raise ValueError(f"{where}a number is invalid")
     if not snap_start <= seqno <= snap_end:
-        raise ValueError(f"{where}seqno {seqno} is outside of snapshot {snap_start}..{snap_end}")
+        raise ValueError(f"{where}seqno {seqno} is outside the snapshot {snap_start}..{snap_end}")
     pairs = tuple((vb_uuid, began) for vb_uuid, began in versions)
     ranges = tuple((first, last) for first, last in complete)
     ids, raw_filter = [*entry[_FIELDS_1:], None, None][:2]
@@ -222,7 +221,7 @@ def _filter(where: str, entry: Any) -> Filter | None:
     names, prefixes = entry
     for kind, items in ((str, [] if names is None else names), (bytes, prefixes)):
         if not isinstance(items, list) or any(type(item) is not kind for item in items):
-            raise ValueError(f"{where}a filter's names or prefixes are none")
+            raise ValueError(f"{where}the filter's names or prefixes are invalid")
     return Filter(None if names is None else tuple(names), tuple(prefixes))
 
 
@@ -233,7 +232,7 @@ def _collections(where: str, ids: Any) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or any(
         type(number) is not int or not 0 <= number <= _COLLECTION_ID_MAX for number in ids
     ):
-        raise ValueError(f"{where}a collection id is not one")
+        raise ValueError(f"{where}a collection id is invalid")
     return tuple(ids)
 
 

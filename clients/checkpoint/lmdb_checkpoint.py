@@ -1,6 +1,6 @@
-"""A checkpoint in an LMDB file: a save writes only the partitions that moved, in one transaction.
+"""A checkpoint in an LMDB file. A save writes only changed positions, in one transaction.
 
-    key = name, zero byte, partition (u16, big-endian)   ->   as checkpoint files, one position
+    name, zero byte, partition (u16, big-endian)   ->   a checkpoint file with one position
 
 Several consumers of one process may share a file under different names.
 """
@@ -18,7 +18,7 @@ from clients.position import Position
 
 FORMAT: Final = "dcpd-checkpoints"
 NAME_BYTES_MAX: Final = 200
-"""The same limit as for checkpoints in the server; LMDB takes keys of up to 511 bytes."""
+"""The same limit as for checkpoints in the server. LMDB allows keys of up to 511 bytes."""
 
 
 class LmdbCheckpoint:
@@ -32,7 +32,7 @@ class LmdbCheckpoint:
         self._file: LocalLmdb | None = None
 
     def load(self) -> Checkpoint:
-        """Return what was saved last, {} where there is nothing. Raises CheckpointError."""
+        """Return the last saved checkpoint, {} if there is none. Raises CheckpointError."""
         checkpoint: Checkpoint = {}
         with self._open().reading() as transaction:
             for key, value in rows_from(transaction, self._prefix):
@@ -50,7 +50,7 @@ class LmdbCheckpoint:
             self._put(transaction, checkpoint)
 
     def save_changes(self, changed: Mapping[int, Position]) -> None:
-        """Write the positions of some partitions; the others stay as they are."""
+        """Write the positions of some partitions. Others stay as they are."""
         with self._open().writing() as transaction:
             self._put(transaction, changed)
 

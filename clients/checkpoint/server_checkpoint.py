@@ -1,8 +1,8 @@
-"""A checkpoint in the server itself: a document per partition, `_dcpd:checkpoint:NAME:VB`.
+"""A checkpoint in the server itself: one document per partition, `_dcpd:checkpoint:NAME:VB`.
 
-A consumer can start anywhere with it, and the members of a group can share it. The documents are
-ordinary documents of the default collection, so they are streamed like any other. A consumer with
-this store does not hand them out (`hidden_keys`), and they do not cause another save.
+The consumer can then run on any machine, and the members of a group can share the checkpoint. The
+documents are ordinary documents of the default collection, so they are streamed like any other. A
+consumer with this store does not return them (`hidden_keys`), and they do not cause another save.
 
 A document is as durable as the server's answers. If history branches, an older position may come
 back. The consumer then starts from there, so delivery is still at least once.
@@ -29,8 +29,8 @@ class ServerCheckpoint:
     """See the module. It opens on first use and closes with its consumer."""
 
     hidden_keys: Final = (KEY_PREFIX.encode(),)
-    """Key prefixes that the consumer does not hand out. They cover the checkpoints of others too,
-    otherwise two consumers would keep each other saving."""
+    """Key prefixes that the consumer does not return. They cover all consumers' checkpoints.
+    Otherwise the saves of two consumers would trigger each other."""
 
     def __init__(self, server: str | ServerAddress, name: str) -> None:
         if not 0 < len(name.encode()) <= NAME_BYTES_MAX:
@@ -40,7 +40,7 @@ class ServerCheckpoint:
         self._kv: KvClient | None = None
 
     async def load(self) -> Checkpoint:
-        """Return what was saved last, {} where there is nothing. Raises CheckpointError."""
+        """Return the last saved checkpoint, {} if there is none. Raises CheckpointError."""
         kv = await self._open()
         keys = [self._key(vb_id) for vb_id in range(NUM_VBUCKETS)]
         checkpoint: Checkpoint = {}

@@ -1,7 +1,7 @@
-"""The server's admin HTTP API, for commands that the key-value protocol does not have.
+"""Client of the server's admin HTTP API, for what the key-value protocol cannot do.
 
-The port comes from the cluster configuration, over the key-value connection; credentials are the
-same.
+The admin port comes from the cluster configuration, which is read over a key-value connection. The
+credentials are the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EXIT_CODES: Final = {
 
 
 class AdminRequestError(DcpdError):
-    """The admin API refused; the text and the hint are the server's."""
+    """The admin API refused a request. Text and hint come from the server."""
 
     exit_code = EXIT_FAILED
 
@@ -49,7 +49,7 @@ class AdminClient:
     def __init__(self, target: Target, node: ClusterNode) -> None:
         if not node.mgmt_port:
             raise ConnectError(
-                "the server's configuration names no admin port",
+                "the server has no admin port",
                 node=node.name,
                 hint="Start dcpd with --admin-port.",
             )
@@ -64,9 +64,9 @@ class AdminClient:
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, form: str | None = None
     ) -> Any:
-        """Send a request, with a JSON body or a form, and return the JSON answer.
+        """Send a request with a JSON body or a form; return the JSON answer.
 
-        Raises AdminError, ConnectError.
+        Raises AdminRequestError, ConnectError, OperationTimeoutError.
         """
         payload = form if body is None else json.dumps(body)
         kind = "application/x-www-form-urlencoded" if body is None else "application/json"
@@ -78,9 +78,9 @@ class AdminClient:
 
     @contextmanager
     def lines(self, path: str) -> Iterator[HTTPResponse]:
-        """GET an answer whose lines come one by one; the timeout is for each piece of it.
+        """GET a path and yield the response, to be read line by line. The timeout is per read.
 
-        Raises AdminError, ConnectError.
+        Raises AdminRequestError, ConnectError, OperationTimeoutError.
         """
         with self._connection() as connection:
             connection.request("GET", path, None, self._headers)
@@ -91,7 +91,7 @@ class AdminClient:
 
     @contextmanager
     def _connection(self) -> Iterator[HTTPConnection]:
-        """Connect, and turn errors into ConnectError and AdminError."""
+        """Yield a connection; turn its errors into ConnectError or OperationTimeoutError."""
         from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
         where, port, timeout_s = self._node.host, self._node.mgmt_port, self._timeout_s
@@ -106,20 +106,20 @@ class AdminClient:
         try:
             yield connection
         except BrokenPipeError:
-            raise  # our own output was closed, by `head` for example
+            raise  # the reader of our own output closed it, for example `head`
         except TimeoutError:
             raise OperationTimeoutError(
-                f"the admin port gave no answer within {timeout_s:g} s", node=self._place
+                f"the admin port did not answer within {timeout_s:g} s", node=self._place
             ) from None
         except (OSError, HTTPException) as error:
-            what = f"the admin port cannot be used: {error}"
+            what = f"the connection to the admin port failed: {error}"
             raise ConnectError(what, node=self._place) from error
         finally:
             connection.close()
 
 
 def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:
-    """Return the client for the node of a partition, or for the first node."""
+    """Return a client for the node of a partition, or for the first node."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         topology = kv.topology()
     node = topology.nodes[0] if vb_id is None else topology.node_of(vb_id)
@@ -127,7 +127,7 @@ def admin_of(target: Target, *, vb_id: int | None = None) -> AdminClient:
 
 
 def quoted(name: str) -> str:
-    """Return a name as one segment of a path."""
+    """Return a name, quoted as one segment of a URL path."""
     return quote(name, safe="")
 
 
@@ -140,7 +140,9 @@ def _answer(status: int, raw: bytes, place: str) -> Any:
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, dict):
-        raise AdminRequestError(f"the admin port answered {status}", node=place, status=status)
+        raise AdminRequestError(
+            f"the admin port answered with HTTP status {status}", node=place, status=status
+        )
     what, why = error.get("what", f"status {status}"), error.get("why")
     refusal = AdminRequestError(
         f"{what}: {why}" if why else str(what), node=place, status=status, hint=error.get("try")

@@ -1,4 +1,4 @@
-"""dcpctl backup: archives of a server, as of any moment in their history.
+"""dcpctl backup: back up a server, and restore it as of any point in the archive's history.
 
 JSON (`-o json`), one object per command or line, `"v": 1`:
 
@@ -6,7 +6,7 @@ JSON (`-o json`), one object per command or line, `"v": 1`:
              history
     list     a line per run: run, started, ended, kind, history, changes, raw_bytes, stored_bytes,
              rollbacks
-    info     archive, runs, changes, bytes, oldest and newest place, broken; --run N: its partitions
+    info     archive, runs, changes, bytes, oldest and newest run, broken; --run N: its partitions
     verify   sound, runs, segments, chunks, changes, stored_bytes, damages, broken
     restore  result (restored, partial, planned) and counts; damages, earlier, refused
     merge, prune, export: what was done
@@ -37,7 +37,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 @click.group(
     help=help_text(
-        "Back up a server into an archive, and restore it as of any moment in its history.",
+        "Back up a server into an archive, and restore it as of any point in its history.",
         "dcpctl backup run --archive backups",
         "dcpctl backup list --archive backups",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z --dry-run",
@@ -45,7 +45,7 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
     )
 )
 def backup() -> None:
-    """Back up, restore, and work on archives."""
+    """Back up, restore, and manage archives."""
 
 
 backup.add_command(restore)
@@ -56,7 +56,7 @@ backup.add_command(export)
     "run",
     help=help_text(
         "Back up: everything the first time, then only changes. A killed run is resumed. If the"
-        " server's history branched, the archive goes back to the common seqno.",
+        " server's history branched, the archive rolls back to the common seqno.",
         "dcpctl backup run --archive backups",
         "dcpctl backup run --archive backups --newest-only -o json",
         "dcpctl backup run --archive backups --give-up 7",
@@ -65,11 +65,11 @@ backup.add_command(export)
 @ARCHIVE
 @click.option(
     "--newest-only", is_flag=True,
-    help="Store only the newest version of a document per run: smaller, no points between runs.",
+    help="Store only the newest version of a document per run: smaller, but no points in between.",
 )  # fmt: skip
 @click.option(
     "--give-up", type=click.IntRange(min=1), metavar="N",
-    help="Give up run N, the first lost or damaged one, and all later runs; continue before it.",
+    help="Give up run N, the first lost or damaged one, and all later runs; continue from N - 1.",
 )  # fmt: skip
 @with_target
 def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) -> int:
@@ -106,15 +106,15 @@ def run_(*, target: Target, url: str, newest_only: bool, give_up: int | None) ->
     took = f"{report.seconds:.1f} s ({rate:,.0f} changes/s)"
     lines = [f"run {record.run}: {record.changes} changes, {sizes}, {took}"]
     if record.is_resumed:
-        lines.append(f"went on after {report.resumed_segments} segments of a run that was killed")
+        lines.append(f"resumed a killed run after {report.resumed_segments} segments")
     if record.rollbacks:
         undone = sum(high - low for pairs in record.rollbacks.values() for high, low in pairs)
         lines.append(
             f"history branched in {len(record.rollbacks)} partitions since the last run: {undone}"
-            " seqnos are no longer part of it"
+            " seqnos were rolled back"
         )
     if report.history_was_refused:
-        lines.append("the server does not stream every version: only the newest ones are in it")
+        lines.append("the server cannot stream every version: this run has only the newest ones")
     write_raw("\n".join(lines).encode() + b"\n")
     return EXIT_OK
 
@@ -143,7 +143,7 @@ def list_(*, target: Target, url: str) -> int:
 
 
 def _name_damages(damages: dict[str, str]) -> int:
-    """Say which runs are lost or damaged; return the exit code."""
+    """Report lost and damaged runs; return the exit code."""
     for path, what in damages.items():
         click.echo(f"dcpctl: damaged: {path}: {what}", err=True)
     return EXIT_FAILED if damages else EXIT_OK
@@ -152,7 +152,7 @@ def _name_damages(damages: dict[str, str]) -> int:
 @backup.command(
     "info",
     help=help_text(
-        "Show what an archive holds. With --run, show how far each partition is in that run.",
+        "Show what an archive holds. With --run, show the seqno of each partition in that run.",
         "dcpctl backup info --archive backups",
         "dcpctl backup info --archive backups --run 3 -o json",
     ),
@@ -224,8 +224,8 @@ def verify_(*, target: Target, url: str) -> int:
 @backup.command(
     "merge",
     help=help_text(
-        "Fold all runs before run N into it. Only the newest versions of those runs are kept."
-        " Points from run N on stay; earlier points are lost.",
+        "Fold all runs before run N into it, and keep only the newest versions of them. You can"
+        " restore points from run N on; earlier points are lost.",
         "dcpctl backup merge --archive backups --into 5",
     ),
 )
@@ -251,11 +251,11 @@ def merge(*, target: Target, url: str, into: int) -> int:
 @click.option("--older-than", metavar="AGE", help="Fold runs that ended longer ago: 12h, 30d, 8w.")
 @with_target
 def prune(*, target: Target, url: str, keep: int | None, older_than: str | None) -> int:
-    """Fold old runs away."""
+    """Fold old runs into the oldest one that is kept."""
     from clients.backup.fold import run_to_keep
 
     if (keep is None) == (older_than is None):
-        raise click.UsageError("name one of --keep and --older-than")
+        raise click.UsageError("use either --keep or --older-than")
     archive = open_archive(url)
     since_ns = None if older_than is None else time.time_ns() - _age_ns(older_than)
     into = run_to_keep(archive.runs(), keep, since_ns)
@@ -322,12 +322,14 @@ def _shown(value: Any) -> str:
 def _age_ns(text: str) -> int:
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.isascii() or not number.isdigit():
-        raise PointError(f"{text!r} is no age", hint="A number and s, m, h, d or w: 30d")
+        raise PointError(
+            f"{text!r} is not an age", hint="Use a number and s, m, h, d or w, such as 30d."
+        )
     return int(number) * _UNITS[unit] * 1_000_000_000
 
 
 def size_text(size_bytes: float) -> str:
-    """Return a size as people read it."""
+    """Return a size with its unit, such as 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -337,7 +339,7 @@ def size_text(size_bytes: float) -> str:
 
 @contextmanager
 def run_bar() -> Iterator[Callable[[int, int, int], None]]:
-    """A progress bar with rate and time left on stderr, if that is a terminal."""
+    """Show a progress bar of changes and bytes."""
     with bar("backup", "changes") as (progress, task):
 
         def update(done: int, wanted: int, wire_bytes: int) -> None:
@@ -348,6 +350,6 @@ def run_bar() -> Iterator[Callable[[int, int, int], None]]:
 
 @contextmanager
 def count_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """The same for counted work."""
+    """Show a progress bar of steps, without a rate."""
     with bar(title, "") as (progress, task):
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -16,7 +16,7 @@ SCOPES_PATH: Final = "/pools/default/buckets/default/scopes"
 
 @click.group(
     help=help_text(
-        "Work on scopes and collections.",
+        "Manage scopes and collections.",
         "dcpctl collection create shop.orders",
         "dcpctl collection list",
         "dcpctl collection drop shop.orders",
@@ -24,7 +24,7 @@ SCOPES_PATH: Final = "/pools/default/buckets/default/scopes"
     )
 )
 def collection() -> None:
-    """Work on scopes and collections."""
+    """Manage scopes and collections."""
 
 
 @collection.command("list", help=help_text("List all.", "dcpctl collection list -o json"))
@@ -73,8 +73,8 @@ def create(*, target: Target, path: str, max_ttl: int) -> None:
 @collection.command(
     "drop",
     help=help_text(
-        "Drop a collection, or a scope with all its collections. The documents can no longer be"
-        " read, and streams leave them out.",
+        "Drop a collection, or a scope with all its collections. Their documents can no longer be"
+        " read, and streams no longer send them.",
         "dcpctl collection drop shop.orders",
     ),
 )

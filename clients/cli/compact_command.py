@@ -12,7 +12,7 @@ from clients.cli.output import is_terminal, write_json, write_rows
 from vbucket.model.ids import NUM_VBUCKETS
 
 TIMEOUT_S: Final = 3600.0
-"""A store of many gigabytes takes its time; an answer comes when all is done."""
+"""The server answers when compaction is done. A store of many gigabytes takes long."""
 
 _ROWS: Final = (
     ("vbuckets", "partitions compacted"),
@@ -29,9 +29,9 @@ _ROWS: Final = (
     "compact",
     help=help_text(
         "Drop versions that were replaced before the history window, and deletions older than the"
-        " purge age, in the named partitions or in all. The server does this by itself when it pays"
-        " off; this command does it now and waits. The store's file does not shrink: freed space is"
-        " reused.",
+        " purge age, in the given partitions or in all. The server does this by itself when it is"
+        " worth it; this command does it now and waits. The store's file does not shrink, but the"
+        " free space is reused.",
         "dcpctl compact",
         "dcpctl compact 17 18",
         "dcpctl compact --history 0s --purge-age 0s",
@@ -48,7 +48,7 @@ _ROWS: Final = (
 def compact(
     *, target: Target, vb_ids: tuple[int, ...], history: str | None, purge_age: str | None
 ) -> None:
-    """Free what old versions and deletions take."""
+    """Free the space of old versions and deletions."""
     target = target._replace(timeout_s=max(target.timeout_s, TIMEOUT_S))
     body = {"vbs": list(vb_ids) or None, "history": history, "purge_age": purge_age}
     given = {name: value for name, value in body.items() if value is not None}

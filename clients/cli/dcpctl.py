@@ -1,7 +1,7 @@
 """The command `dcpctl`: options, the table of commands, exit codes.
 
-Commands are imported when they run: `get`, `set` and `del` start in well under 100 ms because
-nothing here or there pulls in asyncio, rich or msgspec.
+Each command is imported when it runs. `get`, `set` and `del` start in well under 100 ms, because
+neither this module nor theirs imports asyncio, rich or msgspec.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXIT_CODES: Final[tuple[tuple[type[DcpdError], int], ...]] = (
     (AuthenticationError, EXIT_AUTH),
     (NoAccessError, EXIT_AUTH),
 )
-"""First match counts; every other error is 1."""
+"""The first match counts. Every other error exits with 1."""
 
 EXIT_CODES_TEXT: Final = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict (exists, CAS), 5 timeout,"
@@ -74,11 +74,11 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "user": ("user_commands:user", "Manage users and their roles."),
     "verify": ("verify_command:verify", "Check a data folder that no server uses."),
 }
-"""Command -> where it is, and its line in the help."""
+"""Command -> (module:name, line in the help)."""
 
 
 class Target(NamedTuple):
-    """What the options that every command has say."""
+    """The options that all commands share."""
 
     server: str
     user: str | None
@@ -96,7 +96,7 @@ class Target(NamedTuple):
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         if self.tls_ca is not None or self.tls_cert is not None:
-            # Who names a CA means TLS; the port without it never speaks it.
+            # --tls-ca and --tls-cert imply TLS, and the default plain port never speaks TLS.
             port = DEFAULT_TLS_PORT if address.port == DEFAULT_PORT else address.port
             address = address._replace(
                 is_tls=True,
@@ -111,12 +111,12 @@ class Target(NamedTuple):
         return address
 
     def output_or(self, default: str) -> str:
-        """Return the output mode, `default` where none was asked for."""
+        """Return the output mode, or `default` if none was given."""
         return self.output or default
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports its commands on demand."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
@@ -134,7 +134,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a command; name a similar one where there is none."""
+        """Find a command; suggest a similar one if there is none."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from difflib import get_close_matches
 
@@ -166,7 +166,7 @@ _SHARED: Final = (
 
 
 def with_target(command: _F) -> _F:
-    """Give a command the shared options; it gets them merged as `target`."""
+    """Add the shared options to a command. It gets them as one `target`."""
     from functools import wraps
 
     @wraps(command)
@@ -202,7 +202,7 @@ def help_text(summary: str, *examples: str) -> str:
 @click.group(
     cls=LazyGroup,
     help=help_text(
-        "Work with a dcpd server: documents, change streams, partitions.",
+        "Work with a dcpd server: documents, change streams, partitions, backups.",
         """dcpctl set user:1 '{"name":"Ada"}'""",
         "dcpctl get user:1",
         "dcpctl watch",
@@ -274,7 +274,7 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has seen enough (`dcpctl watch | head`).
+        # The reader closed our output, for example in `dcpctl watch | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
     return result if isinstance(result, int) else EXIT_OK
@@ -289,7 +289,7 @@ def exit_code_of(error: DcpdError) -> int:
 
 
 def complain(error: DcpdError) -> None:
-    """Write an error to stderr: what and where, then what to try."""
+    """Print an error to stderr: what happened and where, then what to try."""
     click.echo(f"dcpctl: {error}", err=True)
     if error.hint:
         click.echo(f"  try: {error.hint}", err=True)

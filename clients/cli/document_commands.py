@@ -1,4 +1,4 @@
-"""dcpctl get, set, del: the commands that must start fast."""
+"""dcpctl get, set, del. These commands must start fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp.wire.opcode import Opcode
 
 
 def _key(text: str) -> bytes:
-    """Return a key of the command line, bytes that are no UTF-8 included."""
+    """Return a key from the command line; it need not be valid UTF-8."""
     try:
         return key_bytes(text.encode(errors="surrogateescape"))
     except ValueError as error:
@@ -96,9 +96,11 @@ def set_(
     """Store a document. VALUE - (or no VALUE, when piped) reads it from standard input."""
     raw_key = _key(key)
     if rule == "add" and cas:
-        raise click.UsageError("--add needs a key that does not exist, so it takes no --cas")
+        raise click.UsageError(
+            "--add cannot be used with --cas: it creates a document, which has no CAS yet"
+        )
     if value is None and sys.stdin.isatty():
-        raise click.UsageError("VALUE is missing. Give it, or - to read it from standard input")
+        raise click.UsageError("VALUE is missing. Use - to read it from standard input")
     if value is None or value == "-":
         raw_value = sys.stdin.buffer.read()
     else:
@@ -125,7 +127,7 @@ def set_(
 def delete(*, target: Target, keys: tuple[str, ...], cas: int) -> int:
     """Delete documents."""
     if cas and len(keys) > 1:
-        raise click.UsageError("--cas belongs to one document: give one KEY")
+        raise click.UsageError("--cas works with one KEY only: every document has its own CAS")
     exit_code = 0
     with _connect(target) as kv:
         for key in keys:

@@ -16,9 +16,9 @@ from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
     "dump",
     help=help_text(
         "Print the documents of a partition as of a seqno: one JSON object per line, in key order."
-        " Writers go on meanwhile; the output does not show their changes. The default is the state"
-        " that is committed now. --at selects an earlier state, as far back as the partition's"
-        " history reaches. Stderr names the state.",
+        " Later changes do not appear in the output. The default is the committed state. --at"
+        " selects an earlier state, as far back as the partition's history reaches. The seqno and"
+        " version go to stderr.",
         "dcpctl vb dump 17",
         "dcpctl vb dump 17 --at 1000 > before.ndjson",
     ),

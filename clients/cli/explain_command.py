@@ -1,7 +1,7 @@
-"""dcpctl explain rollback: why a stream request is answered as it is.
+"""dcpctl explain rollback: how the server would answer a stream request, and why.
 
-Asks for the failover log and the seqnos and decides here, with the server's own rule: it works
-against every server that speaks DCP.
+The command reads the failover log and the seqnos, and applies the server's rule itself. So it works
+with every server that speaks DCP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UUID = click.IntRange(0, VB_UUID_MAX)
 
 
 def _version_of(text: str) -> tuple[int, int]:
-    """Return a version that the command line names."""
+    """Parse a version from the command line."""
     vb_uuid, colon, seqno = text.partition(":")
     if not (colon and vb_uuid.isdigit() and seqno.isdigit()):
         raise click.UsageError(f"--version {text}: expected UUID:SEQNO, such as 266477440339581:8")
@@ -56,7 +56,7 @@ def explain_() -> None:
 @click.option("--snap-end", type=_SEQNO, help="End of its snapshot. Default: --seqno.")
 @click.option(
     "--version", "version_texts", multiple=True, metavar="UUID:SEQNO",
-    help="All versions that it knows, newest first; more than one needs dcpd's extension.",
+    help="A version that it knows; repeat it for all, newest first. More than one needs dcpd.",
 )  # fmt: skip
 @click.option("--purge-seqno", type=_SEQNO, default=0, help="Purge seqno in its request.")
 @click.option("--strict", is_flag=True, help="Stream request flag 0x20.")
@@ -75,7 +75,7 @@ def rollback(
     strict: bool,
     ignore_purged: bool,
 ) -> None:
-    """Say how a stream request would be answered, and why."""
+    """Show how a stream request would be answered, and why."""
     versions = tuple(map(_version_of, version_texts))
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         log = FailoverLog(tuple(Version(*pair) for pair in kv.failover_log(vb_id)))

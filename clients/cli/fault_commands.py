@@ -1,4 +1,4 @@
-"""dcpctl fault list, set, clear: requests that fail, wait, or lose their connection."""
+"""dcpctl fault list, set, clear: make requests fail, wait or disconnect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fault() -> None:
 @fault.command("list", help=help_text("Show the active rules.", "dcpctl fault list"))
 @with_target
 def list_(*, target: Target) -> None:
-    """Show the rules that are set."""
+    """Show the active rules."""
     found = admin_of(target).request("GET", "/api/v1/faults")["faults"]
     mode = target.output_or("table" if is_terminal() else "plain")
     if mode == "json":
@@ -56,16 +56,16 @@ def list_(*, target: Target) -> None:
 @fault.command(
     "set",
     help=help_text(
-        "Set a rule: which requests it matches, and what happens to them. It matches quiet forms of"
-        " a command too. --vb applies to commands that name a partition.",
+        "Add a rule: which requests it matches, and what happens to them. It also matches quiet"
+        " forms of a command. --vb applies to commands that name a partition.",
         "dcpctl fault set --opcode SET --status ETMPFAIL",
         "dcpctl fault set --opcode DCP_STREAM_REQ --status ROLLBACK --rollback-seqno 5 --count 1",
         "dcpctl fault set --delay 100 --probability 0.5 --seed 7",
     ),
 )
-@click.option("--opcode", metavar="NAME", help="Such as GET or 0x53. Default: any.")
+@click.option("--opcode", metavar="NAME", help="For example GET or 0x53. Default: any.")
 @click.option("--vb", type=click.IntRange(0, NUM_VBUCKETS - 1), metavar="N", help="Partition.")
-@click.option("--status", metavar="NAME", help="Answer this, such as ETMPFAIL or 0x86.")
+@click.option("--status", metavar="NAME", help="Answer with this, such as ETMPFAIL or 0x86.")
 @click.option(
     "--delay", "delay_ms", type=click.IntRange(min=1), metavar="MS", help="Delay the request."
 )
@@ -86,7 +86,7 @@ def list_(*, target: Target) -> None:
 )  # fmt: skip
 @with_target
 def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
-    """Set a rule."""
+    """Add a rule."""
     body = {name: value for name, value in rule.items() if value is not None}
     if disconnect:
         body["disconnect"] = True
@@ -101,7 +101,7 @@ def set_(*, target: Target, disconnect: bool, **rule: Any) -> None:
 @click.argument("fault_id", metavar="[ID]", type=click.IntRange(min=1), required=False)
 @with_target
 def clear(*, target: Target, fault_id: int | None) -> None:
-    """Take one rule away, or all."""
+    """Remove one rule, or all."""
     path = "/api/v1/faults" if fault_id is None else f"/api/v1/faults/{fault_id}"
     answer = admin_of(target).request("DELETE", path)
     if target.output_or("plain") == "json":

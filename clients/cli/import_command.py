@@ -1,7 +1,7 @@
-"""dcpctl import: a CSV or JSON lines file into documents.
+"""dcpctl import: load a CSV or JSON lines file.
 
-A row becomes the JSON object of its columns under the key that one column names. Rows go in batches
-through the asyncio client; the next batch is read while the server stores the last.
+Each row becomes one document: a JSON object with its columns. One column holds the key. The
+asyncio client sends the rows in batches, and reads the next batch while the server stores the last.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BATCH_ROWS: Final = 4096
 
 
 class ImportFileError(DcpdError):
-    """The file cannot be loaded: which line, and why."""
+    """The file cannot be loaded. The text names the line and the reason."""
 
 
 @click.command(
     "import",
     help=help_text(
-        "Load a file. Each row becomes a JSON document; a column has its key. A later row with the"
-        " same key replaces an earlier one.",
+        "Load a file. Each row becomes a JSON document; one column holds the key. If a key occurs"
+        " again, the later row replaces the earlier one.",
         "dcpctl import flights.csv --key tailnum",
         "dcpctl import users.jsonl --key id --prefix user:",
     ),
@@ -52,8 +52,7 @@ def import_(*, target: Target, file: Path, column: str, prefix: str, skip_empty:
     rows = _READERS.get(file.suffix.lower())
     if rows is None:
         raise click.UsageError(
-            f"{file}: the name must end in one of {', '.join(_READERS)}, because it tells the"
-            " format"
+            f"{file}: unknown format. The file name must end in one of {', '.join(_READERS)}"
         )
     loader = _Loader(target, file, column, prefix, skips_empty=skip_empty)
     try:
@@ -61,7 +60,7 @@ def import_(*, target: Target, file: Path, column: str, prefix: str, skip_empty:
     except DcpdError as error:
         if not loader.stored:
             raise
-        error.hint = f"{loader.stored} rows are stored already; running it again is safe."
+        error.hint = f"{loader.stored} rows are stored. Run the command again; that is safe."
         complain(error)
         return EXIT_PARTIAL
     summary = {"file": str(file), "stored": loader.stored, "skipped": loader.skipped}
@@ -88,7 +87,7 @@ class _Loader:
         self._skips_empty = skips_empty
 
     async def run(self) -> None:
-        """Load the file, with a progress bar where stderr is a terminal."""
+        """Load the file, with a progress bar if stderr is a terminal."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -114,7 +113,7 @@ class _Loader:
                     self._count(await under_way)
                     progress.update(bar, completed=file.tell(), rows=self.stored)
                 under_way = asyncio.create_task(kv.execute(batch))
-                await asyncio.sleep(0)  # lets the batch leave before the next one is read
+                await asyncio.sleep(0)  # send this batch before reading the next one
         finally:
             if under_way is not None:
                 self._count(await under_way)
@@ -147,7 +146,7 @@ class _Loader:
             except ValueError as error:
                 raise ImportFileError(
                     f"{self._file}, line {line_number}: {error}",
-                    hint="--skip-empty leaves out rows without a key.",
+                    hint="Use --skip-empty to skip rows without a key.",
                 ) from error
             if len(batch) == BATCH_ROWS:
                 yield batch
@@ -162,7 +161,7 @@ def _csv_rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, dict[str, Any]
     for row in reader:
         if None in row or None in row.values():
             raise ImportFileError(
-                f"{path}, line {reader.line_num}: more or fewer fields than the header has"
+                f"{path}, line {reader.line_num}: the number of fields differs from the header"
             )
         yield reader.line_num, row
 
@@ -176,7 +175,7 @@ def _text_lines(file: IO[bytes], path: Path) -> Iterator[str]:
 
 
 def _json_rows(file: IO[bytes], path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a JSON lines file; empty lines are left out."""
+    """Yield (line number, object) of a JSON lines file; skip empty lines."""
     decode = msgspec.json.Decoder(dict[str, Any]).decode
     for number, line in enumerate(file, 1):
         if not line.strip():

@@ -1,9 +1,9 @@
-"""What dcpctl prints: plain lines, JSON lines, tables.
+"""The output of dcpctl: plain lines, JSON lines, tables.
 
-The JSON form is a contract. Every line is one object with `"v": 1`; a later version with another
-meaning of a field has another number. 64-bit identifiers (`cas`, `vb_uuid`) are decimal strings,
-because JSON readers round numbers above 2^53. A key or value that is not UTF-8 is base64 and has
-`key_encoding` or `value_encoding` = "base64" beside it.
+The JSON format is stable. Every line is one object with `"v": 1`. If the meaning of a field ever
+changes, the number changes. 64-bit identifiers (`cas`, `vb_uuid`) are decimal strings, because many
+JSON readers round numbers above 2^53. A key or value that is not UTF-8 is base64, marked with
+`key_encoding` or `value_encoding` = "base64".
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SCHEMA_VERSION: Final = 1
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal and not a pipe or a file."""
+    """Whether stdout is a terminal, not a pipe or file."""
     return sys.stdout.isatty()
 
 
 def text_fields(name: str, raw: bytes) -> dict[str, str]:
-    """Return the JSON fields of a key or value: text, or base64 and its marker."""
+    """Return the JSON fields of a key or value: text, or base64 with its encoding field."""
     try:
         return {name: raw.decode()}
     except UnicodeDecodeError:
@@ -31,7 +31,7 @@ def text_fields(name: str, raw: bytes) -> dict[str, str]:
 
 
 def shown(raw: bytes) -> str:
-    """Return bytes as a plain line shows them: no line breaks, control characters escaped."""
+    """Return bytes as printable text in one line; other characters are escaped."""
     text = raw.decode(errors="backslashreplace")
     if text.isprintable():
         return text
@@ -56,9 +56,9 @@ def write_json(document: dict[str, Any]) -> None:
 def write_rows(
     mode: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Write rows as a table, as tab-separated plain lines or as JSON lines.
+    """Write rows as a table, tab-separated lines or JSON lines.
 
-    `columns`: (name in JSON, heading of the table).
+    `columns`: (JSON name, table heading).
     """
     if mode == "json":
         for row in rows:

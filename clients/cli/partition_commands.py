@@ -91,7 +91,7 @@ def failover_log(*, target: Target, vb_id: int) -> None:
 )
 @with_target
 def status(*, target: Target) -> None:
-    """Show what the server is and holds."""
+    """Show the server's version, state and content."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
         stats = kv.stats()
     states = {

@@ -1,4 +1,4 @@
-"""dcpctl backup restore and export: what takes a point in the history and a selection."""
+"""dcpctl backup restore and export: the commands with a point in time and a selection."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from clients.backup.restore import RestorePlan, RestoreReport
 
 NAMED_MAX: Final = 20
-"""Damages and earlier places that a plain report lists; JSON has all of them."""
+"""Number of damages, and of partitions at an earlier seqno, in a plain report. JSON lists all."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 ARCHIVE: Final = click.option(
     "--archive", "url", required=True, metavar="URL", envvar="DCPCTL_ARCHIVE",
-    help="The archive: a folder, or any URL that fsspec knows [DCPCTL_ARCHIVE].",
+    help="The archive: a folder, or any URL that fsspec supports [DCPCTL_ARCHIVE].",
 )  # fmt: skip
 
 _POINT: Final = (
@@ -42,17 +42,17 @@ _POINT: Final = (
     click.option("--time", "moment", metavar="TIME",
                  help="As of a time: 2026-05-01T12:00:00Z (UTC by default) or Unix seconds."),
     click.option("--seqnos", metavar="JSON|FILE",
-                 help='As of seqnos: {"VB": SEQNO, ...} or a file; other partitions as of run.'),
+                 help='As of seqnos: {"VB": SEQNO, ...} or a file; other partitions as of --run.'),
     click.option("--prefix", default="", metavar="TEXT", help="Only keys with this prefix."),
     click.option("--collection", "collections", multiple=True, metavar="SCOPE.COLLECTION",
                  help="Only this collection; may be repeated."),
     click.option("--salvage", is_flag=True,
-                 help="If data is damaged, take everything that can be read, even old versions."),
+                 help="If data is damaged, use everything readable, even old versions."),
 )  # fmt: skip
 
 
 def with_point(command: _F) -> _F:
-    """Give a command the options of a point and a selection."""
+    """Add the options of a point and a selection to a command."""
     for option in reversed(_POINT):
         command = option(command)
     return command
@@ -61,10 +61,10 @@ def with_point(command: _F) -> _F:
 @click.command(
     "restore",
     help=help_text(
-        "Restore an archive into a server, as of a run, a time or seqnos. Documents keep flags,"
-        " expiry, revision and CAS; a CAS that is too far ahead of the server's clock is replaced."
-        " Versions on the server that are newer, by revision and CAS, are kept unless you give"
-        " --force. Documents that the archive does not have are kept too.",
+        "Restore an archive into a server, as of a run, a time or seqnos. Documents keep their"
+        " flags, expiry, revision and CAS; a CAS too far ahead of the server's clock is replaced."
+        " If the server has a newer version (by revision and CAS), it is kept unless you use"
+        " --force. Documents that are not in the archive are kept too.",
         "dcpctl backup restore --archive backups --dry-run",
         "dcpctl backup restore --archive backups --time 2026-05-01T12:00:00Z",
         "dcpctl --server other:11210 backup restore --archive backups --run 3",
@@ -132,7 +132,7 @@ def restore(
 @with_point
 @click.option("--to", "to", required=True, metavar="FILE|URL", help="Output file; - is stdout.")
 @click.option("--format", "form", type=click.Choice(["jsonl", "parquet"]),
-              help="Default: by the name of the file.")  # fmt: skip
+              help="Default: from the file name.")  # fmt: skip
 @with_target
 def export(
     *,
@@ -155,7 +155,7 @@ def export(
         form = endings.get(Path(to).suffix)
         if form is None:
             raise click.UsageError(
-                f"--format is needed: {to!r} ends in none of {', '.join(endings)}"
+                f"--format is missing: {to!r} does not end in one of {', '.join(endings)}"
             )
     point = point_of(run, moment, seqnos)
     selection = Selection(prefix.encode(errors="surrogateescape"), collections)
@@ -189,9 +189,9 @@ def export(
 
 
 def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
-    """Return the point that options name. Raises PointError, click.UsageError."""
+    """Return the point that the options name. Raises PointError, click.UsageError."""
     if moment is not None and (run is not None or seqnos is not None):
-        raise click.UsageError("--time goes with neither --run nor --seqnos")
+        raise click.UsageError("--time cannot be used with --run or --seqnos")
     vector = None
     if seqnos is not None:
         try:
@@ -200,12 +200,12 @@ def point_of(run: int | None, moment: str | None, seqnos: str | None) -> Point:
         except OSError as error:
             raise PointError(f"{seqnos}: {error.strerror}") from error
         except ValueError as error:
-            raise PointError(f"--seqnos is no JSON: {error}") from error
+            raise PointError(f"--seqnos is not valid JSON: {error}") from error
     return Point(run, None if moment is None else parse_time(moment), vector)
 
 
 def _creator(target: Target) -> Callable[[str, int], None]:
-    """Return what creates a collection over the admin interface."""
+    """Return a function that creates a collection through the admin API."""
     from clients.cli.admin_api import admin_of, quoted
     from clients.cli.collection_commands import SCOPES_PATH
 
@@ -257,21 +257,21 @@ def _lines(plan: RestorePlan, report: RestoreReport | None) -> list[str]:
             f" in {report.seconds:.1f} s"
         )
         if report.kept_newer:
-            lines.append(f"  {report.kept_newer} are the same or newer on the server: kept")
+            lines.append(f"  {report.kept_newer} kept: the same or newer on the server")
         if report.replaced_cas:
             lines.append(
-                f"  {report.replaced_cas} have a CAS of the server's own: theirs was too far ahead"
-                " of its clock"
+                f"  {report.replaced_cas} have a new CAS: the old one was too far ahead of the"
+                " server's clock"
             )
         lines += [f"  created collection {path}" for path in report.created]
         for count, text in report.refused.values():
             lines.append(f"  {count} refused: {text}")
     for vb_id, (wanted, taken) in list(plan.earlier.items())[:NAMED_MAX]:
         lines.append(
-            f"  vbucket {vb_id}: as of seqno {taken}, the newest whole state before {wanted}"
+            f"  vbucket {vb_id}: as of seqno {taken}, the newest complete state before {wanted}"
         )
     if len(plan.earlier) > NAMED_MAX:
-        lines.append(f"  ... {len(plan.earlier)} partitions in all are taken as of earlier seqnos")
+        lines.append(f"  ... {len(plan.earlier)} partitions in all are as of earlier seqnos")
     _complain(plan.damages, plan.broken)
     return lines
 
@@ -282,17 +282,17 @@ def _is_whole(plan: RestorePlan, report: RestoreReport | None) -> bool:
 
 def _complain(damages: list[Damage], broken: dict[str, str]) -> None:
     for path, what in broken.items():
-        text = f"dcpctl: damaged: {path}: {what}; the state is that of the runs before it"
+        text = f"dcpctl: damaged: {path}: {what}; the data is from the runs before it"
         click.echo(text, err=True)
     for damage in damages[:NAMED_MAX]:
         click.echo(f"dcpctl: damaged: {damage}", err=True)
     if len(damages) > NAMED_MAX:
-        click.echo(f"dcpctl: ... {len(damages)} damages in all; -o json has them", err=True)
+        click.echo(f"dcpctl: ... {len(damages)} damages in all; -o json lists them", err=True)
 
 
 @contextmanager
 def bar(title: str, unit: str) -> Iterator[tuple[Progress, TaskID]]:
-    """A progress bar with rate and time left on stderr, if that is a terminal."""
+    """Show a progress bar with rate and remaining time on stderr, if it is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -305,7 +305,7 @@ def bar(title: str, unit: str) -> Iterator[tuple[Progress, TaskID]]:
     from rich.text import Text
 
     class Rate(ProgressColumn):
-        """Steps in a second: lately, or on average while there is one sample only."""
+        """Steps per second: the current rate, or the average if there is no current rate yet."""
 
         def render(self, task: Task) -> Text:
             elapsed_s = task.finished_time or task.elapsed

@@ -1,4 +1,4 @@
-"""dcpctl stream list, close, slow, stall, drop: the streams that consumers have open."""
+"""dcpctl stream list, close, slow, stall, drop: the open streams of consumers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _with_choice(command: _F) -> _F:
-    """Add the options that choose streams."""
+    """Add the options that select streams."""
     vbucket = click.IntRange(0, NUM_VBUCKETS - 1)
     name = click.option("--name", metavar="TEXT", help="Only streams of this connection.")
     vb_id = click.option("--vb", type=vbucket, metavar="N", help="Only streams of this partition.")
@@ -39,7 +39,7 @@ def _with_choice(command: _F) -> _F:
 
 @click.group(
     help=help_text(
-        "Show the streams of consumers, and disturb them. Without --name and --vb, a command"
+        "Show the streams of consumers, or disturb them. Without --name and --vb, a command"
         " applies to all streams.",
         "dcpctl stream list",
         "dcpctl stream slow 10000 --name my-consumer",
@@ -50,7 +50,7 @@ def _with_choice(command: _F) -> _F:
     )
 )
 def stream() -> None:
-    """Look at the streams of consumers, and disturb them."""
+    """Show the streams of consumers, or disturb them."""
 
 
 @stream.command(
@@ -98,7 +98,7 @@ def close(*, target: Target, name: str | None, vb: int | None, reason: str) -> N
 @stream.command(
     "slow",
     help=help_text(
-        "Limit the bytes per second of each stream. To remove the limit: dcpctl stream stall"
+        "Limit the bytes per second of each stream. To remove the limit, use dcpctl stream stall"
         " --resume.",
         "dcpctl stream slow 10000",
         "dcpctl stream slow 500 --vb 17",
@@ -108,7 +108,7 @@ def close(*, target: Target, name: str | None, vb: int | None, reason: str) -> N
 @_with_choice
 @with_target
 def slow(*, target: Target, name: str | None, vb: int | None, bytes_per_s: int) -> None:
-    """Limit what each stream sends per second."""
+    """Limit the bytes per second of each stream."""
     _act(target, "slow", "slowed", name=name, vb=vb, bytes_per_s=bytes_per_s)
 
 
@@ -124,7 +124,7 @@ def slow(*, target: Target, name: str | None, vb: int | None, bytes_per_s: int) 
 @_with_choice
 @with_target
 def stall(*, target: Target, name: str | None, vb: int | None, resume: bool) -> None:
-    """Stop streams, or let them go again."""
+    """Stall streams, or resume them."""
     action, done = ("resume", "resumed") if resume else ("stall", "stalled")
     _act(target, action, done, name=name, vb=vb)
 

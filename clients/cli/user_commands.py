@@ -13,11 +13,11 @@ from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 
 ROLES: Final = ("read", "write", "stream", "admin")
 _ROLES_TEXT: Final = (
-    "read is GET and statistics, write is what changes documents, stream is DCP, admin is the rest."
+    "Roles: read (GET, statistics), write (change documents), stream (DCP), admin (the rest)."
 )
 
 Roles = dict[str, list[dict[str, str]]]
-"""Role -> the scopes that it is held for; an empty scope is everything."""
+"""Role -> its scopes. An empty scope means everything."""
 
 
 @click.group(
@@ -31,7 +31,7 @@ Roles = dict[str, list[dict[str, str]]]
     )
 )
 def user() -> None:
-    """Work on users."""
+    """Manage users."""
 
 
 _scope_options: Final = (
@@ -74,7 +74,7 @@ def add(
     """Add a user."""
     scope = _scope(prefix, collection)
     if scope and not roles:
-        raise click.UsageError("--prefix and --collection go with --role read or --role write")
+        raise click.UsageError("--prefix and --collection need --role read or --role write")
     body: dict[str, Any] = {"name": name, "password": _password(name, new_password)}
     if roles:
         body["roles"] = {role: [scope] for role in roles}
@@ -94,7 +94,7 @@ def add(
 @click.option("--new-password", metavar="TEXT", help="Visible to other users of the machine.")
 @with_target
 def passwd(*, target: Target, name: str, new_password: str | None) -> None:
-    """Give a user a new password."""
+    """Set a new password."""
     body = {"password": _password(name, new_password)}
     admin_of(target).request("PUT", f"/api/v1/users/{quoted(name)}/password", body)
     _done(target, "changed", name)
@@ -116,7 +116,7 @@ def passwd(*, target: Target, name: str, new_password: str | None) -> None:
 def grant(
     *, target: Target, name: str, role: str, prefix: str | None, collection: str | None
 ) -> None:
-    """Give a user a role."""
+    """Grant a role."""
     _change_role(target, "grant", name, {"role": role, **_scope(prefix, collection)})
 
 
@@ -135,7 +135,7 @@ def grant(
 def revoke(
     *, target: Target, name: str, role: str, prefix: str | None, collection: str | None
 ) -> None:
-    """Take a role from a user."""
+    """Revoke a role, or one of its scopes."""
     _change_role(target, "revoke", name, {"role": role, **_scope(prefix, collection)})
 
 
@@ -214,7 +214,7 @@ def _change_role(target: Target, change: str, name: str, body: dict[str, str]) -
 
 
 def _summary(roles: Roles) -> str:
-    """Return roles in one line: read (prefix flights:), write."""
+    """Return roles as one line, for example: read (prefix flights:), write."""
     parts = []
     for role, scopes in roles.items():
         limits = [" ".join(f"{n} {v}" for n, v in scope.items()) for scope in scopes if scope]

@@ -1,4 +1,4 @@
-"""dcpctl vb branch, failover, purge, state, mend-cas: what is done to a partition on purpose."""
+"""dcpctl vb branch, failover, purge, state, mend-cas, dump: operations on a partition."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
 
 @click.group(
     help=help_text(
-        "Change a partition on purpose, to test how consumers react.",
+        "Operate on a partition, or test how consumers react to a rollback, failover or purge.",
         "dcpctl vb branch 17 --at 5",
         "dcpctl vb failover 17 --lose 3",
         "dcpctl vb purge 17",
@@ -28,15 +28,15 @@ _SEQNO = click.IntRange(0, SEQNO_MAX)
     ),
 )
 def vb() -> None:
-    """Work on a partition."""
+    """Operate on a partition."""
 
 
 @vb.command(
     "branch",
     help=help_text(
-        "Branch a partition's history: changes above the seqno are undone, the partition gets a new"
-        " version, and consumers that saw more get a ROLLBACK. A partition can go back to any seqno"
-        " at or above its history floor (stat vbucket-seqno), and to 0.",
+        "Branch a partition's history: undo the changes above the seqno, and start a new version."
+        " Consumers that saw more get a ROLLBACK. A partition can go back to any seqno at or above"
+        " its history floor (stat vbucket-seqno), and to 0.",
         "dcpctl vb branch 17 --at 5",
         "dcpctl vb branch 17 --at 5 --or-zero",
         "dcpctl failover-log 17",
@@ -49,11 +49,11 @@ def vb() -> None:
 )  # fmt: skip
 @click.option(
     "--or-zero", is_flag=True,
-    help="If history does not reach back so far, undo everything and say why.",
+    help="If history does not reach back that far, undo everything and say why.",
 )  # fmt: skip
 @with_target
 def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
-    """Begin a new branch of a partition's history."""
+    """Branch a partition's history."""
     body: dict[str, Any] = {"at": at_seqno} | ({"or_zero": True} if or_zero else {})
     answer = _done(target, vb_id, "branch", body)
     if answer.get("reason") and target.output_or("plain") != "json":
@@ -65,8 +65,8 @@ def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
     "failover",
     help=help_text(
         "Simulate the promotion of a replica: the partition gets a new version at its high seqno,"
-        " and its streams end with reason 2 (state changed). With --lose the replica was N changes"
-        " behind: these are undone first.",
+        " and its streams end with reason 2 (state changed). With --lose, the replica was N changes"
+        " behind, so these are undone first.",
         "dcpctl vb failover 17",
         "dcpctl vb failover 17 --lose 3",
     ),
@@ -75,7 +75,7 @@ def branch(*, target: Target, vb_id: int, at_seqno: int, or_zero: bool) -> None:
 @click.option("--lose", type=_SEQNO, default=0, metavar="N", help="Undo the last N changes.")
 @with_target
 def failover(*, target: Target, vb_id: int, lose: int) -> None:
-    """Do what the promotion of a replica does."""
+    """Simulate the promotion of a replica."""
     answer = _done(target, vb_id, "failover", {"lose": lose})
     _show_version(target, answer, f"vbucket {vb_id} failed over")
 
@@ -84,7 +84,7 @@ def failover(*, target: Target, vb_id: int, lose: int) -> None:
     "purge",
     help=help_text(
         "Purge the deletions up to a seqno. Consumers below it are rolled back to 0, because they"
-        " may have missed some. The partition can no longer go back below that seqno, except to 0."
+        " may have missed a deletion. The partition can no longer go back below it, except to 0."
         " The next compaction drops the deletions. The change at the high seqno is never purged.",
         "dcpctl vb purge 17",
         "dcpctl vb purge 17 --upto 5",
@@ -113,7 +113,7 @@ def purge(*, target: Target, vb_id: int, upto: int | None) -> None:
 @click.argument("state", type=click.Choice(["active", "replica", "pending", "dead"]))
 @with_target
 def set_state(*, target: Target, vb_id: int, state: str) -> None:
-    """Put a partition into a state."""
+    """Set the state of a partition."""
     answer = _done(target, vb_id, "state", {"state": state}, at_first_node=True)
     _show(target, answer, f"vbucket {vb_id} is {state} (it was {answer['before']})")
 
@@ -121,11 +121,11 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
 @vb.command(
     "mend-cas",
     help=help_text(
-        "Bring the CAS of partitions back to the clock if it is further ahead than the setting"
+        "Reset the CAS of partitions to the clock if it is further ahead than the setting"
         " cas_drift_max. (Older servers accepted any CAS with SET_WITH_META and continued from it.)"
         " Affected documents get a new version with the same content, which consumers see as a"
-        " change. Clients with an old CAS have to read again. Without VB: all partitions that"
-        " `dcpctl status` counts.",
+        " change. Clients that hold an old CAS must read again. Without VB: all affected"
+        " partitions (`dcpctl status -o json` counts them as cas_ahead).",
         "dcpctl vb mend-cas",
         "dcpctl vb mend-cas 17 528",
     ),
@@ -133,7 +133,7 @@ def set_state(*, target: Target, vb_id: int, state: str) -> None:
 @click.argument("vb_ids", metavar="[VB]...", nargs=-1, type=click.IntRange(0, NUM_VBUCKETS - 1))
 @with_target
 def mend_cas(*, target: Target, vb_ids: tuple[int, ...]) -> None:
-    """Bring the CAS of partitions back to the clock."""
+    """Reset the CAS of partitions to the clock."""
     chosen = vb_ids or admin_of(target).request("GET", "/api/v1/status")["cas_ahead"]
     for vb_id in chosen:
         answer = _done(target, vb_id, "mend-cas", {})

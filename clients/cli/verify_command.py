@@ -1,7 +1,7 @@
 """dcpctl verify: check a data folder that no server uses.
 
-The check is the server's (`python -m dcp.server.operate.verify`), in a process of its own: this
-side knows nothing of how data is stored.
+It runs the server's own check (`python -m dcp.server.operate.verify`) in a child process, because
+clients do not know the storage format.
 """
 
 from __future__ import annotations

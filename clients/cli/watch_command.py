@@ -1,17 +1,18 @@
-"""dcpctl watch: changes as they happen, resumable.
+"""dcpctl watch: print changes as they happen; can be resumed.
 
-JSON lines (`-o json`), one object each, `"v": 1`:
+JSON lines (`-o json`), one object per event, `"v": 1`:
 
     event      mutation, deletion, rollback; with --all also snapshot_start, snapshot_end,
                stream_opened, stream_ended; stream_failed
     vb         partition
     mutation   key, value, seqno, rev, cas, flags, expiry (absolute seconds, 0 = never)
     deletion   key, seqno, rev, cas
-    rollback   to (undo what you hold above it), server_seqno, from, reason
+    rollback   to (undo your changes above this seqno), server_seqno, from, reason
 
-`cas` and `vb_uuid` are decimal strings; `key_encoding`/`value_encoding` "base64" mark what is not
-UTF-8. With --state the position is saved every second, at the end and on SIGINT and SIGTERM, after
-the lines it covers were written. A state file belongs to its --prefix and is refused with another.
+`cas` and `vb_uuid` are decimal strings. Keys and values that are not UTF-8 are base64, marked with
+`key_encoding` or `value_encoding` = "base64". With --state, positions are saved every second, at
+the end, and on SIGINT and SIGTERM. A position is saved after its lines were written. A state file
+belongs to one --prefix; with another one the command fails.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def watch(
 
 
 class _Watcher:
-    """Prints events and keeps the state file behind what was printed."""
+    """Prints events and saves positions. A saved position covers only printed events."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class _Watcher:
         self._has_failed = False
 
     async def run(self, *, is_finite: bool) -> int:
-        """Watch to the end, or until a signal; return the exit code."""
+        """Watch until the end or a signal; return the exit code."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(self._watch())
 
@@ -189,7 +190,7 @@ class _Watcher:
             await self._consumer.save()
 
     def _print(self, events: Sequence[Event]) -> bool:
-        """Write the lines of a batch; True when enough changes were written."""
+        """Print a batch; return True when --count is reached."""
         render, kinds = self._render, self._kinds
         lines = []
         is_enough = False
@@ -217,7 +218,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def document_of(event: Event) -> dict[str, Any]:
-    """Return an event as its JSON line has it; see the module."""
+    """Return an event as a JSON document; see the module."""
     head = {"v": SCHEMA_VERSION, "event": _NAMES[type(event)], "vb": event.vb_id}
     match event:
         case Mutation():

@@ -1,4 +1,4 @@
-"""The change-stream consumer: every change of a server, resumable, over asyncio.
+"""The change-stream consumer for asyncio: every change of a server, resumable.
 
 The names below can be imported from here. A name is imported when it is first used.
 """

@@ -1,18 +1,17 @@
-"""Hands batches out to the user of a consumer, in pieces, with the positions after them.
+"""Returns batches to the user of a consumer, in pieces, with the positions after them.
 
     sessions -> queue -> current batch -> pieces -> the user
 
-Who calls it: `clients.consumer` for its user, `clients.consumer.supervisor` for the sessions.
+Called by `clients.consumer` for its user, and by `clients.consumer.supervisor` for the sessions.
 
 Invariants
-- events are handed out in the order in which they came, each once. If an iteration is left in the
-  middle of a batch, the next iteration gets the rest;
+- events are returned in the order of arrival, each once. If an iteration stops in the middle of a
+  batch, the next iteration gets the rest;
 - piece_start <= count <= len(batch): events up to `_piece_start` are processed, events up to
-  `_count` are handed out. No position is ahead of the latter;
+  `_count` are returned. No position is ahead of `_count`;
 - a batch is acknowledged to its session, and so to flow control, when the user asks for the next;
-- only the newest iteration may continue: two at once would each take the other's batch for
-  processed;
-- a rollback is settled once, even if the waiting caller was cancelled before it was handed out.
+- only the newest iteration may continue. With two, each would treat the other's batch as processed;
+- a rollback is decided once, even if the waiting caller was cancelled before it was returned.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from clients.validator import StreamValidator
 class Delivery(NamedTuple):
     """Events, and the positions of their partitions after them.
 
-    Write both in one transaction and start from the written positions: every effect happens once.
+    If you write both in one transaction, and start from the stored positions, every effect happens
+    exactly once.
     """
 
     events: list[Event]
@@ -44,17 +44,17 @@ class Delivery(NamedTuple):
 
 
 class Source(Protocol):
-    """What the reader needs of the supervisor of the streams."""
+    """What the reader needs from the supervisor of the streams."""
 
     asks: bool
-    """Whether rollbacks are settled one by one, before they are handed out."""
+    """Whether rollbacks are decided one by one, before they are returned."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing can come any more."""
+        """Whether no more events can come."""
 
     async def settle(self, batch: Batch, at: int) -> None:
-        """Decide about the rollback at an index of a batch. Everything before it is processed."""
+        """Decide the rollback at an index of a batch. All events before it are processed."""
 
 
 class BatchReader:
@@ -71,9 +71,9 @@ class BatchReader:
         self.is_paused = False
         """The user paused everything."""
         self.failure: BaseException | None = None
-        """It is raised when everything that was received before it is handed out."""
+        """Raised after all earlier events were returned."""
         self.wake = asyncio.Event()
-        """Set when something has changed that `batches` waits for."""
+        """Wakes `batches` when something has changed."""
         self.pace = Pace(events_per_s)
         self.delivered: Checkpoint = {}
         """The positions at the beginning of the current batch."""
@@ -85,21 +85,21 @@ class BatchReader:
         self._piece_start = self._count = 0
         self._looked_at = 0
         self._settled: Rollback | None = None
-        """The last rollback of the current batch that was settled, as it will be handed out."""
+        """The last decided rollback of the current batch, as it will be returned."""
         self._is_single = False
         self._iteration: object = None
 
     # -- what comes in -------------------------------------------------------------------------
 
     def put(self, session: ConsumerSession, batch: Batch) -> None:
-        """Queue what a session received. Nothing is handed out after a failure."""
+        """Queue a batch that a session received. After a failure, batches are dropped."""
         if self.failure is not None:
             return
         self._queue.append((session, batch))
         self.wake.set()
 
     def forget(self, vb_ids: Iterable[int]) -> None:
-        """Drop the queued events of partitions: they will come again."""
+        """Drop the queued events of partitions. They will be streamed again."""
         gone = frozenset(vb_ids)
         for _, batch in self._queue:
             batch.events[:] = [event for event in batch.events if event.vb_id not in gone]
@@ -109,19 +109,19 @@ class BatchReader:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be handed out."""
+        """Bytes of queued batches."""
         return sum(batch.wire_bytes for _, batch in self._queue)
 
     # -- what goes out -------------------------------------------------------------------------
 
     async def batches(self, source: Source) -> AsyncIterator[list[Event]]:
-        """Yield events as they came, cut into pieces if necessary.
+        """Yield events in batches, split into pieces if necessary.
 
-        Raises RuntimeError if another iteration was begun meanwhile.
+        Raises RuntimeError if another iteration has begun.
         """
         self._is_single = False
         iteration = self._iteration = object()
-        self.wake.set()  # an older iteration that waits sees that it may not continue
+        self.wake.set()  # wakes an older iteration, which then fails
         while True:
             self._check_newest(iteration)
             self._piece_start = self._count
@@ -145,7 +145,7 @@ class BatchReader:
                     self._check_newest(iteration)
 
     def one_by_one(self, piece: list[Event]) -> Iterable[Event]:
-        """Yield the events of the last piece; each counts as handed out when it is yielded."""
+        """Yield the events of the last piece. Each counts as returned when it is yielded."""
         self._is_single = True
         for count, event in enumerate(piece, self._piece_start + 1):
             self._count = count
@@ -153,22 +153,22 @@ class BatchReader:
         self._is_single = False
 
     def handed_out(self, count: int) -> None:
-        """Count only the first `count` events of the current piece as handed out."""
+        """Count only the first `count` events of the current piece as returned."""
         assert self._current is not None
         self._count = self._piece_start + count
 
-    # -- where it stands -----------------------------------------------------------------------
+    # -- positions -----------------------------------------------------------------------------
 
     def checkpoint(self) -> Checkpoint:
-        """Return the position of everything handed out so far, the current event included."""
+        """Return the positions after all returned events, the current one included."""
         return self._positions_after(self._count)
 
     def processed(self) -> Checkpoint:
-        """Return the position of all events that are processed: the user has asked for more."""
+        """Return the positions after all processed events, for which the user asked for more."""
         return self._positions_after(self._count - 1 if self._is_single else self._piece_start)
 
     def after_batch(self) -> Checkpoint:
-        """Return the position after the current batch."""
+        """Return the positions after the current batch."""
         return self._positions_after(None)
 
     def delivery(self, events: list[Event]) -> Delivery:
@@ -181,7 +181,7 @@ class BatchReader:
         return Delivery(events, {vb_id: after[vb_id] for vb_id in {e.vb_id for e in events}})
 
     def _positions_after(self, count: int | None) -> Checkpoint:
-        """Return the positions after `count` events of the current batch, None for all of it."""
+        """Return the positions after `count` events of the current batch; None: all of them."""
         positions = dict(self.delivered)
         if self._current is not None:
             batch = self._current[1]
@@ -197,12 +197,12 @@ class BatchReader:
     def _check_newest(self, iteration: object) -> None:
         if iteration is not self._iteration:
             raise RuntimeError(
-                "another iteration of this consumer was begun meanwhile: one at a time; for several"
-                " workers give each a consumer with a Group"
+                "another iteration of this consumer has begun, and only one at a time can run. For"
+                " several workers, give each a consumer with a Group"
             )
 
     async def _settle(self, source: Source, batch: Batch, at: int) -> None:
-        """Have a rollback decided. Everything before it is processed, and its stream waits."""
+        """Let the source decide a rollback. Earlier events are processed, and the stream waits."""
         event = batch.events[at]
         if isinstance(event, Rollback) and event is not self._settled:
             await source.settle(batch, at)
@@ -211,16 +211,16 @@ class BatchReader:
             self._settled = settled
 
     def _piece_ends(self, events: list[Event], *, asks: bool) -> list[int]:
-        """Return where to cut a batch: for the rate limit, and before rollbacks to decide."""
+        """Return where to split a batch: for the rate limit, and before rollbacks to decide."""
         ends = {len(events), *self.pace.cuts(len(events))}
         if asks:
             ends.update(at for at, event in enumerate(events) if isinstance(event, Rollback))
         return sorted(ends)
 
     def _look_at(self, batch_events: list[Event], stop: int) -> None:
-        """Check and count events that are handed out for the first time.
+        """Check and count events that are returned for the first time.
 
-        Raises StreamViolationError, and again if the user continues after it.
+        Raises StreamViolationError, again if the user continues after it.
         """
         events = batch_events[self._looked_at : stop]
         if self._validator is not None:
@@ -234,7 +234,7 @@ class BatchReader:
         )
 
     def _finish_current(self) -> None:
-        """The user asked for more, so everything that was handed out is processed."""
+        """The user asked for more, so all returned events are processed."""
         if self._current is None:
             return
         session, batch = self._current

@@ -1,11 +1,11 @@
-"""Leaves changes out on the client's side, with the same result as a server's filter. Pure.
+"""Filters changes in the client, with the same result as a server's filter. Pure.
 
-Three uses: key prefixes, if the server does not filter by them (it refused x_key_prefix); the
-checkpoints that consumers keep in the server itself; and changes before the start time, if the
-server could not say its seqno.
+It has three uses: key prefixes, if the server refused x_key_prefix; hiding the checkpoints that
+consumers store in the server itself; and dropping changes before the start time, if the server
+could not look up its seqno.
 
-Invariant: a change that is left out at the end of a snapshot becomes a SeqnoAdvanced, as servers do
-it, so the snapshot still reaches its end.
+Invariant: if the last change of a snapshot is dropped, a SeqnoAdvanced replaces it, as in a
+server's filter. So the snapshot still reaches its end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def left_in(
 ) -> list[Event]:
     """Return the events of keys that begin with one of `prefixes` (() = all) and none of `hidden`.
 
-    Keys are logical ones. `hidden` concerns the default collection alone. `older_than`: by
-    partition the CAS below which a change is left out.
+    Keys are without collection id. `hidden` applies to the default collection only. `older_than`:
+    partition -> CAS below which changes are dropped.
     """
     kept: list[Event] = []
     passed: dict[int, int] = {}

@@ -1,28 +1,28 @@
-"""`Consumer`: every change of a server, resumable, over asyncio.
+"""`Consumer`: every change of a server, resumable, with asyncio.
 
     async with Consumer("127.0.0.1:11210", store=CheckpointFile("state.ckpt")) as consumer:
         async for event in consumer:
             match event:
                 case Mutation(): ...
                 case Deletion(): ...
-                case Rollback(): ...          # undo what you hold above event.to_seqno
-            await consumer.save()             # as often as you like: after what you processed
+                case Rollback(): ...          # undo your changes above event.to_seqno
+            await consumer.save()             # after you processed events, as often as you like
 
 What it does
-- It has one connection per node. Each partition is streamed from the node that holds it, and moves
-  with it.
-- A lost connection is made again, with growing pauses. Every stream resumes where it stood, without
-  gap or duplicate, even in the middle of a snapshot.
-- Delivery is at least once over restarts: what came after the last saved checkpoint comes again. It
+- It has one connection per node. Each partition is streamed from the node that serves it. If the
+  partition moves, the stream moves with it.
+- After a lost connection it reconnects, with growing pauses. Every stream resumes where it was,
+  without gap or duplicate, even in the middle of a snapshot.
+- Delivery is at least once across restarts: changes after the last saved checkpoint come again. It
   is exactly once within one `Consumer`, and effectively once if you write `Delivery.positions` in
   one transaction with the effects of the events (`deliveries`).
-- Bytes are acknowledged when the next batch is asked for. So a slow user slows the server down
+- Bytes are acknowledged when the next batch is requested. So a slow user slows down the server
   instead of filling memory.
-- Nothing stops silently. Whatever is out of the ordinary is logged (`dcpd.consumer`), counted
-  (`metrics`) and acted upon; docs/consumers.md has the list.
+- Rollbacks, lost connections, refused streams and other problems are logged (`dcpd.consumer`) and
+  counted (`metrics`). docs/consumers.md lists them and what the consumer does.
 
-`checkpoint()` covers every event handed out so far, including the current one. Call it when you are
-done with that event.
+`checkpoint()` covers all returned events, including the current one. So call it when you have
+processed that event.
 """
 
 from __future__ import annotations
@@ -63,39 +63,40 @@ from clients.streaming.stream_connection import BUFFER_BYTES, NOOP_INTERVAL_S
 from clients.validator import StreamValidator
 
 STALL_S: Final = 60.0
-"""A stream that is behind and does not move for so long is asked for again. A request that is not
-answered for so long ends its connection."""
+"""If a stream is behind and does not move for this time, it is requested again. If a request is not
+answered for this time, its connection is closed."""
 
 
 class Consumer:
-    """See the module. Raises ValueError for options that contradict each other.
+    """See the module. Raises ValueError for invalid options.
 
-    `vbuckets`: partitions to follow, None for all; `group`: those of a member of a static group.
-    `start`: where partitions begin that the checkpoint does not name: "beginning", "now", a
-    datetime with a zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded
-    when the consumer opens and written by `save`; with `save_every_s` also at that interval,
-    without the events that the user is still working on. `until_now`: end when every partition has
-    reached the high seqno that it had at the start.
-    `on_rollback`: "undo" goes back to the newest complete state at or below what the server says,
-    for users who can restore it; "restart" goes to 0, for users who build the partition anew;
-    "fail" raises HistoryBranchedError. A function gets the Rollback after everything before it is
-    processed, and returns one of these, or a seqno: the consumer goes back to the newest complete
-    state at or below it. `rollback_to` "state" and "beginning" are older names of the first two.
+    `vbuckets`: partitions to follow, None for all. `group`: follow the share of a group's member.
+    `start`: where partitions without a checkpoint start: "beginning", "now", a datetime with a
+    zone, or a Position or seqno by partition (docs/consumers.md). `store`: loaded when the consumer
+    opens, and written by `save`. With `save_every_s` it is also written at that interval, without
+    the events that the user is still processing. `until_now`: end when every partition has reached
+    the high seqno that it had at the start.
+    `on_rollback`: "undo" goes back to the newest complete state at or below the server's seqno, for
+    users who can restore it. "restart" goes to 0, for users who rebuild the partition. "fail"
+    raises HistoryBranchedError. A function gets the Rollback after all earlier events are
+    processed, and returns one of these words, or a seqno: then the consumer goes back to the newest
+    complete state at or below it. `rollback_to` "state" and "beginning" are older names of the
+    first two.
     `validate`: check every event (StreamViolationError).
-    `collections`: names ("scope.collection") or ids to follow, or one name; "all" for everything;
-    None for the default collection only. If it is given, system events come, and events carry the
-    id of their collection. A name is looked up once, because a collection that is dropped and
-    created again is another one.
-    `key_prefixes`: only documents whose key begins with one of them. The server filters if it can;
+    `collections`: names ("scope.collection") or ids to follow, or one name; "all" for all; None for
+    the default collection only. If it is set, there are system events, and events have the id of
+    their collection. A name is looked up once, because a collection that is dropped and created
+    again is a different one.
+    `key_prefixes`: only documents whose key begins with one of them. The server filters if it can,
     otherwise the consumer does, with the same result.
     `history`: every version of a document, not only the newest, as far back as the server keeps
-    them. `previous_values`: events carry the value that they replaced. A server without these
+    them. `previous_values`: events have the value that they replaced. A server without these
     extensions streams as usual.
-    `events_per_s`: hand out no faster; the server is slowed down with it.
-    `name`: of the DCP connections. A second consumer of the same name ends the first one's. Members
-    of a group get their number appended.
-    `give_up_after_s`: how long to try to reach a server again, None for ever; when the consumer
-    opens, every node is tried once. `stall_s`: see STALL_S.
+    `events_per_s`: maximum rate of events. Flow control then slows down the server.
+    `name`: the name of the DCP connections. A second consumer with the same name ends the first
+    one's. Members of a group get their number appended.
+    `give_up_after_s`: how long to try to reconnect, None for ever. When the consumer opens, every
+    node is tried once. `stall_s`: see STALL_S.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Consumer:
         stall_s: float = STALL_S,
     ) -> None:
         if vbuckets is not None and group is not None:
-            raise ValueError("vbuckets or a group, not both: a group has its own share of them")
+            raise ValueError("use either vbuckets or group: a group selects its own vbuckets")
         if save_every_s is not None and store is None:
             raise ValueError("save_every_s needs a store, such as CheckpointFile(path)")
         if store is not None:
@@ -146,7 +147,7 @@ class Consumer:
         self._collection_ids: tuple[int, ...] = DEFAULT_ONLY
         self._was_closed = False
         self._older_than: dict[int, int] = {}
-        """By partition: changes with a CAS below it are left out."""
+        """Partition -> CAS. Changes with a lower CAS are dropped."""
         self._core_options: dict[str, Any] = {
             "until_now": until_now, "history": history, "previous_values": previous_values,
             "key_prefixes": prefixes, "filter": self._filter, "buffer_bytes": buffer_bytes,
@@ -165,23 +166,23 @@ class Consumer:
 
     @property
     def topology(self) -> Topology | None:
-        """The cluster configuration known now."""
+        """The current cluster configuration."""
         return self._placement.topology
 
     @property
     def collection_ids(self) -> tuple[int, ...]:
-        """The collections that are followed, (0,) the default one alone, () all."""
+        """The ids of the followed collections; (0,) is the default one, () is all."""
         return self._collection_ids
 
     @property
     def followed(self) -> set[int]:
-        """The partitions that are followed and have not come to their end."""
+        """The partitions that are followed and not finished."""
         return self._supervisor.followed
 
     # -- lifetime ------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Consumer:
-        """Connect and ask for the streams."""
+        """Connect and request the streams."""
         await self.open()
         return self
 
@@ -195,16 +196,16 @@ class Consumer:
         await self.close()
 
     async def open(self) -> None:
-        """Load the checkpoint, connect, ask for the streams.
+        """Load the checkpoint, connect, request the streams.
 
         Raises CheckpointError, also for a checkpoint of another filter (collections, key_prefixes),
-        ConnectError, AuthenticationError, TopologyError, ValueError, and
-        RuntimeError for a consumer that was closed: it may still hold events of its first life.
+        ConnectError, AuthenticationError, TopologyError, ValueError. Raises RuntimeError if the
+        consumer was closed before, because it may still have old events.
         """
         if self._reader.is_open:
             return
         if self._was_closed:
-            raise RuntimeError("this consumer was closed: make a new one, from its checkpoint()")
+            raise RuntimeError("this consumer was closed: create a new one from its checkpoint()")
         try:
             await self._open()
         except BaseException:
@@ -239,7 +240,7 @@ class Consumer:
     def _check_filter(self, positions: Mapping[int, Position]) -> None:
         """Raise CheckpointError if positions belong to another filter than this consumer's.
 
-        A collection that was dropped and created again is noticed later, by its id.
+        If a collection was dropped and created again, its id shows that later.
         """
         ids = set(self._collection_ids)
         others = [
@@ -248,7 +249,7 @@ class Consumer:
             if position.seqno
             and position.filter not in {None, self._filter}
             and not (
-                # The same collections, named differently.
+                # The same collections, given by other names or ids.
                 position.filter.key_prefixes == self._filter.key_prefixes
                 and set(position.collections or ()) == ids
             )
@@ -257,8 +258,8 @@ class Consumer:
             raise CheckpointError(
                 f"the checkpoint belongs to another filter: it is for {others[0]}"
                 f" ({len(others)} partitions), and this consumer follows {self._filter}",
-                hint="Going on from it would skip documents without notice. Use the same filter as"
-                " before, or begin anew with another checkpoint (another file or name).",
+                hint="Resuming from it would skip documents. Use the same filter as before, or"
+                " start with another checkpoint (another file or name).",
             )
 
     async def close(self) -> None:
@@ -274,10 +275,10 @@ class Consumer:
             await self._saver.close()
         await asyncio.sleep(0)  # lets the transports finish closing
 
-    # -- what the user reads -------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield events in batches, as reads brought them: the fast way."""
+        """Yield events in batches, one per read. This is the fastest way."""
         await self.open()
         async for events in self._reader.batches(self._supervisor):
             yield events
@@ -289,50 +290,50 @@ class Consumer:
                 yield event
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """Yield batches with the positions to keep beside what they do; see Delivery.
+        """Yield batches with the positions to store together with their effects; see Delivery.
 
-        Start from what you kept: `start={vb: position}` (missing partitions begin at 0).
+        Start from the stored positions: `start={vb: position}`. Missing partitions start at 0.
         """
         async for events in self.batches():
             yield self._reader.delivery(events)
 
     async def run(self, handle: Callable[[Delivery], Awaitable[Any] | Any]) -> None:
-        """Give each delivery to a function, plain or async, until the stream ends."""
+        """Call a function, plain or async, with each delivery until the stream ends."""
         async for delivery in self.deliveries():
             result = handle(delivery)
             if inspect.isawaitable(result):
                 await result
 
     def checkpoint(self) -> Checkpoint:
-        """Return the position of everything handed out so far, the current event included."""
+        """Return the positions after all returned events, the current one included."""
         return self._reader.checkpoint()
 
     def processed(self) -> Checkpoint:
-        """Return the position of all events that are processed: the user has asked for more."""
+        """Return the positions after all processed events, for which the user asked for more."""
         return self._reader.processed()
 
     def handed_out(self, count: int) -> None:
-        """Count only the first `count` events of the current batch as handed out.
+        """Count only the first `count` events of the current batch as returned.
 
         Call this if you read `batches()` and stop in the middle of one.
         """
         self._reader.handed_out(count)
 
     def one_by_one(self, events: list[Event]) -> Iterator[Event]:
-        """Yield the events of the last batch; each counts as handed out when it is yielded."""
+        """Yield the events of the last batch. Each counts as returned when it is yielded."""
         yield from self._reader.one_by_one(events)
 
     async def save(self) -> None:
         """Write `checkpoint()` to the store. Raises CheckpointError."""
         await self._saver.save(self.checkpoint())
 
-    # -- what the user steers ------------------------------------------------------------------
+    # -- pausing and lag -----------------------------------------------------------------------
 
     def pause(self, vbuckets: Iterable[int] | None = None) -> None:
-        """After this batch hand out nothing more (None), or nothing more of some partitions.
+        """After the current batch, pause everything (None) or some partitions.
 
-        The stream of a paused partition is closed, so it costs nothing. If everything is paused,
-        the connections stay, and the server stops at the flow control window.
+        The stream of a paused partition is closed. If everything is paused, the connections stay
+        open, and the server stops at the flow control window.
         """
         if vbuckets is None:
             self._reader.is_paused = True
@@ -340,7 +341,7 @@ class Consumer:
             self._supervisor.pause(vbuckets)
 
     def resume(self, vbuckets: Iterable[int] | None = None) -> None:
-        """Go on: with everything (None), or with some partitions."""
+        """Resume everything (None) or some partitions."""
         if vbuckets is None:
             self._reader.is_paused = False
         self._supervisor.resume(list(self.paused) if vbuckets is None else vbuckets)
@@ -348,28 +349,26 @@ class Consumer:
 
     @property
     def paused(self) -> frozenset[int]:
-        """The partitions that are paused one by one."""
+        """The partitions that are paused individually."""
         return frozenset(self._supervisor.paused)
 
     async def lag(self, timeout_s: float = 5.0) -> dict[int, int]:
-        """Return by partition how many seqnos the user is behind the server.
+        """Return, by partition, how many seqnos the user is behind the server.
 
-        Partitions without a connection are left out.
+        Partitions without a connection are missing.
         """
         await self.high_seqnos(timeout_s)
         return self._supervisor.known_lag()
 
     async def high_seqnos(self, timeout_s: float = 5.0) -> dict[int, int]:
-        """Return by partition the current high seqno, asked from its node; see `lag`.
+        """Ask the nodes for the high seqno of each partition; see `lag`.
 
-        Partitions whose node does not answer in time are left out: compare with `followed`.
+        Partitions are missing if their node does not answer in time. Compare with `followed`.
         """
         return await self._supervisor.high_seqnos(timeout_s)
 
     def gauges(self) -> dict[str, int]:
-        """Return what `clients.consumer.counters.GAUGES` names, as last known, without a
-        request.
-        """
+        """Return the last known values of `clients.consumer.counters.GAUGES`, without a request."""
         return {
             "partitions": len(self.followed),
             "partitions_paused": len(self.paused),

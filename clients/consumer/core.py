@@ -1,4 +1,4 @@
-"""The consumer's side of one DCP connection, sans-IO: bytes in, events and bytes to send out.
+"""The consumer's side of one DCP connection, sans-IO: bytes in, events and packets out.
 
     core = ConsumerCore(b"name", has_collections=True)
     core.add(17, Wanted(Position()))          # partitions to stream
@@ -13,14 +13,14 @@
               +-------+--------- WAITING <---------------+
 
 Invariants
-- within a stream seqnos rise and lie inside the announced snapshot; otherwise StreamViolationError
+- seqnos of a stream rise and are inside the announced snapshot, or StreamViolationError is raised
   (`clients.validator` checks the rest);
-- the failover log of an accepted request replaces ours at once;
+- the failover log of an accepted request replaces the client's at once;
 - only messages of streams are acknowledged, after the user processed them;
-- every message of a stream carries the opaque of its request; messages of a stream that ended are
-  counted and dropped;
-- an error (`failure`) ends a read, and what came before it is handed out. Positions and events stay
-  together, so another connection goes on without a gap.
+- messages of a stream carry the opaque of its request. Messages of a stream that ended are counted
+  and dropped;
+- an error (`failure`) ends a read, and the events before it are returned. Positions match the
+  returned events, so another connection continues without a gap.
 
 Rules: docs/streams.md, Couchbase's DCP documents. Time is an argument, in ns of any steady clock.
 """
@@ -75,21 +75,21 @@ from vbucket.model.manifest import decode_leb128, parse_system_event
 
 MUTATION_HEAD: Final = Struct(">HHBBHIIQQQII")
 """Magic and opcode, key length, extras length, datatype, vbucket, body length, opaque, CAS;
-by_seqno, rev_seqno, flags, expiration: one unpack for all that a mutation event needs."""
+by_seqno, rev_seqno, flags, expiration. One unpack gets all numbers of a mutation event."""
 MUTATION_MAGIC: Final = Magic.REQUEST << 8 | Opcode.DCP_MUTATION
 MUTATION_BYTES_MIN: Final = 55
 """Header and the 31 bytes of a mutation's extras."""
 
 
 class Batch(NamedTuple):
-    """What one read brought: events in order, and the positions of their partitions after them."""
+    """The result of one read: events in order, and the positions of their partitions after them."""
 
     events: list[Event]
     positions: dict[int, Position]
     wire_bytes: int
     """Its bytes as flow control counts them; `ConsumerCore.processed` acknowledges them."""
     markers: dict[int, tuple[int, int]]
-    """Snapshots (start, end) that were open when it began, for `consumer_stream.advance`."""
+    """Snapshots (start, end) that were open when it began, for `partition_stream.advance`."""
     collections: tuple[int, ...] | None = None
     filter: Filter | None = None
     """Collections and filter of the streams that it opens, for the same function."""
@@ -136,27 +136,27 @@ class ConsumerCore:
             until_now=until_now, rollback_to_beginning=rollback_to_beginning,
             asks_on_rollback=asks_on_rollback, node=node,
         )  # fmt: skip
-        """What is asked for, and what becomes of it."""
+        """The streams and their requests."""
         self._connection = self.streams.connection
         self._extensions = extensions
         self._hidden = hidden
-        """Prefixes of keys of the default collection that the user is not told of."""
+        """Key prefixes of the default collection that the user does not see."""
         self._older_than = older_than
-        """By partition: changes with a CAS below it are left out."""
+        """Partition -> CAS. Changes with a lower CAS are dropped."""
         self._has_many = has_collections and collections != DEFAULT_ONLY
-        """Keys belong to several collections: their first bytes say to which."""
+        """Keys belong to several collections, and begin with different collection ids."""
         self._prefix_bytes = int(has_collections and not self._has_many)
-        """Length of the collection id that begins every key."""
+        """Length of the collection id at the beginning of every key, if all have the same."""
         self._buffer = FrameBuffer()
         self.failure: ProtocolError | DcpdError | None = None
-        """Why the connection is over. Nothing may be given to `receive` any more."""
+        """Why the connection is over. After that, `receive` must not be called."""
         self._previous: tuple[int, int, bytes] | None = None
-        """Opaque and seqno of the change that comes next, and the value that it replaces."""
+        """Opaque and seqno of the next change, and the value that it replaces."""
 
     # -- what the shell calls ------------------------------------------------------------------
 
     def begin(self, now_ns: int) -> bytes:
-        """Return the first bytes: DCP_OPEN, DCP_CONTROLs and requests for all partitions added."""
+        """Return the first bytes: DCP_OPEN, DCP_CONTROLs and requests for the added partitions."""
         self._connection.requests.now_ns = now_ns
         self.streams.begin()
         return self.take_output()
@@ -166,9 +166,9 @@ class ConsumerCore:
         self.streams.add(vb_id, wanted)
 
     def receive(self, data: bytes, now_ns: int) -> Batch:
-        """Take what a read brought in. After an error: everything before it, and set `failure`.
+        """Process received bytes. After an error, return the events before it and set `failure`.
 
-        The error is a RemoteProtocolError, StreamViolationError or any DcpdError.
+        The error is a RemoteProtocolError, StreamViolationError or another DcpdError.
         """
         assert self.failure is None
         self._connection.requests.now_ns = now_ns
@@ -180,13 +180,13 @@ class ConsumerCore:
         try:
             wire_bytes = self._decode(buffer)
         except (ProtocolError, DcpdError) as error:
-            self.failure, wire_bytes = error, 0  # nobody is left to acknowledge to
+            self.failure, wire_bytes = error, 0  # the connection ends, so nothing is acknowledged
         events = batch.events
         if self._has_many:
             try:
                 _split_keys(events)
             except RemoteProtocolError as error:
-                # No position is known in the middle: nothing of the read, and nothing after it.
+                # Positions in the middle of a read are unknown, so the whole read is dropped.
                 self.failure = error
                 return Batch([], {}, 0, {})
         opened = self._extensions
@@ -199,22 +199,22 @@ class ConsumerCore:
         )
 
     def processed(self, batch: Batch) -> None:
-        """Note that the user is done with a batch; acknowledges at half the window."""
+        """The user has processed a batch. Acknowledge at half the window."""
         self._connection.acknowledge(batch.wire_bytes)
 
     def tick(self, now_ns: int) -> None:
-        """Ask again for streams whose pause is over."""
+        """Request streams again whose pause is over."""
         self._connection.requests.now_ns = now_ns
         self.streams.tick(now_ns)
 
     @property
     def next_tick_ns(self) -> int | None:
-        """When `tick` has something to do, None when nothing waits."""
+        """When `tick` must be called next; None if no stream waits."""
         return self._connection.next_due_ns
 
     @property
     def oldest_request_ns(self) -> int | None:
-        """When the oldest request was sent that has no reply yet."""
+        """The time of the oldest request without a reply."""
         return self._connection.requests.oldest_ns
 
     def take_output(self) -> bytes:
@@ -222,7 +222,7 @@ class ConsumerCore:
         return self._connection.requests.take_output()
 
     def positions(self) -> dict[int, Position]:
-        """Return where each partition stands by what was received (processed or not)."""
+        """Return the position of each partition after all received events, processed or not."""
         return {
             vb_id: stream.position()
             for vb_id, stream in self.streams.by_vb.items()
@@ -232,7 +232,7 @@ class ConsumerCore:
     # -- decoding ------------------------------------------------------------------------------
 
     def _decode(self, buffer: bytes) -> int:
-        """Take all complete frames of `buffer`; return their bytes as flow control counts them."""
+        """Decode complete frames of `buffer`; return their bytes as flow control counts them."""
         append = self._batch.events.append
         streams = self._connection.open
         unpack = MUTATION_HEAD.unpack_from
@@ -288,7 +288,7 @@ class ConsumerCore:
         return at - uncounted
 
     def _on_message(self, stream: PartitionStream, frame: Frame) -> None:
-        """Take a message of an open stream that is neither a mutation nor its end."""
+        """Process a message of an open stream that is neither a mutation nor the stream's end."""
         handler = _MESSAGES.get(frame.opcode)
         if handler is not None:
             self._batch.touch(stream)
@@ -328,7 +328,7 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_advanced(self, stream: PartitionStream, frame: Frame) -> None:
-        """The stream passed a seqno that has nothing for this consumer."""
+        """The seqno advanced without a change for this consumer."""
         self._pass(stream, parse_advanced(frame))
 
     def _pass(self, stream: PartitionStream, seqno: int) -> None:
@@ -337,7 +337,7 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_system_event(self, stream: PartitionStream, frame: Frame) -> None:
-        """A scope or collection was created or dropped; an event of an unknown kind is skipped."""
+        """A scope or collection was created or dropped. Events of unknown kinds are skipped."""
         if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
             raise RemoteProtocolError(f"a system event with extras of {len(frame.extras)} bytes")
         seqno, kind, version = SYSTEM_EVENT_EXTRAS.unpack(frame.extras)
@@ -356,13 +356,13 @@ class ConsumerCore:
         self._complete_at(stream, seqno)
 
     def on_snapshot_end(self, stream: PartitionStream, frame: Frame) -> None:
-        """A snapshot is complete (x_snapshot_end). Usually its last change said so already."""
+        """A snapshot is complete (x_snapshot_end). Usually its last change already showed that."""
         end_seqno = parse_snapshot_end(frame)
         if not stream.marker_end and end_seqno == stream.seqno:
             return
         if end_seqno != stream.marker_end:
             raise StreamViolationError(
-                f"the end {end_seqno} of a snapshot that goes on to {stream.marker_end}"
+                f"the end {end_seqno} of a snapshot whose marker says {stream.marker_end}"
                 f" (at seqno {stream.seqno})",
                 vb_id=stream.vb_id, node=self.node,
             )  # fmt: skip
@@ -373,7 +373,7 @@ class ConsumerCore:
         self._previous = (frame.opaque, parse_previous_value(frame)[0], frame.value)
 
     def _take_previous(self, stream: PartitionStream, opaque: int, seqno: int) -> bytes | None:
-        """Return the value that a change replaced, None if the server did not send it."""
+        """Return the value that a change replaced; None if the server did not send it."""
         if self._previous is None:
             return None
         previous, self._previous = self._previous, None
@@ -396,7 +396,7 @@ class ConsumerCore:
 
 
 def _split_keys(events: list[Event]) -> None:
-    """Take the collection ids off the keys of changes."""
+    """Move the collection ids from the keys of changes to `collection_id`."""
     for event in events:
         if isinstance(event, Mutation | Deletion):
             decoded = decode_leb128(event.key)

@@ -4,8 +4,8 @@
     consumer.metrics.as_dict()
     export_prometheus(consumer)               # in the process's registry
 
-Counters only rise. Everything that is counted here except changes, bytes and saves is also logged,
-in a line of `logging.getLogger("dcpd.consumer")`.
+Counters only rise. Events that are not routine, such as rollbacks, lost connections and stream
+ends, are also logged to `logging.getLogger("dcpd.consumer")`.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 COUNTERS: Final = {
-    "changes": "Changes handed out: mutations and deletions",
-    "events": "Events of any kind handed out",
-    "wire_bytes": "Bytes of streams received, as flow control counts them",
+    "changes": "Changes returned: mutations and deletions",
+    "events": "Events of any kind returned",
+    "wire_bytes": "Bytes of stream messages received, as flow control counts them",
     "connections": "Connections made to nodes",
-    "connections_lost": "Connections that broke or were given up",
-    "silent_connections": "Connections given up because an answer or a NOOP did not come",
+    "connections_lost": "Connections that broke or were closed because of a problem",
+    "silent_connections": "Connections closed because an answer or a NOOP did not come",
     "rollbacks": "Rollbacks of a partition",
-    "checkpoints_ahead": "Positions that the server does not have (ERANGE)",
-    "stream_ends": "Streams that ended without having reached their end",
-    "streams_failed": "Streams refused for good: the partition stands still",
-    "streams_retried": "Stream requests refused for the moment",
-    "streams_moved": "Partitions that a node does not serve any more",
-    "stalls": "Streams asked for again because they did not move",
-    "topology_changes": "New cluster configurations taken over",
+    "checkpoints_ahead": "Positions above the server's high seqno (ERANGE)",
+    "stream_ends": "Streams that ended before their requested end",
+    "streams_failed": "Streams refused for good; the partition is no longer streamed",
+    "streams_retried": "Stream requests refused temporarily",
+    "streams_moved": "Partitions that left a node",
+    "stalls": "Streams requested again because they did not move",
+    "topology_changes": "New cluster configurations adopted",
     "saves": "Checkpoints saved",
-    "saves_failed": "Checkpoints that could not be saved by themselves; tried again later",
-    "positions_saved": "Positions of partitions written with them",
+    "saves_failed": "Automatic saves that failed; they are retried",
+    "positions_saved": "Positions of partitions saved",
 }
 """Name -> what it counts."""
 GAUGES: Final = {
-    "partitions": "Partitions that are followed and have not come to their end",
+    "partitions": "Partitions that are followed and not finished",
     "partitions_paused": "Partitions that the user paused",
-    "partitions_unplaced": "Partitions that no connection streams: their node cannot be reached",
+    "partitions_unplaced": "Partitions without a connection",
     "queued_bytes": "Bytes received and not yet processed by the user",
-    "lag": "Changes between the last known high seqnos and what was processed",
+    "lag": "Difference of the last known high seqnos and the processed seqnos",
 }
 _OF_NOTE: Final = {
     "rollback": "rollbacks",
@@ -63,7 +63,7 @@ class ConsumerMetrics:
         self.stream_ends_by_reason: dict[int, int] = {}
 
     def note(self, kind: str) -> None:
-        """Count a note of the core."""
+        """Count a note by its kind."""
         if kind.startswith("stream_end_"):
             reason = int(kind.removeprefix("stream_end_"))
             self.stream_ends += 1
@@ -78,13 +78,13 @@ class ConsumerMetrics:
 
 
 class Measured(Protocol):
-    """What the export needs of a `clients.consumer.Consumer`."""
+    """What the export needs from a `clients.consumer.Consumer`."""
 
     name: str
     metrics: ConsumerMetrics
 
     def gauges(self) -> dict[str, int]:
-        """Return what GAUGES names."""
+        """Return the values of GAUGES."""
 
 
 class _ConsumerCollector:

@@ -1,4 +1,4 @@
-"""Connections to nodes that are being made, for a consumer. None of them waits for another.
+"""A consumer's connection attempts to nodes. They run independently.
 
     dials.start(place, [3, 4])         # at most one per node
     for dialed in dials.finished(): ...
@@ -6,7 +6,7 @@
 
 Invariants
 - a dial ends with a link or an error after the timeout of `connect`, whatever the node does;
-- a link that nobody takes is closed.
+- a link that is not taken is closed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from clients.errors import TRANSIENT, DcpdError
 from clients.link.pipelined_link import Link
 
 STAGGER_S: Final = 0.25
-"""How long one node has to answer before the next one is asked too. A node that stands still costs
-this much, one that refuses nothing."""
+"""How long one node has to answer before the next one is asked too. A stalled node costs this time,
+a node that refuses the connection costs none."""
 PAUSE_FIRST_S: Final = 0.05
 PAUSE_MAX_S: Final = 5.0
 """Pause between two attempts at the same node: doubles from the first to the longest."""
@@ -31,7 +31,7 @@ Connect = Callable[[Place], Coroutine[Any, Any, Link]]
 
 
 class Pause:
-    """When the next attempt is due."""
+    """The time of the next attempt."""
 
     def __init__(self) -> None:
         self.until_s = 0.0
@@ -43,12 +43,12 @@ class Pause:
         self._next_s = min(self._next_s * 2, PAUSE_MAX_S)
 
     def shorten(self) -> None:
-        """Let the next pause be a short one again; one that has begun stays."""
+        """Make the next pause short again. A pause that has begun stays."""
         self._next_s = PAUSE_FIRST_S
 
 
 class Dialed(NamedTuple):
-    """How a dial ended."""
+    """The result of a dial."""
 
     place: Place
     vb_ids: list[int]
@@ -59,7 +59,7 @@ class Dialed(NamedTuple):
 class _Dial(NamedTuple):
     task: asyncio.Task[Link]
     vb_ids: dict[int, None]
-    """The partitions that it is for, in the order in which they asked."""
+    """Its partitions, in the order of their requests."""
 
 
 class Dials:
@@ -75,11 +75,11 @@ class Dials:
         return place in self._dials
 
     def __len__(self) -> int:
-        """How many dials are under way."""
+        """The number of running dials."""
         return len(self._dials)
 
     def start(self, place: Place, vb_ids: Iterable[int]) -> None:
-        """Connect to a node for some partitions; a dial that is under way takes them on."""
+        """Connect to a node for some partitions. If a dial is running, add them to it."""
         dial = self._dials.get(place)
         if dial is None:
             task = asyncio.create_task(self.connect(place), name=f"consumer-dial-{place[1]}")
@@ -96,7 +96,7 @@ class Dials:
     def finished(self) -> list[Dialed]:
         """Return the dials that have ended, each once.
 
-        Raises an error that another attempt cannot cure; the dials then stay, for `close`.
+        Raises an error that is not transient. Then the dials stay, for `close`.
         """
         ended = {place: dial for place, dial in self._dials.items() if dial.task.done()}
         for dial in ended.values():
@@ -113,15 +113,15 @@ class Dials:
         return dialed
 
     async def close(self) -> None:
-        """Give up all dials."""
+        """Cancel all dials."""
         dials, self._dials = self._dials, {}
         await _give_up([dial.task for dial in dials.values()])
 
 
 async def first_link(connect: Connect, places: Sequence[Place]) -> tuple[Place, Link]:
-    """Connect to the first of the nodes that answers. They are asked in order, STAGGER_S apart.
+    """Connect to the first node that answers. They are asked in order, STAGGER_S apart.
 
-    Raises the last node's error where none answers, and at once an error that is not transient.
+    If none answers, raises the last error. An error that is not transient is raised at once.
     """
     tasks: dict[asyncio.Task[Link], Place] = {}
     failure: DcpdError | None = None
@@ -152,7 +152,7 @@ async def first_link(connect: Connect, places: Sequence[Place]) -> tuple[Place, 
 
 
 async def _give_up(tasks: list[asyncio.Task[Link]]) -> None:
-    """Cancel dials, and close what they have connected already."""
+    """Cancel dials, and close links that are already connected."""
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,10 +1,10 @@
-"""What one read brings to a consumer's connection, while it is put together. Pure.
+"""Collects the events of one read of a consumer's connection. Pure.
 
-The decoder (`clients.consumer.core`) and the requests (`clients.consumer.stream_requests`) both add
-to it.
+The decoder (`clients.consumer.core`) and the requests (`clients.consumer.stream_requests`) add to
+it.
 
-Invariant: `markers` has the snapshot that was under way in a partition before its first event of
-this batch, so that a user in the middle of the batch can tell where the partition stands.
+Invariant: `markers` has the snapshot that was open in a partition before its first event of this
+batch. Positions in the middle of the batch are computed from it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class OpenBatch:
         self.begin()
 
     def begin(self) -> None:
-        """Start empty. The previous events belong to their taker."""
+        """Start empty. The previous events belong to whoever took them."""
         self.events: list[Event] = []
         self.touched: set[PartitionStream] = set()
         self.markers: dict[int, tuple[int, int]] = {}
 
     def touch(self, stream: PartitionStream) -> None:
-        """Note that the batch concerns a partition, and the snapshot that it is in."""
+        """Note that the batch affects a partition, and the snapshot that is open in it."""
         if stream not in self.touched:
             self.touched.add(stream)
             if stream.marker_end:

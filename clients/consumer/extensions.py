@@ -1,12 +1,12 @@
 """The extensions that a consumer asks for, and which of them the server granted. Pure.
 
     x_version_log     a stream request may list all known versions, so one rollback is enough
-    x_snapshot_end    a message after the last one of each snapshot
+    x_snapshot_end    a message at the end of each snapshot
     change_streams    every version of a document, not only the newest (option `history`)
-    x_previous_value  what a change replaced (option `previous_values`)
+    x_previous_value  the value that a change replaced (option `previous_values`)
     x_key_prefix      only keys with a prefix (option `key_prefixes`); else the client filters
 
-Each is one DCP_CONTROL. A server that does not know it answers EINVAL or NOT_SUPPORTED, and the
+Each is one DCP_CONTROL. A server without the extension answers EINVAL or NOT_SUPPORTED, and the
 connection works without it.
 
 Rules: docs/streams.md.
@@ -25,7 +25,7 @@ PREVIOUS_VALUE: Final = b"x_previous_value"
 KEY_PREFIX: Final = b"x_key_prefix"
 
 DEFAULT_ONLY: Final = (0,)
-"""Collection ids of a consumer that names none. An empty tuple means everything."""
+"""Collection ids by default. An empty tuple means all collections."""
 
 
 class Extensions:
@@ -60,18 +60,18 @@ class Extensions:
         return list(self._status)
 
     def answered(self, key: bytes, status: int) -> None:
-        """Take the server's answer to a control. Controls that are no extension are ignored."""
+        """Process the server's answer to a control. Other controls are ignored."""
         if key in self._status:
             self._status[key] = status
 
     @property
     def has_version_lists(self) -> bool:
-        """Whether the server takes our list of versions."""
+        """Whether the server accepts a list of versions."""
         return self._status[VERSION_LOG] == 0
 
     @property
     def leaves_out_here(self) -> bool:
-        """Whether the client has to filter by key prefix, because the server does not."""
+        """Whether the client must filter by key prefix, because the server does not."""
         return bool(self.key_prefixes) and bool(self._status[KEY_PREFIX])
 
     def is_for(self, position: Position) -> bool:
@@ -88,7 +88,7 @@ class Extensions:
         return not is_known and position.seqno > 0 and len(position.versions) > 1
 
     def request_document(self) -> dict[str, object]:
-        """Return what goes with a stream request as JSON, beside the list of versions."""
+        """Return the JSON members of a stream request, without the list of versions."""
         document = dict(self._filter)
         if self.key_prefixes and self._status[KEY_PREFIX] == 0:
             document["key_prefixes"] = [prefix.hex() for prefix in self.key_prefixes]

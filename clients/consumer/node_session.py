@@ -1,10 +1,11 @@
-"""A consumer's connection to one node: hands bytes to the core, sends its output, runs its timers.
+"""A consumer's connection to one node: passes bytes to the core, sends its output, runs timers.
 
 Invariants
-- after every call into the core its output is sent and its notes are logged and counted (`flush`);
-- a connection is closed if nothing comes for two NOOP intervals, or a request is not answered for
-  `stall_s`. Its partitions are then placed again;
-- stalls are judged only while no received data waits for the user.
+- after every call into the core, its output is sent, and its notes are logged and counted
+  (`flush`);
+- a connection is closed if nothing arrives for two NOOP intervals, or a request is not answered for
+  `stall_s`. Its partitions then get a new connection;
+- streams are checked for stalls only while no received data waits for the user.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from clients.link.pipelined_link import Link
 from dcp.wire.frame import ProtocolError
 
 SILENT_NOOPS: Final = 2
-"""NOOP intervals of silence after which a server counts as dead (java-dcp-client's rule)."""
+"""After this many NOOP intervals of silence a connection is dead (java-dcp-client's rule)."""
 QUEUE_WINDOWS: Final = 2
-"""Reading pauses at so many windows of undelivered bytes, if a server ignores flow control."""
+"""Reading pauses at this many flow control windows of unprocessed bytes, in case a server ignores
+flow control."""
 STALLS_MAX: Final = 3
-"""Stalls of one partition after which the connection is made anew."""
+"""After this many stalls of one partition the consumer reconnects."""
 
 LOG: Final = logging.getLogger("dcpd.consumer")
 _QUIET: Final = frozenset({"retry"})
-"""Kinds of notes that are logged as information: they repeat."""
+"""Kinds of notes that are logged at level INFO, because they repeat."""
 
 
 class SessionOwner(Protocol):
-    """What a session needs of its supervisor."""
+    """What a session needs from its supervisor."""
 
     name: str
     noop_interval_s: float
@@ -44,13 +46,13 @@ class SessionOwner(Protocol):
     metrics: ConsumerMetrics
 
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
-        """Queue what a session received."""
+        """Queue a batch that a session received."""
 
     def take_config(self, session: ConsumerSession, config: bytes) -> None:
-        """Take over a cluster configuration that a server pushed."""
+        """Adopt a cluster configuration that a server pushed."""
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
-        """A connection is gone."""
+        """A connection is lost."""
 
     def session_failed(self, session: ConsumerSession, error: DcpdError) -> None:
         """A stream broke the rules, or the server refused the connection's set-up."""
@@ -69,14 +71,14 @@ class ConsumerSession:
         self._owner = owner
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tick_ns = 0
-        """When the core's tick is due, where its timer runs."""
+        """When the core's tick is due, if its timer runs."""
         self._has_heard = True
         self._stalls: dict[int, int] = {}
         self._asking: set[asyncio.Future[None]] = set()
-        """Callers that wait for high seqnos; they are woken when the connection is lost, too."""
+        """Callers that wait for high seqnos. They are also woken if the connection is lost."""
 
     def begin(self) -> None:
-        """Take the connection over and ask for the partitions that were added."""
+        """Take over the connection and request the partitions that were added."""
         self._owner.metrics.connections += 1
         self.link.write(self.core.begin(time.monotonic_ns()))
         self.link.hand_over(self._on_bytes, self._on_lost)
@@ -117,7 +119,7 @@ class ConsumerSession:
         self.flush()
 
     async def ask_high_seqnos(self, timeout_s: float) -> dict[int, int]:
-        """Return the node's high seqnos by partition; {} if it does not answer in time."""
+        """Ask for the node's high seqnos by partition; {} if it does not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
@@ -168,20 +170,20 @@ class ConsumerSession:
 
     def _give_up(self, why: str) -> None:
         self._owner.metrics.silent_connections += 1
-        LOG.warning("%s: %s: %s; connecting again", self._owner.name, self.link.node, why)
+        LOG.warning("%s: %s: %s; reconnecting", self._owner.name, self.link.node, why)
         self.link.close()
 
     def _watch(self) -> None:
-        """Give up a server that is silent for two NOOP intervals."""
+        """Close the connection if the server is silent for two NOOP intervals."""
         interval_s = SILENT_NOOPS * self._owner.noop_interval_s
         if not self._has_heard and not self.is_paused:
-            self._give_up(f"nothing heard for {interval_s:g} s")
+            self._give_up(f"nothing received for {interval_s:g} s")
             return
         self._has_heard = False
         self._arm("watch", interval_s, self._watch)
 
     def _check_stalls(self) -> None:
-        """Ask for the server's high seqnos, unless the user holds everything up."""
+        """Ask for the server's high seqnos, unless received data waits for the user."""
         stall_s = self._owner.stall_s
         if not self.queued_bytes and not self.is_paused:
             oldest_ns = self.core.oldest_request_ns

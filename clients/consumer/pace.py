@@ -1,4 +1,4 @@
-"""How fast events are handed out, and in which pieces."""
+"""Limits the rate at which events are returned to the user."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import asyncio
 from typing import Final
 
 PIECES_PER_S: Final = 10
-"""With a rate limit, the events of a second are handed out in so many pieces."""
+"""With a rate limit, the events of one second are returned in this many pieces."""
 
 
 class Pace:
-    """See the module; `events_per_s` None means no limit."""
+    """See the module. `events_per_s` None means no limit."""
 
     def __init__(self, events_per_s: float | None) -> None:
         if events_per_s is not None and events_per_s <= 0:
-            raise ValueError(f"events_per_s {events_per_s}: above 0, or None for no limit")
+            raise ValueError(
+                f"events_per_s {events_per_s}: it must be above 0, or None for no limit"
+            )
         self._events_per_s = events_per_s
         self._next_s = 0.0
 
     def cuts(self, count: int) -> range:
-        """Return where to cut `count` events into pieces."""
+        """Return the indexes at which to split `count` events into pieces."""
         if self._events_per_s is None:
             return range(0)
         step = max(1, int(self._events_per_s / PIECES_PER_S))
         return range(step, count, step)
 
     async def wait(self, count: int) -> None:
-        """Wait until the next `count` events may be handed out."""
+        """Wait until the next `count` events may be returned."""
         if self._events_per_s is None:
             return
         loop = asyncio.get_running_loop()

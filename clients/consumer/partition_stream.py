@@ -1,14 +1,14 @@
-"""One partition's stream as the consumer's core keeps it. Pure.
+"""The state of one partition's stream in the consumer's core. Pure.
 
-    NEW -> ASKED -> OPEN -> DONE      came to its end, or closed
+    NEW -> ASKED -> OPEN -> DONE      finished, or closed for good
              |        |
-             +--------+---> WAITING   asked for again at `retry_at_ns`
-             +--------+---> GONE      this node does not have the partition, or the user paused it
-             +------------> HELD      rolled back; the user is asked what to do
+             +--------+---> WAITING   requested again at `retry_at_ns`
+             +--------+---> GONE      this node does not serve it, or the user paused it
+             +------------> HELD      rolled back; the user decides what to do
              +------------> FAILED    refused for good
 
-Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots; a marker that has
-no item yet (`is_marker_new`) has not moved the position.
+Invariant: snap_start <= seqno <= snap_end. `marker_end` is 0 between snapshots. A marker without an
+item yet (`is_marker_new`) has not moved the position.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class PartitionStreamState(Enum):
 
 
 FINAL_STATES = frozenset({PartitionStreamState.DONE, PartitionStreamState.FAILED})
-"""States after which nothing more comes for a partition."""
+"""States after which a partition sends nothing more."""
 
 
 class Wanted(NamedTuple):
-    """Where to stream a partition from; `position` None means from now.
+    """The position from which to stream a partition; `position` None means from now.
 
     `ceiling`: with `until_now`, the known end; the stream ends there or lower.
     `now_seqno`: the seqno of "now", if it is known before the position is.
@@ -95,7 +95,7 @@ class PartitionStream:
         self.target: int | None = None
         """Seqno at which the stream ends (`until_now`); None: it has no end, or it is unknown."""
         self.ceiling: int | None = None
-        """The target before a rollback: the new one is never above it."""
+        """The target before a rollback. The new target is not above it."""
         self.now_seqno: int | None = None
         """See Wanted."""
         self.opaque = 0
@@ -108,7 +108,7 @@ class PartitionStream:
         self.has_position = position is not None
 
     def place(self, position: Position) -> None:
-        """Stand at a position."""
+        """Set the position."""
         assert position.snap_start <= position.seqno <= position.snap_end
         self.versions: Versions = position.versions
         self.seqno = position.seqno
@@ -121,12 +121,12 @@ class PartitionStream:
             ranges.append((self.seqno, self.seqno))
         self.range_start, self.range_end = ranges.pop()
         self.older_ranges = ranges
-        """Ranges of complete states before the last one, which range_start and range_end are."""
+        """Ranges of complete states before the last one, which is range_start to range_end."""
         self.has_position = True
         self.leave_snapshot()
 
     def position(self) -> Position:
-        """Return where the stream stands by what was received."""
+        """Return the position after all received events."""
         assert self.snap_start <= self.seqno <= self.snap_end
         return Position(
             self.versions,
@@ -140,19 +140,19 @@ class PartitionStream:
         )
 
     def open(self, versions: Versions) -> None:
-        """The server accepted. Its failover log replaces ours."""
+        """The server accepted. Its failover log replaces the client's."""
         self.state = PartitionStreamState.OPEN
         self.versions = versions
         self.retry_ns = 0
         self.leave_snapshot()
 
     def begin_snapshot(self, start_seqno: int, end_seqno: int) -> None:
-        """Take a marker; the position stays until its first item."""
+        """Process a marker. The position stays until its first item."""
         self.marker_start, self.marker_end = start_seqno, end_seqno
         self.is_marker_new = True
 
     def move(self, seqno: int) -> None:
-        """Go on to an item (the core's decoding loop has this inlined)."""
+        """Advance to an item. (The core's decoding loop has this inlined.)"""
         if self.is_marker_new:
             self.enter_snapshot(seqno)
         if seqno == self.range_end + 1:
@@ -167,7 +167,7 @@ class PartitionStream:
         self.snap_end = self.marker_end
 
     def complete_snapshot(self) -> None:
-        """The last item of the snapshot came: the consumer holds a complete state again."""
+        """The last item of the snapshot came: the state is complete again."""
         self.snap_start = self.snap_end = self.seqno
         self.marker_end = 0
         if self.range_end < self.seqno:
@@ -193,7 +193,7 @@ def wanted_of(stream: PartitionStream) -> Wanted:
 def misplaced(stream: PartitionStream, seqno: int) -> StreamViolationError:
     """Return the error for a change whose seqno is outside the open snapshot or out of order."""
     if not stream.marker_end:
-        what = f"a change with seqno {seqno} outside of any snapshot"
+        what = f"a change with seqno {seqno} outside any snapshot"
     else:
         what = (
             f"a change with seqno {seqno} after seqno {stream.seqno} in the snapshot"
@@ -209,11 +209,11 @@ def advance(
     collections: tuple[int, ...] | None,
     filter: Filter | None = None,  # noqa: A002 - the word that positions have for it
 ) -> None:
-    """Move `positions` by events, as the core does while it receives them.
+    """Advance `positions` by events, as the core does while it receives them.
 
-    This gives the positions in the middle of a batch; those at its end come with the batch.
+    This computes positions in the middle of a batch. The positions at its end are in the batch.
     `markers`, `collections` and `filter` come from the batch: the snapshots that were open before
-    it, and what its new streams follow.
+    it, and the selection of its new streams.
     """
     streams: dict[int, PartitionStream] = {}
     for event in events:
@@ -241,7 +241,7 @@ def advance(
 
 
 def _back_at(position: Position, seqno: int) -> Position:
-    """Return a position after a rollback to `seqno`, as far as the event says."""
+    """Return a position after a rollback to `seqno`."""
     if not seqno:
         return Position()
     versions = tuple(version for version in position.versions if version[1] <= seqno)

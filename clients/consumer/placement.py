@@ -1,11 +1,11 @@
-"""Which connection streams which partition: finding a node for those that have none.
+"""Assigns partitions to connections, and finds nodes for partitions without one.
 
 Invariants
-- a partition that is followed is in exactly one place: with a session's core, in `homeless`, or
-  with the consumer (held for a decision, paused);
-- the newest configuration heard of counts, from whichever node it came. A stream whose partition
-  it puts on another node goes on there;
-- nodes are dialed independently: one that stands still delays only its own partitions;
+- a followed partition is in exactly one place: with a session's core, in `homeless`, or with the
+  consumer (held for a decision, paused);
+- the newest configuration is used, from whichever node it came. If it moves a partition to another
+  node, the stream moves too;
+- nodes are dialed independently, so a stalled node delays only its own partitions;
 - two attempts at the same node are at least a pause apart.
 """
 
@@ -48,29 +48,29 @@ class Placement:
         self._work = asyncio.Event()
         self._dials = Dials(self._dial, self._work.set)
         self._pauses: dict[Place, Pause] = {}
-        """By node: when partitions may be placed there again."""
+        """Node -> pause before the next attempt."""
         self._refresh_pause = Pause()
         self._is_stale = False
-        """The configuration has to be asked for again before the next attempt."""
+        """The configuration must be refreshed before the next attempt."""
         self._spare: dict[Place, Link] = {}
         self._revision: tuple[int, int] | None = None
-        """Of the newest configuration ever taken over."""
+        """Revision of the newest configuration so far."""
         self._nodes: list[Place] = []
-        """Of the same one: whom to ask if the first node is gone."""
+        """Nodes of that configuration, to ask if the first node is gone."""
 
-    # -- what the consumer tells -----------------------------------------------------------------
+    # -- called by the consumer ------------------------------------------------------------------
 
     def wanted(self, partitions: Mapping[int, Wanted]) -> None:
-        """Partitions need a connection."""
+        """Add partitions that need a connection."""
         if partitions:
             self.homeless.update(partitions)
             self._work.set()
 
     def progress(self, session: ConsumerSession | None = None) -> None:
-        """Something came in from a node (None: any): the next pause is a short one again.
+        """A node (None: any) sent data, so its next pause is short again.
 
-        While a partition has no node, the configuration is asked for ever more rarely: what other
-        partitions bring says nothing about it.
+        The pause between refreshes of the configuration is reset only if all partitions have a
+        node. Progress of other partitions does not help one without a node.
         """
         if session is None or not self.homeless:
             self._refresh_pause.shorten()
@@ -79,7 +79,7 @@ class Placement:
             pauses[place].shorten()
 
     def lost(self, session: ConsumerSession) -> bool:
-        """A connection is gone. False where it was not one of ours any more."""
+        """A connection is lost. Return False if it was already replaced."""
         place = _place_of(session)
         if self.sessions.get(place) is not session:
             return False
@@ -89,7 +89,7 @@ class Placement:
         return True
 
     def adopt(self, config: bytes, host: str) -> None:
-        """Take a configuration over if it is newer; b"": what is known is not right any more."""
+        """Adopt a configuration if it is newer. b"" means that the known one is out of date."""
         if not config:
             self.topology = None
             return
@@ -112,11 +112,11 @@ class Placement:
             self._move_streams(topology)
 
     def take_pushed(self, config: bytes, host: str) -> None:
-        """Take over a configuration that nobody asked for; one that cannot be read is told of."""
+        """Adopt a pushed configuration. If it cannot be read, log that and keep the old one."""
         try:
             self.adopt(config, host)
         except TopologyError as error:
-            LOG.warning("%s; what was known before still counts", error)
+            LOG.warning("%s; keeping the previous configuration", error)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -127,10 +127,10 @@ class Placement:
         await self._dials.close()
 
     def _move_streams(self, topology: Topology) -> None:
-        """Take streams from nodes that do not have their partition any more.
+        """Remove streams from nodes that no longer serve their partition.
 
-        A partition that no node has stays where it is until its stream ends. So does one that is
-        held for a decision.
+        A partition without a node stays where it is until its stream ends. So does one that is held
+        for a decision.
         """
         for place, session in list(self.sessions.items()):
             for vb_id in session.core.streams.unfinished():
@@ -145,9 +145,9 @@ class Placement:
     # -- connections -----------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Ask for the configuration: the first node that answers. Its connection is kept.
+        """Get the configuration from the first node that answers, and keep its connection.
 
-        Raises what connecting raises where none answers.
+        If none answers, raises the last connection error.
         """
         seed = (self.address.host, self.address.port)
         places = list(dict.fromkeys([seed, *self.sessions, *self._nodes]))
@@ -161,7 +161,7 @@ class Placement:
         self._is_stale = False
 
     async def links_of(self, vb_ids: list[int]) -> list[tuple[Link, list[int]]]:
-        """Return a connection for each node that has some of the partitions, not yet streaming."""
+        """Return a connection, not yet streaming, for each node of these partitions."""
         assert self.topology is not None
         groups: dict[Place, list[int]] = {}
         for vb_id in vb_ids:
@@ -184,10 +184,10 @@ class Placement:
         return next(iter(self._spare.values()))
 
     async def place(self) -> None:
-        """Give each partition without a stream to the connection of its node, at once.
+        """Assign each partition without a stream to the connection of its node.
 
-        Raises the last error where some have no node, or one that cannot be reached; all others
-        have their place by then.
+        If some have no node, or it cannot be reached, raises the last error. By then all others are
+        assigned.
         """
         if self.topology is None:
             await self.refresh()
@@ -201,7 +201,7 @@ class Placement:
     async def keep_placed(
         self, on_failure: Callable[[DcpdError], None], on_placed: Callable[[], None]
     ) -> None:
-        """Find a place for partitions that have none, with growing pauses, until cancelled."""
+        """Assign partitions without a connection, with growing pauses, until cancelled."""
         loop = asyncio.get_running_loop()
         failing_since: float | None = None
         while True:
@@ -215,7 +215,7 @@ class Placement:
                 if failing_since is None:
                     failing_since = loop.time()
                 LOG.warning(
-                    "%d partitions have no stream: %s; trying again", len(self.homeless), failure
+                    "%d partitions have no stream: %s; retrying", len(self.homeless), failure
                 )
                 limit_s = self._give_up_after_s
                 if limit_s is not None and loop.time() - failing_since >= limit_s:
@@ -228,7 +228,7 @@ class Placement:
     # -- inside --------------------------------------------------------------------------------
 
     async def _round(self, now_s: float) -> DcpdError | None:
-        """Place what can be placed now; return an error that another round may cure.
+        """Assign the partitions that can be assigned now; return a transient error.
 
         Raises other DcpdErrors.
         """
@@ -245,7 +245,7 @@ class Placement:
         return self._assign(now_s) or failure
 
     def _collect(self) -> DcpdError | None:
-        """Begin a session with each link that is ready; return why another one is not."""
+        """Begin a session for each link that is ready; return the error of a failed one."""
         failure = None
         now_s = asyncio.get_running_loop().time()
         for place, vb_ids, link, problem in self._dials.finished():
@@ -258,9 +258,9 @@ class Placement:
         return failure
 
     def _assign(self, now_s: float | None) -> DcpdError | None:
-        """Give homeless partitions to sessions and dials; leave those whose node has a pause.
+        """Assign homeless partitions to sessions and dials, except if their node has a pause.
 
-        `now_s` None: without regard to pauses. Returns the error of partitions without a node.
+        `now_s` None: ignore pauses. Return the error of partitions without a node.
         """
         assert self.topology is not None
         groups: dict[Place, list[int]] = {}
@@ -296,7 +296,7 @@ class Placement:
 
     def _begin(self, place: Place, link: Link, vb_ids: list[int]) -> None:
         """Stream partitions over a new connection."""
-        # Taken only now: meanwhile the user may have paused some of them.
+        # They are taken only now, because the user may have paused some of them meanwhile.
         partitions = {vb_id: self.homeless.pop(vb_id) for vb_id in vb_ids if vb_id in self.homeless}
         if not partitions or place in self.sessions:
             link.close()
@@ -311,7 +311,7 @@ class Placement:
             self.take_pushed(link.handshake.config, place[0])
 
     async def _wait_for_work(self) -> None:
-        """Wait until something is wanted, a dial has ended, or a pause is over."""
+        """Wait until a partition needs a connection, a dial has ended, or a pause is over."""
         try:
             async with asyncio.timeout_at(self._next_attempt_s()):
                 await self._work.wait()
@@ -320,7 +320,7 @@ class Placement:
         self._work.clear()
 
     def _next_attempt_s(self) -> float | None:
-        """Return when a homeless partition can be placed next; None: not by waiting alone."""
+        """Return when a homeless partition can be assigned next; None: no pause is running."""
         if not self.homeless:
             return None
         topology = self.topology
@@ -349,7 +349,7 @@ class Placement:
         self._spare[place] = link
 
     def close_spare(self) -> None:
-        """Close the connections that nobody took over."""
+        """Close unused connections."""
         spare, self._spare = self._spare, {}
         for link in spare.values():
             link.close()

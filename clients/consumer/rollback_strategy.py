@@ -1,7 +1,4 @@
-"""Applies the user's strategy (`on_rollback`) to a rollback.
-
-Pure, except for the function of the user.
-"""
+"""Applies the user's strategy (`on_rollback`) to a rollback. Pure, except the user's function."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from clients.event import Rollback
 from clients.position import Position, gone_back
 
 Decision = Literal["undo", "restart", "fail"] | int
-"""What to do: "undo" goes back to the state that the event names, "restart" to 0, "fail" raises
-HistoryBranchedError; a seqno means the newest complete state at or below it."""
+"""What to do: "undo" goes back to the event's seqno, "restart" to 0, "fail" raises
+HistoryBranchedError. A seqno means the newest complete state at or below it."""
 _WORDS: Final = ("undo", "restart", "fail")
 OnRollback = (
     Literal["undo", "restart", "fail"] | Callable[[Rollback], Decision | Awaitable[Decision]]
@@ -26,21 +23,21 @@ def check_strategy(strategy: OnRollback) -> OnRollback:
     """Return the strategy. Raises ValueError if it is not a known word or a function."""
     if not callable(strategy) and strategy not in _WORDS:
         raise ValueError(
-            f"on_rollback {strategy!r}: {', '.join(map(repr, _WORDS))}, or a function of the"
-            " Rollback that returns one of them or a seqno"
+            f"on_rollback {strategy!r}: use {', '.join(map(repr, _WORDS))}, or a function that gets"
+            " the Rollback and returns one of them or a seqno"
         )
     return strategy
 
 
 class Decided(NamedTuple):
-    """The event as the user gets it, and where the partition goes on."""
+    """The event for the user, and the position from which the partition continues."""
 
     event: Rollback
     position: Position
 
 
 async def decide_rollback(strategy: OnRollback, event: Rollback, position: Position) -> Decided:
-    """Decide about one rollback; `position` is where the event puts the partition.
+    """Decide a rollback. `position` is the partition's position after the event.
 
     Raises HistoryBranchedError.
     """
@@ -54,7 +51,7 @@ async def decide_rollback(strategy: OnRollback, event: Rollback, position: Posit
         return Decided(event, position)
     if decision == "fail":
         error = HistoryBranchedError(
-            f"history branched: back from seqno {event.from_seqno} to {event.to_seqno}:"
+            f"history branched: rollback from seqno {event.from_seqno} to {event.to_seqno}:"
             f" {event.reason}",
             vb_id=event.vb_id,
         )
@@ -66,7 +63,7 @@ async def decide_rollback(strategy: OnRollback, event: Rollback, position: Posit
     if decision >= event.to_seqno:
         return Decided(event, position)
     position = gone_back(position, decision)
-    reason = f"{event.reason}; the user went back to {position.seqno}"
+    reason = f"{event.reason}; on_rollback chose seqno {position.seqno}"
     return Decided(
         Rollback(
             event.vb_id, position.seqno, event.server_seqno, event.from_seqno, reason,

@@ -1,12 +1,12 @@
 """Decides when a consumer saves its checkpoint, and which positions.
 
 Invariants
-- an automatic save covers what the user has processed, never the events that the user works on;
+- an automatic save covers the events that the user has processed, not those in work;
 - a store with `save_changes` gets only positions that changed. A store without it gets the
   positions of other partitions too, but only if it belongs to this consumer alone (`is_whole`);
-- a partition in which only hidden keys changed is not written, so saving does not cause saving;
-- there is one save at a time, even if the caller that waited for it was cancelled: a thread cannot
-  be cancelled.
+- a partition in which only hidden keys changed is not saved. Otherwise a save would cause the next;
+- there is one save at a time, even if its caller was cancelled, because a thread cannot be
+  cancelled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Saver:
         """With hidden keys: partitions with events for the user since their last save."""
 
     async def load(self) -> Checkpoint:
-        """Return what was saved last. Raises CheckpointError."""
+        """Return the last saved checkpoint. Raises CheckpointError."""
         if self._store is None:
             return {}
         self._saved = await self._call(self._store.load)
@@ -70,29 +70,29 @@ class Saver:
 
     @property
     def due_in_s(self) -> float | None:
-        """How long until `save_when_due` has something to do; None: never."""
+        """Time until `save_when_due` must save; None: never."""
         return None if self._every_s is None else max(0.0, self._next_s - time.monotonic())
 
     async def save_when_due(self, checkpoint: Checkpoint) -> None:
-        """Save if the interval that the user chose is over."""
+        """Save if the user's interval has passed."""
         if self._every_s is not None and time.monotonic() >= self._next_s:
             await self.save_by_itself(checkpoint)
             self._next_s = time.monotonic() + self._every_s
 
     async def save_by_itself(self, checkpoint: Checkpoint) -> None:
-        """Save if the user chose an interval. A failure is logged, and tried again later."""
+        """Save if the user set an interval. A failure is logged, and the next save retries."""
         if self._every_s is None:
             return
         try:
             await self.save(checkpoint)
         except DcpdError as error:
             self._metrics.saves_failed += 1
-            LOG.warning("%s: the checkpoint was not saved: %s; later again", self._name, error)
+            LOG.warning("%s: the checkpoint was not saved: %s; retrying later", self._name, error)
 
     async def save(self, checkpoint: Checkpoint) -> None:
-        """Save what is not saved yet. Raises CheckpointError."""
+        """Save the positions that changed since the last save. Raises CheckpointError."""
         store = self._store
-        assert store is not None, "the consumer was made without a store"
+        assert store is not None, "the consumer has no store: pass store=CheckpointFile(path)"
         async with self._lock:
             changed = {
                 vb_id: position
@@ -105,7 +105,7 @@ class Saver:
             if hasattr(store, "save_changes"):
                 await self._call(store.save_changes, changed)
             elif _is_whole(store):
-                # Partitions that this consumer does not follow keep their places.
+                # Partitions that this consumer does not follow keep their positions.
                 await self._call(store.save, self._saved | checkpoint)
             else:
                 await self._call(store.save, checkpoint)
@@ -132,17 +132,17 @@ class Saver:
 
 
 def check_store(store: object, *, is_part: bool) -> None:
-    """Raise ValueError for a store that cannot keep the checkpoint of such a consumer.
+    """Raise ValueError if a store cannot keep the consumer's checkpoint.
 
     `is_part`: the consumer follows only some of the partitions.
     """
     if not (hasattr(store, "load") and hasattr(store, "save")):
-        raise ValueError(f"store {store!r}: it has load and save, as CheckpointFile(path) has")
+        raise ValueError(f"store {store!r}: it needs load and save, as in CheckpointFile(path)")
     if is_part and not (hasattr(store, "save_changes") or _is_whole(store)):
         raise ValueError(
-            f"store {store!r} with a group or vbuckets: where several share it, each would write"
-            " old positions over those of the others. Give it save_changes(changed), which writes"
-            " just those; or is_whole = True, where it is one consumer's and save replaces all"
+            f"store {store!r} with a group or vbuckets: if several consumers share it, each would"
+            " overwrite the positions of the others. Add save_changes(changed), which writes only"
+            " those; or is_whole = True if one consumer owns the store and save replaces all"
         )
 
 
@@ -151,12 +151,12 @@ def _is_whole(store: object) -> bool:
 
 
 def _history(position: Position) -> tuple[Versions, tuple[int, ...] | None, Filter | None]:
-    """Return the parts of a position that changes do not move, not even hidden ones."""
+    """Return the parts of a position that no change of a document modifies."""
     return position.versions, position.collections, position.filter
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:
-    """Call a function in a thread. A caller that is cancelled still waits for its end."""
+    """Call a function in a thread. If the caller is cancelled, it still waits for the end."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

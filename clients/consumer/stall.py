@@ -1,11 +1,11 @@
-"""Finds streams that do not move although they are behind. Pure.
+"""Finds streams that are behind and do not move. Pure.
 
-Who calls it: a consumer's connection, at regular intervals, with the server's high seqnos. It calls
-only while no received data waits for the user, so a slow user is not taken for a stalled stream.
+A consumer's connection calls it regularly with the server's high seqnos, but only while no received
+data waits for the user. So a slow user does not look like a stalled stream.
 
-A stream counts as stalled if it was behind the server's high seqno at one check and has not moved
-by the next. A server works through long backlogs in turns, so a stream that has sent nothing yet
-has `PATIENCE` checks while other streams move.
+A stream is stalled if it was behind the server's high seqno at one check and has not moved by the
+next. A server serves long backlogs in turns. So a stream that has sent nothing yet gets `PATIENCE`
+checks while other streams move.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class StallWatch:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int, int, bool]] = {}
-        """By partition: opaque, seqno, how often it was found behind, whether it ever moved."""
+        """Partition -> (opaque, seqno, checks behind without a move, whether it ever moved)."""
 
     def check(
         self, streams: Iterable[tuple[int, PartitionStream]], high_seqnos: Mapping[int, int]
     ) -> list[PartitionStream]:
-        """Return the streams that stall; (opaque, stream) of all that are open."""
+        """Return the stalled streams. `streams`: (opaque, stream) of all open streams."""
         before, self._seen = self._seen, {}
         is_quiet = True
         late: list[tuple[int, PartitionStream]] = []

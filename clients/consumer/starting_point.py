@@ -1,15 +1,14 @@
 """Turns the option `start` into positions, for partitions without a checkpoint.
 
-    "beginning"             the partition from seqno 0
+    "beginning"             from seqno 0
     "now"                   changes after the request (the core finds the position)
-    {vb: seqno}             changes after that seqno of the partition's present history
-    {vb: Position}          a position that was kept elsewhere
-    datetime (with a zone)  every change at or after that time
+    {vb: seqno}             changes after that seqno in the partition's current history
+    {vb: Position}          changes after a position that you stored
+    datetime (with a zone)  changes at or after that time
 
-A time is looked up by CAS, which holds the time of a change and rises with the seqnos of a
-partition. The server returns the seqno right before the first change at or after the time (STAT
-group `seqno-at`). From a server without that group, the partition is streamed from the beginning,
-and the client leaves older changes out.
+The time of a change is in its CAS, which rises with the seqnos of a partition. The server returns
+the seqno before the first change at or after the time (STAT group `seqno-at`). If a server does not
+have that group, the partition is streamed from 0, and the client drops older changes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
 QUESTIONS_AT_ONCE: Final = 64
-"""Concurrent questions on one connection: each costs the server some twenty reads."""
+"""Concurrent look-ups on one connection. Each costs the server about twenty reads."""
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _UNKNOWN: Final = frozenset({Status.KEY_ENOENT, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED})
 
@@ -43,13 +42,13 @@ Start = Literal["beginning", "now"] | datetime | Mapping[int, Position | int]
 def time_ns_of(moment: datetime) -> int:
     """Return nanoseconds since the Unix epoch. Raises ValueError for a time without a zone."""
     if moment.tzinfo is None:
-        raise ValueError(f"start {moment.isoformat()}: which time zone? Give it a tzinfo")
+        raise ValueError(f"start {moment.isoformat()} has no time zone: set tzinfo")
     since = moment - _EPOCH
     return (since.days * 86_400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
 
 
 def check_start(start: Start) -> Start:
-    """Return the option. Raises ValueError for one that can never be resolved."""
+    """Return the option. Raises ValueError if it is invalid."""
     if isinstance(start, datetime):
         time_ns_of(start)
     elif isinstance(start, Mapping):
@@ -57,27 +56,27 @@ def check_start(start: Start) -> Start:
         for vb_id, place in items:
             if not (isinstance(vb_id, int) and isinstance(place, Position | int)):
                 raise ValueError(
-                    f"start {{{vb_id!r}: {place!r}}}: by partition a Position or a seqno"
-                    " (decode_position makes one of what encode_position made)"
+                    f"start {{{vb_id!r}: {place!r}}}: map partitions to a Position or a seqno"
+                    " (decode_position reads the bytes of encode_position)"
                 )
     elif start not in ("beginning", "now"):
         raise ValueError(
-            f'start {start!r}: "beginning", "now", a datetime with a zone, or a mapping of'
+            f'start {start!r}: use "beginning", "now", a datetime with a zone, or a mapping of'
             " partitions to Positions or seqnos"
         )
     return start
 
 
 class Starts(NamedTuple):
-    """Where partitions begin; None: now."""
+    """The starting positions of partitions; None means now."""
 
     positions: dict[int, Position | None]
     older_than: dict[int, int]
-    """By partition: the client leaves out changes with a CAS below it."""
+    """Partition -> CAS. The client drops changes with a lower CAS."""
 
 
 async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> Starts:
-    """Return where partitions without a checkpoint begin; ask their nodes if necessary."""
+    """Return the starting positions of partitions without a checkpoint. Asks nodes if necessary."""
     positions: dict[int, Position | None] = dict.fromkeys(vb_ids, Position())
     older_than: dict[int, int] = {}
     if start == "now":
@@ -90,7 +89,7 @@ async def find_starts(placement: Placement, start: Start, vb_ids: list[int]) -> 
             time_ns = time_ns_of(start)
             seqnos = await seqnos_at(link, members, time_ns)
             if seqnos is None:
-                LOG.warning("%s cannot tell seqnos by time: its streams are read whole", link.node)
+                LOG.warning("%s cannot look up seqnos by time: streaming from 0", link.node)
                 older_than.update(dict.fromkeys(members, time_ns))
                 continue
         else:
@@ -106,20 +105,17 @@ Chosen = Literal["all"] | list[str | int] | None
 
 
 def chosen_collections(given: Iterable[str | int] | str | None) -> Chosen:
-    """Return the chosen collections as a list of the consumer's own.
-
-    Raises ValueError for an empty choice.
-    """
+    """Return the chosen collections as a new list. Raises ValueError if the list is empty."""
     if given is None or given == "all":
         return "all" if given else None
     chosen: list[str | int] = [given] if isinstance(given, str) else list(given)
     if not chosen:
-        raise ValueError('no collections: None is the default one, "all" all')
+        raise ValueError('collections is empty: use None for the default one, "all" for all')
     return chosen
 
 
 async def find_collections(link: Link, wanted: Chosen) -> tuple[int, ...]:
-    """Return the ids of the collections that are wanted. Raises UnknownCollectionError."""
+    """Return the ids of the chosen collections. Raises UnknownCollectionError, UnsupportedError."""
     if wanted is None:
         return DEFAULT_ONLY
     if not link.has_collections:
@@ -139,14 +135,14 @@ def prefixes_of(given: Iterable[str | bytes] | str | bytes) -> tuple[bytes, ...]
     several = [given] if isinstance(given, str | bytes) else list(given)
     prefixes = tuple(item.encode() if isinstance(item, str) else item for item in several)
     if not all(prefixes):
-        raise ValueError("an empty prefix is every key: leave key_prefixes out")
+        raise ValueError("an empty prefix matches every key: leave out key_prefixes")
     return prefixes
 
 
 async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, int] | None:
-    """Return the seqno of each partition right before a time.
+    """Return the seqno of each partition before a time.
 
-    None if the server does not know the question. Raises StatusError.
+    None if the server does not support the STAT group. Raises StatusError.
     """
     found: dict[int, int] = {}
     for at in range(0, len(vb_ids), QUESTIONS_AT_ONCE):
@@ -170,9 +166,9 @@ async def seqnos_at(link: Link, vb_ids: list[int], time_ns: int) -> dict[int, in
 
 
 async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Position]:
-    """Return positions after the given seqnos in the partitions' present histories.
+    """Return positions at the given seqnos in the partitions' current histories.
 
-    Raises TopologyError if the node does not have a partition, StatusError, ConnectError.
+    Raises TopologyError if the node does not serve a partition, StatusError, ConnectError.
     """
     wanted = {vb_id: seqno for vb_id, seqno in seqnos.items() if seqno}
     positions = dict.fromkeys(seqnos, Position())
@@ -186,7 +182,7 @@ async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Posit
     frames = await link.send_batch(packet, opaque, len(wanted))
     for (vb_id, seqno), frame in zip(wanted.items(), frames, strict=True):
         if frame.status == Status.NOT_MY_VBUCKET:
-            raise TopologyError("the partition has moved meanwhile", vb_id=vb_id, node=link.node)
+            raise TopologyError("the partition has moved", vb_id=vb_id, node=link.node)
         if frame.status:
             raise error_from_status(
                 frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node

@@ -1,13 +1,13 @@
-"""The streams of a consumer's connection: asked for, gone back, asked for again.
+"""The streams of a consumer's connection: requests, rollbacks and retries.
 
-`clients.streaming` speaks to the server; here is decided what a consumer does about each outcome.
-`clients.consumer.core` decodes the changes and owns this object.
+`clients.streaming` speaks to the server. This module decides what a consumer does about each
+outcome. `clients.consumer.core` decodes the changes and owns this object.
 
 Invariants
-- a rollback goes down, in seqno or in the number of versions, so the rounds are bounded;
+- a rollback lowers the seqno or the number of versions, so the number of rounds is bounded;
 - a stream that knows several versions waits for the server's answer to x_version_log. If the server
-  takes the list, its first answer is the final one;
-- a stream that is taken away is taken out of every table, and a late answer does nothing.
+  accepts the list, its first answer is final;
+- a removed stream is removed from every table, and late answers have no effect.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from vbucket.model.ids import SEQNO_MAX
 
 RETRY_FIRST_NS: Final = 50_000_000
 RETRY_MAX_NS: Final = 5_000_000_000
-"""Pause before a refused stream is asked for again: doubles from the first to the longest."""
+"""Pause before a refused stream is requested again. It doubles from the first to the longest."""
 
 _NOT_STREAMED: Final = FINAL_STATES | {PartitionStreamState.GONE, PartitionStreamState.HELD}
 
 
 class Homeless(NamedTuple):
-    """A partition that this node does not stream; `config` is the configuration it sent, or b""."""
+    """A partition that this node does not serve. `config` is the configuration it sent, or b""."""
 
     vb_id: int
     wanted: Wanted
@@ -62,7 +62,7 @@ class Homeless(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Something out of the ordinary happened: for the log, and counted by kind in the metrics."""
+    """An unusual event, which is logged, and counted in the metrics by kind."""
 
     kind: str
     """rollback, stream_end_REASON, stream_failed, ahead, moved, retry, stall."""
@@ -71,7 +71,7 @@ class Note(NamedTuple):
 
 
 class StreamRequests:
-    """See the module. `on_message` gets the messages of open streams, their ends excepted."""
+    """See the module. `on_message` gets the messages of open streams, except their ends."""
 
     def __init__(
         self,
@@ -89,13 +89,13 @@ class StreamRequests:
         self.on_message = on_message
         self.connection: StreamConnection[PartitionStream] = StreamConnection(setup, self, node)
         self.notes: list[Note] = []
-        """What happened out of the ordinary; the caller empties it."""
+        """Unusual events. The caller empties the list."""
         self.homeless: list[Homeless] = []
-        """Partitions for the caller to place elsewhere; the caller empties it."""
+        """Partitions that left this node. The caller moves them and empties the list."""
         self.pushed_config = b""
-        """The newest cluster configuration that the server pushed; the caller empties it."""
+        """The newest cluster configuration that the server pushed. The caller resets it."""
         self.by_vb: dict[int, PartitionStream] = {}
-        """By partition, those that came to their end included."""
+        """Partition -> stream, finished ones included."""
         self._asks_on_rollback = asks_on_rollback
         self._stalls = StallWatch()
         self._extensions = extensions
@@ -105,12 +105,12 @@ class StreamRequests:
         self._is_begun = False
         self._awaiting_seqnos: list[PartitionStream] = []
         self._awaiting_lists: list[PartitionStream] = []
-        """Streams that wait until it is known what the server granted."""
+        """Streams that wait for the server's answers to extensions."""
 
-    # -- what the caller decides -----------------------------------------------------------------
+    # -- called by the core ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Open the connection and ask for the partitions that were added."""
+        """Open the connection and request the partitions that were added."""
         self._is_begun = True
         self.connection.begin()
         self._ask_for(list(self.by_vb.values()))
@@ -125,7 +125,7 @@ class StreamRequests:
             self._ask_for([stream])
 
     def tick(self, now_ns: int) -> None:
-        """Ask again for streams whose pause is over."""
+        """Request streams again whose pause is over."""
         self._ask_for(self.connection.due(now_ns))
 
     def held(self) -> dict[int, Wanted]:
@@ -137,7 +137,7 @@ class StreamRequests:
         }
 
     def unfinished(self) -> dict[int, Wanted]:
-        """Return the partitions that another connection has to go on with, and from where."""
+        """Return the partitions that another connection must continue, and from where."""
         return {
             vb_id: wanted_of(stream)
             for vb_id, stream in self.by_vb.items()
@@ -146,14 +146,14 @@ class StreamRequests:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every partition came to its end (with `until_now`) or was refused for good."""
+        """Whether every partition is finished (with `until_now`), refused for good, or moved."""
         return all(
             stream.state in FINAL_STATES or stream.state is PartitionStreamState.GONE
             for stream in self.by_vb.values()
         )
 
     def go_on(self, vb_id: int, position: Position | None) -> None:
-        """Ask again for a held partition, from `position` or from where the rollback put it."""
+        """Request a held partition again, from `position` or from the rollback's position."""
         stream = self.by_vb[vb_id]
         assert stream.state is PartitionStreamState.HELD
         if position is not None:
@@ -162,9 +162,9 @@ class StreamRequests:
         self._again(stream)
 
     def remove(self, vb_id: int) -> Wanted | None:
-        """Stop streaming a partition; return its position after everything that was received.
+        """Stop streaming a partition; return its position after all received events.
 
-        None if it is not streamed here, or has come to its end.
+        None if it is not streamed here, or is finished.
         """
         stream = self.by_vb.pop(vb_id, None)
         if (
@@ -186,11 +186,11 @@ class StreamRequests:
                 waiting.remove(stream)
 
     def restart_stalled(self, high_seqnos: dict[int, int]) -> list[int]:
-        """Close streams that do not move and ask again; return their partitions."""
+        """Close stalled streams and request them again; return their partitions."""
         stalled = self._stalls.check(list(self.connection.open.items()), high_seqnos)
         for stream in stalled:
             high = high_seqnos.get(stream.vb_id)
-            text = f"no progress at seqno {stream.seqno}, the server is at {high}: asked again"
+            text = f"no progress at seqno {stream.seqno}, the server is at {high}: requesting again"
             self.notes.append(Note("stall", stream.vb_id, text))
             self._take_off(stream)
             stream.leave_snapshot()
@@ -200,7 +200,7 @@ class StreamRequests:
     # -- asking for streams --------------------------------------------------------------------
 
     def _ask_for(self, streams: list[PartitionStream]) -> None:
-        """Ask for streams. Where their high seqnos are needed, ask for those first."""
+        """Request streams. If their high seqnos are needed, ask for those first."""
         unsure = []
         for stream in streams:
             if not stream.has_position or (self._until_now and stream.target is None):
@@ -226,17 +226,17 @@ class StreamRequests:
             self.connection.request(stream, position, end_seqno, document)
 
     def _begin_anew(self, stream: PartitionStream) -> None:
-        """The position belongs to other collections: go back to 0, with the answer to a NOOP.
+        """The position belongs to other collections: roll back to 0 when a NOOP is answered.
 
-        The rollback is told with a batch, and a batch is what a read brings.
+        The rollback must be in a batch, and only a read creates a batch. So a NOOP causes a read.
         """
         held, wanted = (
             ", ".join(map(str, ids or ())) or "all"
             for ids in (stream.collections, self._extensions.collections)
         )
         why = (
-            f"the position is one in collections {held}, followed are {wanted}: made again since,"
-            " or another choice"
+            f"the position is for the collections {held}, but {wanted} are followed: they were"
+            " created again, or others were chosen"
         )
 
         def on_reply(_frame: Frame) -> None:
@@ -249,7 +249,7 @@ class StreamRequests:
         )
 
     def _again(self, stream: PartitionStream) -> None:
-        """Ask at once; with `until_now` for the end that holds after a branch."""
+        """Request again at once. With `until_now`, ask for the end again: it may have changed."""
         if stream.target is not None:
             stream.ceiling, stream.target = stream.target, None
         self._ask_for([stream])
@@ -261,13 +261,13 @@ class StreamRequests:
     def _give_up(self, stream: PartitionStream, config: bytes) -> None:
         stream.state = PartitionStreamState.GONE
         self.homeless.append(Homeless(stream.vb_id, wanted_of(stream), config))
-        text = f"not on {self.node or 'this node'} any more, at seqno {stream.seqno}"
+        text = f"no longer on {self.node or 'this node'}, at seqno {stream.seqno}"
         self.notes.append(Note("moved", stream.vb_id, text))
 
-    # -- what becomes of streams -----------------------------------------------------------------
+    # -- outcomes of streams ---------------------------------------------------------------------
 
     def on_outcome(self, stream: PartitionStream, outcome: StreamOutcome) -> None:
-        """Take the answer to a stream request, or the end of a stream."""
+        """Process the answer to a stream request, or the end of a stream."""
         self._batch.touch(stream)
         match outcome:
             case Opened():
@@ -277,7 +277,7 @@ class StreamRequests:
             case Moved():
                 self._give_up(stream, outcome.config)
             case Postponed():
-                text = f"{outcome.error.what}: asked again later"
+                text = f"{outcome.error.what}: retrying later"
                 self.notes.append(Note("retry", stream.vb_id, text))
                 self._retry_later(stream)
             case Ahead() if stream.seqno:
@@ -298,7 +298,7 @@ class StreamRequests:
         )
 
     def _on_ahead(self, stream: PartitionStream, error: StatusError) -> None:
-        """The server does not have our position: go back to what both have."""
+        """The position is above the server's high seqno: roll back to a state that both have."""
 
         def on_seqnos(high_seqnos: dict[int, int]) -> None:
             if stream.state is not PartitionStreamState.ASKED:
@@ -338,9 +338,9 @@ class StreamRequests:
         self._again(stream)
 
     def _on_end(self, stream: PartitionStream, ended: Ended) -> None:
-        """The server ended a stream. After any end but two, it is asked for again.
+        """The server ended a stream. Request it again, unless it is finished or empty.
 
-        Where that is refused for good, a StreamFailed says so.
+        If that request is refused for good, there is a StreamFailed.
         """
         stream.leave_snapshot()
         is_whole = ended.verdict is Verdict.DONE and stream.target is not None
@@ -348,7 +348,7 @@ class StreamRequests:
         event = StreamEnded(stream.vb_id, ended.reason, will_resume)
         self._batch.events.append(event)
         if not is_whole:
-            then = "asked for again" if will_resume else "for good"
+            then = "requesting again" if will_resume else "for good"
             text = f"{event.reason_text} at seqno {stream.seqno}: {then}"
             self.notes.append(Note(f"stream_end_{ended.reason}", stream.vb_id, text))
         if not will_resume:
@@ -371,7 +371,7 @@ class StreamRequests:
     # -- other answers -------------------------------------------------------------------------
 
     def on_control(self, key: bytes, status: int) -> None:
-        """Take what the server says to an extension; streams may have waited for that."""
+        """Process the server's answer to an extension; request the streams that waited for it."""
         self._extensions.answered(key, status)
         streams, self._awaiting_lists = self._awaiting_lists, []
         for stream in streams:
@@ -393,7 +393,7 @@ class StreamRequests:
             if stream.has_position:
                 self._request(stream)
             else:
-                # If an earlier connection learned what "now" is, it is not later here.
+                # "now" must not be later than the seqno that an earlier connection learned.
                 known = stream.now_seqno
                 stream.now_seqno = seqno if known is None else min(known, seqno)
                 self._ask_failover_log(stream, stream.now_seqno)

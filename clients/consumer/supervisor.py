@@ -1,15 +1,15 @@
 """Supervises a consumer's partitions: their sessions, pauses, and rollbacks to decide.
 
-Who calls it: `clients.consumer` for its user, sessions with what they received or lost, the reader
-(`clients.consumer.batch_reader`) when a rollback is next.
+Called by `clients.consumer` for its user, by sessions with received data and errors, and by the
+reader (`clients.consumer.batch_reader`) before it returns a rollback.
 
 Invariants
-- a partition that is followed is in exactly one place: with a session's core, homeless
+- a followed partition is in exactly one place: with a session's core, homeless
   (`clients.consumer.placement`), held, or paused;
-- the queued events of a partition that is paused are dropped. They come again, from the end of the
-  current batch;
-- a partition continues from what was decided about its rollback, wherever it is by then;
-- nothing stops silently: an error that does not pass ends the reader's iteration.
+- if a partition is paused, its queued events are dropped. On resume they are streamed again, from
+  the end of the current batch;
+- after a rollback a partition continues from the decided position, wherever it is by then;
+- a permanent error ends the reader's iteration.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ class Supervisor:
         await self._placement.close()
 
     def fail(self, error: BaseException) -> None:
-        """End the iteration with an error, after everything that was received is handed out."""
+        """End the iteration with an error, after all received events were returned."""
         if self._reader.failure is None:
             self._reader.failure = error
-            LOG.error("%s: stops: %s", self.name, error)
+            LOG.error("%s: stopping: %s", self.name, error)
         self._reader.wake.set()
 
-    # -- how it stands -------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------
 
     @property
     def followed(self) -> set[int]:
-        """The partitions that are followed and have not come to their end."""
+        """The partitions that are followed and not finished."""
         followed = set(self._placement.homeless) | set(self.paused) | set(self._held)
         for session in self._placement.sessions.values():
             followed.update(session.core.streams.unfinished(), session.core.streams.held())
@@ -98,7 +98,7 @@ class Supervisor:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every partition came to its end, or was refused for good."""
+        """Whether every partition is finished or was refused for good."""
         return not (self._placement.homeless or self.paused or self._held) and all(
             session.core.streams.is_finished for session in self._placement.sessions.values()
         )
@@ -113,7 +113,7 @@ class Supervisor:
         }
 
     def known_lag(self) -> dict[int, int]:
-        """Return by partition the last known high seqno less what was processed."""
+        """Return, by partition, the last known high seqno minus the processed seqno."""
         done, followed = self._reader.processed(), self.followed
         return {
             vb_id: max(0, seqno - (done[vb_id].seqno if vb_id in done else seqno))
@@ -122,7 +122,7 @@ class Supervisor:
             if vb_id in followed
         }
 
-    # -- what the user steers ------------------------------------------------------------------
+    # -- called by the user --------------------------------------------------------------------
 
     def pause(self, vb_ids: Iterable[int]) -> None:
         """Stop streaming partitions; drop what was received after the current batch."""
@@ -135,7 +135,7 @@ class Supervisor:
                 continue
             position = after.get(vb_id)
             if position is None and wanted.position is not None:
-                # Begun at "now", and nothing handed out yet: that moment is kept.
+                # It started at "now", and nothing was returned yet: keep that starting point.
                 position = gone_back(wanted.position, wanted.position.base_seqno)
             self.paused[vb_id] = wanted._replace(position=position)
         self._reader.forget(self.paused)
@@ -146,10 +146,10 @@ class Supervisor:
         self._placement.progress()
         self._placement.wanted(again)
 
-    # -- what the reader calls -----------------------------------------------------------------
+    # -- called by the reader ------------------------------------------------------------------
 
     async def settle(self, batch: Batch, at: int) -> None:
-        """Decide what a rollback does, and let the partition continue."""
+        """Decide a rollback, and let the partition continue."""
         event = batch.events[at]
         assert isinstance(event, Rollback)
         vb_id = event.vb_id
@@ -157,10 +157,10 @@ class Supervisor:
         batch.events[at], batch.positions[vb_id] = decided
         self._go_on(vb_id, decided.position)
 
-    # -- what sessions call --------------------------------------------------------------------
+    # -- called by sessions --------------------------------------------------------------------
 
     def take_batch(self, session: ConsumerSession, batch: Batch) -> None:
-        """Queue what a session received."""
+        """Queue a batch that a session received."""
         self._reader.put(session, batch)
         if batch.events:
             self._placement.progress(session)
@@ -168,15 +168,15 @@ class Supervisor:
             self._take_homeless(session)
 
     def take_config(self, session: ConsumerSession, config: bytes) -> None:
-        """Take over a cluster configuration that a server pushed."""
+        """Adopt a cluster configuration that a server pushed."""
         self._placement.take_pushed(config, session.link.address.host)
 
     def session_lost(self, session: ConsumerSession, error: DcpdError) -> None:
-        """A connection is gone: its partitions need a place."""
+        """A connection is lost: its partitions need another one."""
         if not self._placement.lost(session):
             return
         self.metrics.connections_lost += 1
-        LOG.warning("%s: %s; connecting again", self.name, error)
+        LOG.warning("%s: %s; reconnecting", self.name, error)
         if isinstance(error, AuthenticationError):
             self.fail(error)
         self._take_homeless(session)
@@ -193,7 +193,7 @@ class Supervisor:
     # -- inside --------------------------------------------------------------------------------
 
     def _go_on(self, vb_id: int, position: Position) -> None:
-        """Let a partition continue from a position, wherever it is by now."""
+        """Let a partition continue from a position, wherever it is now."""
         if vb_id in self.paused:
             self.paused[vb_id] = self.paused[vb_id]._replace(position=position)
             return
@@ -209,7 +209,7 @@ class Supervisor:
             self._placement.wanted({vb_id: Wanted(position, wanted.ceiling)})
 
     def _placer_ended(self, placer: asyncio.Task[None]) -> None:
-        """Tell of an error that ended the placer; normally it runs as long as its consumer."""
+        """Report an error that ended the placer. Normally it runs as long as its consumer."""
         if not placer.cancelled() and (error := placer.exception()) is not None:
             self.fail(error)
 
@@ -220,7 +220,7 @@ class Supervisor:
             self._placement.wanted({vb_id: wanted})
 
     def _take_away(self, vb_id: int) -> Wanted | None:
-        """Stop streaming a partition, wherever it is; None if it is not streamed."""
+        """Stop streaming a partition, wherever it is. Return None if it is not streamed."""
         for table in (self._placement.homeless, self._held):
             if vb_id in table:
                 return table.pop(vb_id)

@@ -1,4 +1,4 @@
-"""`KvClient`: documents over asyncio.
+"""`KvClient`: a key-value client for asyncio.
 
     async with KvClient.connect("127.0.0.1:11210") as kv:
         await kv.set("user:1", b'{"name":"Ada"}')
@@ -9,13 +9,13 @@
         failed = [r for r in batch.results if isinstance(r, DcpdError)]
 
 What it does
-- Every operation goes to the node that holds its partition. After NOT_MY_VBUCKET it takes a newer
-  configuration, from the answer's body or by asking for it, and sends the operation again.
-- If a node cannot be reached, it asks the others for a newer configuration.
-- After a TemporaryError nothing was done, so it sends the operation again after a pause. Both
-  happen up to `ATTEMPTS_MAX` times within the timeout.
-- After a lost connection only reads are repeated. A mutation without a reply raises
-  ConnectionLostError: it may or may not have been done.
+- Every operation goes to the node that serves its partition. After NOT_MY_VBUCKET the client gets a
+  newer configuration, from the answer or with a request, and sends the operation again.
+- If a node cannot be reached, it asks another node for a newer configuration.
+- After a TemporaryError nothing was changed, so it sends the operation again after a pause. An
+  operation is sent up to `ATTEMPTS_MAX` times within the timeout.
+- After a lost connection only reads are repeated. A write without a reply raises
+  ConnectionLostError: it may or may not have been applied.
 - A batch returns a result or a DcpdError for each operation, in the order of the operations.
 """
 
@@ -67,9 +67,9 @@ from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.model.manifest import encode_leb128
 
 ATTEMPTS_MAX: Final = 6
-"""How often one operation is sent at most."""
+"""Maximum attempts per operation."""
 BACKOFF_S: Final = 0.02
-"""Pause before the second attempt; doubles with each (0.02 ... 0.64 s)."""
+"""Pause before the second attempt. It doubles with each attempt (0.02 to 0.32 s)."""
 BATCH_OPERATIONS_MAX: Final = 4096
 """Operations in one write: large enough for one fsync per batch, small enough for memory."""
 BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -84,12 +84,12 @@ class Pipeline:
 
     def __init__(self, client: KvClient) -> None:
         self.results: list[Outcome] = []
-        """After `execute`: one per operation, in order; errors are values here."""
+        """After `execute`: one result or error per operation, in order."""
         self._client = client
         self._operations: list[Operation] = []
 
     def __len__(self) -> int:
-        """Return the number of operations collected."""
+        """Return the number of collected operations."""
         return len(self._operations)
 
     def get(self, key: bytes | str) -> None:
@@ -117,14 +117,14 @@ class Pipeline:
         self._operations.append(delete_operation(key, cas))
 
     async def execute(self) -> list[Outcome]:
-        """Send what was collected and return one result or error per operation, in order."""
+        """Send the collected operations; return one result or error per operation, in order."""
         operations, self._operations = self._operations, []
         self.results = await self._client.execute(operations)
         return self.results
 
 
 class KvClient:
-    """See the module. Made by `KvClient.connect`; safe to use from many tasks of one loop."""
+    """See the module. Created by `KvClient.connect`. Many tasks of one loop may share it."""
 
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.address = address
@@ -141,7 +141,7 @@ class KvClient:
     async def connect(
         cls, server: str | ServerAddress, *, timeout_s: float = 10.0
     ) -> AsyncIterator[KvClient]:
-        """Connect for the time of an `async with`.
+        """Connect for the duration of an `async with`.
 
         `server` is HOST:PORT or dcpd://user:password@host:port; `timeout_s` bounds every call.
         """
@@ -153,7 +153,7 @@ class KvClient:
 
     @classmethod
     async def open(cls, server: str | ServerAddress, *, timeout_s: float = 10.0) -> KvClient:
-        """Connect; the caller calls `close`."""
+        """Connect. The caller must call `close`."""
         address = parse_address(server) if isinstance(server, str) else server
         client = cls(address, timeout_s=timeout_s)
         await client._link((address.host, address.port))
@@ -211,7 +211,7 @@ class KvClient:
     # -- batches -------------------------------------------------------------------------------
 
     async def get_many(self, keys: Iterable[bytes | str]) -> dict[bytes, Document]:
-        """Return the documents that exist, by key. Raises the first error but NotFoundError."""
+        """Return the existing documents by key. Raises the first error except NotFoundError."""
         operations = [get_operation(key) for key in keys]
         found: dict[bytes, Document] = {}
         for operation, outcome in zip(operations, await self.execute(operations), strict=True):
@@ -228,7 +228,7 @@ class KvClient:
     ) -> list[Outcome]:
         """Store many documents; return a MutationResult or a DcpdError for each, in order."""
         pairs = documents.items() if isinstance(documents, Mapping) else documents
-        # One extras object for all, and the tuple of `store_operation` built in place.
+        # For speed: one extras object for all, and the tuples of `store_operation` built here.
         extras = store_operation(Opcode.SET, b"k", b"", flags, expiry_s)[2]
         opcode = Opcode.SET
         return await self.execute(
@@ -282,7 +282,7 @@ class KvClient:
         return parsed(parse_failover_log, frame.value, node.name)
 
     async def stats(self, group: str = "", *, node: ClusterNode | None = None) -> dict[str, str]:
-        """Return the statistics of a node, by name; without a name those of the first node."""
+        """Return the statistics of a node (default: the first one), name -> value."""
         at = node or (await self._nodes())[0]
         link = await self._link((at.host, at.kv_port))
         frames = await self._in_time(link.request_stat(group.encode()), at.name)
@@ -319,7 +319,7 @@ class KvClient:
             pending = [index for index in pending if _may_repeat(operations[index], results[index])]
             if not pending or attempt == ATTEMPTS_MAX - 1 or loop.time() >= deadline:
                 return
-            # A failure here costs another attempt; no operation loses its outcome.
+            # If this fails, the next attempt may fail too, but every operation keeps its outcome.
             with suppress(DcpdError, TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._learn_from(results, pending)
@@ -419,9 +419,9 @@ class KvClient:
         return encode_leb128(found)
 
     async def _learn_from(self, results: list[Outcome | None], pending: list[int]) -> None:
-        """Take a newer configuration from the refusals, or ask for one."""
+        """Get a newer configuration from the refusals, or ask for one."""
         if any(isinstance(results[index], UnknownCollectionError) for index in pending):
-            assert self.collection_name is not None, "the default collection is always there"
+            assert self.collection_name is not None, "the default collection always exists"
             self._collection_ids.pop(self.collection_name, None)
         refusals = [
             outcome for index in pending if isinstance(outcome := results[index], NotMyVbucketError)
@@ -469,7 +469,7 @@ class KvClient:
         return (await self._topology()).nodes
 
     async def _link(self, place: tuple[str, int]) -> Link:
-        """Return the connection to a node; make a new one if it broke."""
+        """Return the connection to a node; reconnect if it broke."""
         link = self._links.get(place)
         if link is not None and not link.is_closed:
             return link
@@ -498,7 +498,7 @@ class KvClient:
     async def _ask(
         self, node: ClusterNode, opcode: Opcode, *, vb_id: int = 0, extras: bytes = b""
     ) -> Frame:
-        """Send an idempotent command, again after a lost connection or a temporary refusal."""
+        """Send an idempotent command; retry after a lost connection or a temporary refusal."""
         for attempt in range(ATTEMPTS_MAX):
             try:
                 link = await self._link((node.host, node.kv_port))
@@ -531,16 +531,16 @@ class KvClient:
 
 
 def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:
-    """Whether an operation may be repeated: nothing was done, or it only reads."""
+    """Whether an operation may be repeated: nothing was changed, or it only reads."""
     if isinstance(outcome, NotMyVbucketError | TemporaryError | ConnectError):
         return True
     if isinstance(outcome, UnknownCollectionError):
-        return outcome.key is not None  # the id was refused; the name may have another by now
+        return outcome.key is not None  # the id was refused; the name may have a new id now
     return isinstance(outcome, ConnectionLostError) and operation[0] == Opcode.GET
 
 
 def _chunks(operations: list[Operation], indexes: list[int]) -> list[tuple[int, int]]:
-    """Cut a batch into writes with a bounded number of operations and bytes."""
+    """Split a batch into writes with a bounded number of operations and bytes."""
     chunks = []
     start = size = 0
     for place, index in enumerate(indexes):

@@ -1,12 +1,12 @@
-"""`SyncKv`: single operations over a blocking socket, for dcpctl and small scripts.
+"""`SyncKv`: a blocking key-value client for dcpctl and small scripts.
 
     with SyncKv(parse_address("127.0.0.1:11210")) as kv:
         kv.set(b"user:1", b"Ada")
 
-An operation goes to the named server first. If the partition is on another node (NOT_MY_VBUCKET),
-the configuration says on which, and the operation goes there. Temporary refusals are repeated with
-growing pauses. Both happen up to `ATTEMPTS_MAX` times. After a node could not be reached, the next
-operation starts at the named server again, because partitions may have moved.
+An operation goes to the named server first. If another node serves the partition (NOT_MY_VBUCKET),
+the configuration says which, and the operation goes there. After a temporary refusal it is sent
+again, with growing pauses. There are up to `ATTEMPTS_MAX` attempts. If a node cannot be reached,
+the next operation starts at the named server again, because partitions may have moved.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class SyncKv:
         return {frame.key.decode(): frame.value.decode(errors="replace") for frame in frames}
 
     def topology(self) -> Topology:
-        """Return the cluster configuration, asked for once."""
+        """Return the cluster configuration. It is fetched once."""
         if self._topology is None:
             from clients.link.topology import parse_topology, single_node
 
@@ -179,7 +179,7 @@ class SyncKv:
         return outcome_of(operation, vb_id, link.exchange(packet, opaque), link.node)
 
     def _learn(self, refusal: NotMyVbucketError, host: str) -> None:
-        """Take over the configuration that came with a refusal, or ask for it."""
+        """Adopt the configuration in a refusal, or fetch it."""
         from clients.link.topology import parse_topology
 
         if not refusal.config:

@@ -1,8 +1,8 @@
 """One connection over a blocking socket, for commands that must start fast.
 
-Who uses it: `clients.kv.sync_client`, for dcpctl. It does not import asyncio (60 ms), and imports
-SCRAM only if the server is not on loopback. The handshake is that of the asyncio link,
-`clients.link.handshake`.
+Used by `clients.kv.sync_client` for dcpctl, and by the Spark source. It does not import asyncio
+(60 ms), and imports SCRAM only if the server is not on loopback. The handshake is the same as that
+of the asyncio link (`clients.link.handshake`).
 
 Invariant: replies come in the order of the requests, each with its request's opaque.
 """
@@ -35,7 +35,7 @@ class SyncLink:
         self._frames: deque[Frame] = deque()
         self._next_opaque = 1
         self.is_usable = True
-        """False while a request is pending: if it is given up, its reply may still come."""
+        """False while a request is pending. If its caller gives up, the reply may still arrive."""
         try:
             self._socket = socket.create_connection((address.host, address.port), timeout_s)
         except TimeoutError:
@@ -102,7 +102,7 @@ class SyncLink:
         )
 
     def request_stat(self, group: bytes) -> list[Frame]:
-        """Send STAT and return its replies; a refusal is the only one then."""
+        """Send STAT and return its replies, or only the refusal if there is one."""
         opaque = self.take_opaque()
         frames = [self.exchange(pack_request(Opcode.STAT, opaque=opaque, key=group), opaque)]
         self.is_usable = False
@@ -140,10 +140,10 @@ class SyncLink:
     def _reply(self, opaque: int) -> Frame:
         frame = self._next_frame()
         while frame.is_request:
-            frame = self._next_frame()  # a push; not asked for, not needed
+            frame = self._next_frame()  # skip pushed configurations
         if frame.opaque != opaque:
             raise ConnectionLostError(
-                f"a reply with opaque {frame.opaque} where {opaque} is due", node=self.node
+                f"a reply with opaque {frame.opaque}, expected {opaque}", node=self.node
             )
         return frame
 
@@ -154,12 +154,12 @@ class SyncLink:
                 self._frames += self._decoder.feed(data)
             except ProtocolError as error:
                 raise ConnectError(
-                    f"what listens there does not speak the protocol: {error}", node=self.node
+                    f"the peer does not speak the protocol: {error}", node=self.node
                 ) from error
         return self._frames.popleft()
 
     def _receive(self, bytes_max: int) -> bytes:
-        """Return what came, one byte at least."""
+        """Return received bytes, at least one."""
         try:
             data = self._socket.recv(bytes_max)
         except TimeoutError:
@@ -171,7 +171,7 @@ class SyncLink:
                 f"the connection was lost: {error.strerror or error}", node=self.node
             ) from error
         if not data:
-            raise ConnectionLostError("closed by the server", node=self.node)
+            raise ConnectionLostError("the server closed the connection", node=self.node)
         return data
 
     def _write(self, data: bytes) -> None:
@@ -179,7 +179,7 @@ class SyncLink:
             self._socket.sendall(data)
         except TimeoutError:
             raise OperationTimeoutError(
-                f"the server took nothing for {self._timeout_s:g} s", node=self.node
+                f"the server read nothing for {self._timeout_s:g} s", node=self.node
             ) from None
         except OSError as error:
             raise ConnectionLostError(

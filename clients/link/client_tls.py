@@ -1,8 +1,8 @@
-"""TLS of the clients: the context of a connection, and errors for its failures.
+"""TLS for clients: the context of a connection, and errors for its failures.
 
-It is imported only for addresses with TLS: `ssl` takes 20 ms to load, which dcpctl can save.
+This module is imported only for addresses with TLS, because `ssl` takes 20 ms to load.
 
-TLS 1.2 at least; certificate and host name are always checked.
+Connections use TLS 1.2 or newer. The server's certificate and host name are checked.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def client_context(address: ServerAddress) -> ssl.SSLContext:
 
 
 def connect_error(error: OSError, node: str) -> ConnectError:
-    """Return the error for a TLS connection that could not be made."""
+    """Return the error for a failed TLS connection attempt."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return ConnectError(
             f"the server's certificate is not trusted: {error.verify_message}",
             node=node,
-            hint="--tls-ca FILE (tls_ca= in an address) names the CA that signed it.",
+            hint="Set --tls-ca FILE (tls_ca= in an address) to the CA that signed it.",
         )
     if isinstance(error, ssl.SSLError):
         return ConnectError(
             f"no TLS connection: {(error.reason or str(error)).replace('_', ' ').lower()}",
             node=node,
-            hint="Is it the TLS port (11207), and does it ask for a client certificate?",
+            hint="Check that this is the TLS port (11207). It may require a client certificate.",
         )
     return ConnectError.of(error, node)
 
@@ -54,5 +54,5 @@ def _bad_file(what: str, path: str, error: OSError, node: str) -> ConnectError:
     return ConnectError(
         f"{what} file {path} cannot be used: {reason or error}",
         node=node,
-        hint="It is a PEM file; a client's certificate has its key, unencrypted, in the same file.",
+        hint="Use a PEM file. A client certificate needs its key, unencrypted, in the same file.",
     )

@@ -1,13 +1,13 @@
-"""Buffers the bytes of a stream between reads, and takes single frames out of them. Pure.
+"""Buffers the bytes of a stream between reads, and decodes single frames. Pure.
 
-The decoders of consumers, backups and Spark tasks share it; they go over changes themselves.
+The decoders of consumers, backups and Spark tasks share it. They decode changes themselves.
 
-    data = buffer.take(read)            # None: no whole frame is there yet
+    data = buffer.take(read)            # None: there is no complete frame yet
     ... frame_at(data, at, len(data)) ...
     buffer.keep(data, at)               # what is left, from `at` on
 
-Invariant: only one incomplete frame is kept. Its parts are joined when all of it is there, so a
-large frame that comes in many reads is copied once.
+Invariant: only one incomplete frame is kept. Its parts are joined when it is complete, so a large
+frame that arrives in many reads is copied once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class FrameBuffer:
         self._needed_bytes = HEADER_BYTES
 
     def take(self, data: bytes) -> bytes | None:
-        """Return all bytes since the last whole frame, None if they are too few for a frame."""
+        """Return all bytes since the last complete frame; None if they are too few for a frame."""
         self._chunks.append(data)
         self._size_bytes += len(data)
         return None if self._size_bytes < self._needed_bytes else b"".join(self._chunks)
 
     def keep(self, data: bytes, at: int) -> None:
-        """Keep the rest of `data`, the beginning of a frame, and note how long that frame is.
+        """Keep the rest of `data`, the beginning of a frame, and note the length of that frame.
 
-        Raises RemoteProtocolError if it is longer than any frame may be.
+        Raises RemoteProtocolError if the length is above the limit.
         """
         self._size_bytes = len(data) - at
         self._chunks = [data[at:]] if self._size_bytes else []

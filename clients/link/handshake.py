@@ -4,9 +4,9 @@
     HELLO ─ SASL_LIST_MECHS → SASL_AUTH SCRAM → SASL_STEP → SELECT_BUCKET ─ …  elsewhere
 
 `begin()` returns the first bytes. Each reply goes through `receive`, which returns the next bytes
-or b"". `is_done` says when the connection can be used. On loopback the password is sent with PLAIN:
-it does not leave the machine, and SCRAM costs 15 ms of key derivation. Elsewhere SCRAM proves the
-password without sending it, with the strongest hash that the server offers.
+or b"". When `is_done` is True, the connection can be used. On loopback the password is sent with
+PLAIN: it does not leave the machine, and SCRAM costs 15 ms of key derivation. Elsewhere SCRAM
+proves the password without sending it, with the strongest hash that the server offers.
 
 Invariant: one reply per request, in order, with the request's opaque.
 """
@@ -37,10 +37,10 @@ FEATURES: Final = (
 CONFIG_PUSH: Final = 0x01
 """Opcode of a request by the server (magic 0x82): a new cluster configuration is its value."""
 CLUSTERMAP_CHANGE_NOTIFICATION: Final = 0x0D
-"""Feature: the server sends each new configuration by itself. It takes DUPLEX."""
+"""Feature: the server pushes each new configuration. It requires DUPLEX."""
 
 STREAM_FEATURES: Final = (*FEATURES, Feature.DUPLEX, CLUSTERMAP_CHANGE_NOTIFICATION)
-"""What a consumer's connection asks for."""
+"""The features that a consumer's connection asks for."""
 
 AGENT: Final = b'{"a":"dcpd-python/0.1"}'
 
@@ -55,7 +55,7 @@ _AUTH_REFUSED: Final = frozenset({Status.AUTH_ERROR, Status.EACCESS, Status.KEY_
 
 
 def is_config_push(frame: Frame) -> bool:
-    """Whether a server sends a new configuration by itself."""
+    """Whether a frame is a new configuration that the server pushed."""
     is_push = frame.magic == Magic.SERVER_REQUEST and frame.opcode == CONFIG_PUSH
     return is_push and bool(frame.value)
 
@@ -74,7 +74,7 @@ class Handshake:
         self.address = address
         self._wanted = features
         self.features: frozenset[int] = frozenset()
-        """What the server granted."""
+        """The features that the server granted."""
         self.config = b""
         """The bucket's configuration as JSON, b"" if the server has none."""
         self.is_done = False
@@ -101,18 +101,18 @@ class Handshake:
         return hello + self._ask(Opcode.SASL_AUTH, key=b"PLAIN", value=plain) + self._select()
 
     def receive(self, frame: Frame) -> bytes:
-        """Take one reply and return what to send next.
+        """Process one reply and return the next bytes to send.
 
-        Raises AuthenticationError, ConnectError or a StatusError: close the connection then.
+        If it raises AuthenticationError, ConnectError or a StatusError, close the connection.
         """
         if is_config_push(frame):
             self.config = frame.value
             return b""
         if not self._expected or self._expected[0] != (frame.opcode, frame.opaque):
             raise ConnectError(
-                f"the server answered opcode 0x{frame.opcode:02x} out of turn",
+                f"the server sent an unexpected answer to opcode 0x{frame.opcode:02x}",
                 node=self.address.node,
-                hint="Is it a dcpd (or memcached binary protocol) port?",
+                hint="Check that this is a dcpd port (memcached binary protocol).",
             )
         self._expected.popleft()
         reply = self._steps[frame.opcode](self, frame)
@@ -145,7 +145,7 @@ class Handshake:
             if name in offered:
                 return self._begin_scram(name, rfc_name)
         raise AuthenticationError(
-            f"the server offers {', '.join(offered) or 'no mechanism'}; outside of loopback only"
+            f"the server offers {', '.join(offered) or 'no mechanism'}; except on loopback, only"
             " SCRAM is used, so that the password does not cross the network",
             node=self.address.node,
         )

@@ -1,14 +1,13 @@
-"""One connection over asyncio: pipelined requests, replies in order.
+"""One connection with asyncio: pipelined requests, replies in order.
 
-Who uses it: `clients.kv` for commands; consumers, backups and restores, which take over the bytes
-after the handshake.
+Used by `clients.kv` for commands. Consumers, backups and restores take over the bytes after the
+handshake.
 
 Invariants
 - replies come in the order of the requests, each with the opaque of its request. Anything else
-  closes the connection, so a late reply never reaches the wrong caller;
-- there is a future per batch, not per operation;
-- the batch of a caller that gave up (timeout) stays in the queue; its replies are dropped when they
-  come.
+  closes the connection, so a late reply cannot reach the wrong caller;
+- there is one future per batch, not per operation;
+- if a caller gives up (timeout), its batch stays in the queue, and its replies are dropped.
 
 Limits: a frame as in `dcp.wire.frame`; writers wait while the transport's buffer is full.
 """
@@ -37,13 +36,14 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 5.0
 OPAQUE_MASK: Final = 0xFFFF_FFFF
 WRITE_HIGH_BYTES: Final = 4 * 1024 * 1024
-"""Unsent bytes at which writers wait: a batch or two, so a slow server does not fill memory."""
+"""Writers wait while this many bytes are unsent (a batch or two). So a slow server does not fill
+memory."""
 
 
 class _Batch:
     """Requests that were written together and wait for `count` replies.
 
-    A STAT has an unknown number of replies: `is_open_ended`, up to the one with an empty key.
+    The number of replies to STAT is unknown (`is_open_ended`). The last one has an empty key.
     """
 
     __slots__ = ("count", "frames", "future", "is_open_ended", "opaque")
@@ -163,7 +163,7 @@ class Link(asyncio.Protocol):
         return frames if frames[-1].status else frames[:-1]
 
     async def drain(self) -> None:
-        """Wait until the transport takes more bytes."""
+        """Wait until the transport accepts more bytes."""
         await self._can_write.wait()
 
     # -- handing over to a stream --------------------------------------------------------------
@@ -171,7 +171,7 @@ class Link(asyncio.Protocol):
     def hand_over(
         self, take_bytes: Callable[[bytes], None], on_lost: Callable[[DcpdError], None]
     ) -> None:
-        """From now on hand all bytes to `take_bytes`, and call `on_lost` once at the end."""
+        """From now on pass all bytes to `take_bytes`, and call `on_lost` once at the end."""
         assert not self._batches
         self._take_bytes = take_bytes
         self._on_lost = on_lost
@@ -184,17 +184,17 @@ class Link(asyncio.Protocol):
             self._transport.write(data)
 
     def pause_reading(self) -> None:
-        """Stop taking bytes from the peer."""
+        """Stop reading from the peer."""
         if self._transport is not None and not self.is_closed:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on taking bytes."""
+        """Resume reading."""
         if self._transport is not None and not self.is_closed:
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Close; requests under way fail with ConnectionLostError."""
+        """Close. Pending requests fail with ConnectionLostError."""
         self._fail(self._lost("the connection was closed by this client"))
 
     # -- asyncio.Protocol ----------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Link(asyncio.Protocol):
         self._transport.write(self.handshake.begin())
 
     def data_received(self, data: bytes) -> None:
-        """Take what came in."""
+        """Process received bytes."""
         if self._take_bytes is not None:
             self._take_bytes(data)
             return
@@ -232,7 +232,7 @@ class Link(asyncio.Protocol):
         self._can_write.clear()
 
     def resume_writing(self) -> None:
-        """Writers go on."""
+        """Writers continue."""
         self._can_write.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -262,11 +262,11 @@ class Link(asyncio.Protocol):
                     self.handshake.config = frame.value
                 continue
             if not batches:
-                raise RemoteProtocolError(f"a reply with opaque {frame.opaque} to no request")
+                raise RemoteProtocolError(f"an unexpected reply with opaque {frame.opaque}")
             batch = batches[0]
             if frame.opaque != batch.opaque:
                 raise RemoteProtocolError(
-                    f"a reply with opaque {frame.opaque} where {batch.opaque} is due"
+                    f"a reply with opaque {frame.opaque}, expected {batch.opaque}"
                 )
             batch.frames.append(frame)
             if batch.is_open_ended:
@@ -285,14 +285,14 @@ class Link(asyncio.Protocol):
         return ConnectionLostError(what, node=self.node)
 
     def _fail(self, error: DcpdError) -> None:
-        """Close; all waiting requests fail with `error`."""
+        """Close. All waiting requests fail with `error`."""
         if self.is_closed:
             return
         self.is_closed = True
         self._failure = error
         self._can_write.set()
         if self._transport is not None:
-            # Not close(): that waits for a peer that may be gone to take what is not sent yet.
+            # close() would wait until the peer, which may be gone, has read the unsent bytes.
             self._transport.abort()
         if not self.ready.done():
             if isinstance(error, ConnectionLostError):

@@ -1,12 +1,12 @@
-"""The cluster configuration as clients read it: which node holds which partition. Pure.
+"""The cluster configuration: which node serves which partition. Pure.
 
-The format is what the official clients parse. `nodes` are the nodes that serve the bucket, the
-first entries of `nodesExt` say where they listen, and `vBucketMap` names a node by its index.
-`$HOST` stands for the host that the client used.
+It has the format that the official clients parse. `nodes` are the nodes that serve the bucket, the
+first entries of `nodesExt` have their ports, and `vBucketMap` refers to nodes by index. `$HOST`
+stands for the host that the client used.
 
 Invariants
-- `vbucket_map` has one entry per partition, each -1 or an index into `nodes`;
-- of two configurations the one with the higher (revEpoch, rev) counts.
+- `vbucket_map` has one entry per partition: an index into `nodes`, or -1 for none;
+- of two configurations, the one with the higher (revEpoch, rev) is newer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vbucket.model.ids import NUM_VBUCKETS
 
 
 class ClusterNode(NamedTuple):
-    """A node that serves the bucket. `mgmt_port` is that of the admin HTTP API, 0 for none.
+    """A node that serves the bucket. `mgmt_port` is the port of the admin HTTP API, 0 if none.
 
     For a client with TLS, both are TLS ports.
     """
@@ -63,7 +63,7 @@ class Topology(NamedTuple):
             raise TopologyError(
                 "no node is active for this partition",
                 vb_id=vb_id,
-                hint="It is being moved or its nodes are down: try again in a moment.",
+                hint="It is being moved, or its node is down. Try again in a moment.",
             )
         return self.nodes[index]
 
@@ -87,7 +87,7 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
 
     With `is_tls` the nodes have their TLS ports.
 
-    Raises TopologyError saying what is missing.
+    Raises TopologyError, which says what is wrong.
     """
     host = f"[{origin_host}]" if ":" in origin_host else origin_host
     try:
@@ -105,7 +105,7 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
         raise TopologyError("the cluster configuration has no partitions", node=origin_host)
     if any(not isinstance(index, int) or not -1 <= index < len(nodes) for index in vbucket_map):
         raise TopologyError(
-            f"vBucketMap names a node that is not among the {len(nodes)} of `nodes`",
+            f"vBucketMap refers to a node that is not among the {len(nodes)} in `nodes`",
             node=origin_host,
         )
     return Topology(revision, nodes, vbucket_map)

@@ -4,11 +4,11 @@
     j vb seqno number      -> key length, key, and the value before (or its absence)
     s vb                   -> floor, entries of the journal, documents
     p vb                   -> position
-    w                      -> what it is a mirror of: collection id (u32), prefixes of keys
+    w                      -> the mirrored selection: collection id (u32), key prefixes
 
-Positions are written together with the effects of the events, so a mirror that is killed continues
-exactly where it was. A batch is written on the caller's thread: beside a busy thread LMDB is slow,
-because every put releases the interpreter lock.
+Positions are written in the same transaction as the effects of the events, so a killed mirror
+continues exactly where it was. Batches are written on the caller's thread. In another thread LMDB
+would be slow, because every put releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LmdbStore:
                 }
             except ValueError as error:
                 raise CheckpointError(
-                    f"{self._file.path}: {error}", hint="Remove the file: the mirror comes anew."
+                    f"{self._file.path}: {error}", hint="Delete the file to rebuild the mirror."
                 ) from error
 
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
@@ -92,7 +92,7 @@ class LmdbStore:
         return value
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """See MirrorStore. The documents of one moment; a partition at a time is in memory."""
+        """See MirrorStore. Yields the documents of one moment, in one read transaction."""
         with self._file.reading() as transaction:
             for key, value in rows_from(transaction, b"d"):
                 yield key[3:], value
@@ -121,8 +121,8 @@ class _Change:
         row = _row(b"d", vb_id) + key
         before: bytes | None = self._transaction.get(row)
         undo = _UNDO.pack(before is not None, len(key)) + key + (before or b"")
-        # Changes have seqnos of their own, but for a dropped collection, whose documents all go at
-        # one: they are numbered.
+        # Each change has its own seqno, except that the drop of a collection deletes all its
+        # documents at one seqno. So entries are also numbered.
         number = self._numbers[vb_id] = self._numbers.get(vb_id, 0) + 1
         self._transaction.put(_ENTRY.pack(b"j", vb_id, seqno, number), undo)
         state[1] += 1
@@ -171,7 +171,7 @@ class _Change:
             self._transaction.put(_row(b"p", vb_id), encode_position(position))
 
     def finish(self) -> None:
-        """Write what is kept per partition."""
+        """Write the states of the touched partitions."""
         for vb_id, state in self._states.items():
             self._transaction.put(_row(b"s", vb_id), _STATE.pack(*state))
 

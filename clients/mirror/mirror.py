@@ -1,10 +1,10 @@
 """`Mirror`: a local copy of a server's documents that is kept up to date.
 
     async with Mirror("127.0.0.1:11210") as view:
-        view["user:1"]                       # bytes; KeyError where there is no such document
+        view["user:1"]                       # bytes; KeyError if there is no such document
 
-It has caught up with the server when the block begins. With a path it is kept in an LMDB file and
-continues exactly where it was, even after a kill.
+When the block begins, the mirror has caught up with the server. With a path it is stored in an LMDB
+file, and continues exactly where it was, even after a kill.
 
 When history branches, the mirror undoes exactly what the server undid, with a journal of the values
 that changes replaced. If the branch goes further back than the journal of a partition
@@ -31,18 +31,18 @@ from clients.position import Position
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
 LOOK_AGAIN_S: Final = 0.1
-"""How often `caught_up` looks while no event comes."""
+"""How often `caught_up` checks while no event arrives."""
 
 
 class Mirror:
     """See the module.
 
-    `path`: of the LMDB file, None = in memory. `collection`: "scope.collection", None = the default
-    one. `key_prefixes`: only documents whose key begins with one of them. `options` go to the
-    Consumer. A file with a mirror of other documents is refused (CheckpointError). If the
-    collection was dropped and created again, the file is emptied and begins anew; so does a file of
-    an older version with other documents. A mirror whose stream failed raises that error when it is
-    read: it is never silently out of date.
+    `path`: the LMDB file; None = in memory. `collection`: "scope.collection"; None = the default
+    one. `key_prefixes`: only documents whose key begins with one of them. `options` are passed to
+    the Consumer. A file with a mirror of other documents is refused (CheckpointError). If the
+    collection was dropped and created again, the file is emptied and the mirror starts again; the
+    same holds for a file of an older version with other documents. If a stream failed, reading the
+    mirror raises that error, so it is not silently out of date.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Mirror:
         try:
             await self._open_consumer()
             if not self._store.follow(self.consumer.collection_ids[0], self._key_prefixes):
-                LOG.warning("%s: is a mirror of other documents, and begins anew", self._path)
+                LOG.warning("%s: is a mirror of other documents; it starts again", self._path)
                 await self.consumer.close()
                 await self._open_consumer()
             assert self.consumer.topology is not None
@@ -154,7 +154,7 @@ class Mirror:
                     for vb_id, seqno in targets.items()
                     if seqno and (vb_id not in done or done[vb_id].seqno < seqno)
                 }
-            # A refused stream is no longer followed; when its event comes, it is an error.
+            # A refused stream is no longer followed. Its event will raise an error in `_follow`.
             is_refused = self.consumer.metrics.streams_failed > 0
             is_behind = targets is None or bool(targets) or is_refused
             if is_behind:
@@ -189,7 +189,7 @@ class Mirror:
         return self._store.count()
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield keys and values, in no order."""
+        """Yield keys and values, in no particular order."""
         self._check()
         return self._store.items()
 
@@ -198,7 +198,7 @@ class Mirror:
         return (key for key, _ in self.items())
 
     def positions(self) -> dict[int, Position]:
-        """Return where the mirror stands, by partition."""
+        """Return the mirror's position by partition."""
         return self._store.positions()
 
     # -- following -------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ class Mirror:
                 self._moved.set()
             if not self._options.get("until_now"):
                 raise DcpdError(
-                    "nothing more comes: the collection was dropped, or the consumer was closed",
-                    hint="Open a new mirror; a collection that is made again is another one.",
+                    "the stream ended: the collection was dropped, or the consumer was closed",
+                    hint="Open a new mirror. A collection that is created again has a new id.",
                 )
         except BaseException as error:
             self._failure = error

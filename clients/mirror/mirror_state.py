@@ -1,12 +1,12 @@
 """Applies events to the documents of a mirror, with a journal to undo them. Pure.
 
-    change            the old value of the key goes into the journal, the new one into the store
+    change            the key's old value goes to the journal, the new one to the store
     rollback          the journal is undone down to the seqno, or the partition is emptied
-    collection drop   the partition's documents are deleted, through the journal too
+    collection drop   the partition's documents are deleted, with journal entries
 
 Invariants
-- undoing the journal down to seqno S gives exactly what the mirror held at S, for every S at or
-  above the partition's floor;
+- undoing the journal down to seqno S gives exactly the mirror's state at S, for every S at or above
+  the partition's floor;
 - a partition's journal has at most `journal_max` entries after a batch; the floor is the seqno of
   the newest entry that was dropped, 0 if none was;
 - documents, journal and positions change together, in one `changing()` of the store.
@@ -26,20 +26,21 @@ from clients.position import Position
 from vbucket.model.manifest import SystemEventKind
 
 JOURNAL_MAX: Final = 10_000
-"""Entries of a partition's journal: how many changes a rollback may go back without a restart."""
+"""Maximum journal entries of a partition: how many changes a rollback can undo without a restart.
+"""
 
 
 class Changing(Protocol):
     """The changes that a store allows inside `changing()`."""
 
     def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:
-        """Set a document, or delete it (None); the old value goes into the journal."""
+        """Set a document, or delete it (None). The old value goes to the journal."""
 
     def undo(self, vb_id: int, to_seqno: int) -> None:
-        """Undo and drop the journal's entries above a seqno, the newest first."""
+        """Undo and drop the journal's entries above a seqno, newest first."""
 
     def trim(self, vb_id: int, entries_max: int) -> None:
-        """Drop the oldest entries of a journal beyond so many; the floor rises."""
+        """Drop the oldest entries of a journal beyond `entries_max`. This raises the floor."""
 
     def clear(self, vb_id: int) -> None:
         """Empty a partition and its journal; the floor is 0."""
@@ -48,29 +49,29 @@ class Changing(Protocol):
         """Return the keys of a partition."""
 
     def place(self, positions: Mapping[int, Position]) -> None:
-        """Keep positions."""
+        """Store positions."""
 
 
 class MirrorStore(Protocol):
-    """Where a mirror keeps what it holds."""
+    """The storage of a mirror."""
 
     def changing(self) -> AbstractContextManager[Changing]:
-        """Give access for changes: all are kept, or none if the block is left by an error."""
+        """Give access for changes: all are stored, or none if the block raises an error."""
 
     def floor(self, vb_id: int) -> int:
         """Return the lowest seqno down to which the journal can undo."""
 
     def positions(self) -> dict[int, Position]:
-        """Return the positions that were kept last."""
+        """Return the stored positions."""
 
     def follow(self, collection_id: int, key_prefixes: tuple[bytes, ...]) -> bool:
-        """Become a mirror of these documents. A mirror of others is emptied and returns False."""
+        """Become a mirror of these documents. If it mirrored others, empty it and return False."""
 
     def get(self, vb_id: int, key: bytes) -> bytes | None:
         """Return a value, None if there is no such document."""
 
     def items(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield all documents, in no order."""
+        """Yield all documents, in no particular order."""
 
     def count(self) -> int:
         """Return the number of documents."""
@@ -87,7 +88,7 @@ def take(
     collection_id: int = 0,
     journal_max: int = JOURNAL_MAX,
 ) -> None:
-    """Apply a batch of events to a store, and keep the positions after them."""
+    """Apply a batch of events to a store, and store the positions after them."""
     touched = set()
     with store.changing() as change:
         for event in events:
@@ -117,7 +118,7 @@ def _drops(event: SystemEvent, collection_id: int) -> bool:
 
 
 class MemoryStore:
-    """Documents in dicts, for as long as the process lives."""
+    """Documents in dicts, for the lifetime of the process."""
 
     def __init__(self) -> None:
         self._documents: dict[int, dict[bytes, bytes]] = {}
@@ -128,7 +129,7 @@ class MemoryStore:
 
     @contextmanager
     def changing(self) -> Iterator[Changing]:
-        """Give the store itself. Changes apply at once: an error ends the mirror and its data."""
+        """Yield the store itself. Changes apply at once; after an error the mirror is unusable."""
         yield self
 
     def put(self, vb_id: int, key: bytes, value: bytes | None, seqno: int) -> None:

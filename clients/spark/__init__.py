@@ -1,4 +1,4 @@
-"""Spark: changes as a stream that survives history branches, and tables that follow it.
+"""Spark: a source that streams changes and survives rollbacks, and tables that follow it.
 
     spark.dataSource.register(DcpDataSource)
     changes = spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
@@ -30,7 +30,7 @@ _PACKAGES: Final = frozenset({"pyspark", "pyarrow", "pandas", "numpy", "deltalak
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for; say what is missing where the extra is not installed."""
+    """Import a name on demand. If the extra is not installed, say what to install."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,13 +1,13 @@
 """Turns the bytes of a stream into columns, without a Python object per change.
 
-A connection brings packets, one after the other. A loop finds their places; everything else is done
-for all of them at once. numpy gathers the numbers. Keys and values are the second and third piece
-of each packet when the whole buffer is taken as one Arrow array of pieces.
+A loop finds where each packet begins; everything else works on all packets at once. numpy gathers
+the numbers. For keys and values the whole buffer becomes one Arrow array of pieces, without a copy;
+key and value are the second and third piece of each packet.
 
-    HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | value      (docs of the wire: frame)
+    HEADER 24 | extras 31, 18, 20 or 21 | collection id, key | value      (dcp/wire/frame.py)
 
-Invariant: `Chunk.places` are those of whole DCP_MUTATION, DCP_DELETION and DCP_EXPIRATION packets
-in `Chunk.data`, rising.
+Invariant: `Chunk.places` has the offsets of complete DCP_MUTATION, DCP_DELETION and DCP_EXPIRATION
+packets in `Chunk.data`, in ascending order.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.opcode import Opcode
 
 OPS: Final = ("set", "delete", "expire", "rollback")
-"""What the column `op` says."""
+"""Values of the column `op`."""
 ROLLBACK: Final = OPS.index("rollback")
 _OP_OF: Final = np.zeros(256, dtype=np.int8)
 _OP_OF[Opcode.DCP_DELETION] = OPS.index("delete")
 _OP_OF[Opcode.DCP_EXPIRATION] = OPS.index("expire")
 _MUTATION_EXTRAS_BYTES: Final = 31
 _TIME_BITS: Final = np.uint64(2**64 - 2**16)
-"""Of a CAS: ns since 1970; the others count."""
+"""The bits of a CAS that hold ns since 1970. The others are a counter."""
 
 ValueParser = Callable[[Any], Any]
-"""Makes the column of values out of an Arrow array of bytes."""
+"""Converts an Arrow array of bytes to the value column."""
 
 
 class Chunk(NamedTuple):
-    """Bytes that came, and where in them the changes are."""
+    """Received bytes, and the offsets of the changes in them."""
 
     data: bytes
     places: list[int]
@@ -67,19 +67,19 @@ class Changes(NamedTuple):
     keys: Any
     values: Any
     collection_ids: Any
-    """None where no prefix was looked for."""
+    """None if keys have no collection prefix."""
 
 
 def _view(data: bytes, dtype: str, offset: int, places: Any) -> Any:
-    """Return the numbers that stand `offset` bytes behind each place, in the machine's order."""
+    """Return the numbers at `offset` bytes after each place, in native byte order."""
     width = np.dtype(dtype).itemsize
-    # A view that begins a number at every byte; only those at `places` are looked at.
+    # A view with a number at every byte offset, of which only those at `places` are used.
     everywhere = np.ndarray((len(data) - width + 1,), dtype, data, strides=(1,))
     return everywhere[places + offset].astype(dtype.replace(">", "="))
 
 
 def heads_of(chunk: Chunk) -> Heads:
-    """Return the numbers that every change has."""
+    """Return the fields that every change has."""
     data, places = chunk.data, np.array(chunk.places, dtype=np.int64)
     return Heads(
         places,
@@ -99,7 +99,7 @@ def last_seqnos(heads: Heads) -> dict[int, int]:
 
 
 def without(heads: Heads, opaques: list[int]) -> Heads:
-    """Return the heads of other streams."""
+    """Return the heads without those of the given streams."""
     mask = ~np.isin(heads.opaques, opaques)
     return Heads(*(column[mask] for column in heads))
 
@@ -107,9 +107,9 @@ def without(heads: Heads, opaques: list[int]) -> Heads:
 def changes_of(
     data: bytes, heads: Heads, versions_of: Mapping[int, Versions], *, has_prefix: bool
 ) -> Changes:
-    """Return the changes with these heads. `versions_of`: by opaque, newest first.
+    """Return the changes with these heads. `versions_of`: versions by opaque, newest first.
 
-    With `has_prefix` each key begins with its collection's id.
+    With `has_prefix` each key begins with its collection id.
     """
     places = heads.places
     octets = np.frombuffer(data, np.uint8)
@@ -127,7 +127,7 @@ def changes_of(
     ops = _OP_OF[opcodes]
     is_set = ops == 0
     keys, values = _pieces(data, places, key_at, value_at, end_at, is_set)
-    # Removals have shorter extras: what is read there is not theirs, and masked.
+    # Deletions have shorter extras. For them these fields are read elsewhere and masked.
     safe = np.where(is_set, places, places[0] if len(places) else 0)
     flags = np.zeros(len(places), np.uint32)
     expiry_s = np.zeros(len(places), np.uint32)
@@ -143,7 +143,7 @@ def changes_of(
 
 
 def _pieces(data: bytes, places: Any, key_at: Any, value_at: Any, end_at: Any, is_set: Any) -> Any:
-    """Return keys and values: each packet is four pieces, and the gap behind it the last one."""
+    """Return keys and values. Each packet has four pieces; the last one is the gap after it."""
     count = len(places)
     offsets = np.empty(4 * count + 1, np.int32)
     offsets[0:-1:4], offsets[1:-1:4] = places, key_at
@@ -159,7 +159,7 @@ def _pieces(data: bytes, places: Any, key_at: Any, value_at: Any, end_at: Any, i
 
 
 def _collection_ids(octets: Any, key_at: Any) -> tuple[Any, Any]:
-    """Return the LEB128 numbers that stand at the beginning of keys, and their lengths."""
+    """Return the LEB128 numbers at the beginning of the keys, and their lengths."""
     ids = np.zeros(len(key_at), np.int64)
     lengths = np.zeros(len(key_at), np.int64)
     goes_on = np.ones(len(key_at), bool)
@@ -174,7 +174,7 @@ def _collection_ids(octets: Any, key_at: Any) -> tuple[Any, Any]:
 
 
 def _vb_uuids(heads: Heads, versions_of: Mapping[int, Versions]) -> Any:
-    """Return the version that each change belongs to: the newest that began below it."""
+    """Return the version of each change: the newest that began below its seqno."""
     opaques, inverse = np.unique(heads.opaques, return_inverse=True)
     newest = [versions_of[int(opaque)] for opaque in opaques]
     numbers = np.array([versions[0][0] if versions else 0 for versions in newest], np.uint64)
@@ -194,8 +194,8 @@ def record_batch(
 ) -> pa.RecordBatch:
     """Return changes as a batch with exactly this schema.
 
-    `names`: collection id -> what the column `collection` says; None: there is no such column.
-    Raises DcpdError if text is wanted and the bytes are not UTF-8.
+    `names`: collection id -> name for the column `collection`; None if there is no such column.
+    Raises DcpdError if the schema wants text and the bytes are not UTF-8.
     """
     heads = changes.heads
     is_set = changes.ops == 0
@@ -205,7 +205,7 @@ def record_batch(
         "vb": pa.array(heads.vb_ids.astype(np.int32)),
         "seqno": pa.array(heads.seqnos.view(np.int64)),
         "vb_uuid": pa.array(changes.vb_uuids.view(np.int64)),
-        # Not made once, at import: pa.array loads pandas, which would be half of a query's start.
+        # Not created at import: pa.array loads pandas, half of a query's start-up time.
         "op": pa.array(OPS).take(pa.array(changes.ops)),
         "key": _named("key", heads, lambda keys: text_or_bytes(keys, key_type), changes.keys),
         "value": _named("value", heads, parse, changes.values),
@@ -224,7 +224,7 @@ def record_batch(
 
 
 def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> pa.RecordBatch:
-    """Return rollback rows; each is given as (vb, seqno to go back to, vb_uuid)."""
+    """Return rollback rows from tuples (vb, seqno to go back to, vb_uuid)."""
     told = {
         "vb": [vb_id for vb_id, _, _ in rollbacks],
         "seqno": [seqno for _, seqno, _ in rollbacks],
@@ -238,9 +238,9 @@ def rollback_batch(rollbacks: list[tuple[int, int, int]], schema: pa.Schema) -> 
 
 
 def text_or_bytes(array: Any, wanted: Any) -> Any:
-    """Return an array of bytes as the type that is wanted: the same, or text.
+    """Return an array of bytes as it is, or as text if that is wanted.
 
-    Raises NotTextError where bytes are not UTF-8.
+    Raises NotTextError if an item is not UTF-8.
     """
     if wanted == pa.binary():
         return array
@@ -251,7 +251,7 @@ def text_or_bytes(array: Any, wanted: Any) -> Any:
 
 
 class NotTextError(ValueError):
-    """Of an array of bytes one is not UTF-8: the one at `index`."""
+    """The item at `index` of an array of bytes is not UTF-8."""
 
     def __init__(self, index: int) -> None:
         super().__init__(f"item {index} is not UTF-8 text")
@@ -264,18 +264,18 @@ def _first_not_text(array: Any) -> int:
             (item or b"").decode()
         except UnicodeDecodeError:
             return index
-    raise AssertionError("pyarrow and Python agree on what UTF-8 is")
+    raise AssertionError("pyarrow refused an array in which every item is UTF-8")
 
 
 def _named(name: str, heads: Heads, make: ValueParser, array: Any) -> Any:
-    """Return what `make` makes of an array; raises DcpdError that names the change."""
+    """Apply `make` to an array. Raises DcpdError, which names the change."""
     try:
         return make(array)
     except NotTextError as error:
         raise DcpdError(
             f"the {name} of the change with seqno {heads.seqnos[error.index]} is not UTF-8 text",
             vb_id=int(heads.vb_ids[error.index]),
-            hint=f"Read it as it is, with the option {name}Format=binary.",
+            hint=f"Use the option {name}Format=binary to read the bytes.",
         ) from None
 
 

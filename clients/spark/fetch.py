@@ -1,7 +1,8 @@
-"""Reads the changes of a task on an executor, from the nodes that hold its partitions.
+"""Reads the changes of a task on an executor, from the nodes of its partitions.
 
-`clients.spark.fetch_core` decides; sockets and clock are here. A lost connection is made again, and
-the streams continue where they were. A task gives up after `PATIENCE_S` without a change.
+`clients.spark.fetch_core` makes the decisions; this module has the sockets and the clock. It
+reconnects after a lost connection, and the streams continue where they were. A task gives up after
+`PATIENCE_S` without a change.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from clients.spark.plan import PlanStep
 
 READ_BYTES: Final = 1024 * 1024
 PATIENCE_S: Final = 60.0
-"""How long no change may come before a task gives up: a server's restart takes less."""
+"""A task gives up after this time without a change. A server restart takes less."""
 RETRY_S: Final = 0.1
-"""Pause before a connection or a stream is asked for again."""
+"""Pause before a connection or stream request is retried."""
 
 
 class StreamLink(SyncLink):
-    """A connection that is read as bytes once the handshake is done."""
+    """A connection that returns raw bytes after the handshake."""
 
     def send(self, data: bytes) -> None:
         """Send packets."""
@@ -35,7 +36,7 @@ class StreamLink(SyncLink):
             self._write(data)
 
     def read(self) -> bytes:
-        """Return what came. Raises ConnectionLostError, OperationTimeoutError."""
+        """Return the next bytes. Raises ConnectionLostError, OperationTimeoutError."""
         return self._receive(READ_BYTES)
 
 
@@ -60,7 +61,7 @@ def fetch(
     collection_ids: tuple[int, ...] = (0,),
     patience_s: float = PATIENCE_S,
 ) -> Iterator[Arrived]:
-    """Yield the changes and rollbacks of the steps. Raises DcpdError if it has to give up."""
+    """Yield the changes and rollbacks of the steps. Raises DcpdError if it gives up."""
     streams = [Stream(step) for step in steps]
     began = time.monotonic()
     while streams:
@@ -72,7 +73,7 @@ def fetch(
                 reading = _Reading(servers[0].at(*node), history, collection_ids, patience_s)
                 for arrived in reading.run(group):
                     yield arrived
-                    began = time.monotonic()  # how long Spark took for it is no waiting
+                    began = time.monotonic()  # the time that Spark took does not count
                 left += reading.left
                 problem = problem or reading.problem
         except TRANSIENT as error:
@@ -87,7 +88,7 @@ def fetch(
 def _by_node(
     topology: Topology, streams: Sequence[Stream]
 ) -> tuple[dict[tuple[str, int], list[Stream]], list[Stream]]:
-    """Return the streams by the node that has their partition, and those that none has now."""
+    """Return the streams by the node of their partition, and those without a node."""
     groups: dict[tuple[str, int], list[Stream]] = {}
     homeless: list[Stream] = []
     for stream in streams:
@@ -103,18 +104,17 @@ def _by_node(
 
 def _stuck(stream: Stream, patience_s: float) -> DcpdError:
     problem = stream.problem
-    reason = f": {problem.what}" if problem else ", and its node does not send what comes"
+    reason = f": {problem.what}" if problem else ": its node sends no more changes"
     return DcpdError(
-        f"for {patience_s:g} s the partition stands at seqno {stream.seqno}, up to"
-        f" {stream.end_seqno} is wanted{reason}",
+        f"no progress for {patience_s:g} s at seqno {stream.seqno} of {stream.end_seqno}{reason}",
         vb_id=stream.vb_id,
         node=problem.node if problem else None,
-        hint="Is it active on a node? See: dcpctl seqnos, dcpctl stream list",
+        hint="Check that the partition is active: dcpctl seqnos, dcpctl stream list",
     )
 
 
 class _Reading:
-    """One connection for some streams; `left` and `problem` tell what remained, and why."""
+    """One connection for some streams. Afterwards `left` has the unfinished ones, `problem` why."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Reading:
         self._patience_s = patience_s
 
     def run(self, streams: list[Stream]) -> Iterator[Arrived]:
-        """Yield what comes, until all is there or the connection is lost."""
+        """Yield what arrives until the streams are done or the connection is lost."""
         self.left = streams
         try:
             link = StreamLink(self._address, timeout_s=self._patience_s)
@@ -158,7 +158,7 @@ class _Reading:
                     if core.failure is not None:
                         raise core.failure
                     if time.monotonic() - began > self._patience_s:
-                        return  # the server answers, but not with changes
+                        return  # the server answers, but sends no changes
                     if core.is_waiting:
                         time.sleep(RETRY_S)
                         core.retry()

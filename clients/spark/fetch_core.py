@@ -1,32 +1,31 @@
-"""An executor's connection, sans-IO: the steps of a batch in, their changes out.
+"""An executor's connection, sans-IO: steps of a batch go in, their changes come out.
 
     core = FetchCore(steps, name, ...)
     send(core.begin())
     arrived = core.receive(data)     # -> rollbacks and chunks of changes
     send(core.take_output())
-    ... until core.is_done, or core.failure says why the connection is over, or it is lost. Then
-    make a new core for core.unfinished().
+    ... until core.is_done. If core.failure is set or the connection is lost, make a new core for
+    core.unfinished().
 
-    stream:  ASKED -> OPEN -> DONE         the end is reached, or nothing (more) of it is left
+    stream:  ASKED -> OPEN -> DONE         it reached its end, or no more of it is available
                ^   |    |
-               +---+----+---> WAITING      asked again: ETMPFAIL, a broken stream, ...
+               +---+----+---> WAITING      to be requested again: ETMPFAIL, a broken stream, ...
 
-What a step gets
+What a step yields
 - first its rollback row, when the server has accepted the stream;
-- the changes above its start, up to its end. If history has branched below the end since, up to
-  where the histories part: the next batch is planned from the old end and begins with the rollback
-  (docs/spark.md shows why that is enough);
-- if deletions below its start were purged meanwhile: a rollback row to 0, and everything up to the
+- the changes above its start, up to its end. If history has branched below the end meanwhile, the
+  changes up to where the histories part. The next batch is planned from the old end and starts with
+  the rollback (docs/spark.md shows why that is enough);
+- if deletions below its start were purged meanwhile: a rollback row to 0, then everything up to the
   end;
 - if the history floor rose above its end meanwhile: the state as of the floor, because the server
-  can show nothing older. The next batch brings what lies above the end again.
+  has nothing older. The next batch sends the changes above the end again.
 
 Invariants
-- there is one stream request at a time per partition, each with its own opaque;
-- streams stand after what `receive` returned, even if the read ended in an error;
-- changes of a stream that was given up are dropped by their opaque;
-- after a break, a stream is asked for from the last change that was handed out, in the snapshot
-  that it was in.
+- each partition has one stream request at a time, with its own opaque;
+- streams are positioned after what `receive` returned, even if the read ended with an error;
+- changes of an abandoned stream are dropped by their opaque;
+- after a break, a stream is requested from the last change that was returned, within its snapshot.
 """
 
 from __future__ import annotations
@@ -70,13 +69,13 @@ CHANGES: Final = frozenset(
     for opcode in (Opcode.DCP_MUTATION, Opcode.DCP_DELETION, Opcode.DCP_EXPIRATION)
 )
 _IS_OVER: Final = frozenset({Verdict.DONE, Verdict.EMPTY})
-"""Ends after which nothing more of a stream is to come."""
+"""Verdicts after which a stream sends nothing more."""
 
 
 class StreamGoneError(DcpdError):
-    """A task cannot finish what it has handed out in part; a new attempt of the task can."""
+    """A task has returned some changes and cannot continue. A new attempt of the task can."""
 
-    default_hint = "Spark repeats the task; in local mode allow that with local[N,4]."
+    default_hint = "Spark repeats the task. In local mode allow retries with local[N,4]."
 
 
 class Snapshot(NamedTuple):
@@ -97,7 +96,7 @@ class StreamState(Enum):
 
 
 class Stream:
-    """One step on its way."""
+    """The stream that reads one step."""
 
     __slots__ = ("changes_opaque", "end_seqno", "opaque", "problem", "retry_at_ns", "retry_ns",
                  "rollback_to", "seqno", "snapshot", "start_seqno", "state", "step",
@@ -107,20 +106,20 @@ class Stream:
         self.step = step
         self.state = StreamState.WAITING
         self.start_seqno = self.seqno = step.start_seqno
-        """The seqno at which reading began, and the last one that was handed out."""
+        """The seqno at which reading began, and the last one that was returned."""
         self.versions: Versions = step.start_versions
         self.end_seqno = step.end_seqno
         self.rollback_to = step.rollback_to
-        """Seqno of the rollback row that is not handed out yet."""
+        """Seqno of the rollback row, until the row is returned."""
         self.snapshot: Snapshot | None = None
         self.opaque = 0
         """Opaque of its request while that is pending or the stream is open, otherwise 0."""
         self.changes_opaque = 0
-        """Opaque of its changes. It is needed after the end of the stream: the changes of a read
-        are decoded last."""
+        """Opaque of its changes. It is kept after the stream's end, because the changes of a read
+        are decoded after its other messages."""
         self.retry_ns = self.retry_at_ns = 0
         self.problem: DcpdError | None = None
-        """Why it last stopped; part of the error if it does not continue for long."""
+        """Why it last stopped. The error says it if the stream does not continue."""
 
     @property
     def vb_id(self) -> int:
@@ -128,7 +127,7 @@ class Stream:
         return self.step.vb_id
 
     def position(self) -> Position:
-        """Return where to ask from."""
+        """Return the position for the next request."""
         at, snapshot = self.seqno, self.snapshot
         start, end = at, at
         if (
@@ -141,7 +140,7 @@ class Stream:
         return Position(self.versions, at, start, end)
 
     def restart(self) -> None:
-        """Begin the partition anew."""
+        """Read the partition again from 0."""
         self.start_seqno = self.seqno = 0
         self.versions = ()
         self.rollback_to = 0
@@ -149,7 +148,7 @@ class Stream:
 
 
 class Arrived(NamedTuple):
-    """What one read brought."""
+    """The result of one read."""
 
     rollbacks: list[tuple[int, int, int]]
     """(vb, seqno to go back to, vb_uuid)."""
@@ -172,16 +171,16 @@ class FetchCore:
     ) -> None:
         self.node = node
         self.failure: DcpdError | None = None
-        """Why the connection is over; the caller raises it after handing out what came before."""
+        """Why the connection is over. The caller raises it after returning earlier changes."""
         self.moved: list[Stream] = []
-        """Streams of partitions that left this node; the caller places them elsewhere."""
+        """Streams of partitions that left this node. The caller moves them to other nodes."""
         self._streams = list(streams)
         for stream in self._streams:
             stream.state = StreamState.WAITING
-            # Those of another connection may be somebody else's here.
+            # Opaques of another connection mean other streams here.
             stream.opaque = stream.changes_opaque = 0
         self._by_opaque: dict[int, Stream] = {}
-        """By opaque: the stream whose changes carry it, unless it was given up."""
+        """Opaque -> the stream whose changes carry it, unless it was abandoned."""
         self._versions_of: dict[int, Versions] = {}
         self._has_collections = has_collections
         self._filter: dict[str, Any] = {}
@@ -213,28 +212,28 @@ class FetchCore:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the server asked to come back later."""
+        """Whether a stream waits to be requested again."""
         return any(stream.state is StreamState.WAITING for stream in self._streams)
 
     def unfinished(self) -> list[Stream]:
-        """Return the streams that another connection has to go on with."""
+        """Return the streams that another connection must continue."""
         return [*self.moved, *(s for s in self._streams if s.state is not StreamState.DONE)]
 
     def retry(self) -> None:
-        """Ask for the streams that wait."""
+        """Request the waiting streams again."""
         for stream in self._streams:
             if stream.state is StreamState.WAITING:
                 self._request(stream)
 
     def take_output(self) -> bytes:
-        """Return what is to be sent."""
+        """Return the bytes to send."""
         return self._connection.requests.take_output()
 
     def receive(self, data: bytes) -> Arrived:
-        """Take what a read brought; return its changes and rollbacks, up to the first error.
+        """Process received bytes; return the changes and rollbacks before the first error.
 
-        `failure` has the error: a DcpdError if the server refuses, ConnectError for bytes that are
-        no packet, StreamGoneError. Raises StreamViolationError.
+        The error is in `failure`: a DcpdError if the server refuses, ConnectError for malformed
+        bytes, StreamGoneError. Raises StreamViolationError.
         """
         assert self.failure is None
         changes = None
@@ -244,7 +243,7 @@ class FetchCore:
             try:
                 self._buffer.keep(buffer, self._walk(buffer, places))
             except RemoteProtocolError as error:
-                self.failure = ConnectError(f"what came is no stream: {error}", node=self.node)
+                self.failure = ConnectError(f"malformed data arrived: {error}", node=self.node)
             except DcpdError as error:
                 self.failure = error
             changes = self._taken(Chunk(buffer, places)) if places else None
@@ -254,7 +253,7 @@ class FetchCore:
     # -- packets -------------------------------------------------------------------------------
 
     def _walk(self, data: bytes, places: list[int]) -> int:
-        """Note the places of changes; return where the first incomplete packet begins."""
+        """Collect the offsets of changes; return the offset of the first incomplete packet."""
         add, unpack, is_change = places.append, HEAD.unpack_from, CHANGES.__contains__
         position, end = 0, len(data)
         while end - position >= HEADER_BYTES:
@@ -272,7 +271,7 @@ class FetchCore:
         return position
 
     def _taken(self, chunk: Chunk) -> Changes | None:
-        """Note how far the streams came; return the changes of those that were not given up."""
+        """Advance the streams; return the changes, without those of abandoned streams."""
         heads = heads_of(chunk)
         last = last_seqnos(heads)
         given_up = [opaque for opaque in last if opaque not in self._by_opaque]
@@ -282,7 +281,7 @@ class FetchCore:
             stream = self._by_opaque.get(opaque)
             if stream is not None:
                 if seqno > stream.end_seqno:
-                    what = f"a change with seqno {seqno} above the end {stream.end_seqno}"
+                    what = f"a change with seqno {seqno} above the stream's end {stream.end_seqno}"
                     raise StreamViolationError(what, vb_id=stream.vb_id, node=self.node)
                 stream.seqno = max(stream.seqno, seqno)
         if len(heads.places) == 0:
@@ -290,7 +289,7 @@ class FetchCore:
         return changes_of(chunk.data, heads, self._versions_of, has_prefix=self._has_collections)
 
     def on_message(self, stream: Stream, frame: Frame) -> None:
-        """Take a message of a stream that is no change."""
+        """Process a message of a stream that is not a document change."""
         if frame.opcode == Opcode.DCP_SNAPSHOT_MARKER:
             marker = parse_marker(frame)
             is_history = bool(marker.flags & MarkerFlag.HISTORY)
@@ -301,14 +300,14 @@ class FetchCore:
             stream.seqno = max(stream.seqno, parse_advanced(frame))
         elif frame.opcode == Opcode.DCP_SYSTEM_EVENT:
             if len(frame.extras) != SYSTEM_EVENT_EXTRAS.size:
-                raise RemoteProtocolError(f"{len(frame.extras)} bytes of extras of a system event")
+                raise RemoteProtocolError(f"{len(frame.extras)} bytes of extras in a system event")
             stream.seqno = max(stream.seqno, SYSTEM_EVENT_EXTRAS.unpack(frame.extras)[0])
 
     def on_control(self, key: bytes, status: int) -> None:
-        """Do nothing: a task needs all its controls, so none is optional."""
+        """Do nothing: all controls of a task are required, so none needs handling here."""
 
     def on_config(self, config: bytes) -> None:
-        """Do nothing: a task asks for the configuration whenever it connects."""
+        """Do nothing: a task reads the configuration when it connects."""
 
     # -- requests and replies ------------------------------------------------------------------
 
@@ -320,7 +319,7 @@ class FetchCore:
         self._by_opaque[stream.opaque] = stream
 
     def on_outcome(self, stream: Stream, outcome: StreamOutcome) -> None:
-        """Take the answer to a stream request, or the end of a stream."""
+        """Process the answer to a stream request, or the end of a stream."""
         match outcome:
             case Opened():
                 self._opened(stream, outcome.versions)
@@ -335,7 +334,7 @@ class FetchCore:
             case Ended() if outcome.verdict in _IS_OVER:
                 stream.state = StreamState.DONE
             case Ended():
-                # This read has its last changes: they are counted before it asks again.
+                # The last changes are in this read. They are counted before the next request.
                 told = reason_name(outcome.reason)
                 what = f"its stream ended with reason {outcome.reason} ({told})"
                 self._wait(stream, DcpdError(what, node=self.node))
@@ -343,24 +342,24 @@ class FetchCore:
                 raise outcome.error
 
     def _wait(self, stream: Stream, problem: DcpdError) -> None:
-        """Let a stream wait until the shell, which makes the pauses, calls `retry`."""
+        """Let a stream wait until the shell calls `retry`. The shell makes the pauses."""
         stream.state = StreamState.WAITING
         stream.problem = problem
 
     def _opened(self, stream: Stream, server: Versions) -> None:
-        """The server streams: is the planned end still on its branch?"""
+        """The server accepted a stream. Check whether the planned end is still on its branch."""
         stream.state = StreamState.OPEN
         self._hand_out_rollback(stream)
         self._versions_of[stream.opaque] = server
         common = agreed_seqno(stream.step.end_versions, stream.end_seqno, server, stream.vb_id)
         common = max(common, stream.seqno)
         if common >= stream.end_seqno:
-            # From here on the versions are those that led to the end of the batch, on a branch
-            # that the server has too: a break asks with them.
+            # The versions at the batch's end are on the server's branch too. Requests after a break
+            # use them.
             stream.versions = stream.step.end_versions
             return
         # A de-duplicated snapshot up to the old end may leave out changes at or below the new end.
-        # So the stream is asked for again, with the end that both histories have.
+        # So the stream is requested again, up to the end that both histories share.
         self._by_opaque.pop(stream.opaque)
         self._connection.forget(stream)
         stream.end_seqno = common
@@ -370,19 +369,19 @@ class FetchCore:
             self._request(stream)
 
     def _gone_back(self, stream: Stream, server: Versions) -> None:
-        """The server cannot go on from where the stream stands: why?"""
+        """The server asked for a rollback. Find out why, and end or restart the stream."""
         held = agreed_seqno(stream.versions, stream.seqno, server, stream.vb_id)
         if held < stream.seqno:
-            # History branched below: nothing more of this batch is left.
+            # History branched below the stream's seqno: the rest of the batch is gone.
             self._hand_out_rollback(stream)
             stream.state = StreamState.DONE
             return
         has_told = stream.step.rollback_to is not None and stream.rollback_to is None
         if has_told or stream.seqno > stream.start_seqno:
-            # A batch has one rollback row of a partition, before all of its changes.
+            # A batch has at most one rollback row per partition, before all of its changes.
             raise StreamGoneError(
-                "the server goes back below what this task has handed out already"
-                " (deletions were purged, or a snapshot was cut by a branch)",
+                "the server rolled back below changes that this task has already returned"
+                " (deletions were purged, or a branch cut a snapshot)",
                 vb_id=stream.vb_id,
                 node=self.node,
             )

@@ -1,4 +1,4 @@
-"""Checks for a Java that Spark runs on, because Spark's own error does not help."""
+"""Checks for a suitable Java, because Spark's own error message does not help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 JAVA_MIN: Final = 17
-"""What the classes of Spark 4 are made for."""
+"""Spark 4 is compiled for Java 17."""
 _TRY: Final = (
     "Debian and Ubuntu: sudo apt-get install openjdk-17-jre-headless; elsewhere install a JDK or"
     " JRE and set JAVA_HOME"
@@ -18,15 +18,15 @@ _TRY: Final = (
 
 
 class JavaMissingError(RuntimeError):
-    """There is no Java, or one that is too old; the text says what to install."""
+    """Java is missing or too old. The text says what to install."""
 
 
 def check_java() -> int:
-    """Return the version of the Java that Spark will find. Raises JavaMissingError."""
+    """Return the version of the Java that Spark will use. Raises JavaMissingError."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     if java is None or not Path(java).exists():
-        where = f"JAVA_HOME is {home}, and there is no bin/java" if home else "no java in the PATH"
+        where = f"JAVA_HOME is {home}, but it has no bin/java" if home else "no java in the PATH"
         raise JavaMissingError(f"Spark needs Java {JAVA_MIN} or newer: {where}. {_TRY}")
     told = subprocess.run(  # noqa: S603 - the java that Spark would start
         [java, "-version"], capture_output=True, text=True, check=False
@@ -35,6 +35,6 @@ def check_java() -> int:
     version = int(found[1]) if found else 0
     if version < JAVA_MIN:
         raise JavaMissingError(
-            f"Spark needs Java {JAVA_MIN} or newer: {java} is {version or 'unknown'}. {_TRY}"
+            f"Spark needs Java {JAVA_MIN} or newer: {java} is version {version or '?'}. {_TRY}"
         )
     return version

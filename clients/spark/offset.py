@@ -1,19 +1,19 @@
-"""Offsets of a query: where it stands in every partition, as JSON that Spark keeps. Pure.
+"""Offsets of a query: its position in each partition, as JSON that Spark stores. Pure.
 
     {"17": "120 5f3a0c@100,77aa21@0", "18": "9 1b2c3d@0 complete=0-5,9-9"}
 
-One text per partition: the seqno, the versions that led there (uuid in hexadecimal @ the seqno at
-which it began), and what is not as usual:
-    complete=A-B,...   where the state was held completely; else from `base` to the seqno
-    base=N             nothing below N was ever asked for (a start at "latest", a time or a seqno)
-    rollback=R         the batch that ends here begins by going back to R
-A partition of which nothing is held is left out. Beside them there is
+"120 5f3a0c@100,..." is the seqno and the versions that led there: uuid in hexadecimal, @, the seqno
+at which the version began. Optional parts follow:
+    complete=A-B,...   ranges with a complete state; default: from `base` to the seqno
+    base=N             nothing below N was read (the query started at "latest", a time or a seqno)
+    rollback=R         the batch that ends here starts with a rollback to R
+Partitions at seqno 0 are left out. One more member is
 
-    "collections": "scope.a,scope.b"    what the query follows; older programs did not write it
+    "collections": "scope.a,scope.b"    the query's collections; older versions did not write it
 
 Invariants
-- the same positions give the same bytes: partitions in numeric order, no spaces to choose;
-- an entry that did not change keeps its text, so that Spark sees "nothing new";
+- equal positions give equal bytes: partitions are in numeric order, and spacing is fixed;
+- an unchanged entry keeps its text, so Spark sees that nothing is new;
 - `versions` are those that began at or below the seqno, newest first.
 """
 
@@ -26,21 +26,21 @@ from clients.position import Position, Ranges, Versions
 from vbucket.model.ids import NUM_VBUCKETS, SEQNO_MAX
 
 RANGES_MAX: Final = 8
-"""Complete states remembered per partition: an offset has 1,024 of them and is kept per batch."""
+"""Ranges per partition. Spark stores an offset with 1,024 partitions for each batch."""
 RANGES_NEWEST: Final = 3
-"""Of those, so many newest ones are always kept."""
+"""This many of the newest ranges are always kept."""
 
 
 class Entry(NamedTuple):
-    """Where a query stands in a partition, and how the batch that ends there began."""
+    """A query's position in a partition at the end of a batch."""
 
     position: Position = Position()
     rollback_to: int | None = None
-    """The seqno to which that batch goes back first; None: it only goes on."""
+    """The seqno to which that batch rolls back first; None: no rollback."""
 
     @property
     def seqno(self) -> int:
-        """The seqno up to which the query is."""
+        """The query's seqno."""
         return self.position.seqno
 
 
@@ -60,21 +60,21 @@ def entry_at(
     base_seqno: int = 0,
     rollback_to: int | None = None,
 ) -> Entry:
-    """Return the entry of a query that holds everything up to `seqno`, the end of a snapshot."""
+    """Return the entry of a query that has everything up to `seqno`, the end of a snapshot."""
     led_here = trimmed(versions, seqno) if seqno else ()
     ranges = thinned(complete or ((base_seqno, seqno),))
     return Entry(Position(led_here, seqno, seqno, seqno, ranges, base_seqno), rollback_to)
 
 
 def trimmed(versions: Versions, seqno: int) -> Versions:
-    """Return the versions that began at or below a seqno: those that led there."""
+    """Return the versions that began at or below a seqno."""
     return tuple(version for version in versions if version[1] <= seqno)
 
 
 def thinned(ranges: Ranges) -> Ranges:
-    """Return few enough ranges: the newest, and of older ones the newest of each age's magnitude.
+    """Return at most RANGES_MAX ranges: the newest, and one per power of two of age before them.
 
-    What is forgotten makes a later rollback go deeper, never wrong.
+    Forgetting a range can make a later rollback go deeper, but never to a wrong state.
     """
     if len(ranges) <= RANGES_MAX:
         return ranges
@@ -100,7 +100,7 @@ def encode(entry: Entry) -> str:
 
 
 def decode(text: str) -> Entry:
-    """Return the entry that `encode` gave. Raises ValueError saying what is wrong."""
+    """Parse the text of an entry. Raises ValueError, which says what is wrong."""
     seqno_text, *parts = text.split(" ")
     if not _is_number(seqno_text):
         raise ValueError(f"{text!r} does not begin with a seqno")
@@ -116,10 +116,10 @@ def decode(text: str) -> Entry:
         told[name] = value
     base, rollback = told.get("base", "0"), told.get("rollback")
     if not _is_number(base) or (rollback is not None and not _is_number(rollback)):
-        raise ValueError(f"{text!r}: base and rollback are seqnos")
+        raise ValueError(f"{text!r}: base and rollback must be seqnos")
     complete = _ranges(told["complete"], text) if "complete" in told else ((int(base), seqno),)
     if seqno and not versions:
-        raise ValueError(f"{text!r} names no version")
+        raise ValueError(f"{text!r} has no version")
     return Entry(
         Position(versions, seqno, seqno, seqno, complete, int(base)),
         None if rollback is None else int(rollback),
@@ -127,7 +127,7 @@ def decode(text: str) -> Entry:
 
 
 def offset_of(entries: Mapping[int, Entry]) -> Offset:
-    """Return entries as the offset that Spark keeps."""
+    """Return entries as the offset that Spark stores."""
     return {
         str(vb_id): encode(entries[vb_id])
         for vb_id in sorted(entries)
@@ -136,14 +136,14 @@ def offset_of(entries: Mapping[int, Entry]) -> Offset:
 
 
 def entries_of(offset: Mapping[str, str]) -> dict[int, Entry]:
-    """Return the entries of an offset. Raises ValueError saying which partition's is wrong."""
+    """Return the entries of an offset. Raises ValueError, which names the wrong partition."""
     entries = {}
     for name, text in offset.items():
         if name == COLLECTIONS:
             continue
         vb_id = partition_number(name)
         if not isinstance(text, str):
-            raise ValueError(f"partition {vb_id}: text wanted, found {text!r}")
+            raise ValueError(f"partition {vb_id}: expected text, found {text!r}")
         try:
             entries[vb_id] = decode(text)
         except ValueError as error:
@@ -152,7 +152,7 @@ def entries_of(offset: Mapping[str, str]) -> dict[int, Entry]:
 
 
 def partition_number(name: str) -> int:
-    """Return the partition that an offset's member names. Raises ValueError."""
+    """Parse the name of a partition in an offset. Raises ValueError."""
     if not _is_number(name) or int(name) >= NUM_VBUCKETS:
         raise ValueError(f"{name!r} is not a partition (0 to {NUM_VBUCKETS - 1})")
     return int(name)

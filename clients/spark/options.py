@@ -1,7 +1,7 @@
-"""The options of the source: one table of what there is, what it takes, and what is wrong. Pure.
+"""The options of the source: a table of names, accepted values and parsers. Pure.
 
-Spark gives options as text, names in any case. An unknown name or a value that an option does not
-take is an `OptionError` that names the option and what it takes.
+Spark passes options as text; names are not case-sensitive. An unknown name or a bad value raises
+`OptionError`, which names the option and its accepted values.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from clients.spark.value_schema import check_columns
 from vbucket.model.ids import NUM_VBUCKETS
 
 NUM_PARTITIONS: Final = 4
-"""Tasks of a batch, if there is enough to read: one server feeds about so many readers."""
+"""Tasks of a batch, if there is enough to read. One server can feed about this many readers."""
 NUM_PARTITIONS_MAX: Final = 1024
 
 
 class OptionError(ValueError):
-    """An option of the source is wrong; the text names it and says what it takes."""
+    """An option of the source is wrong. The text names it and its accepted values."""
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """The options, taken apart. Goes to the executors, so it can be pickled."""
+    """The parsed options. They are pickled for the executors."""
 
     servers: tuple[ServerAddress, ...] = field(repr=False)
-    """With user and password: never part of what Spark logs of a task."""
+    """Contains passwords, so it is not part of the repr, which Spark may log."""
     collections: tuple[str, ...] | None = None
-    """scope.collection; None: the default collection, and no column that tells it."""
+    """scope.collection; None: the default collection, without a column `collection`."""
     partitions: tuple[int, ...] = tuple(range(NUM_VBUCKETS))
     starting: str | Offset | int = "earliest"
-    """`earliest`, `latest`, an offset, or a moment in ns since the Unix epoch."""
+    """`earliest`, `latest`, an offset, or a time in ns since the Unix epoch."""
     rows_max: int | None = None
     bytes_max: int | None = None
     num_partitions: int = NUM_PARTITIONS
@@ -49,7 +49,7 @@ class SourceSettings:
 
     @property
     def schema(self) -> str:
-        """The columns, as Spark's DDL."""
+        """The columns in Spark's DDL."""
         value = {
             "binary": "BINARY",
             "string": "STRING",
@@ -66,7 +66,7 @@ class SourceSettings:
 
 
 def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> SourceSettings:
-    """Return the settings that options describe. Raises OptionError."""
+    """Parse options. Raises OptionError."""
     given = {name.lower(): str(value).strip() for name, value in options.items()}
     known = {name.lower(): name for name in _OPTIONS}
     for name in given:
@@ -89,29 +89,29 @@ def parse_options(options: Mapping[str, str], *, is_batch: bool = False) -> Sour
 
 
 def _shown(name: str, text: str, error: ValueError) -> str:
-    """Return a wrong value and the reason; nothing of one that has a password in it.
+    """Return a wrong value and the reason. A value with a password is hidden.
 
-    Spark writes the text into its logs.
+    Spark writes the text to its logs.
     """
     if name == "password" or (name == "servers" and "@" in text):
-        return "what was given (not shown, as it has a password in it)"
+        return "this value (hidden because it contains a password)"
     return f"{text!r} ({error})" if str(error) else repr(text)
 
 
 def _settings(found: dict[str, Any], *, is_batch: bool) -> SourceSettings:
-    """Put options together that belong together."""
+    """Combine the parsed options, and check those that depend on each other."""
     if "servers" not in found:
         raise OptionError(f"option servers is missing: it takes {_OPTIONS['servers'][0]}")
     value_format, value_schema = found.get("valueFormat", "binary"), found.get("valueSchema", "")
     if (value_format == "json") != bool(value_schema):
         raise OptionError(
-            "options valueFormat and valueSchema: valueFormat=json takes a valueSchema, the others"
-            " none; for example valueSchema='carrier STRING, flight INT'"
+            "options valueFormat and valueSchema: valueFormat=json needs a valueSchema, other"
+            " formats take none; for example valueSchema='carrier STRING, flight INT'"
         )
     if is_batch and ("maxRowsPerTrigger" in found or "maxBytesPerTrigger" in found):
         raise OptionError(
-            "options maxRowsPerTrigger and maxBytesPerTrigger are for streams: spark.read reads"
-            " everything up to now"
+            "options maxRowsPerTrigger and maxBytesPerTrigger work with streams only: spark.read"
+            " reads everything up to now"
         )
     defaults = SourceSettings(())
     return SourceSettings(
@@ -140,7 +140,7 @@ def _servers(found: dict[str, Any]) -> tuple[ServerAddress, ...]:
             address = address._replace(password=found["password"])
         is_tls = found.get("tls", address.is_tls)
         if not is_tls and ("tlsCa" in found or "tlsCert" in found):
-            raise OptionError("options tlsCa and tlsCert are for TLS: set tls=true too")
+            raise OptionError("options tlsCa and tlsCert need TLS: set tls=true too")
         servers.append(
             address._replace(
                 is_tls=is_tls,
@@ -206,7 +206,7 @@ def _starting_offset(text: str) -> Offset:
     offset: Offset = {}
     for name, item in document.items():
         if name == COLLECTIONS:
-            continue  # it describes the query that the offset comes from
+            continue  # it belongs to the query that the offset comes from
         vb_id = partition_number(name)
         if type(item) is int and item >= 0:
             offset[str(vb_id)] = str(item)
@@ -214,7 +214,7 @@ def _starting_offset(text: str) -> Offset:
             decode(item)
             offset[str(vb_id)] = item
         else:
-            raise ValueError(f"partition {vb_id}: {item!r} is neither a seqno nor an offset's text")
+            raise ValueError(f"partition {vb_id}: {item!r} is neither a seqno nor an offset text")
     return offset
 
 
@@ -257,7 +257,7 @@ def _columns(text: str) -> str:
 
 _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "servers": ("HOST:PORT or dcpd://HOST:PORT, several with commas", _addresses),
-    "username": ("a user's name", _text),
+    "username": ("a user name", _text),
     "password": ("that user's password", _text),
     "tls": ("true or false", _boolean),
     "tlsCa": ("a PEM file with the CA to trust, on every executor", _text),
@@ -267,7 +267,7 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "startingOffsets": (
         (
             'earliest, latest, a JSON object of partitions and seqnos such as {"17": 120}, or a'
-            " moment: ISO 8601 (UTC where it names no zone) or milliseconds since 1970"
+            " time: ISO 8601 (UTC if it has no zone) or milliseconds since 1970"
         ),
         _starting,
     ),
@@ -278,9 +278,9 @@ _OPTIONS: Final[dict[str, tuple[str, Callable[[str], Any]]]] = {
     "history": ("true or false", _boolean),
     "valueFormat": ("binary, string or json", _choice("binary", "string", "json")),
     "valueSchema": (
-        "the columns of a JSON value as Spark's DDL, for example carrier STRING, flight INT",
+        "the columns of a JSON value in Spark's DDL, for example carrier STRING, flight INT",
         _columns,
     ),
     "keyFormat": ("binary or string", _choice("binary", "string")),
 }
-"""Name -> what it takes in words, and the function that takes it."""
+"""Name -> (description of the accepted values, parser)."""

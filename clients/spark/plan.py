@@ -1,15 +1,16 @@
-"""The driver's decisions: how far the next batch goes in every partition, and who reads it. Pure.
+"""The driver's decisions: where the next batch ends in each partition, and which task reads it.
+Pure.
 
-    survey of the nodes + where the last batch ended -> where this one ends    (`next_entries`)
-    where a batch begins and ends                    -> what to read           (`steps_between`)
-    what to read                                     -> tasks                  (`tasks_of`)
+    survey of the nodes + end of the last batch -> end of this batch      (`next_entries`)
+    start and end of a batch                    -> steps to read          (`steps_between`)
+    steps to read                               -> tasks                  (`tasks_of`)
 
 Invariants
-- an end is a state that the server can show: it is not below the purge seqno or the history floor,
-  unless the partition stands there already;
-- a rollback goes to where the histories part, or to a complete state of the query below;
-- `steps_between` depends only on the two offsets. So a batch that Spark repeats is planned in the
-  same way, whatever happened on the server meanwhile. The reader finds out what is left of it.
+- the end of a batch is a state that the server can still produce: it is not below the purge seqno
+  or the history floor, unless the partition is already there;
+- a rollback goes to the seqno where the histories part, or to a complete state of the query below;
+- `steps_between` depends only on the two offsets. So a repeated batch gets the same plan, whatever
+  happened on the server meanwhile. The reader finds out what is still available.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from failover.history import FailoverLog
 from failover.rollback import Question, decide
 
 TASK_ROWS_MIN: Final = 20_000
-"""A task has at least so many rows, if there are more tasks: starting one takes 20 ms."""
+"""Minimum rows per task if there are several tasks. Starting a task takes 20 ms."""
 
 
 class PartitionFacts(NamedTuple):
-    """What a node says about a partition at one moment."""
+    """A node's data about a partition, all from one moment."""
 
     vb_id: int
     high_seqno: int
@@ -45,13 +46,13 @@ class PartitionFacts(NamedTuple):
 
 
 class GoneBack(NamedTuple):
-    """A partition that has to go back, for logs and metrics."""
+    """A partition that must be rolled back, for errors and metrics."""
 
     vb_id: int
     from_seqno: int
     to_seqno: int
     versions: Versions
-    """What the query knew."""
+    """The versions that the query knew."""
     server_versions: Versions
     reason: str
 
@@ -68,7 +69,7 @@ class PlanStep(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a partition continues, with what is known about it."""
+    """The position from which a partition continues, with its facts."""
 
     facts: PartitionFacts
     entry: Entry
@@ -77,13 +78,13 @@ class Start(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The lowest end that the server can show."""
+        """The lowest seqno at which the server can end a batch."""
         facts, seqno = self.facts, self.position.seqno
         return max(seqno, min(max(facts.history_floor, facts.purge_seqno), facts.high_seqno))
 
 
 def start_of(entry: Entry, facts: PartitionFacts) -> Start:
-    """Return where a partition continues, by the rule that the server uses too."""
+    """Return where a partition continues, by the same rule that the server uses."""
     at = entry.position
     question = Question(at.seqno, at.vb_uuid, at.seqno, at.seqno, at.versions)
     decision = decide(question, facts.log, facts.high_seqno, facts.purge_seqno)
@@ -91,7 +92,7 @@ def start_of(entry: Entry, facts: PartitionFacts) -> Start:
         return Start(facts, entry, at, None)
     asked = RollbackAsked(decision.rollback_seqno, facts.versions)
     back = next_round(at, asked, is_exact=True, vb_id=facts.vb_id)
-    # That state is on the server's branch too, so its versions are ours from here on.
+    # That state is also on the server's branch, so the server's versions apply from here on.
     position = back._replace(versions=trimmed(facts.versions, back.seqno) if back.seqno else ())
     gone_back = GoneBack(
         facts.vb_id, at.seqno, back.seqno, at.versions, facts.versions, decision.reason
@@ -107,11 +108,11 @@ def next_entries(
     rows_max: int | None = None,
     targets: Mapping[int, int] | None = None,
 ) -> tuple[dict[int, Entry], list[GoneBack]]:
-    """Return where the next batch ends, and which partitions go back in it.
+    """Return where the next batch ends, and the partitions that it rolls back.
 
-    `rows_max`: how many changes it may have, shared fairly; what the server can only show as a
-    whole is not divided. `targets`: seqnos above which nothing is wanted (Trigger.AvailableNow).
-    Partitions that the survey does not have stay where they are.
+    `rows_max`: maximum number of changes, shared fairly between partitions. A snapshot that the
+    server can only send as a whole is not split. `targets`: seqnos above which nothing is read
+    (Trigger.AvailableNow). Partitions that are missing in the survey stay where they are.
     """
     starts = [start_of(entries.get(facts.vb_id, NOTHING), facts) for facts in survey]
     wants = {}
@@ -145,22 +146,22 @@ def _end_of(start: Start, end_seqno: int, *, history: bool) -> Entry:
 
 
 def _complete_after(position: Position, end_seqno: int, floor: int, *, history: bool) -> Ranges:
-    """Return where the state was complete, after a batch up to `end_seqno`."""
+    """Return the ranges with a complete state, after a batch up to `end_seqno`."""
     before: Ranges = position.complete or ((position.seqno, position.seqno),)
     if not history:
         return (*before, (end_seqno, end_seqno))
-    if position.seqno < floor:  # up to the floor there comes one de-duplicated snapshot
+    if position.seqno < floor:  # up to the floor the server sends one de-duplicated snapshot
         return (*before, (min(floor, end_seqno), end_seqno))
     first, last = before[-1]
-    assert last == position.seqno, "between batches a query holds a complete state"
+    assert last == position.seqno, "between batches a query has a complete state"
     return (*before[:-1], (first, end_seqno))
 
 
 def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> dict[int, int]:
-    """Return how many changes each partition gives to a batch of at most `rows_max`.
+    """Return how many changes of each partition go into a batch of at most `rows_max`.
 
-    Indivisible parts come first, one at least, so that there is progress. The rest is shared
-    equally; what some do not need goes to the others, odd ones by turns.
+    Indivisible parts come first, and at least one of them is taken, so there is progress. The rest
+    is shared equally. What some partitions do not need goes to others; odd rows go in turn.
     """
     granted = dict.fromkeys(wants, 0)
     left = rows_max
@@ -178,7 +179,7 @@ def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> 
     for vb_id, want in wanted.items():
         granted[vb_id] += min(want, level)
         left -= min(want, level)
-    # What is left is less than one each. Whose turn it is moves on with what was read so far.
+    # Less than one row each is left. The turn moves on with the seqnos that were read.
     eager = [vb_id for vb_id, want in wanted.items() if want > level]
     turn = sum(start.position.seqno for start in starts) % len(eager) if eager else 0
     for vb_id in (*eager[turn:], *eager[:turn])[:left]:
@@ -187,7 +188,7 @@ def shared(starts: Sequence[Start], wants: Mapping[int, int], rows_max: int) -> 
 
 
 def _level(wants: Sequence[int], left: int) -> int:
-    """Return the most that everybody can have, or what they want if that is less; wants rise."""
+    """Return the highest equal share, or the largest want if that is less. `wants` is sorted."""
     for index, want in enumerate(wants):
         others = len(wants) - index
         if want * others > left:
@@ -199,9 +200,9 @@ def _level(wants: Sequence[int], left: int) -> int:
 def steps_between(start: Offset, end: Offset) -> list[PlanStep]:
     """Return what a batch between two offsets reads, by partition.
 
-    Partitions without a difference are left out, and those where only a version began. The first
-    batch begins where its end says that the query began: Spark does not keep where that was, and
-    asks anew when it repeats that batch, for a `latest` that has moved on.
+    Partitions without new changes are left out, also if only a new version began. The first batch
+    starts at the base seqno in its end offset. Spark does not store the initial offset: if it
+    repeats the first batch, it asks for that offset again, and "latest" may have moved on.
     """
     steps = []
     for name, text in end.items():
@@ -227,7 +228,7 @@ def steps_between(start: Offset, end: Offset) -> list[PlanStep]:
 
 
 def tasks_of(steps: Sequence[PlanStep], tasks_max: int) -> list[tuple[PlanStep, ...]]:
-    """Cut the steps of one node into ranges of partitions with about as many changes each."""
+    """Split the steps of one node into ranges of partitions with about equally many changes."""
     rows = [step.end_seqno - step.start_seqno for step in steps]
     total = sum(rows)
     count = max(1, min(tasks_max, total // TASK_ROWS_MIN))

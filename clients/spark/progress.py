@@ -1,4 +1,4 @@
-"""How far a query is behind, from the progress reports that Spark makes anyway. Pure."""
+"""Computes a query's lag from Spark's progress reports. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from clients.spark.offset import NOTHING, Entry, entries_of
 
 
 class Behind(NamedTuple):
-    """What a query had still to read when a report was made."""
+    """A query's lag at the time of a report."""
 
     rows: int
-    """Changes at most: with de-duplicated snapshots it will be fewer."""
+    """Upper bound of unread changes. De-duplicated snapshots have fewer."""
     partitions: int
+    """Partitions with unread changes."""
     rollbacks: int
-    """Partitions that went back in the batch of the report."""
+    """Partitions that were rolled back in the report's batch."""
 
 
 def rows_behind(progress: Any) -> Behind:
-    """Return how far behind a query is by a StreamingQueryProgress, or its JSON as a dict.
+    """Return a query's lag from a StreamingQueryProgress, or from its JSON as a dict.
 
-    Counts all its sources `dcp`, which are known by their offsets.
+    Adds up all `dcp` sources of the query, which are recognized by their offsets.
     """
     document = json.loads(progress.json) if hasattr(progress, "json") else progress
     rows = partitions = rollbacks = 0
@@ -42,7 +43,7 @@ def rows_behind(progress: Any) -> Behind:
 
 
 def seqnos_read(progress: Any) -> dict[int, int]:
-    """Return up to which seqno each partition was read when a report was made."""
+    """Return the seqno up to which each partition was read at the time of a report."""
     document = json.loads(progress.json) if hasattr(progress, "json") else progress
     seqnos: dict[int, int] = {}
     for source in document["sources"]:
@@ -55,7 +56,7 @@ def seqnos_read(progress: Any) -> dict[int, int]:
 
 
 def _entries(offset: Any) -> dict[int, Entry]:
-    """Return an offset's entries; Spark gives it as JSON text, as an object or not at all."""
+    """Return an offset's entries. Spark passes JSON text, an object, or None."""
     document = json.loads(offset) if isinstance(offset, str) else offset or {}
     if not isinstance(document, dict):
         raise ValueError("no offset of ours")

@@ -1,11 +1,11 @@
-"""`apply_changes`: a stream of changes as a table, for `foreachBatch`.
+"""`apply_changes`: write a stream of changes to a table, for `foreachBatch`.
 
     changes.writeStream.foreachBatch(partial(apply_changes, path="/data/flights"))
-    read_table(spark, "/data/flights").show()             # the documents as they are now
-    read_table(spark, "/data/flights", "changes").show()  # every change that counts
+    read_table(spark, "/data/flights").show()             # the current documents
+    read_table(spark, "/data/flights", "changes").show()  # every change that was not undone
 
-Invariant: after every batch, repeated or not, log and documents are those of the history that the
-server had when the batch was read; docs/spark.md shows why.
+Invariant: after each batch, new or repeated, log and documents match the server's history as of the
+time when the batch was read. docs/spark.md shows why.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BUCKETS: Final = 16
-"""Parts of a table by ranges of partitions: what is written anew, and how many tasks write."""
+"""Parts of a table, by ranges of vbuckets. A change rewrites its bucket; each task writes whole
+buckets."""
 BUCKETS_MAX: Final = 1024
 FORMATS: Final = ("parquet", "delta")
 TABLES: Final = ("current", "changes")
 _QUERY_ID: Final = "sql.streaming.queryId"
-"""The local property in which Spark keeps the id while a query's batch runs."""
+"""The local property with the query's id, which Spark sets while a batch runs."""
 _NEEDED: Final = ("vb", "seqno", "vb_uuid", "op", "key", "value", "cas", "revision")
 
 
 def apply_changes(
     batch_df: DataFrame,
-    batch_id: int,  # noqa: ARG001 - Spark gives it; the rows themselves tell what is repeated
+    batch_id: int,  # noqa: ARG001 - Spark passes it; the rows show what is repeated
     *,
     path: str,
-    format: str = "parquet",  # noqa: A002 - the word that Spark has for it
+    format: str = "parquet",  # noqa: A002 - Spark's name for it
     buckets: int = BUCKETS,
     storage_options: Mapping[str, str] | None = None,
     query: str | None = None,
     take_over_from: str = "",
 ) -> None:
-    """Apply a batch of the source `dcp` to the table at `path`: its change log, its documents.
+    """Apply a batch of the source `dcp` to the change log and the documents at `path`.
 
-    A rollback row undoes exactly, from the log. A batch that Spark repeats changes nothing twice.
-    `format`: "parquet" (a folder that driver and executors share; written by executors) or "delta"
-    (what deltalake can reach, with its `storage_options`; through the driver). `buckets` counts
-    when the table is made.
+    A rollback row undoes changes exactly, with the help of the log. Repeated batches are
+    idempotent. `format` is "parquet" (a folder shared by driver and executors; executors write) or
+    "delta" (any storage that deltalake supports, with `storage_options`; the driver writes).
+    `buckets` only matters when the table is created.
 
-    A table belongs to the query that wrote it first. A batch of another query is refused unless
-    `take_over_from` is the first one's id. `query` is the id where Spark does not tell it (Spark
-    Connect). Raises ValueError for arguments that it does not take, DcpdError.
+    A table belongs to the query that wrote it first. A batch from another query is refused unless
+    `take_over_from` is the id of the owner. Set `query` to the query's id if Spark does not provide
+    it (Spark Connect). Raises ValueError for bad arguments, DcpdError.
     """
     if format not in FORMATS:
         raise ValueError(f"format takes {' or '.join(FORMATS)}, not {format!r}")
@@ -61,26 +62,24 @@ def apply_changes(
     missing = [name for name in _NEEDED if name not in batch_df.columns]
     if missing:
         raise ValueError(
-            f"a batch without the columns {', '.join(missing)}: give apply_changes the rows of the"
-            " source dcp as they are"
+            f"the batch has no columns {', '.join(missing)}: pass the rows of the source dcp to"
+            " apply_changes with all their columns"
         )
     writer = TableWriter(_query_of(batch_df) if query is None else query, take_over_from)
     if format == "parquet":
         from clients.spark.sink_parquet import apply_batch
 
         if storage_options:
-            raise ValueError("storage_options are for format='delta'; parquet takes a folder")
-        # A relative path is the driver's: executors have other working folders.
+            raise ValueError("storage_options need format='delta'; parquet writes to a folder")
+        # Resolve a relative path here: executors have other working folders.
         apply_batch(batch_df, Path(path).absolute(), buckets, writer)
         return
     _delta().apply_batch(batch_df.toArrow(), path, buckets, storage_options or {}, writer)
 
 
 def _query_of(batch_df: DataFrame) -> str:
-    """Return the id of the batch's streaming query, which its checkpoint keeps; "" if there is no
-    query or Spark does not tell it.
-    """
-    # A session of Spark Connect has no context.
+    """Return the id of the batch's streaming query; "" if there is none or Spark does not tell."""
+    # A Spark Connect session has no sparkContext.
     context = getattr(batch_df.sparkSession, "sparkContext", None)
     return str(context.getLocalProperty(_QUERY_ID) or "") if context is not None else ""
 
@@ -95,7 +94,7 @@ def read_table(
 ) -> DataFrame:
     """Return `current` (the documents) or `changes` (the log) of the table at `path`.
 
-    With "delta" the rows come through the driver; Spark with delta-spark reads `path/current` too.
+    With "delta" the driver reads the rows. Spark with delta-spark can also read `path/current`.
     Raises DcpdError if there is no table.
     """
     if table not in TABLES:

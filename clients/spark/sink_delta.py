@@ -1,18 +1,18 @@
-"""A change log and a current table in Delta Lake, through `deltalake`: no JVM packages.
+"""A change log and a current table in Delta Lake, written with `deltalake` (no JVM packages).
 
-    PATH/changes     the log, with a column `applied`: the attempt that wrote a row
+    PATH/changes     the log; its column `applied` names the attempt that wrote a row
     PATH/current     the documents
 
-Both are partitioned by bucket, a range of partitions. The rows of a batch go through the driver.
+Both tables are partitioned by bucket (a range of vbuckets). The driver writes all rows.
 
-The two tables cannot be committed together, so the order counts, and a repeated batch puts right
-what an attempt left (docs/spark.md):
-1. the log gets the batch; what is dead stays in it, so that nothing is forgotten;
-2. current is merged: computed from the log below the cuts and the batch alone;
-3. the log loses what is dead.
-The commit of step 1 tells in its metadata how far the log goes in every partition; where somebody
-else committed last (OPTIMIZE, say), that is read from the log itself. A property of the log names
-the query that both tables belong to (QUERY_PROPERTY).
+The two tables cannot be committed together, so the order matters. A repeated batch repairs what an
+interrupted attempt left (docs/spark.md):
+1. append the batch to the log; undone rows stay, so no information is lost yet;
+2. merge into current, computed only from the batch and the log below the cuts;
+3. delete the undone rows from the log.
+The commit of step 1 stores the highest seqno of each vbucket in its metadata. If another program
+committed last (for example OPTIMIZE), the seqnos are read from the log's rows. A property of the
+log names the query that owns both tables (QUERY_PROPERTY).
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ from clients.spark.sink_rules import (
 )
 
 HIGH: Final = "dcpHigh"
-"""Name of the commit's metadata: partition -> highest seqno, as JSON text."""
+"""Key in the commit metadata: JSON text, vbucket -> highest seqno."""
 QUERY_PROPERTY: Final = "dcpd.query"
-"""Delta fails commits that are based on older metadata, so a change of owner stops the old one."""
+"""The query that owns the tables. Delta refuses commits that are based on older metadata, so after
+a change of owner the old query cannot write."""
 APPLIED: Final = "applied"
 _DESCRIPTION: Final = "Change log of dcpd in {buckets} buckets"
 _BUCKETS: Final = re.compile(r"Change log of dcpd in (\d+) buckets")
-"""Property with the number of buckets of a log; batches with another number are refused."""
+"""The log's description. It holds the number of buckets, which overrides the option `buckets`."""
 _PREDICATE_PARTITIONS: Final = 128
-"""Partitions in one predicate: each is a term of an expression that is worked off recursively."""
+"""Maximum vbuckets in one predicate: each adds a term, and the expression is evaluated recursively.
+"""
 
 
 def apply_batch(
     batch: pa.Table, path: str, buckets: int, options: Mapping[str, str], writer: TableWriter
 ) -> None:
-    """Apply a batch of rows. Raises DcpdError if the tables belong to another query."""
+    """Apply a batch. Raises DcpdError if the tables belong to another query."""
     tables = _Tables(path, dict(options), buckets, writer)
     tables.own()
     if not batch.num_rows:
@@ -66,7 +68,7 @@ def apply_batch(
     try:
         _apply(batch, tables)
     except CommitFailedError:
-        tables.own()  # raises if another query took them over meanwhile
+        tables.own()  # raises a clear error if another query took over meanwhile
         raise
 
 
@@ -79,7 +81,7 @@ def _apply(batch: pa.Table, tables: _Tables) -> None:
     final = verdict(batch, dead, kept)
     attempt = secrets.token_hex(8)
     for vb_id, seqno in cuts.high.items():
-        # What is dead is in the log until step 3, so no number may go down before.
+        # Undone rows stay in the log until step 3, so no seqno may go down before that.
         high[vb_id] = max(seqno, high.get(vb_id, 0))
     tables.append(changes, attempt, high)
     tables.merge(final)
@@ -102,13 +104,13 @@ class _Tables:
         self._buckets = self._buckets_of_table() or buckets
 
     def _buckets_of_table(self) -> int:
-        """Return the number that the table was made with; 0: there is none, or it does not say."""
+        """Return the number of buckets the table was created with, 0 if unknown or no table."""
         table = self._open(self._changes_path)
         found = _BUCKETS.fullmatch(table.metadata().description or "") if table else None
         return int(found[1]) if found else 0
 
     def own(self) -> None:
-        """Make sure that the tables belong to the writer. Raises DcpdError."""
+        """Make the writer's query the owner. Raises DcpdError if another query owns the tables."""
         table = self._open(self._changes_path)
         if table is None:
             return
@@ -123,7 +125,7 @@ class _Tables:
         return DeltaTable(path, storage_options=self._options)
 
     def high(self) -> dict[int, int]:
-        """Return how far the log goes, by partition."""
+        """Return the highest seqno in the log by vbucket."""
         table = self._open(self._changes_path)
         if table is None:
             return {}
@@ -135,7 +137,7 @@ class _Tables:
         return {row["vb"]: row["seqno_max"] for row in ends.to_pylist()}
 
     def rows_of(self, undone: Mapping[int, int], schema: pa.Schema) -> tuple[pa.Table, pa.Table]:
-        """Return the log's rows above the cuts, and those below of the same documents."""
+        """Return the log's rows above the cuts, and the rows of the same documents below them."""
         table = self._open(self._changes_path) if undone else None
         nothing = schema.empty_table()
         if table is None:
@@ -149,7 +151,7 @@ class _Tables:
         return dead, kept.filter(is_one_of(kept, identities(dead)))
 
     def append(self, changes: pa.Table, attempt: str, high: Mapping[int, int]) -> None:
-        """Step 1."""
+        """Step 1: append the batch to the log."""
         is_there = DeltaTable.is_deltatable(self._changes_path, self._options)
         if is_there and not changes.num_rows:
             return
@@ -169,7 +171,7 @@ class _Tables:
         )  # fmt: skip
 
     def merge(self, final: pa.Table) -> None:
-        """Step 2. `final`: the newest version of each document, removals too."""
+        """Step 2: merge into current. `final`: the newest version of each document or deletion."""
         table = self._open(self._current_path)
         if table is None:
             write_deltalake(
@@ -193,7 +195,7 @@ class _Tables:
         )  # fmt: skip
 
     def remove(self, undone: Mapping[int, int], attempt: str, high: Mapping[int, int]) -> None:
-        """Step 3."""
+        """Step 3: delete the undone rows of earlier attempts from the log."""
         table = self._open(self._changes_path)
         assert table is not None
         items = sorted(undone.items())
@@ -221,7 +223,7 @@ def _metadata(high: Mapping[int, int]) -> CommitProperties:
 
 
 def rows_of(path: str, table: str, options: Mapping[str, str]) -> Any:
-    """Return the rows of `changes` or `current`, without what is only the sink's own."""
+    """Return the rows of `changes` or `current`, without the sink's internal columns."""
     delta = DeltaTable(f"{path.rstrip('/')}/{table}", storage_options=dict(options) or None)
     rows = delta.to_pyarrow_table()
     own = [name for name in ("bucket", APPLIED) if name in rows.column_names]

@@ -1,19 +1,19 @@
-"""A change log and a current table in Parquet files: written by executors, valid by a manifest.
+"""A change log and a current table in Parquet files. Executors write them, a manifest lists them.
 
-    PATH/manifest.json                 which files count; replaced atomically at the end of a batch
-    PATH/changes/B-....parquet         the log of bucket B, several files, merged by and by
-    PATH/current/B-....parquet         the current documents of bucket B, one file
+    PATH/manifest.json                 lists the valid files; replaced atomically after a batch
+    PATH/changes/B-....parquet         the log of bucket B: several files, merged over time
+    PATH/current/B-....parquet         the current documents of bucket B: one file
 
-A bucket is a range of partitions. A batch adds a file to the log of each bucket that it touches and
-writes that bucket's current file anew: Parquet files cannot be changed.
+A bucket is a range of vbuckets. Parquet files cannot be changed, so a batch adds a log file to each
+bucket that it affects, and writes a new current file for it.
 
 Invariants
-- files are written once, under names that are not used again;
-- what the manifest does not name does not count: a batch that fails leaves garbage and no trace;
-- files are durable before the manifest that names them, and a manifest is durable before files
-  that older manifests name are removed. A power cut leaves a whole table, and never loses a batch
-  that was reported to Spark as done;
-- files that a batch replaces are removed after the next one, so that readers have time;
+- files are written once; names are not used again;
+- only files in the manifest are valid. A failed batch leaves unused files and no other trace;
+- files are durable before the manifest that names them, and a manifest is durable before the files
+  of older manifests are removed. So a power cut leaves a complete table, with every batch that was
+  reported to Spark as done;
+- files that a batch replaced are removed after the next batch, so readers have time to finish;
 - a table belongs to one query (`sink_rules.owner_after`).
 """
 
@@ -48,28 +48,28 @@ from clients.spark.sink_rules import (
 from clients.spark.table_files import TableFiles
 
 FORMAT: Final = 2
-"""Format 1 did not name the query that owns the table; the next query takes it."""
+"""Format 1 has no owner; the next query that writes becomes the owner."""
 MANIFEST: Final = "manifest.json"
 FOLDERS: Final = ("changes", "current")
 MERGE_FILES: Final = 8
-"""So many log files of a bucket, of one level, become one of the next level."""
+"""This many log files of one level in a bucket are merged into one file of the next level."""
 SWEEP_BATCHES: Final = 64
-"""How often files are looked for that failed attempts left."""
+"""Batches between two searches for unused files of failed attempts."""
 SWEEP_AGE_S: Final = 3600.0
-"""How old such files are at least: no attempt takes so long."""
+"""Minimum age of unused files before they are removed. No attempt should take that long."""
 WRITTEN: Final = "bucket INT, outcome STRING"
-"""What a task tells the driver of a bucket, as Spark's DDL."""
+"""Schema of the rows that a task returns to the driver, as Spark DDL."""
 
 
 class LogFile(msgspec.Struct, frozen=True):
-    """A file of a bucket's log. `level`: how often its rows were merged."""
+    """A log file of a bucket. `level`: how often its rows were merged."""
 
     name: str
     level: int = 0
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """The files of a bucket; `current` is "" if there is no document."""
+    """The files of a bucket. `current` is "" if the bucket has no documents."""
 
     changes: tuple[LogFile, ...] = ()
     current: str = ""
@@ -81,28 +81,28 @@ class TableManifest(msgspec.Struct, frozen=True):
     buckets: int
     format: int = FORMAT
     generation: int = 0
-    """Batches applied so far, repeated ones too."""
+    """Number of applied batches, repeated ones included."""
     files: dict[int, Bucket] = {}
     high: dict[int, int] = {}
-    """By partition: no row of the log is above it."""
+    """By vbucket: an upper bound of the seqnos in the log."""
     replaced: tuple[str, ...] = ()
     """Files that the last batch replaced."""
     query: str = ""
     """The query that owns the table; "" for none."""
 
     def named(self) -> set[str]:
-        """Return all files that count."""
+        """Return the names of all valid files."""
         logs = {file.name for bucket in self.files.values() for file in bucket.changes}
         return logs | {bucket.current for bucket in self.files.values() if bucket.current}
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a task did to a bucket."""
+    """The result of a task for one bucket."""
 
     bucket: Bucket
     high: dict[int, int]
     unused: tuple[str, ...] = ()
-    """Files that it wrote and merged into others at once."""
+    """Files that the task wrote, then merged into others."""
 
 
 def load_manifest(files: TableFiles) -> TableManifest | None:
@@ -114,20 +114,22 @@ def load_manifest(files: TableFiles) -> TableManifest | None:
     try:
         manifest = msgspec.json.decode(text, type=TableManifest)
     except msgspec.DecodeError as error:
-        raise DcpdError(f"{files.path / MANIFEST} is no manifest of a table: {error}") from None
+        raise DcpdError(
+            f"{files.path / MANIFEST} is not the manifest of a table: {error}"
+        ) from None
     if not 1 <= manifest.format <= FORMAT:
         raise DcpdError(
-            f"{files.path} has format {manifest.format}, this version knows 1 to {FORMAT}",
-            hint="Use the version that wrote it, or begin a new table.",
+            f"{files.path} has format {manifest.format}; this version supports 1 to {FORMAT}",
+            hint="Use the version that wrote it, or start a new table.",
         )
     return manifest
 
 
 def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) -> None:
-    """Apply a batch (a DataFrame): one Spark job writes the files, then the manifest counts them.
+    """Apply a batch (a DataFrame): one Spark job writes files, then the manifest lists them.
 
-    Raises DcpdError if the table has another format, belongs to another query, or is written by
-    another program at the same time.
+    Raises DcpdError if the table has an unknown format, belongs to another query, or another
+    program writes to it at the same time.
     """
     files = TableFiles(path)
     manifest = open_table(files, buckets, writer)
@@ -138,7 +140,7 @@ def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) ->
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         arrived = list(batches)
-        if arrived:  # with a time zone of the session, which changes no moment
+        if arrived:  # in the session's time zone; the cast to UTC keeps the instants
             rows = pa.Table.from_batches(arrived).cast(schema)
             yield from write_buckets(rows, files, manifest)
 
@@ -150,9 +152,9 @@ def apply_batch(batch_df: Any, path: Path, buckets: int, writer: TableWriter) ->
 
 
 def open_table(files: TableFiles, buckets: int, writer: TableWriter) -> TableManifest:
-    """Return the manifest of a table to be written, with its owner; make the folders.
+    """Create the folders; return the table's manifest with its owner from now on.
 
-    Raises DcpdErrors.
+    Raises DcpdError.
     """
     manifest = load_manifest(files) or TableManifest(buckets)
     query = owner_after(manifest.query, writer, str(files.path))
@@ -170,7 +172,7 @@ def _arrow_schema(batch_df: Any) -> pa.Schema:
 def write_buckets(
     rows: pa.Table, files: TableFiles, manifest: TableManifest, *, merge_files: int = MERGE_FILES
 ) -> Iterator[pa.RecordBatch]:
-    """Apply a task's rows, whole buckets of a batch; yield one row per bucket (`WRITTEN`)."""
+    """Apply a task's rows, which are whole buckets; yield one row per bucket (`WRITTEN`)."""
     present = sorted({bucket_of(vb, manifest.buckets) for vb in pc.unique(rows["vb"]).to_pylist()})
     of_bucket = [bucket_of(vb_id, manifest.buckets) for vb_id in range(1024)]
     numbers = pa.array(of_bucket, pa.int32()).take(rows["vb"].combine_chunks())
@@ -188,7 +190,7 @@ def write_buckets(
 def apply_to_bucket(
     batch: pa.Table, files: TableFiles, number: int, manifest: TableManifest, merge_files: int
 ) -> Outcome:
-    """Write a bucket's files after a batch, durably; return which they are."""
+    """Write the bucket's files after a batch, durably; return their names."""
     before = manifest.files.get(number, Bucket())
     cuts = cuts_of(batch)
     undone = cut_partitions(cuts, manifest.high)
@@ -222,7 +224,9 @@ def _high(cuts: Cuts) -> dict[int, int]:
 def _cut_logs(
     folder: _Folder, logs: Iterable[LogFile], undone: Mapping[int, int], schema: pa.Schema
 ) -> tuple[tuple[LogFile, ...], pa.Table, pa.Table]:
-    """Return the log without what is above the cuts, that, and what may come back instead."""
+    """Return the log files without rows above the cuts, those rows, and the older versions of their
+    documents.
+    """
     files: list[LogFile] = []
     dead: list[pa.Table] = []
     parts: list[pa.Table] = []
@@ -247,7 +251,7 @@ def _cut_logs(
 def _merged(
     folder: _Folder, logs: tuple[LogFile, ...], schema: pa.Schema, merge_files: int
 ) -> tuple[LogFile, ...]:
-    """Return a log in fewer files, where there are many: each row is written log(n) times."""
+    """Merge log files if there are many. A row is rewritten O(log n) times."""
     files = list(logs)
     level = 0
     while files and level <= max(file.level for file in files):
@@ -283,7 +287,7 @@ class _Folder:
         return name
 
     def sync(self, names: Collection[str]) -> None:
-        """Make those of these files durable that were written through this object."""
+        """Make these files durable, as far as this object wrote them."""
         written = sorted(self.written.intersection(names))
         for name in written:
             self._files.sync(name)
@@ -292,12 +296,12 @@ class _Folder:
 
 
 def commit(files: TableFiles, before: TableManifest, outcomes: Mapping[int, Outcome]) -> None:
-    """Make the files of a batch count, and remove what the batch before replaced."""
+    """Replace the manifest, which makes a batch valid; remove the files replaced before it."""
     now = load_manifest(files)
     if (now.generation if now else 0) != before.generation:
         raise DcpdError(
-            f"{files.path} was written by somebody else while a batch was applied",
-            hint="One query per table.",
+            f"another program wrote to {files.path} while this batch was applied",
+            hint="Only one query may write to a table.",
         )
     named = {**before.files, **{number: item.bucket for number, item in outcomes.items()}}
     high = dict(before.high)
@@ -321,7 +325,7 @@ def commit(files: TableFiles, before: TableManifest, outcomes: Mapping[int, Outc
 
 
 def _sweep(files: TableFiles, manifest: TableManifest) -> None:
-    """Remove files that no manifest names: attempts that failed left them."""
+    """Remove old files that the manifest does not name. Failed attempts left them."""
     known = manifest.named() | set(manifest.replaced)
     oldest_s = time.time() - SWEEP_AGE_S
     for pattern in ("*/*.parquet", f"{MANIFEST}.*"):
@@ -331,10 +335,10 @@ def _sweep(files: TableFiles, manifest: TableManifest) -> None:
 
 
 def files_of(path: Path, table: str) -> list[str]:
-    """Return the files of `current` or `changes`, in order of buckets."""
+    """Return the files of `current` or `changes`, ordered by bucket."""
     manifest = load_manifest(TableFiles(path))
     if manifest is None:
-        raise DcpdError(f"{path} has no table: there is no {MANIFEST}")
+        raise DcpdError(f"there is no table at {path}: {MANIFEST} is missing")
     names: list[str] = []
     for _, bucket in sorted(manifest.files.items()):
         if table == "changes":

@@ -1,12 +1,12 @@
-"""What a batch does to a change log and a current table, as rules over Arrow tables. Pure.
+"""How a batch changes a change log and a current table: rules over Arrow tables. Pure.
 
-A batch has of each partition either a rollback row to R and changes above it, or changes alone.
-Its *cut* is R, or the seqno below its first change. The rule, for every batch, first or repeated:
+For each vbucket a batch has changes, or a rollback row to R and the changes above R. Its *cut* is
+R, or the seqno before its first change. One rule applies to every batch, new or repeated:
 
-    the log loses what is above the cut, and gets the batch's changes;
-    current is, for every key of what was lost or came, its newest version in the log now.
+    log:      delete the rows above the cut, then append the changes of the batch
+    current:  for each key that was deleted or appended, take its newest version in the log
 
-That one rule is idempotent, undoes exactly, and repairs what an attempt left that was cut short:
+The rule is idempotent, it undoes exactly, and it repairs what an interrupted attempt left.
 docs/spark.md shows why, for every set of rows that a repeated batch can have.
 """
 
@@ -25,34 +25,34 @@ _PLACE: Final = "__place"
 
 
 class Cuts(NamedTuple):
-    """By partition: what a batch leaves of the log, and how far it goes."""
+    """By vbucket: the seqno down to which a batch cuts the log, and its highest seqno."""
 
     cut: dict[int, int]
     high: dict[int, int]
 
 
 class TableWriter(NamedTuple):
-    """Who applies a batch."""
+    """The query that applies a batch."""
 
     query: str = ""
-    """The query's id, which its checkpoint keeps; "" if it is not known."""
+    """The query's id from its checkpoint; "" if unknown."""
     take_over_from: str = ""
-    """A query whose table this one may take over."""
+    """Id of a query whose table this one may take over."""
 
 
 def owner_after(owner: str, writer: TableWriter, path: str) -> str:
-    """Return the query that owns a table from now on. `owner` is the present one, "" for none.
+    """Return the query that owns a table from now on. `owner` is the current one, "" for none.
 
-    Raises DcpdError if another query owns it: each would resume from its own checkpoint and undo
-    the other's newer rows.
+    Raises DcpdError if another query owns it. Otherwise each query would resume from its own
+    checkpoint and undo the newer rows of the other.
     """
     if owner in {"", writer.query} or (writer.query and writer.take_over_from == owner):
         return writer.query
-    who = f"of query {writer.query}" if writer.query else "outside of a streaming query"
+    who = f"from query {writer.query}" if writer.query else "from outside a streaming query"
     hint = (
         "Resume the query that owns the table from its checkpoint, or use another path. If that"
-        f" query is stopped for good, take_over_from={owner!r} gives the table to this one, which"
-        " must start with a new checkpoint and startingOffsets=earliest."
+        f" query is stopped for good, use take_over_from={owner!r} with a new checkpoint and"
+        " startingOffsets=earliest."
     )
     if not writer.query:
         hint = f"If the batch belongs to that query, pass query={owner!r}."
@@ -60,12 +60,12 @@ def owner_after(owner: str, writer: TableWriter, path: str) -> str:
 
 
 def bucket_of(vb_id: int, buckets: int) -> int:
-    """Return the bucket of a partition: neighbours are together."""
+    """Return the bucket of a vbucket. Neighbours share a bucket."""
     return vb_id * buckets // NUM_VBUCKETS
 
 
 def cuts_of(batch: pa.Table) -> Cuts:
-    """Return the cut of every partition that a batch has rows of."""
+    """Return the cut of each vbucket in a batch."""
     cut: dict[int, int] = {}
     high: dict[int, int] = {}
     is_rollback = pc.equal(batch["op"], "rollback")
@@ -76,25 +76,25 @@ def cuts_of(batch: pa.Table) -> Cuts:
         high[row["vb"]] = row["seqno_max"]
     for row in batch.select(["vb", "seqno"]).filter(is_rollback).to_pylist():
         vb_id, seqno = row["vb"], row["seqno"]
-        assert cut.get(vb_id, seqno) >= seqno, "changes of a batch lie above its rollback"
+        assert cut.get(vb_id, seqno) >= seqno, "the changes of a batch are above its rollback"
         cut[vb_id] = seqno
         high.setdefault(vb_id, seqno)
     return Cuts(cut, high)
 
 
 def changes_in(batch: pa.Table) -> pa.Table:
-    """Return a batch without its rollback rows, by partition and seqno."""
+    """Return a batch without rollback rows, sorted by vbucket and seqno."""
     changes = batch.filter(pc.not_equal(batch["op"], "rollback"))
     return changes.sort_by([("vb", "ascending"), ("seqno", "ascending")])
 
 
 def cut_partitions(cuts: Cuts, high: Mapping[int, int]) -> dict[int, int]:
-    """Return the cuts of partitions of which the log has something above them."""
+    """Return the cuts of vbuckets whose log may have rows above the cut."""
     return {vb_id: cut for vb_id, cut in cuts.cut.items() if cut < high.get(vb_id, 0)}
 
 
 def above(log: pa.Table, cuts: Mapping[int, int]) -> pa.ChunkedArray:
-    """Return which rows of a log are above the cuts, as a mask."""
+    """Return a mask of the log's rows above the cuts."""
     if not cuts:
         return pa.chunked_array([pa.repeat(False, log.num_rows)])
     vb_ids = pa.array(list(cuts), pa.int32())
@@ -104,16 +104,16 @@ def above(log: pa.Table, cuts: Mapping[int, int]) -> pa.ChunkedArray:
 
 
 def identities(table: pa.Table) -> pa.ChunkedArray:
-    """Return what tells a document from others: its key, with collections its collection too."""
+    """Return the identity of each row's document: its key, with its collection if there is one."""
     key = table["key"].cast(pa.binary())
     if "collection" not in table.column_names:
         return key
-    # A collection's name has no zero byte.
+    # Names of collections contain no zero byte, so it separates them from the key.
     return pc.binary_join_element_wise(table["collection"].cast(pa.binary()), key, b"\0")
 
 
 def newest(changes: pa.Table) -> pa.Table:
-    """Return the newest version of each document among changes, removals too."""
+    """Return the newest version of each document among changes, deletions included."""
     ordered = changes.sort_by("seqno")
     places = pa.table({"id": identities(ordered), _PLACE: pa.array(range(ordered.num_rows))})
     last = places.group_by("id").aggregate([(_PLACE, "max")])
@@ -126,15 +126,15 @@ def is_one_of(table: pa.Table, documents: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def as_current(changes: pa.Table) -> pa.Table:
-    """Return newest versions as rows of the current table: those that are documents."""
+    """Return the rows of the current table: newest versions without deletions."""
     return changes.filter(pc.equal(changes["op"], "set")).drop_columns(["op"])
 
 
 def verdict(batch: pa.Table, dead: pa.Table, kept: pa.Table) -> pa.Table:
-    """Return one row for every document that a batch concerns: its newest version now.
+    """Return the newest version of each document that a batch affects.
 
-    `dead`: rows of the log above the cuts. `kept`: rows below, of the documents of `dead` at
-    least. A document of which nothing is left is told as a delete.
+    `dead`: rows of the log above the cuts. `kept`: rows below the cuts, at least those of the
+    documents in `dead`. A document without any version left becomes a delete.
     """
     changes = changes_in(batch)
     restored = kept.filter(is_one_of(kept, identities(dead)))

@@ -1,10 +1,10 @@
-"""The data source `dcp`: what Spark calls, on the driver and on executors.
+"""The data source `dcp`: the classes that Spark calls on the driver and on executors.
 
     spark.dataSource.register(DcpDataSource)
     spark.readStream.format("dcp").option("servers", "127.0.0.1:11210").load()
 
-The driver plans (`clients.spark.plan`) with what a survey of the nodes says; executors read
-(`clients.spark.fetch`). Where a query stands is in Spark's checkpoint alone
+The driver surveys the nodes and plans (`clients.spark.plan`); executors read
+(`clients.spark.fetch`). The position of a query is only in Spark's checkpoint
 (`clients.spark.offset`).
 """
 
@@ -50,13 +50,14 @@ from clients.spark.values import value_parser
 _T = TypeVar("_T")
 
 DEFAULT_COLLECTION: Final = "_default._default"
-"""The collection of a query without the option collections."""
+"""The collection of a query without the option `collections`."""
 LOOK_AGAIN_S: Final = 1.0
-"""How long seqnos that did not move may hide a branch: a full survey costs the server 20 ms."""
+"""Minimum interval of full surveys while no seqno changes. A survey costs the server 20 ms. A
+branch that leaves the seqnos the same is noticed this much later."""
 
 
 class ReadTask(InputPartition):
-    """What one task reads: partitions of one node."""
+    """The input of one task: partitions of one node."""
 
     def __init__(
         self, settings: SourceSettings, steps: tuple[PlanStep, ...], collection_ids: tuple[int, ...]
@@ -68,7 +69,7 @@ class ReadTask(InputPartition):
 
 
 class DcpDataSource(DataSource):
-    """Spark's data source `dcp`; docs/spark.md has its options and columns."""
+    """The data source `dcp`. docs/spark.md lists its options and columns."""
 
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
@@ -76,7 +77,7 @@ class DcpDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return what goes to `format`."""
+        """Return the name for `format`."""
         return "dcp"
 
     def schema(self) -> str:
@@ -93,7 +94,7 @@ class DcpDataSource(DataSource):
 
 
 class _Planner:
-    """What both readers do on the driver."""
+    """The driver's part of both readers."""
 
     def __init__(self, settings: SourceSettings, patience_s: float) -> None:
         self.settings = settings
@@ -101,14 +102,14 @@ class _Planner:
         self._collection_ids: tuple[int, ...] | None = None
 
     def collection_ids(self) -> tuple[int, ...]:
-        """Return the ids of the collections that are wanted."""
+        """Return the ids of the requested collections."""
         if self._collection_ids is None:
             names = self.settings.collections
             self._collection_ids = (0,) if names is None else self.survey.collection_ids(names)
         return self._collection_ids
 
     def first_entries(self) -> dict[int, Entry]:
-        """Return where a new query begins."""
+        """Return the positions at which a new query starts."""
         starting = self.settings.starting
         if starting == "earliest":
             return {}
@@ -124,13 +125,16 @@ class _Planner:
         for vb_id, seqno in numbers.items():
             if vb_id in facts and seqno > facts[vb_id].high_seqno:
                 raise OptionError(
-                    f"option startingOffsets: partition {vb_id} has seqno"
-                    f" {facts[vb_id].high_seqno} now, not {seqno} yet"
+                    f"option startingOffsets: partition {vb_id} is at seqno"
+                    f" {facts[vb_id].high_seqno}, so it cannot start at {seqno}"
                 )
         return {**entries_of(told), **_based(numbers, facts)}
 
     def tasks(self, steps: Sequence[PlanStep]) -> list[InputPartition]:
-        """Return the tasks that read some steps: each of one node, at most as many as wanted."""
+        """Return the tasks that read these steps.
+
+        A task reads from one node. There are about numPartitions tasks, at least one per node.
+        """
         if not steps:
             return []
         topology = self.survey.topology()
@@ -147,7 +151,7 @@ class _Planner:
 
 
 def _based(seqnos: dict[int, int], facts: dict[int, PartitionFacts]) -> dict[int, Entry]:
-    """Return entries that begin at seqnos and never ask for what lies below."""
+    """Return entries that start at these seqnos and never read below them."""
     return {
         vb_id: entry_at(seqno, facts[vb_id].versions, base_seqno=seqno)
         for vb_id, seqno in seqnos.items()
@@ -156,7 +160,7 @@ def _based(seqnos: dict[int, int], facts: dict[int, PartitionFacts]) -> dict[int
 
 
 class DcpReader(DataSourceReader):
-    """`spark.read`: everything from the starting offsets up to now."""
+    """`spark.read`: all changes from the starting offsets up to now."""
 
     def __init__(
         self, settings: SourceSettings, schema: StructType, *, patience_s: float = PATIENCE_S
@@ -184,12 +188,12 @@ class DcpReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the changes of one task."""
         if not isinstance(partition, ReadTask):
-            return iter(())  # Spark's own, where there is nothing to read
+            return iter(())  # Spark passes its own partition if there is nothing to read
         return read_task(partition, self._schema, is_batch=True)
 
 
 class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """`spark.readStream`. On executors it is a fresh copy: `read` keeps nothing."""
+    """`spark.readStream`. Executors get a fresh copy, so `read` keeps no state."""
 
     def __init__(
         self,
@@ -205,14 +209,14 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._planner = _Planner(settings, patience_s)
         self._targets: dict[int, int] | None = None
         self._seen: dict[int, int] | None = None
-        """High seqnos when the last survey was made."""
+        """High seqnos at the last full survey."""
         self._seen_at_s = 0.0
         self._latest: Offset | None = None
         names = settings.collections
         self._collections = ",".join(sorted(names)) if names else DEFAULT_COLLECTION
 
     def initialOffset(self) -> dict[str, str]:  # noqa: N802
-        """Return where a new query begins."""
+        """Return the offset at which a new query starts."""
         return _in_words(lambda: offset_of(self._planner.first_entries()))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -224,20 +228,20 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Note where everything stands: nothing newer is read."""
+        """Take the current high seqnos as the end: nothing newer is read."""
         survey = self._planner.survey
         self._targets = _in_words(lambda: survey.high_seqnos(all_of_them=True))
 
     def latestOffset(self, start: dict[str, str], limit: ReadLimit) -> dict[str, str]:  # noqa: N802
-        """Return where the next batch ends; `start` as it is where there is nothing new."""
+        """Return the end of the next batch; `start` itself if there is nothing new."""
         return _in_words(lambda: self._latest_offset(start, limit))
 
     def reportLatestOffset(self) -> dict[str, str] | None:  # noqa: N802
-        """Return where the partitions were at the last survey, for progress reports."""
+        """Return the offset at the last survey, for progress reports."""
         return self._latest
 
     def partitions(self, start: dict[str, str], end: dict[str, str]) -> Sequence[InputPartition]:
-        """Return the tasks of a batch. The two offsets alone decide what is to be read."""
+        """Return the tasks of a batch. What they read depends only on the two offsets."""
         return _in_words(lambda: self._partitions(start, end))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -255,18 +259,18 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._planner.tasks(steps_between(start, end))
 
     def _check(self, offset: Offset) -> None:
-        """Raise DcpdError if an offset belongs to a query of other collections."""
+        """Raise DcpdError if an offset belongs to a query on other collections."""
         found = offset.get(COLLECTIONS, self._collections)
         if found != self._collections:
             raise DcpdError(
-                f"the checkpoint belongs to a query of the collections {found}, and this one"
-                f" follows {self._collections}",
-                hint="Going on from it would skip documents without notice. Use the option"
-                " collections as before, or begin anew with another checkpointLocation.",
+                f"the checkpoint belongs to a query on the collections {found}, but this query"
+                f" reads {self._collections}",
+                hint="Resuming from it would skip documents. Use the option collections as before,"
+                " or start with another checkpointLocation.",
             )
 
     def _offset_of(self, entries: dict[int, Entry], start: Offset) -> Offset:
-        """Return the offset of a batch's end, `start` itself if nothing is new.
+        """Return the offset of a batch's end; `start` itself if nothing is new.
 
         Spark compares offsets as text, so an unchanged offset must be the same object.
         """
@@ -299,7 +303,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._offset_of(ends, start)
 
     def _rows_max(self, start: Offset, end: Offset, limit: ReadLimit) -> int | None:
-        """Return how many rows a batch may have under a limit, and under both of ours."""
+        """Return the maximum rows of a batch under Spark's limit and our two; None: no limit."""
         if isinstance(limit, ReadAllAvailable) or end == start:
             return None
         limits = []
@@ -322,7 +326,7 @@ class DcpStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator[pa.RecordBatch]:
-    """Yield what a task has to give, as batches with exactly Spark's schema."""
+    """Yield the changes of a task, as batches with exactly Spark's schema."""
     settings = task.settings
     arrow = to_arrow_schema(schema, timezone="UTC")
     parse = value_parser(settings.value_format, arrow.field("value").type)
@@ -346,14 +350,14 @@ def read_task(task: ReadTask, schema: StructType, *, is_batch: bool) -> Iterator
 
 def _cut(vb_id: int) -> HistoryBranchedError:
     return HistoryBranchedError(
-        "history branched, or deletions were purged, while it was read",
+        "history branched, or deletions were purged, while the partition was read",
         vb_id=vb_id,
-        hint="Read again; with onRollback=emit a stream goes on by itself.",
+        hint="Read again. With onRollback=emit a stream continues by itself.",
     )
 
 
 def _branched(gone_back: list[GoneBack]) -> HistoryBranchedError:
-    """Return the error of onRollback=fail: which partition, and which versions."""
+    """Return the error of onRollback=fail. It names the partition and the versions."""
     first = gone_back[0]
     known = ", ".join(f"{vb_uuid:x} from seqno {seqno}" for vb_uuid, seqno in first.versions)
     theirs = ", ".join(
@@ -361,16 +365,16 @@ def _branched(gone_back: list[GoneBack]) -> HistoryBranchedError:
     )
     others = f" (and {len(gone_back) - 1} more partitions)" if len(gone_back) > 1 else ""
     return HistoryBranchedError(
-        f"the query stands at seqno {first.from_seqno} and has to go back to seqno"
+        f"the query is at seqno {first.from_seqno} and must go back to seqno"
         f" {first.to_seqno}{others}: it knows the versions {known or '(none)'}, the server has"
         f" {theirs}",
         vb_id=first.vb_id,
-        hint="With option onRollback=emit it gets a rollback row and goes on.",
+        hint="With the option onRollback=emit the query gets a rollback row and continues.",
     )
 
 
 def _in_words(ask: Callable[[], _T]) -> _T:
-    """Return what `ask` returns; Spark shows only an error's text, so the hint goes into it."""
+    """Call `ask`. Spark shows only an error's text, so the hint is added to the text."""
     try:
         return ask()
     except DcpdError as error:

@@ -1,8 +1,8 @@
-"""Asks the nodes for the state of each partition: its seqnos and its versions. For the driver.
+"""Asks the nodes for each partition's seqnos and versions. Used by the driver.
 
-Invariant: the facts of a partition are from one moment. Seqnos, purge seqno, history floor and the
-newest version come in one answer. The failover log, asked for afterwards, counts only if it begins
-with that version.
+Invariant: the facts of a partition are from one moment. High seqno, purge seqno, history floor and
+newest version come in one answer. The failover log is asked for afterwards, and is only used if it
+begins with that version.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
 PATIENCE_S: Final = 30.0
-"""How long the driver waits for servers that are down; a restart takes less."""
+"""How long the driver waits for servers that are down. A restart takes less."""
 SURVEYS_MAX: Final = 8
-"""Times that a node is asked again because a version began in between."""
+"""Attempts per node, in case a new version begins between the questions."""
 LOGS_ONE_BY_ONE_MAX: Final = 32
-"""Failover logs asked for one by one; more come as one statistic."""
+"""Up to this many failover logs are requested one by one; more come as one statistic."""
 SAMPLE_PARTITIONS: Final = 8
 SAMPLE_ROWS: Final = 64
-"""What is read to learn how large changes are (option maxBytesPerTrigger)."""
+"""Sample to estimate the size of changes (option maxBytesPerTrigger)."""
 ROW_BYTES: Final = 80
-"""What a row takes beside key and value."""
+"""Size of a row without key and value."""
 NAMED_MAX: Final = 8
-"""Partitions that an error lists."""
+"""Maximum partitions in an error text."""
 _ACTIVE: Final = (1).to_bytes(4, "big")
 _WANTED: Final = {"high_seqno": 0, "purge_seqno": 1, "history_floor": 2, "uuid": 3}
 
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class Survey:
-    """See the module. Keeps its connections; `close` ends them."""
+    """See the module. Keeps connections open until `close`."""
 
     def __init__(
         self,
@@ -74,28 +74,28 @@ class Survey:
         self._topology = None
 
     def topology(self) -> Topology:
-        """Return which node has which partition now."""
+        """Return the current topology."""
         return self._patiently(lambda: topology_of(self._servers))
 
     def high_seqnos(self, *, all_of_them: bool = False) -> dict[int, int]:
-        """Return the high seqno of every wanted partition that is active somewhere.
+        """Return the high seqnos of the requested partitions that are active on some node.
 
-        With `all_of_them` those that are active nowhere are waited for; raises TopologyError.
+        `all_of_them`: wait until all are active. Raises TopologyError after PATIENCE_S.
         """
         return self._patiently(lambda: self._all(self._high_seqnos(), all_of_them=all_of_them))
 
     def facts(self, *, all_of_them: bool = False) -> list[PartitionFacts]:
-        """Return what there is to know of every wanted partition that is active somewhere.
+        """Return the facts of the requested partitions that are active on some node.
 
-        With `all_of_them` those that are active nowhere are waited for; raises TopologyError.
+        `all_of_them`: wait until all are active. Raises TopologyError after PATIENCE_S.
         """
         found = self._patiently(lambda: self._all(self._facts(), all_of_them=all_of_them))
         return [found[vb_id] for vb_id in sorted(found)]
 
     def seqnos_at(self, time_ns: int) -> dict[int, int]:
-        """Return for every partition the seqno right before its first change at or after a moment.
+        """Return, for each partition, the seqno before its first change at or after a time.
 
-        Unix time in ns; a change's time is its CAS.
+        `time_ns` is Unix time in ns. The time of a change is its CAS.
         """
         return self._patiently(lambda: self._seqnos_at(time_ns))
 
@@ -106,7 +106,7 @@ class Survey:
     def row_bytes(
         self, steps: Sequence[PlanStep], *, history: bool, collection_ids: tuple[int, ...]
     ) -> float:
-        """Return about how many bytes a row of these steps has, by reading some."""
+        """Estimate the bytes per row of these steps from a sample."""
         largest = sorted(steps, key=lambda step: step.start_seqno - step.end_seqno)
         sample = [
             step._replace(
@@ -154,7 +154,7 @@ class Survey:
         return high
 
     def _active(self, node: ClusterNode) -> dict[int, int]:
-        """Return the high seqnos of the wanted partitions that are active on a node."""
+        """Return the high seqnos of the requested partitions that are active on a node."""
         frame = self._link(node).request(Opcode.GET_ALL_VB_SEQNOS, extras=_ACTIVE)
         if frame.status:
             raise error_from_status(
@@ -174,15 +174,17 @@ class Survey:
                     break
                 self._learn_logs(node, missing)
             else:
-                raise TemporaryError("versions begin faster than they can be read", node=node.name)
+                raise TemporaryError(
+                    "new versions begin faster than they can be read", node=node.name
+                )
             for vb_id, (high, purge, floor, _) in told.items():
                 found[vb_id] = PartitionFacts(vb_id, high, purge, floor, self._logs[vb_id])
         if len(found) < len(self._partitions):
-            self._topology = None  # some are elsewhere, or nowhere: look again next time
+            self._topology = None  # some are on other nodes, or on none: refresh next time
         return found
 
     def _all(self, found: dict[int, _T], *, all_of_them: bool) -> dict[int, _T]:
-        """Return what was found. Raises TopologyError if all is wanted and some is missing."""
+        """Return `found`. With `all_of_them`, raises TopologyError if a partition is missing."""
         missing = sorted(self._partitions.difference(found)) if all_of_them else []
         if missing:
             names = ", ".join(map(str, missing[:NAMED_MAX])) + ", ..." * (len(missing) > NAMED_MAX)
@@ -190,7 +192,8 @@ class Survey:
                 f"no node is active for {len(missing)} of {len(self._partitions)} partitions"
                 f" ({names})",
                 node=", ".join(server.node for server in self._servers),
-                hint="Are nodes down? See: dcpctl status. Others alone: the option partitions.",
+                hint="Check whether nodes are down: dcpctl status. To read only some partitions,"
+                " use the option partitions.",
             )
         return found
 
@@ -208,14 +211,14 @@ class Survey:
                 rows.setdefault(int(name[3:]), [0, 0, -1, 0])[place] = int(frame.value)
         if any(row[2] < 0 for row in rows.values()):
             raise UnsupportedError(
-                "the server does not tell from where on it keeps every version",
+                "the server does not report its history floor",
                 node=node.name,
-                hint="The source needs a dcpd as new as itself.",
+                hint="Upgrade dcpd to the version of this client, or newer.",
             )
         return rows
 
     def _missing(self, told: dict[int, list[int]]) -> list[int]:
-        """Return the partitions whose failover log is not known, or older than what was told."""
+        """Return the partitions whose failover log is unknown or outdated."""
         return [
             vb_id
             for vb_id, row in told.items()
@@ -241,7 +244,7 @@ class Survey:
         for vb_id in vb_ids:
             frame = link.request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
             if frame.status == Status.NOT_MY_VBUCKET:
-                raise TemporaryError("the partition moves", vb_id=vb_id, node=node.name)
+                raise TemporaryError("the partition is moving", vb_id=vb_id, node=node.name)
             if frame.status:
                 raise error_from_status(
                     frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=node.name
@@ -250,7 +253,7 @@ class Survey:
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
         high = self._all(self._high_seqnos(), all_of_them=True)
-        assert self._topology is not None, "the nodes were asked"
+        assert self._topology is not None, "_high_seqnos has set it"
         seqnos = {}
         for vb_id in sorted(high):
             node = self._topology.node_of(vb_id)
@@ -276,8 +279,8 @@ class Survey:
 
 
 def _parsed(parse: Callable[[bytes], _T], value: bytes, node: ClusterNode) -> _T:
-    """Return a parsed answer. Raises ConnectError if it is cut short."""
+    """Parse an answer. Raises ConnectError if it is malformed."""
     try:
         return parse(value)
     except RemoteProtocolError as error:
-        raise ConnectError(f"an answer that cannot be read: {error}", node=node.name) from error
+        raise ConnectError(f"the node sent a malformed answer: {error}", node=node.name) from error

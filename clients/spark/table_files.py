@@ -1,10 +1,10 @@
-"""The file operations of a Parquet table, one call for each step that a power cut can separate.
+"""The file operations of a Parquet table. A power cut can happen between any two calls.
 
 Names are relative to the table: `manifest.json`, `changes/0003-....parquet`. As in POSIX, a file's
-bytes are durable after `sync`, and names after `sync_folder`. Tests replace this class by one that
-loses, in part, what was not synced.
+content is durable after `sync`, and its name after `sync_folder`. Tests replace this class with one
+that loses part of the unsynced data.
 
-Who calls it: `clients.spark.sink_parquet`, on the driver and on executors, which share the folder.
+Called by `clients.spark.sink_parquet` on the driver and on executors, which share the folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TableFiles:
         return (self.path / name).read_bytes()
 
     def source(self, name: str) -> Any:
-        """Return what pyarrow reads a file from."""
+        """Return the path of a file, for pyarrow to read."""
         return self.path / name
 
     def create(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
@@ -55,11 +55,11 @@ class TableFiles:
         (self.path / old).replace(self.path / new)
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def older_than(self, pattern: str, moment_s: float) -> list[str]:
-        """Return the files that match a pattern and were last written before a time."""
+        """Return the files that match a pattern and were last modified before a time."""
         found = self.path.glob(pattern)
         return [
             path.relative_to(self.path).as_posix()

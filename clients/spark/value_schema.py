@@ -1,9 +1,9 @@
-"""The option valueSchema: whether a text is a list of columns as Spark's DDL. Pure.
+"""Checks the option valueSchema: a list of columns in Spark's DDL. Pure.
 
     carrier STRING, flight INT, at STRUCT<airport: STRING, gate INT>, tags ARRAY<STRING>
 
-Spark's own parser would complain of `STRUCT<...>` at a position in it, not of the option. Allowed
-is what a JSON document can fill: no NOT NULL (a member may be missing), and maps with text as keys.
+Spark's own parser would report a position inside `STRUCT<...>`, not the option. Only what a JSON
+document can provide is allowed: no NOT NULL (a member may be missing), and only text as map keys.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _SCALARS: Final = frozenset(
 )  # fmt: skip
 _WITH_DIGITS: Final = frozenset({"DECIMAL", "DEC", "NUMERIC"})
 _DEPTH_MAX: Final = 32
-"""Types within types; each is a call here, and in Spark."""
+"""Maximum nesting of types. Each level is a recursive call, here and in Spark."""
 
 
 def check_columns(text: str) -> None:
-    """Raise ValueError that says what is wrong with a list of columns."""
+    """Check a list of columns. Raises ValueError, which says what is wrong."""
     parser = _Parser(_TOKEN.findall(text))
     parser.columns(end="", depth=0)
 
 
 class _Parser:
-    """What is left of the tokens; each method takes what it names."""
+    """A recursive-descent parser over the tokens."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
         self._at = 0
 
     def columns(self, end: str, depth: int) -> None:
-        """Take columns up to `end`, "" for the end of the text."""
+        """Parse columns up to `end`; "" is the end of the text."""
         names: set[str] = set()
         while True:
             name = self._take()
             if not _NAME.fullmatch(name):
-                raise ValueError(f"a column's name is missing before {_shown(name)}")
+                raise ValueError(f"a column name is missing before {_shown(name)}")
             if name.lower() in names:
-                raise ValueError(f"the column {name} is there twice")
+                raise ValueError(f"the column {name} occurs twice")
             names.add(name.lower())
             if self._next() == ":":
                 self._take()
@@ -75,19 +75,19 @@ class _Parser:
         elif kind == "MAP":
             self._expect("<", of)
             if self._take().upper() != "STRING":
-                raise ValueError(f"{of}: the keys of a map are STRING, as they are in JSON")
+                raise ValueError(f"{of}: the keys of a map must be STRING, as in JSON")
             self._expect(",", of)
             self._type(of, depth + 1)
             self._expect(">", of)
         else:
             known = ", ".join(sorted(_SCALARS))
             raise ValueError(
-                f"{of}: {_shown(word)} is no type; there are {known}, STRUCT<...>, ARRAY<...> and"
+                f"{of}: {_shown(word)} is not a type; use {known}, STRUCT<...>, ARRAY<...> or"
                 " MAP<STRING, ...>"
             )
 
     def _digits(self, of: str) -> None:
-        """Take (PRECISION) or (PRECISION, SCALE)."""
+        """Parse (PRECISION) or (PRECISION, SCALE)."""
         self._expect("(", of)
         numbers = [self._take()]
         if self._next() == ",":

@@ -1,7 +1,7 @@
-"""Values as the option valueFormat wants them: bytes, text, or a JSON document's members. Pure.
+"""Converts values as the option valueFormat says: bytes, text, or members of a JSON document. Pure.
 
-A document that is not JSON, or a member that is not of its type, gives null: one writer's mistake
-must not stop a query. Members that the schema does not have are left out.
+If a document is not JSON, or a member has the wrong type, the result is null: one bad document must
+not stop a query. Members that are not in the schema are dropped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from clients.spark.columns import ValueParser, text_or_bytes
 
 
 def value_parser(value_format: str, wanted: pa.DataType) -> ValueParser:
-    """Return what makes the column of values out of an array of bytes."""
+    """Return the function that turns an array of bytes into the value column."""
     if value_format != "json":
         return lambda array: text_or_bytes(array, wanted)
-    # What pyarrow is given has the kinds of JSON values that the types take, member by member:
-    # on its own it takes true as 1.0, and ends the process over a null in a map's place.
+    # pyarrow must only get JSON values that match the types. By itself it converts true to 1.0, and
+    # a null in place of a map crashes the process.
     exact = msgspec.json.Decoder(_json_type(wanted))
     any_kind = msgspec.json.Decoder()
 
@@ -50,14 +50,14 @@ def value_parser(value_format: str, wanted: pa.DataType) -> ValueParser:
 
 
 def _json_type(wanted: pa.DataType) -> Any:
-    """Return the kinds of JSON values that a type takes, null among them, for msgspec."""
+    """Return the JSON values that a type accepts, null included, as a type for msgspec."""
     return Optional[_kind_of(wanted)]  # noqa: UP045 - a kind may be a generic alias
 
 
 def _kind_of(wanted: pa.DataType) -> Any:
     if pa.types.is_struct(wanted):
         members = {field.name: _json_type(field.type) for field in wanted}
-        make: Any = TypedDict  # made while it runs, which type checkers do not follow
+        make: Any = TypedDict  # created at run time, which type checkers cannot follow
         return make("Members", members, total=False)
     if pa.types.is_list(wanted):
         return GenericAlias(list, (_json_type(wanted.value_type),))
@@ -73,11 +73,11 @@ _KINDS: Final = (
     (pa.types.is_string, str),
     (pa.types.is_binary, str),
 )
-"""Whether a type is of a kind, and the kind of JSON value for it; the others are told by text."""
+"""(test for an Arrow type, JSON type for it). Other types accept text and numbers."""
 
 
 def fitted(value: Any, wanted: pa.DataType) -> Any:
-    """Return a JSON value as a type takes it; None for what it does not take."""
+    """Convert a JSON value to a type; None if it does not fit."""
     if value is None:
         return None
     if pa.types.is_struct(wanted):
@@ -110,7 +110,7 @@ def _scalar(value: Any, wanted: pa.DataType) -> Any:
 
 
 def _from_text(text: str, wanted: pa.DataType) -> Any:
-    """Return a text as a day, a moment or a decimal where that is wanted."""
+    """Parse text as a date, a timestamp or a decimal if the type is one of these."""
     if pa.types.is_date(wanted):
         return date.fromisoformat(text)
     if pa.types.is_timestamp(wanted):

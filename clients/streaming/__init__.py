@@ -1,11 +1,12 @@
-"""One DCP connection as a client sees it: bytes in, events out, no sockets and no clock.
+"""The client side of a DCP connection: bytes in, events out, without sockets and clock.
 
-Consumers, backups and Spark tasks share it. It opens the connection, asks for streams, reads each
-answer and each stream end by one table, answers NOOPs, acknowledges bytes, and remembers which
-streams wait for another attempt. Decoding changes is up to each user.
+Consumers, backups and Spark tasks share it. It opens the connection, requests streams, interprets
+answers and stream ends, answers NOOPs, acknowledges bytes, and tracks the streams that wait for a
+retry. Its users decode the changes.
 
-    clients.streaming.verdict       what a status or an end reason means
-    clients.streaming.outcome       the events
-    clients.streaming.stream_connection    the connection
-    clients.streaming.rollback_rounds      one round of going back
+    verdict              what a status or an end reason means
+    outcome              the events
+    pending_requests     requests and their replies
+    stream_connection    the connection
+    rollback_rounds      one round of a rollback
 """

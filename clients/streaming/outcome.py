@@ -1,4 +1,4 @@
-"""The events of a stream, as `clients.streaming.stream_connection` tells them. Pure.
+"""The events of a stream, as `clients.streaming.stream_connection` reports them. Pure.
 
 Opened | RollbackAsked | Moved | Postponed | Ahead | Refused      answer to a stream request
 Ended                                                             end of an open stream
@@ -14,22 +14,22 @@ from clients.streaming.verdict import Verdict
 
 
 class Opened(NamedTuple):
-    """The server streams. Its failover log replaces what the client knew."""
+    """The server accepted. Its failover log replaces the client's."""
 
     versions: Versions
 
 
 class RollbackAsked(NamedTuple):
-    """The client holds what the server does not, and has to go back."""
+    """The client has changes that are not in the server's history, and must roll back."""
 
     seqno: int
-    """To this seqno or below."""
+    """Roll back to this seqno or below."""
     versions: Versions
-    """The server's failover log, () where it does not come with the answer."""
+    """The server's failover log; () if the answer does not contain it."""
 
 
 class Moved(NamedTuple):
-    """The node does not have the partition. `config`: the configuration that it sent, or b""."""
+    """The node does not serve the partition. `config`: the configuration in its answer, or b""."""
 
     config: bytes
 
@@ -41,13 +41,13 @@ class Postponed(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The position lies above what the server has (ERANGE)."""
+    """The position is above the server's high seqno (ERANGE)."""
 
     error: StatusError
 
 
 class Refused(NamedTuple):
-    """The server will not stream the partition from there, however often it is asked."""
+    """The server refused the request for good."""
 
     error: StatusError
 

@@ -1,4 +1,4 @@
-"""The requests of one DCP connection, and who takes the reply to each. Sans-IO.
+"""The pending requests of one DCP connection, with a handler for each reply. Sans-IO.
 
     requests = PendingRequests(node)
     requests.open(b"name", OpenFlag.PRODUCER, [(b"enable_noop", b"true")])
@@ -29,9 +29,9 @@ class PendingRequests:
     def __init__(self, node: str | None) -> None:
         self.node = node
         self.now_ns = 0
-        """The present time, set by a caller that has a clock and reads `oldest_ns`."""
+        """The current time. Callers that use `oldest_ns` set it."""
         self._pending: dict[int, tuple[OnReply, int]] = {}
-        """By opaque: the handler of the reply, and when the request was sent; the oldest first."""
+        """Opaque -> (handler of the reply, time of the request), oldest first."""
         self._output: list[bytes] = []
         self._next_opaque = 1
 
@@ -63,7 +63,7 @@ class PendingRequests:
         self.send(lambda opaque: pack_control(key, value, opaque), on_reply)
 
     def close_stream(self, vb_id: int) -> None:
-        """Close a stream. It is no error if it has ended already."""
+        """Close a stream. It may already have ended."""
         close = Opcode.DCP_CLOSE_STREAM
         self.send(lambda opaque: pack_request(close, vb_id=vb_id, opaque=opaque), ignored)
 
@@ -72,7 +72,7 @@ class PendingRequests:
         self._pending.pop(opaque, None)
 
     def take(self, frame: Frame) -> bool:
-        """Hand a reply to its handler, or answer a NOOP. Returns False for any other frame."""
+        """Pass a reply to its handler, or answer a NOOP. Return False for any other frame."""
         if frame.magic == Magic.RESPONSE:
             on_reply, _ = self._pending.pop(frame.opaque, (ignored, 0))
             on_reply(frame)
@@ -84,7 +84,7 @@ class PendingRequests:
 
     @property
     def oldest_ns(self) -> int | None:
-        """When the oldest request was sent that has no reply yet."""
+        """The time of the oldest request without a reply."""
         return next((sent_ns for _, sent_ns in self._pending.values()), None)
 
     def accepted(self, operation: str) -> OnReply:
@@ -100,4 +100,4 @@ class PendingRequests:
 
 
 def ignored(_frame: Frame) -> None:
-    """Take any reply; it does not matter."""
+    """Ignore a reply."""

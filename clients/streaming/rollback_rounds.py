@@ -1,9 +1,9 @@
-"""One round of going back: where to ask again after the server said ROLLBACK. Pure.
+"""One round of a rollback: the position of the next request after the server's ROLLBACK. Pure.
 
 Invariants
-- every round goes down, in seqno or in the number of versions, so the rounds are bounded;
-- a client keeps nothing above the seqno up to which both histories agree, whatever the server says:
-  `failover.rollback` compares the client's versions with the server's failover log.
+- every round lowers the seqno or the number of versions, so the number of rounds is bounded;
+- if the answer has the server's failover log, a client keeps nothing above the seqno up to which
+  both histories agree. `failover.rollback` compares the client's versions with that log.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def next_round(
     to_beginning: bool = False,
     vb_id: int | None = None,
 ) -> Position:
-    """Return where to ask again: a complete state at or below what the server said.
+    """Return the position of the next request: a complete state at or below the server's seqno.
 
-    `is_exact`: the server saw all versions of the client, so its answer is the last one; otherwise
-    older versions are tried, one a round. `to_beginning`: at 0, whatever the server said.
+    `is_exact`: the server saw all versions of the client, so its answer is final. Otherwise older
+    versions are tried, one per round. `to_beginning`: return 0, whatever the server's seqno is.
 
     Raises StreamViolationError if the server's failover log cannot be one.
     """
@@ -51,5 +51,5 @@ def next_round(
         seqno = min(seqno, agreed_seqno(before.versions, before.seqno, asked.versions, vb_id))
     position = rolled_back(before, seqno, to_beginning=to_beginning, is_exact=is_exact)
     step = (position.seqno, len(position.versions))
-    assert step < (before.seqno, len(before.versions)), "goes down, so rounds are bounded"
+    assert step < (before.seqno, len(before.versions)), "each round goes down, so they are bounded"
     return position

@@ -1,21 +1,21 @@
-"""One DCP connection of a client, without its changes: requests out, outcomes of streams in.
+"""One DCP connection of a client, except the changes: requests out, outcomes of streams in.
 
     connection = StreamConnection(Setup(b"name"), owner, node)
     connection.begin()                                   # DCP_OPEN and controls
     connection.request(stream, position, end_seqno, {})
     send(connection.requests.take_output())
-    stop, wire_bytes = connection.take_frame(buffer, at, end)    # for frames that are no changes
-    connection.acknowledge(wire_bytes)                   # when their user is done with them
+    stop, wire_bytes = connection.take_frame(buffer, at, end)    # for frames other than changes
+    connection.acknowledge(wire_bytes)                   # when they were processed
 
-`owner.on_outcome` gets what becomes of streams (`clients.streaming.outcome`). Other messages of
-open streams go to `owner.on_message`. The owner decodes changes itself: `open` has the stream by
-the opaque that its messages carry.
+`owner.on_outcome` gets the outcomes of streams (`clients.streaming.outcome`). Other messages of
+open streams go to `owner.on_message`. The owner decodes changes itself; `open` maps the opaque of a
+message to its stream.
 
 Invariants
-- a stream has one request under way, or is open, under its `opaque`; otherwise that is 0;
-- messages with another opaque belong to a stream that ended, and are dropped;
-- the answer to a forgotten request does nothing;
-- the server's window is acknowledged when half of it is used up, so it never runs dry.
+- the `opaque` of a stream is that of its pending request or open stream, otherwise 0;
+- messages with an unknown opaque belong to a stream that ended, and are dropped;
+- the answer to a forgotten request has no effect;
+- bytes are acknowledged when half of the flow control window is used.
 
 Time is an argument, in ns of any steady clock.
 """
@@ -59,13 +59,13 @@ from dcp.wire.status import Status
 BUFFER_BYTES: Final = 20 * 1024 * 1024
 """Default flow control window (gocbcore's)."""
 NOOP_INTERVAL_S: Final = 120
-"""How often the server shall send NOOP (java-dcp-client's)."""
+"""Interval of the server's NOOPs (java-dcp-client's)."""
 NAME_BYTES_MAX: Final = 200
-"""DCP_OPEN takes a name of 1 to so many bytes."""
+"""Maximum length of the name in DCP_OPEN."""
 VERSION_LOG: Final = b"x_version_log"
 """Control: a stream request may list all versions that the client knows."""
 
-# Numbers: a look-up in an enumeration for every frame would be a twentieth of its cost.
+# Plain numbers: an enum look-up would be 5 % of the cost of a frame.
 _REQUEST: Final = int(Magic.REQUEST)
 _SERVER_REQUEST: Final = int(Magic.SERVER_REQUEST)
 _NOOP: Final = int(Opcode.DCP_NOOP)
@@ -73,7 +73,7 @@ _STREAM_END: Final = int(Opcode.DCP_STREAM_END)
 
 
 class RetriedStream(Protocol):
-    """What the connection needs of a partition's stream."""
+    """What the connection needs from a partition's stream."""
 
     opaque: int
     retry_ns: int
@@ -90,19 +90,19 @@ S_contra = TypeVar("S_contra", bound=RetriedStream, contravariant=True)
 
 
 class StreamOwner(Protocol[S_contra]):
-    """Who uses the connection."""
+    """The user of the connection."""
 
     def on_outcome(self, stream: S_contra, outcome: StreamOutcome) -> None:
-        """Take the answer to a stream request, or the end of a stream."""
+        """Handle the answer to a stream request, or the end of a stream."""
 
     def on_message(self, stream: S_contra, frame: Frame) -> None:
-        """Take another message of an open stream."""
+        """Handle another message of an open stream."""
 
     def on_control(self, key: bytes, status: int) -> None:
-        """Take the answer to a control that was wished for."""
+        """Handle the answer to an optional control."""
 
     def on_config(self, config: bytes) -> None:
-        """Take a cluster configuration that the server pushed."""
+        """Handle a cluster configuration that the server pushed."""
 
 
 class Setup(NamedTuple):
@@ -114,9 +114,9 @@ class Setup(NamedTuple):
     """Bytes that may be sent without an acknowledgement; None: no flow control."""
     noop_interval_s: float = NOOP_INTERVAL_S
     needed: tuple[bytes, ...] = ()
-    """Controls that are set to "true". The connection is of no use if the server refuses one."""
+    """Required controls, set to "true". If the server refuses one, the connection fails."""
     wished: tuple[bytes, ...] = ()
-    """Controls that are set to "true" if the server knows them."""
+    """Optional controls, set to "true"."""
 
 
 class StreamConnection(Generic[S]):
@@ -127,9 +127,9 @@ class StreamConnection(Generic[S]):
         self.node = node
         self.requests = PendingRequests(node)
         self.open: dict[int, S] = {}
-        """By opaque: streams that were accepted and have not ended."""
+        """Opaque -> open stream."""
         self.granted: dict[bytes, int | None] = dict.fromkeys(setup.wished)
-        """Status of each control that was wished for; None: not answered yet."""
+        """Status of each optional control; None: not answered yet."""
         self._setup = setup
         self._owner = owner
         self._on_message = owner.on_message
@@ -158,7 +158,7 @@ class StreamConnection(Generic[S]):
         return take_answer
 
     def has(self, key: bytes) -> bool:
-        """Whether the server granted a control; those that are needed count as granted."""
+        """Whether the server granted a control. Required ones count as granted."""
         return key in self._setup.needed or self.granted.get(key, 1) == 0
 
     # -- asking --------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class StreamConnection(Generic[S]):
     def request(
         self, stream: S, position: Position, end_seqno: int, document: Mapping[str, Any]
     ) -> None:
-        """Ask for a stream from a position up to a seqno.
+        """Request a stream from a position up to a seqno.
 
-        `document` goes with it as JSON. The list of versions is added if the server takes it.
+        `document` is the request's JSON. The list of versions is added if the server supports it.
         """
         what = StreamRequest(
             0, position.seqno, end_seqno, position.vb_uuid, position.snap_start, position.snap_end
@@ -183,7 +183,7 @@ class StreamConnection(Generic[S]):
         )
 
     def forget(self, stream: S) -> None:
-        """Take a stream off: its request, what the server streams of it, and its next attempt."""
+        """Cancel a stream: its request, the open stream at the server, and its next retry."""
         self._waiting.discard(stream)
         if stream.opaque:
             self.requests.forget(stream.opaque)
@@ -205,31 +205,31 @@ class StreamConnection(Generic[S]):
     # -- asking again --------------------------------------------------------------------------
 
     def later(self, stream: S, first_ns: int, longest_ns: int) -> None:
-        """Let a stream wait for its next attempt. The pause doubles from the first to the longest.
+        """Retry a stream after a pause, which doubles from `first_ns` to `longest_ns`.
 
-        It begins anew when the stream opens.
+        The pause is reset when the stream opens.
         """
         stream.retry_ns = min(max(first_ns, stream.retry_ns * 2), longest_ns)
         stream.retry_at_ns = self.requests.now_ns + stream.retry_ns
         self._waiting.add(stream)
 
     def due(self, now_ns: int) -> list[S]:
-        """Return the streams whose pause is over, each once, in the order of their pauses' ends."""
+        """Return the streams whose pause is over, each once, ordered by the end of their pause."""
         due = [stream for stream in self._waiting if stream.retry_at_ns <= now_ns]
         self._waiting.difference_update(due)
         return sorted(due, key=lambda stream: (stream.retry_at_ns, stream.vb_id))
 
     @property
     def next_due_ns(self) -> int | None:
-        """When a pause ends next, None when nothing waits."""
+        """When the next pause ends; None if no stream waits."""
         return min((stream.retry_at_ns for stream in self._waiting), default=None)
 
     # -- what comes in -------------------------------------------------------------------------
 
     def take_frame(self, buffer: bytes, at: int, end: int) -> tuple[int, int]:
-        """Take the frame at `at`, which is no change, or one of a stream that is not open.
+        """Process the frame at `at`: not a change, or a change of a stream that is not open.
 
-        Returns where it stops, 0 if it is not complete, and its bytes as flow control counts them.
+        Return its end (0 if it is incomplete) and its bytes as flow control counts them.
         """
         found = frame_at(buffer, at, end)
         if found is None:
@@ -251,7 +251,7 @@ class StreamConnection(Generic[S]):
         return stop, 0
 
     def acknowledge(self, wire_bytes: int) -> None:
-        """Note that bytes of stream messages are done with."""
+        """Count processed bytes of stream messages, and acknowledge them at half the window."""
         window_bytes = self._setup.window_bytes
         if window_bytes:
             self._unacked_bytes += wire_bytes
@@ -285,9 +285,9 @@ class StreamConnection(Generic[S]):
         if verdict is Verdict.BRANCHED:
             return Refused(
                 RollbackRequiredError(
-                    "the server rolls back from seqno 0, where nothing is held",
+                    "the server rolls back from seqno 0, where there is nothing to roll back",
                     status=Status.ROLLBACK, vb_id=stream.vb_id, node=self.node,
-                    hint="The server is at fault.",
+                    hint="This is a fault of the server. See its log.",
                 )
             )  # fmt: skip
         error = error_from_status(

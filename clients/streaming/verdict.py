@@ -16,26 +16,26 @@ from dcp.wire.status import Status
 
 
 class Verdict(Enum):
-    """What follows for a stream."""
+    """What a status or end reason means for a stream."""
 
     OPENED = auto()
-    """The server streams from the position that was asked for."""
+    """The server streams from the requested position."""
     BRANCHED = auto()
-    """History branched: the client has to go back, or may find out by asking again."""
+    """History branched: the client must roll back, or learns that by a new request."""
     MOVED = auto()
-    """Another node has the partition."""
+    """Another node serves the partition."""
     LATER = auto()
     """The same request may work after a pause."""
     AHEAD = auto()
-    """The position lies above what the server has."""
+    """The position is above the server's high seqno."""
     DONE = auto()
-    """The end that was asked for is reached."""
+    """The stream reached its requested end."""
     EMPTY = auto()
-    """Nothing can come any more: all collections that were asked for are dropped."""
+    """All requested collections were dropped, so nothing more can come."""
     DAMAGED = auto()
-    """The server could not read what it stored. That may be passing."""
+    """The server could not read its stored data. The cause may be temporary."""
     REFUSED = auto()
-    """The server does not want to, or says something that is not known here."""
+    """The server refused for good, or sent an unknown status or reason."""
 
 
 STATUS_VERDICTS: Final[Mapping[int, Verdict]] = MappingProxyType(
@@ -69,7 +69,7 @@ def verdict_of_status(status: int, body_bytes: int) -> Verdict:
     """Return what an answer with a body of `body_bytes` means."""
     verdict = STATUS_VERDICTS.get(status, Verdict.REFUSED)
     if verdict is Verdict.BRANCHED and body_bytes < 8:
-        return Verdict.REFUSED  # it does not say to where
+        return Verdict.REFUSED  # the seqno to roll back to is missing
     return verdict
 
 
@@ -79,5 +79,5 @@ def verdict_of_end(reason: int) -> Verdict:
 
 
 def reason_name(reason: int) -> str:
-    """Return the name of an end reason, "?" for one that is not known."""
+    """Return the name of an end reason, "?" if it is unknown."""
     return EndReason(reason).name if reason in _END_REASONS else "?"

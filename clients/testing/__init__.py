@@ -1,4 +1,4 @@
-"""A real server for tests of DCP consumers: failovers, rollbacks, slow streams, faults as calls.
+"""A real server for tests of DCP consumers. Failovers, rollbacks and faults are method calls.
 
     from clients.testing import dcp_server       # a pytest fixture
 
@@ -9,7 +9,7 @@
 
     with DcpServer() as server: ...              # without pytest
 
-docs/testing-consumers.md tells what there is, for other languages too.
+docs/testing-consumers.md has the details, for other languages too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pytest fixture `dcp_server`. A module of its own: `DcpServer` needs no pytest."""
+"""The pytest fixture `dcp_server`. It is a separate module so that `DcpServer` needs no pytest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clients.testing.process import DcpServer
 
 @pytest.fixture
 def dcp_server(tmp_path: Path) -> Iterator[DcpServer]:
-    """A server for each test, gone afterwards; what it logged is shown with a failure."""
+    """A server for each test. If the test fails, pytest shows the server's log."""
     with DcpServer(tmp_path / "dcpd-data") as server:
         yield server
         sys.stderr.write(server.log_path.read_text())

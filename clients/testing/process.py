@@ -1,7 +1,7 @@
-"""`DcpServer`: a dcpd process on free ports, with calls that disturb it on purpose.
+"""`DcpServer`: a dcpd process on free ports, with methods that cause failovers, faults and more.
 
-It starts in a fifth of a second. A call returns when it has taken effect; changes of a partition
-are durable then. A refused call raises ServerRefusedError with the server's message.
+It starts in 0.2 s. A call returns when it has taken effect; changes of a partition are durable
+then. A refused call raises ServerRefusedError with the server's message.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ REQUEST_TIMEOUT_S: Final = 20.0
 _KEY_VALUE: Final = re.compile(r"key-value\s+127\.0\.0\.1:(\d+)")
 _ADMIN: Final = re.compile(r"admin\s+http://127\.0\.0\.1:(\d+)")
 _LAST_LINE: Final = "  try "
-"""How the last line begins that a starting server prints: the command to try."""
+"""Beginning of the last line that a starting server prints: a command to try."""
 _GUEST: Final = "Basic " + b64encode(b"guest:guest").decode()
 
 
 class ServerStartError(DcpdError):
-    """The server did not start; the text has what it said."""
+    """The server did not start. The text contains the end of its log."""
 
 
 class ServerRefusedError(DcpdError):
-    """The server refused a call: `status` is the HTTP status, the text says why."""
+    """The server refused a call. `status` is the HTTP status, the text says why."""
 
 
 class DcpServer:
-    """See the module. A context manager: started by `with`, killed at its end.
+    """See the module. A context manager: `with` starts the server, and kills it at the end.
 
-    `data` is the folder to use; without one there is a temporary one, gone at the end. `arguments`
-    go to dcpd, for example "--durability", "interval".
+    `data` is the data folder; the default is a temporary folder that is deleted at the end.
+    `arguments` are passed to dcpd, for example "--durability", "interval".
     """
 
     def __init__(self, data: str | Path | None = None, *arguments: str) -> None:
         self._own_folder = Path(tempfile.mkdtemp(prefix="dcpd-")) if data is None else None
         self.data = (self._own_folder or Path()) / "dcpd-data" if data is None else Path(data)
         self.log_path = self.data.with_name(f"{self.data.name}.log")
-        """What the server logs; one file over all starts."""
+        """The server's log. All starts append to the same file."""
         self.output = ""
-        """What the server printed when it started."""
+        """The server's output at start."""
         self.port = 0
-        """The port for key-value and DCP; a restart keeps it."""
+        """The port for key-value and DCP. A restart keeps it."""
         self.admin_port = 0
         self._arguments = arguments
         self._process: subprocess.Popen[str] | None = None
@@ -89,12 +89,12 @@ class DcpServer:
 
     @property
     def admin_url(self) -> str:
-        """Where the admin API is; user guest, password guest."""
+        """URL of the admin API; user guest, password guest."""
         return f"http://127.0.0.1:{self.admin_port}"
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         assert self._process is not None, "the server does not run"
         return self._process.pid
 
@@ -137,7 +137,7 @@ class DcpServer:
         return self._end(signal.SIGKILL)
 
     def stop(self) -> int:
-        """End the server in order (SIGTERM); return its exit code."""
+        """Stop the server cleanly (SIGTERM); return its exit code."""
         return self._end(signal.SIGTERM)
 
     def restart(self) -> None:
@@ -162,7 +162,7 @@ class DcpServer:
         return SyncKv(parse_address(self.address))
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request to the admin API and return the JSON answer (other answers: as text).
+        """Send a request to the admin API; return the answer as JSON, or as text if it is not JSON.
 
         Members of `body` that are None are left out. Raises ServerRefusedError.
         """
@@ -187,7 +187,7 @@ class DcpServer:
         return answer
 
     def status(self) -> dict[str, Any]:
-        """Return what the server is and holds."""
+        """Return the server's version, state and content."""
         answer: dict[str, Any] = self.ask("GET", "/api/v1/status")
         return answer
 
@@ -200,10 +200,10 @@ class DcpServer:
     # -- partitions ------------------------------------------------------------------------------
 
     def branch(self, vb: int, at: int, *, or_zero: bool = False) -> dict[str, Any]:
-        """Undo a partition's changes above seqno `at` and begin a new version there.
+        """Undo a partition's changes above seqno `at`, and start a new version there.
 
-        Streams end with reason 6 (rollback). A consumer that holds more gets a ROLLBACK when it
-        asks again. `or_zero`: go to 0 if history does not reach back to `at`; "reason" says why.
+        Streams end with reason 6 (rollback). A consumer that saw more gets a ROLLBACK on its next
+        request. `or_zero`: go to 0 if history does not reach back to `at`; "reason" says why.
         """
         return self._of_partition(vb, "branch", at=at, or_zero=or_zero or None)
 
@@ -214,18 +214,18 @@ class DcpServer:
         history: str | None = None,
         purge_age: str | None = None,
     ) -> dict[str, Any]:
-        """Compact partitions now (None: all); "0s" for `history` keeps no old versions.
+        """Compact partitions now (None: all). With `history="0s"` no old versions are kept.
 
-        Return what was dropped.
+        Return the report: numbers of dropped versions and deletions, sizes.
         """
         body = {"vbs": vbs, "history": history, "purge_age": purge_age}
         answer: dict[str, Any] = self.ask("POST", "/api/v1/compact", body)
         return answer
 
     def failover(self, vb: int, *, lose: int = 0) -> dict[str, Any]:
-        """Do what a failover does: a new version; streams end with reason 2 (state changed).
+        """Simulate a failover: start a new version, end streams with reason 2 (state changed).
 
-        `lose`: the copy that took over was behind by so many changes.
+        `lose`: the promoted replica was this many changes behind.
         """
         return self._of_partition(vb, "failover", lose=lose)
 
@@ -234,7 +234,7 @@ class DcpServer:
         return self._of_partition(vb, "state", state=state)
 
     def purge(self, vb: int, upto: int | None = None) -> dict[str, Any]:
-        """Purge deletions up to a seqno (None: as far as can be); history ends there, too."""
+        """Purge deletions up to a seqno (None: as far as possible). History ends there too."""
         return self._of_partition(vb, "purge", upto=upto)
 
     def explain_rollback(self, vb: int, uuid: int, seqno: int, **more: Any) -> dict[str, Any]:
@@ -269,19 +269,19 @@ class DcpServer:
     def slow_streams(
         self, bytes_per_s: int, *, name: str | None = None, vb: int | None = None
     ) -> int:
-        """Let streams send no more than so many bytes in a second."""
+        """Limit the bytes per second of each stream."""
         return self._of_streams("slow", name=name, vb=vb, bytes_per_s=bytes_per_s)
 
     def stall_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Let streams send nothing until `resume_streams`."""
+        """Stop streams silently until `resume_streams`."""
         return self._of_streams("stall", name=name, vb=vb)
 
     def resume_streams(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Let slowed or stalled streams continue."""
+        """Resume slowed or stalled streams."""
         return self._of_streams("resume", name=name, vb=vb)
 
     def drop_connections(self, *, name: str | None = None, vb: int | None = None) -> int:
-        """Cut the connections that have such a stream, without a STREAM_END."""
+        """Cut the connections that have a matching stream, without a STREAM_END."""
         return self._of_streams("drop", name=name, vb=vb)
 
     def _of_streams(self, action: str, **body: Any) -> int:
@@ -303,8 +303,9 @@ class DcpServer:
         seed: int | None = None,
         rollback_seqno: int | None = None,
     ) -> dict[str, Any]:
-        """Set a fault: what requests it meets (opcode, vb, count, probability) and what happens to
-        them (status, delay_ms, disconnect). Return the rule; its "id" goes to `clear_faults`.
+        """Add a fault rule: which requests it matches (opcode, vb, count, probability), and what
+        happens to them (status, delay_ms, disconnect). Return the rule; pass its "id" to
+        `clear_faults`.
         """
         body = {
             "opcode": opcode, "vb": vb, "status": status, "delay_ms": delay_ms,
@@ -315,10 +316,10 @@ class DcpServer:
         return rule
 
     def faults(self) -> list[dict[str, Any]]:
-        """Return the rules that are set; "met" is how many requests each has met."""
+        """Return the active rules; "met" is the number of requests that a rule matched."""
         rules: list[dict[str, Any]] = self.ask("GET", "/api/v1/faults")["faults"]
         return rules
 
     def clear_faults(self, fault_id: int | None = None) -> None:
-        """Take one rule away, or all."""
+        """Remove one rule, or all."""
         self.ask("DELETE", "/api/v1/faults" + ("" if fault_id is None else f"/{fault_id}"))

@@ -106,14 +106,14 @@ class ScanCommands:
 
     def _asked(self, request: Frame) -> _Create:
         if request.extras or request.key:
-            raise RefusedError(Status.EINVAL, "a range scan is asked for with a JSON object alone")
+            raise RefusedError(Status.EINVAL, "a range scan request has only a JSON object")
         if not request.datatype & self._state.has_json & DATATYPE_JSON:
             why = "negotiate JSON (HELLO 0x0b), and send the request with datatype 0x01"
             raise RefusedError(Status.EINVAL, why)
         try:
             asked = _decode(request.value)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RefusedError(Status.EINVAL, f"this is no range scan: {error}") from error
+            raise RefusedError(Status.EINVAL, f"not a valid range scan: {error}") from error
         if (asked.range is msgspec.UNSET) == (asked.sampling is msgspec.UNSET):
             raise RefusedError(Status.EINVAL, 'a range scan has either "range" or "sampling"')
         return asked
@@ -123,7 +123,7 @@ class ScanCommands:
         try:
             collection_id = int(text, 16)
         except ValueError as error:
-            why = f'"collection" is an id as hexadecimal, not {text[:20]!r}'
+            why = f'"collection" is a hexadecimal id, not {text[:20]!r}'
             raise RefusedError(Status.EINVAL, why) from error
         self._check_collection(collection_id)
         return collection_id
@@ -263,7 +263,7 @@ class ScanCommands:
         return scan
 
     def _active_partition(self, request: Frame) -> Partition:
-        """Return the partition of a request. Raises RefusedError where it is not active here."""
+        """Return the partition of a request. Raises RefusedError if it is not active here."""
         engine = self._state.engine
         if request.vb_id < engine.num_vbuckets:
             part = engine.partitions[request.vb_id]

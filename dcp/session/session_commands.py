@@ -73,7 +73,7 @@ class ConnectionCommands:
             Opcode.OBSERVE_SEQNO: self.observe_seqno,
         }
 
-    # -- who is there --------------------------------------------------------------------------
+    # -- the connection and logins -------------------------------------------------------------
 
     def hello(self, request: Frame) -> None:
         """Grant the requested features that this server has. A second HELLO replaces the first."""
@@ -113,14 +113,14 @@ class ConnectionCommands:
         self._ask(request, LoginQuestion(mechanism, request.value, None))
 
     def authenticate_further(self, request: Frame) -> None:
-        """Go on with a SASL exchange."""
+        """Continue a SASL exchange."""
         exchange = self._state.exchange
         if exchange is None:
             raise RefusedError(Status.EINVAL, "SASL_STEP comes after SASL_AUTH")
         self._ask(request, LoginQuestion("", request.value, exchange))
 
     def _ask(self, request: Frame, question: LoginQuestion) -> None:
-        """Leave a question to the authenticator for the shell; take no command until its answer."""
+        """Leave a question for the authenticator. Take no command until it is answered."""
         state = self._state
         state.login = request._replace(value=b"")  # the password is the question's alone
         state.login_question = question
@@ -174,7 +174,7 @@ class ConnectionCommands:
             self._state.answer(request)
         self._state.close("the client quit")
 
-    # -- what is here --------------------------------------------------------------------------
+    # -- the node ------------------------------------------------------------------------------
 
     def cluster_config(self, request: Frame) -> None:
         """Answer the bucket's configuration, or the node's if no bucket is selected."""
@@ -245,8 +245,8 @@ class ConnectionCommands:
         )
 
     def _seqno_of(self, extras: bytes) -> Callable[[Partition], int]:
-        """Return what a client means by a partition's high seqno. Without collections it is that of
-        the default collection (kv_engine), because the client is never shown more.
+        """Return the function that gives a partition's high seqno for this client. Without
+        collections it is that of the default collection, as in kv_engine: the client sees no more.
 
         Raises UnknownNameError.
         """

@@ -1,6 +1,6 @@
 """DCP commands: open, control, stream requests, flow control.
 
-Handlers raise RefusedError for every answer that says no; the session answers it.
+To refuse a request, a handler raises RefusedError, and the session sends the answer.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class DcpCommands:
         state.answer(request)
 
     def _set_codec(self, producer: Producer) -> None:
-        """Set the form of the frames after what was negotiated has changed."""
+        """Set the format of the frames after the negotiated features have changed."""
         producer.terms.has_json = bool(self._state.has_json)
         producer.terms.has_values = not self._open_flags & _NO_VALUES
         producer.snapshots.plain = plain_frames(
@@ -135,7 +135,7 @@ class DcpCommands:
             return f"DCP_OPEN has 8 bytes of extras, not {len(request.extras)}"
         flags = OPEN_EXTRAS.unpack(request.extras)[1]
         if self._state.producer is not None:
-            return "this connection is open for DCP already"
+            return "this connection is already open for DCP"
         if not 0 < len(request.key) <= CONNECTION_NAME_BYTES_MAX:
             return f"a connection name has 1 to {CONNECTION_NAME_BYTES_MAX} bytes"
         if flags & ~int(_OPEN_FLAGS):
@@ -171,7 +171,7 @@ class DcpCommands:
             producer.acknowledge(U32.unpack(request.extras)[0])
 
     def noop(self, request: Frame) -> None:
-        """Answer a client that asks whether the server is there."""
+        """Answer a client's NOOP."""
         self._state.answer(request)
 
     def add_stream(self, _request: Frame) -> None:
@@ -244,7 +244,7 @@ class DcpCommands:
         return producer
 
     def _asked(self, request: Frame, producer: Producer) -> StreamRequest:
-        """Return what a request asks for, if it may ask for it on this connection."""
+        """Parse a stream request. Raises RefusedError if this connection does not allow it."""
         if len(request.extras) != STREAM_REQ_EXTRAS.size or request.key:
             raise RefusedError(Status.EINVAL, "STREAM_REQ has 48 bytes of extras and no key")
         asked = parse_stream_request(request.extras)
@@ -258,7 +258,7 @@ class DcpCommands:
         return asked
 
     def _partition_of(self, vb_id: int, flags: int) -> Partition:
-        """Return the partition, if streams can begin in its state."""
+        """Return the partition. Raises RefusedError if its state allows no streams."""
         engine = self._state.engine
         if vb_id < engine.num_vbuckets:
             part = engine.partitions[vb_id]
@@ -275,14 +275,14 @@ class DcpCommands:
             raise RefusedError(Status.NOT_SUPPORTED, why)
         start_seqno = asked.start_seqno
         if start_seqno > asked.end_seqno:
-            why = f"start {start_seqno} lies above end {asked.end_seqno}"
+            why = f"start {start_seqno} is above end {asked.end_seqno}"
             raise RefusedError(Status.ERANGE, why)
         if not asked.snap_start_seqno <= start_seqno <= asked.snap_end_seqno:
             window = f"{asked.snap_start_seqno} to {asked.snap_end_seqno}"
-            raise RefusedError(Status.ERANGE, f"start {start_seqno} lies outside snapshot {window}")
+            raise RefusedError(Status.ERANGE, f"start {start_seqno} is outside snapshot {window}")
 
     def _filter_of(self, told: StreamValue) -> StreamFilter:
-        """Return what the stream shows."""
+        """Return the stream's filter."""
         state = self._state
         if not told.document or not state.has_collections:
             return unfiltered(has_collections=state.has_collections, key_prefixes=told.key_prefixes)
@@ -292,8 +292,8 @@ class DcpCommands:
     def _decide(
         self, asked: StreamRequest, part: Partition, told: StreamValue, stream_filter: StreamFilter
     ) -> Decision:
-        """Decide whether the client has to roll back first."""
-        # Where nothing of what the filter shows changed after the start, no deletion that the
+        """Decide whether the client must roll back first."""
+        # If nothing that the filter lets through changed after the start, no deletion that the
         # client needs can have been purged.
         has_all = stream_filter.is_limited and asked.start_seqno >= self._high_seqno(
             part, stream_filter
@@ -323,9 +323,9 @@ class DcpCommands:
 
 
 def _check_takeover(state: SessionState, producer: Producer) -> None:
-    """Raise RefusedError where no partition can be handed over to this connection.
+    """Raise RefusedError if this connection cannot take over a partition.
 
-    The partition is dead here afterwards, so the client has to be sent all that is in it.
+    Afterwards the partition is dead here, so the client must get everything in it.
     """
     if state.rights is None or not state.rights.has(Role.ADMIN):
         raise RefusedError(Status.EACCESS, "a takeover (flag 0x01) takes the role admin")
@@ -347,7 +347,7 @@ def _check_is_free(
     told: StreamValue,
     stream_filter: StreamFilter,
 ) -> None:
-    """Raise RefusedError where this stream cannot be added to the ones that are open."""
+    """Raise RefusedError if this stream conflicts with the open ones."""
     if asked.flags & _TAKEOVER and stream_filter.is_limited:
         raise RefusedError(Status.EINVAL, "a takeover hands over everything: it has no filter")
     if producer.has_stream(part.vb_id, told.stream_id):
@@ -376,6 +376,6 @@ def _end_seqno(asked: StreamRequest, part: Partition) -> int:
         end_seqno = part.committed_seqno
     last_seqno = min(end_seqno, part.high_seqno)
     if asked.start_seqno > last_seqno:
-        why = f"start {asked.start_seqno} lies above the end of vb {part.vb_id}, {last_seqno}"
+        why = f"start {asked.start_seqno} is above the end of vb {part.vb_id}, {last_seqno}"
         raise RefusedError(Status.ERANGE, why)
     return end_seqno

@@ -96,6 +96,6 @@ def test_the_command_says_how_many(source, tmp_path, capfd):
         arguments = ["--server", server.address, "backup", "restore", "--archive", str(archive)]
         assert run(arguments) == 0
         said = capfd.readouterr().out
-        assert f"{len(documents)} have a CAS of the server's own" in said
+        assert f"{len(documents)} have a new CAS: the old one was too far ahead" in said
         assert run([*arguments, "--force", "-o", "json"]) == 0
         assert json.loads(capfd.readouterr().out)["replaced_cas"] == len(documents)

@@ -185,7 +185,9 @@ def test_packages_that_are_missing_are_named(monkeypatch, tmp_path):
     assert "dcpd[backup]" in info.value.hint
     zstd._module.cache_clear()
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(MissingExtraError, match="fsspec is not installed"):
+    with pytest.raises(
+        MissingExtraError, match="fsspec, which accesses archives, is not installed"
+    ):
         open_archive(str(tmp_path / "a"))
 
 

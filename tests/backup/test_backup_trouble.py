@@ -373,7 +373,7 @@ def test_collections_are_not_waited_for_without_end(server):
             link.close()
             await asyncio.sleep(0)
 
-    with pytest.raises(OperationTimeoutError, match="which collections there are") as info:
+    with pytest.raises(OperationTimeoutError, match="did not list its collections") as info:
         asyncio.run(ask())
     assert info.value.node == server.address.removeprefix("dcpd://")
     assert "dcpctl status" in info.value.hint
@@ -400,9 +400,9 @@ def test_a_restore_does_not_wait_without_end(server, loads):
         finally:
             await writer.close()
 
-    with pytest.raises(OperationTimeoutError, match="nothing was answered") as info:
+    with pytest.raises(OperationTimeoutError, match="did not answer for") as info:
         asyncio.run(restore())
-    assert "Run it again" in info.value.hint
+    assert "run the restore again" in info.value.hint
 
 
 def test_a_kill_inside_the_very_first_write_leaves_no_folder_that_is_refused(archive):
@@ -470,7 +470,7 @@ def test_a_full_disk_is_told_of_and_the_run_goes_on_when_there_is_room(
         patch.setattr(place.os, "fsync", fsync)
         with pytest.raises(ArchiveError, match="cannot be written: No space left") as info:
             asyncio.run(Backup(made, address, chunk_bytes=4_000, segment_bytes=10_000).run())
-    assert "Make room" in info.value.hint
+    assert "Free some space" in info.value.hint
     assert made.runs() == []
     assert not list(archive.rglob("*.part")), "what was not written takes no room"
     kept = len(made.unfinished(1))
@@ -494,7 +494,7 @@ def test_a_segment_that_reads_back_otherwise_is_told_of(server, archive, monkeyp
         write(path, data[:100] + bytes([data[100] ^ 1]) + data[101:] if is_segment else data)
 
     monkeypatch.setattr(place, "_write_local", write_wrong)
-    with pytest.raises(ArchiveDamagedError, match=r"0000.seg was read back and is not what was"):
+    with pytest.raises(ArchiveDamagedError, match=r"0000.seg was read back and differs from"):
         asyncio.run(Backup(made, parse_address(server.address)).run())
     assert made.runs() == []
 

@@ -377,7 +377,7 @@ async def test_a_checkpoint_of_other_documents_is_refused(kept):
         assert "it is for the default collection, keys that begin with 'k1' (" in str(info.value)
         wanted = "everything" if "collections" in options else "the default collection"
         assert f"this consumer follows {wanted}" in str(info.value)
-        assert "begin anew with another checkpoint (another file or name)" in info.value.hint
+        assert "start with another checkpoint (another file or name)" in info.value.hint
     assert await kept.keys(key_prefixes=["k1", "k12"]) == [], "the same, in other words"
 
 

@@ -300,7 +300,7 @@ def test_a_place_in_other_collections_is_a_rollback_to_the_beginning(asks, until
     (event,) = session.reply(question)
     assert isinstance(event, Rollback)
     assert (event.from_seqno, event.to_seqno) == (9, 0)
-    assert "in collections 8, followed are 9" in event.reason
+    assert "for the collections 8, but 9 are followed" in event.reason
     assert [note.kind for note in session.core.streams.notes] == ["rollback"]
     if asks:
         session.core.streams.go_on(17, None)

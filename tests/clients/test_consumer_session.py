@@ -211,7 +211,7 @@ async def test_a_consumer_that_was_closed_is_not_opened_again():
         consumer = Consumer(peer.address, vbuckets=[1])
         async with consumer:
             await anext(consumer.batches())
-        with pytest.raises(RuntimeError, match="make a new one"):
+        with pytest.raises(RuntimeError, match="create a new one"):
             await consumer.open()
-        with pytest.raises(RuntimeError, match="make a new one"):
+        with pytest.raises(RuntimeError, match="create a new one"):
             await anext(aiter(consumer))

@@ -73,9 +73,9 @@ def test_a_member_knows_its_place_from_the_environment(environment, expected):
     ("environment", "what"),
     [
         ({"HOSTNAME": "indexer-1"}, "DCPD_GROUP_SIZE is not set"),
-        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer"}, "which member"),
+        ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer"}, "member's number is missing"),
         ({"DCPD_GROUP_SIZE": "2", "HOSTNAME": "indexer-2"}, "no member 2"),
-        ({"DCPD_GROUP_SIZE": "two"}, "has to be a number"),
+        ({"DCPD_GROUP_SIZE": "two"}, "must be a number"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(environment, what):
@@ -334,15 +334,15 @@ async def test_saving_by_itself_leaves_out_what_is_in_hand(server, tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"start": "later"}, 'start \'later\': "beginning", "now"'),
+        ({"start": "later"}, 'start \'later\': use "beginning", "now"'),
         ({"start": 3}, "start 3"),
         ({"start": {1: b"raw"}}, "decode_position"),
-        ({"on_rollback": "ask"}, "on_rollback 'ask': 'undo', 'restart', 'fail'"),
+        ({"on_rollback": "ask"}, "on_rollback 'ask': use 'undo', 'restart', 'fail'"),
         ({"store": "state"}, "CheckpointFile"),
         ({"save_every_s": 5}, "needs a store"),
-        ({"vbuckets": [1], "group": Group(0, 2)}, "not both"),
-        ({"key_prefixes": ["a", ""]}, "leave key_prefixes out"),
-        ({"collections": []}, '"all" all'),
+        ({"vbuckets": [1], "group": Group(0, 2)}, "either vbuckets or group"),
+        ({"key_prefixes": ["a", ""]}, "leave out key_prefixes"),
+        ({"collections": []}, '"all" for all'),
         ({"events_per_s": 0}, "above 0"),
     ],
 )

@@ -203,7 +203,7 @@ async def test_the_user_is_asked_when_all_before_is_processed(server, choice, to
     assert told.to_seqno <= goal
     assert to == "lower" or told.to_seqno == goal
     if to == "zero":
-        assert "went back to 0" in told.reason
+        assert "chose seqno 0" in told.reason
 
 
 async def test_a_connection_that_breaks_while_the_user_decides(server):
@@ -304,7 +304,7 @@ async def test_a_partition_that_moves_is_looked_for(server, caplog):
         await asyncio.to_thread(server.set_state, VB, "active")
         await kv.set(KEY, b"back")
         await following.sees(b"back")
-    assert f"partition {VB}: moved: not on 127.0.0.1" in caplog.text
+    assert f"partition {VB}: moved: no longer on 127.0.0.1" in caplog.text
 
 
 async def test_a_server_that_is_gone_is_told_until_it_is_back(tmp_path, caplog):

@@ -119,7 +119,7 @@ def test_refused_bucket():
 def test_answer_out_of_turn():
     handshake = Handshake(ServerAddress("h"), is_loopback=True)
     _, auth, *_ = frames(handshake.begin())
-    with pytest.raises(ConnectError, match="out of turn"):
+    with pytest.raises(ConnectError, match="unexpected answer"):
         answer(handshake, auth)
 
 

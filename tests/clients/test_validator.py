@@ -69,15 +69,15 @@ VIOLATIONS = {
     "change before the opening": ([change(1)], "no stream is open"),
     "marker before the opening": ([marker(0, 1)], "no stream is open"),
     "end before the opening": ([StreamEnded(1, 0, will_resume=False)], "no stream is open"),
-    "change without a snapshot": ([opened(), change(1)], "outside of any snapshot"),
+    "change without a snapshot": ([opened(), change(1)], "outside any snapshot"),
     "advance without a snapshot": (
         [opened(), SeqnoAdvanced(1, 1)],
-        "outside of any snapshot",
+        "outside any snapshot",
     ),
-    "change above the snapshot": ([opened(), marker(0, 2), change(3)], r"outside of .* 0\.\.2"),
+    "change above the snapshot": ([opened(), marker(0, 2), change(3)], r"outside .* 0\.\.2"),
     "change below the snapshot": (
         [opened(5), marker(6, 9), change(5)],
-        r"outside of the snapshot 6\.\.9",
+        r"outside the snapshot 6\.\.9",
     ),
     "seqno falls": ([opened(), marker(0, 9), change(5), change(4)], "seqno 4 after seqno 5"),
     "seqno repeated": ([opened(), marker(0, 9), change(5), change(5, b"x")], "5 after seqno 5"),
@@ -89,26 +89,26 @@ VIOLATIONS = {
     ),
     "next marker too early": (
         [opened(), marker(0, 9), change(1), marker(10, 11)],
-        r"before the snapshot 0\.\.9 reached its end",
+        r"before the snapshot 0\.\.9 is complete",
     ),
     "gap between markers": (
         [opened(), marker(0, 1), change(1), end(1), marker(3, 4)],
-        "its start is not 2",
+        "it must start at 2",
     ),
     "markers overlap": (
         [opened(), marker(0, 1), change(1), end(1), marker(1, 4)],
-        "its start is not 2",
+        "it must start at 2",
     ),
     "first marker leaves a gap": ([opened(5), marker(7, 9)], "first marker"),
     "first marker before the request": ([opened(5, 3), marker(2, 9)], "first marker"),
     "marker upside down": ([opened(), marker(5, 4)], "a marker 5..4"),
     "marker behind us": ([opened(5), marker(5, 5)], "at seqno 5"),
-    "end not reached": ([opened(), marker(0, 3), change(1), end(3)], "end 3 at seqno 1"),
+    "end not reached": ([opened(), marker(0, 3), change(1), end(3)], "the end 3 of a snapshot"),
     "end that was not announced": ([opened(), marker(0, 3), change(3), end(2)], "end 2"),
-    "end without a snapshot": ([opened(), end(0)], "not announced"),
+    "end without a snapshot": ([opened(), end(0)], "no snapshot was announced"),
     "complete inside a snapshot": (
         [opened(), marker(0, 3), change(1), StreamEnded(1, 0, will_resume=False)],
-        "ended as complete at seqno 1",
+        "ended with reason 0 .ok. at seqno 1",
     ),
     "change after the end": (
         [opened(), StreamEnded(1, 0, will_resume=False), change(1)],
@@ -124,11 +124,11 @@ VIOLATIONS = {
     ),
     "opened with a gap": (
         [opened(), marker(0, 1), change(1), end(1), opened(4)],
-        "opened at seqno 4, the consumer stands at 1",
+        "opened at seqno 4, but the consumer is at 1",
     ),
     "opened again below": (
         [opened(), marker(0, 1), change(1), end(1), opened(0)],
-        "opened at seqno 0, the consumer stands at 1",
+        "opened at seqno 0, but the consumer is at 1",
     ),
     "revision left out of a history": (
         [opened(), history(0, 9), change(1, b"a", rev_seqno=4), change(5, b"a", rev_seqno=6)],
@@ -136,7 +136,7 @@ VIOLATIONS = {
     ),
     "previous value that was not held": (
         [opened(), history(0, 9), change(1, b"a"), change(2, b"a", b"w", 2, previous=b"x")],
-        "told to replace b'x', the consumer held b'v' of seqno 1",
+        "has the previous value b.x., but the consumer has b.v. .seqno 1.",
     ),
     "key twice after a history": (
         [
@@ -150,7 +150,7 @@ VIOLATIONS = {
         ],
         "b'a' twice",
     ),
-    "rollback up": ([opened(5), Rollback(1, 5, 5, 5, "r")], "not down"),
+    "rollback up": ([opened(5), Rollback(1, 5, 5, 5, "r")], "not below the current seqno"),
 }
 
 
@@ -203,7 +203,7 @@ def test_interrupted_snapshot_ends_with_any_reason_but_ok():
 def test_resuming_consumer_is_checked_from_its_checkpoint():
     validator = StreamValidator()
     validator.begin({1: Position(LOG, 9, 9, 9)})
-    with pytest.raises(StreamViolationError, match="the consumer stands at 9"):
+    with pytest.raises(StreamViolationError, match="but the consumer is at 9"):
         validator.observe(opened(8))
 
 
@@ -226,7 +226,7 @@ def test_differences_are_said_in_words():
     missing, extra, other = validator.compare({b"a": b"v", b"b": b"w", b"z": b"v"})
     assert missing == "b'z': the server has it, the consumer does not"
     assert extra == "b'c': the consumer has it (seqno 3), the server does not"
-    assert other == "b'b': the consumer has b'v' of seqno 2, the server b'w'"
+    assert other == "b'b': the consumer has b'v' (seqno 2), the server has b'w'"
 
 
 def test_documents_of_a_dropped_collection_are_held_no_more_until_that_is_rolled_back():

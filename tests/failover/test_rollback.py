@@ -131,7 +131,7 @@ def test_a_list_in_a_wrong_order_never_reaches_beyond_what_it_says():
         (Question(895, W, 880, 990), ("seqno 895", "880 to 990", "snapshot's start")),
         (Question(950, Y, 950, 950), ("seqno 950", str(Y), str(W), str(X))),
         (Question(3, W, 3, 3), ("seqno 3", "up to seqno 9", "purged")),
-        (Question(99, Y, 99, 99, versions=((Y, 50), (W, 0))), ("left at 50 by the client",)),
+        (Question(99, Y, 99, 99, versions=((Y, 50), (W, 0))), ("the client left it at 50",)),
     ],
 )
 def test_a_reason_names_the_numbers(question, words):

@@ -345,7 +345,7 @@ def test_there_are_only_so_many(peer: Peer, node: MemoryNode) -> None:
         ({"range": {"start": "", "end": ""}, "sampling": {"samples": 1}}, b"either"),
         ({"range": {"start": ""}}, b"excl_end"),
         ({"range": {"start": "", "excl_start": "", "end": ""}}, b"excl_start"),
-        ({"range": {"start": "?", "end": ""}}, b"no range scan"),
+        ({"range": {"start": "?", "end": ""}}, b"not a valid range scan"),
         ({"range": {"start": "Yg==", "end": "YQ=="}}, b"ends before it starts"),
         ({"range": {"start": "", "end": "YWFh" * BOUND_BYTES_MAX}}, b"make sense"),
         ({"range": {"start": "", "end": ""}, "collection": "x"}, b"hexadecimal"),

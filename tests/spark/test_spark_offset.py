@@ -71,13 +71,13 @@ def test_few_complete_states_are_kept_the_newest_among_them(points):
         ({"1024": "1 a@0"}, "1024"),
         ({"x": "1 a@0"}, "not a partition"),
         ({"7": "a"}, "partition 7: 'a' does not begin with a seqno"),
-        ({"7": "5"}, "partition 7: '5' names no version"),
+        ({"7": "5"}, "partition 7: '5' has no version"),
         ({"7": "5 zz@0"}, "partition 7.*'zz' is not a hexadecimal"),
         ({"7": "5 a@x"}, "partition 7.*UUID@SEQNO"),
         ({"7": "5 a@0 what=3"}, "partition 7.*'what=3'"),
         ({"7": "5 a@0 complete=3"}, "partition 7.*FIRST-LAST"),
         ({"7": "5 a@0 base=x"}, "partition 7.*base"),
-        ({"7": 5}, "partition 7: text wanted"),
+        ({"7": 5}, "partition 7: expected text"),
     ],
 )
 def test_a_wrong_offset_is_named(offset, complaint):

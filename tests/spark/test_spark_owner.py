@@ -34,11 +34,11 @@ def test_another_query_is_refused_and_changes_nothing(sink):
     for batch in (table(sets(1, 1, 1)), table([])):  # also where there is nothing new
         with pytest.raises(DcpdError) as info:
             sink.apply(batch)
-        assert "belongs to query first, and this batch is of query second" in str(info.value)
+        assert "belongs to query first, and this batch is from query second" in str(info.value)
         assert "take_over_from='first'" in str(info.value)
     assert seqnos(sink) == list(range(1, 12))
     sink.writer = TableWriter()
-    with pytest.raises(DcpdError, match=r"outside of a streaming query\. .*query='first'"):
+    with pytest.raises(DcpdError, match=r"from outside a streaming query\. .*query='first'"):
         sink.apply(table(sets(1, 1, 1)))
     sink.writer = TableWriter("first")
     sink.apply(table(sets(1, 12, 1)))
@@ -56,7 +56,7 @@ def test_a_query_takes_a_table_over_once_from_the_one_that_it_names(sink):
         sink.apply(table(sets(1, 1, 2)))
         assert seqnos(sink) == [1, 2]
     sink.writer = TableWriter("first")
-    with pytest.raises(DcpdError, match="belongs to query second, and this batch is of query fir"):
+    with pytest.raises(DcpdError, match="belongs to query second, and this batch is from query f"):
         sink.apply(table(sets(1, 3, 1)))
     sink.writer = TableWriter("second")
     sink.apply(table(sets(1, 3, 1)))
@@ -75,7 +75,7 @@ def test_a_table_of_nobody_belongs_to_the_next_query(sink):
 
 
 def test_nobody_takes_over_without_a_name():
-    with pytest.raises(DcpdError, match="outside of a streaming query"):
+    with pytest.raises(DcpdError, match="from outside a streaming query"):
         owner_after("first", TableWriter("", take_over_from="first"), "/table")
 
 
@@ -110,7 +110,7 @@ def test_a_table_that_is_taken_over_while_a_batch_is_applied(sink, monkeypatch):
             sink_parquet, "apply_to_bucket",
             lambda *arguments: (write(*arguments), take_over())[0],
         )  # fmt: skip
-        words = "written by somebody else"
+        words = "another program wrote"
     else:
         write_deltalake = sink_delta.write_deltalake
         opened = sink_delta.DeltaTable(f"{sink.path}/changes")
@@ -120,7 +120,7 @@ def test_a_table_that_is_taken_over_while_a_batch_is_applied(sink, monkeypatch):
             write_deltalake(opened, *arguments, **options)  # as of before it was taken
 
         monkeypatch.setattr(sink_delta, "write_deltalake", write_late)
-        words = "belongs to query second, and this batch is of query first"
+        words = "belongs to query second, and this batch is from query first"
     with pytest.raises(DcpdError, match=words):
         sink.apply(table(sets(1, 4, 1)))
     assert seqnos(sink) == [1, 2]

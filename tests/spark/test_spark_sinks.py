@@ -267,7 +267,7 @@ def test_two_writers_are_noticed(tmp_path):
     sink = ParquetTable(tmp_path / "table")
     manifest = TableManifest(4)
     sink.apply(table(sets(1, 1, 1)))
-    with pytest.raises(DcpdError, match="somebody else"):
+    with pytest.raises(DcpdError, match="another program wrote"):
         commit(sink.files, manifest, {})
 
 
@@ -276,7 +276,7 @@ def test_a_table_of_another_format_is_refused(tmp_path):
     with pytest.raises(DcpdError, match="format 99"):
         sink_parquet.load_manifest(TableFiles(tmp_path))
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(DcpdError, match="no manifest"):
+    with pytest.raises(DcpdError, match="not the manifest"):
         sink_parquet.load_manifest(TableFiles(tmp_path))
 
 

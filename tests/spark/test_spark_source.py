@@ -136,8 +136,8 @@ def test_a_checkpoint_of_other_collections_is_refused(spark, dcpd, tmp_path):
     with pytest.raises(StreamingQueryException) as caught:
         stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.items")
     text = str(caught.value)
-    assert "belongs to a query of the collections shop.orders, and this one" in text
-    assert "follows shop.items" in text
+    assert "belongs to a query on the collections shop.orders, but this query" in text
+    assert "reads shop.items" in text
     assert "another checkpointLocation" in text
     stream(spark, dcpd, tmp_path / "checkpoint", batches, collections="shop.orders")
     assert [[row["collection"] for row in rows] for _, rows in batches] == [["shop.orders"]] * 2
@@ -357,7 +357,7 @@ def test_an_offset_tells_the_collections_that_it_is_of(dcpd, driver):
         lambda: other.latestOffset(end, ReadAllAvailable()),
         lambda: other.partitions({}, end),
     ):
-        with pytest.raises(DcpdError, match=r"_default\._default, and this one .* shop\.orders"):
+        with pytest.raises(DcpdError, match=r"_default\._default, but this query .* shop\.orders"):
             ask()
     # Older programs did not write it: it is believed, and the next batch has it.
     old = {name: text for name, text in end.items() if name != "collections"}
@@ -412,7 +412,7 @@ def test_where_a_query_begins(dcpd, driver):
     assert driver(startingOffsets="0").initialOffset() == {}
     again = driver(startingOffsets=json.dumps(start))
     assert again.initialOffset() == start
-    with pytest.raises(ValueError, match=f"startingOffsets: partition {vb} has seqno 2 now, not 9"):
+    with pytest.raises(ValueError, match=f"startingOffsets: partition {vb} is at seqno 2, .* 9"):
         driver(startingOffsets=f'{{"{vb}": 9}}').initialOffset()
 
 
@@ -460,7 +460,7 @@ def test_tasks_are_at_most_as_many_as_wanted(dcpd, driver):
 
 def test_a_server_that_is_not_there_is_named_with_what_to_try():
     settings = parse_options({"servers": "127.0.0.1:1"})
-    with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Is the server running"):
+    with pytest.raises(DcpdError, match=r"127\.0\.0\.1:1.*Check that the server is running"):
         DcpStreamReader(settings, StructType([]), patience_s=0.2).latestOffset(
             {}, ReadAllAvailable()
         )
@@ -489,7 +489,7 @@ def test_a_missing_or_old_java_is_named_with_what_to_install(tmp_path, monkeypat
     java = tmp_path / "bin" / "java"
     java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
     java.chmod(0o755)
-    with pytest.raises(JavaMissingError, match=r"Java 17 or newer: .*bin/java is 11"):
+    with pytest.raises(JavaMissingError, match=r"Java 17 or newer: .*bin/java is version 11"):
         check_java()
     java.write_text("#!/bin/sh\necho 'openjdk version \"21.0.2\"' >&2\n")
     assert check_java() == 21

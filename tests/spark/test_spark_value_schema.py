@@ -29,15 +29,15 @@ def test_spark_takes_it_too(spark):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a", "a: the end is no type; there are BIGINT, .*STRUCT<...>"),
-        ("a INTEGR", "a: 'INTEGR' is no type"),
+        ("a", "a: the end is not a type; use BIGINT, .*STRUCT<...>"),
+        ("a INTEGR", "a: 'INTEGR' is not a type"),
         ("a INT b INT", "a comma is missing before 'b'"),
         ("a INT,", "name is missing before the end"),
         ("a INT NOT NULL", "a comma is missing before 'NOT'"),
-        ("a INT, A STRING", "column A is there twice"),
+        ("a INT, A STRING", "column A occurs twice"),
         ("a STRUCT<b INT", "a comma is missing before the end"),
         ("a ARRAY", "'<' is missing before the end"),
-        ("a MAP<INT, STRING>", "keys of a map are STRING"),
+        ("a MAP<INT, STRING>", "keys of a map must be STRING"),
         ("a DECIMAL(50)", "precision up to 38"),
         ("a INT> , b STRUCT<c INT", "a comma is missing before '>'"),
         ("a INT; drop", "comma is missing before ';'"),
@@ -48,6 +48,6 @@ def test_what_is_wrong_is_said_with_the_option(text, words):
     given = {"servers": "a:1", "valueFormat": "json", "valueSchema": text}
     with pytest.raises(OptionError, match=words) as caught:
         parse_options(given)
-    assert "option valueSchema takes the columns of a JSON value as Spark's DDL" in str(
+    assert "option valueSchema takes the columns of a JSON value in Spark's DDL" in str(
         caught.value
     )
