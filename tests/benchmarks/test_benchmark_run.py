@@ -166,4 +166,4 @@ def test_an_unknown_part_is_refused():
         capture_output=True, text=True, check=False, timeout=30,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "'sets' is none of generator, set, memory, get, catchup, serve, tail" in done.stderr
+    assert "'sets' is not one of generator, set, memory, get, catchup, serve, tail" in done.stderr
