@@ -345,12 +345,18 @@ def open_archive(
 ) -> Archive:
     """Return the archive at a path or fsspec URL.
 
-    Raises ArchiveError if there is none, MissingExtraError, ArchiveFormatError.
+    Raises ArchiveError if there is none, ArchiveDamagedError, MissingExtraError,
+    ArchiveFormatError.
     """
     archive = Archive(Place.of(url), lock_times=lock_times, runs_max=runs_max)
     try:
         archive.record = parse_archive(archive.read(ARCHIVE_FILE))
     except FileNotFoundError:
+        if any(map(_RUN_FILE.fullmatch, archive.files())):
+            raise ArchiveDamagedError(
+                f"{ARCHIVE_FILE}: it is missing, although there are runs", node=url,
+                hint="Copy the file back from another copy of the archive.",
+            ) from None  # fmt: skip
         raise ArchiveMissingError(
             "there is no archive", node=url, hint="Create one: dcpctl backup run --archive URL"
         ) from None

@@ -374,6 +374,16 @@ def test_salvage_names_the_first_run_if_nothing_is_left(ctl, server, archive):
         assert "starts again from 0" in err
 
 
+def test_the_archives_own_file_is_missed_by_name(ctl, server, archive):
+    fill(server, b"lost", 10)
+    backup(ctl, server, archive)
+    (archive / ARCHIVE_FILE).unlink()
+    for command in ("run", "verify", "restore"):
+        code, out, err = ctl(server, "backup", command, "--archive", archive)
+        assert code == 1
+        assert "dcpd-archive: it is missing, although there are runs" in out.decode() + err
+
+
 def check_salvage_names_the_run(ctl, server, archive):
     """What comes back is not what was asked for, so it is a part (exit code 8)."""
     plan = restore(ctl, server, archive, "--salvage", "--dry-run", code=8)
