@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -133,4 +134,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     sys.exit(main())

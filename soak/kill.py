@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import random
 import selectors
@@ -311,7 +310,6 @@ def run(kills_wanted: int, folder: Path, *, life_kills: int = LIFE_KILLS) -> int
     state = json.loads(state_path.read_text()) if state_path.exists() else {"kills": 0, "life": 0}
     resumed, interrupted = state.pop("resumed", None), False
     began_s, began_kills = time.monotonic(), state["kills"]
-    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     while state["kills"] < kills_wanted and not interrupted:
         _save(state_path, state)
         data = folder / f"life-{state['life']}"

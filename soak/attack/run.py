@@ -9,7 +9,6 @@ recorded with its seed, its reason and its folders, which are kept; then the run
 from __future__ import annotations
 
 import json
-import logging
 import random
 import shutil
 import signal
@@ -222,7 +221,6 @@ def on_stage(folder: Path | None, *, is_short: bool = False) -> Iterator[Stage]:
     """Create what cases share; close it afterwards."""
     place = folder or Path(FOLDER)
     place.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("dcpd.consumer").setLevel(logging.ERROR)  # do not log every lost server
     with Probe() as probe:
         stage = Stage(place.absolute(), probe, is_short=is_short)
         try:

@@ -136,7 +136,7 @@ def test_the_admin_interface_takes_the_role_admin(server, user, capfd):
     ):
         assert run([*login, *command]) == 7, command
         said = capfd.readouterr().err
-        assert "it takes the role admin" in said
+        assert "it needs the role admin" in said
         assert "dcpctl user grant plain admin" in said
     until(lambda: audited(server, event="denied", user="plain", role="admin"))
 
