@@ -136,6 +136,8 @@ class SmallNode:
         self.is_ready = True
         self.refusal_kind = ""
         self.is_broken = False
+        self.page = lambda by_vbucket: b"dcpd_vb 1\n" if by_vbucket else b"dcpd_items 3\n"
+        """What /metrics answers. The routes take `metrics` once, so tests replace this."""
         self.operations = SmallOperations()
         self.collections = SmallCollections()
         self.version = (1, 1)
@@ -150,7 +152,7 @@ class SmallNode:
         return {"version": "test", "items": 3}
 
     def metrics(self, *, by_vbucket):
-        return b"dcpd_vb 1\n" if by_vbucket else b"dcpd_items 3\n"
+        return self.page(by_vbucket)
 
     def users_changed(self):
         pass
