@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from failover.history import FailoverLog, Version
-from failover.rollback import Decision, Question, decide
+from failover.rollback import Decision, Question, common_seqno, decide
 
 W, X, Y, Z = 100, 200, 300, 400
 ONE = FailoverLog.create(W)
@@ -31,6 +31,21 @@ def back_to(question: Question, log: FailoverLog, high_seqno: int, purge_seqno: 
 )
 def test_kv_engines_cases_on_three_writes(question, wanted):
     assert back_to(question, ONE, high_seqno=3) == wanted
+
+
+@pytest.mark.parametrize(
+    ("versions", "seqno", "wanted"),
+    [
+        ([(X, 10), (W, 0)], 15, 15),  # the newest version is shared
+        ([(W, 0)], 15, 10),  # it ended here at 10
+        ([(W, 0)], 4, 4),  # the client is not that far
+        ([(Y, 12), (X, 10), (W, 0)], 15, 12),  # the client left the shared version at 12
+        ([(Y, 0)], 15, 0),  # no version is shared
+        ([], 15, 0),
+    ],
+)
+def test_histories_agree_up_to(versions, seqno, wanted):
+    assert common_seqno(versions, seqno, ONE.branch(X, 10)) == wanted
 
 
 def test_the_documents_failover_example():

@@ -218,6 +218,14 @@ def test_a_rollback_below_a_floor_lowers_it_and_the_highest_cas_stays(env: Memor
     assert not env.tables[BY_SEQNO_TABLE]
 
 
+def test_raised_floors_are_in_the_store_after_the_merge(env: MemoryEnv) -> None:
+    model = ModelPartition(1)
+    entries = [model.write(key, b"v") for key in ALL_KEYS]
+    merge(env, sealed(*entries, pack_control(1, {"kind": "floor", "seqno": 4, "purge": 3})))
+    record = record_of(env, 1)
+    assert (record.history_floor, record.purge_seqno) == (4, 3)
+
+
 def test_small_blocks_are_filled_before_new_ones_begin(env: MemoryEnv) -> None:
     model = ModelPartition(1)
     writer = SegmentWriter()
