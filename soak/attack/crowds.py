@@ -42,9 +42,9 @@ from support.raw_http import login, request
 from vbucket.model.ids import vbucket_of
 
 CASES_PER_TARGET: Final = 60
-MEMORY_SLACK_BYTES: Final = 256 * MIB
-"""On top of the two limits: answers while they are made, eight dumps with 5 MiB of lines each,
-mapped pages of the store's file, and what the allocator keeps. Up to 230 MiB were seen."""
+MEMORY_SLACK_BYTES: Final = 128 * MIB
+"""On top of the two limits: answers while they are made, eight dumps with a line of 5 MiB each, and
+what the allocator keeps."""
 CONNECTION_BYTES: Final = MIB // 2
 """And for each connection: with TLS, asyncio alone has 256 KiB to read into."""
 DRIP_EVERY_S: Final = 0.1

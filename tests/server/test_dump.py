@@ -13,11 +13,14 @@ import pytest
 
 from clients.cli.dcpctl import run
 from clients.testing import DcpServer
-from dcp.server.operate.partition_dump import DUMPS_MAX
+from dcp.server.operate.partition_dump import DUMPS_MAX, LARGE_LINE_BYTES, Dumps
+from dcp.server.storage.waiters import CommitWaiters
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
+from support.memory_node import MemoryNode
 from support.raw_client import RawClient
+from vbucket.engine.engine import SET
 
 VB = 17
 GUEST = {"authorization": "Basic Z3Vlc3Q6Z3Vlc3Q="}
@@ -195,6 +198,22 @@ def test_a_few_dumps_run_at_a_time(server: DcpServer, client: RawClient) -> None
         reader.close()
     while server.metrics()["dcpd_read_views"]:
         pass
+
+
+async def test_a_reader_holds_one_large_line_at_most() -> None:
+    node = MemoryNode(partitions=1)
+    for number in range(40):
+        value = bytes(100_000) if number % 10 == 9 else b"small"
+        node.engine.store(SET, 0, b"\0%02d" % number, b"\0%02d" % number + value, 0, 0, 0, 0)
+    node.commit()
+    dumps = Dumps(node.engine, node.views, CommitWaiters(node.engine, node.commit))
+    view = await dumps.open(0, None)
+    pieces = [piece async for piece in dumps.lines(view)]
+    lines = [json.loads(line) for line in b"".join(pieces).splitlines()]
+    assert len(lines) == 40
+    assert {len(line["value"]) for line in lines} == {5, 100_000}
+    large = [sum(len(line) > LARGE_LINE_BYTES for line in piece.splitlines()) for piece in pieces]
+    assert large == [1, 1, 1, 1]
 
 
 def test_restricted_readers_are_told_why(tmp_path: Path) -> None:

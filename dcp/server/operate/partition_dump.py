@@ -24,9 +24,11 @@ from vbucket.store.environment import StoreDamagedError
 
 SLICE_DOCUMENTS: Final = 100
 """Documents converted in one turn of the loop: 1 to 2 ms."""
+LARGE_LINE_BYTES: Final = 64 * 1024
+"""A line of this size leaves with what is before it, so that no reader holds two."""
 DUMPS_MAX: Final = 8
-"""Dumps at a time. Each holds the lines of one slice until its reader takes them, which for a large
-document is several times its size."""
+"""Dumps at a time. Each holds up to one large line until its reader takes it: up to six times the
+size of the document, because JSON writes some bytes as six."""
 SCHEMA_VERSION: Final = 1
 
 
@@ -58,10 +60,14 @@ class Dumps:
         scan = view.scan()
         try:
             while not scan.is_done:
-                found = scan.step(SLICE_DOCUMENTS)
-                text = b"".join(map(self._line, found))
-                if text:
-                    yield text
+                lines: list[bytes] = []
+                for shown in scan.step(SLICE_DOCUMENTS):
+                    lines.append(line := self._line(shown))
+                    if len(line) >= LARGE_LINE_BYTES:
+                        yield b"".join(lines)
+                        lines.clear()
+                if lines:
+                    yield b"".join(lines)
                 await asyncio.sleep(0)
         except (ViewInvalidError, StoreDamagedError) as error:
             what = f"the dump of vbucket {view.vb_id} as of seqno {view.seqno} is incomplete"
