@@ -1,4 +1,4 @@
-"""`from clients.kv_sync import SyncKv` keeps working. New code: `from clients import SyncKv`."""
+"""A former place of `SyncKv`, which keeps working. New code imports from `clients`."""
 
 from __future__ import annotations
 

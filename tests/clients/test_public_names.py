@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -33,6 +34,33 @@ def test_type_checkers_see_the_same_names():
     imported = re.findall(r"^        (\w+),$|import (\w+(?:, \w+)*)$", block, re.MULTILINE)
     names = {name for pair in imported for part in pair if part for name in part.split(", ")}
     assert names == set(clients.__all__)
+
+
+FACES = {
+    "checkpoint": "Checkpoint CheckpointFile MemoryCheckpoint decode_checkpoint encode_checkpoint",
+    "checkpoint_lmdb": "LmdbCheckpoint",
+    "checkpoint_server": "ServerCheckpoint",
+    "consumer": "Consumer",
+    "consumer_group": "Group",
+    "consumer_metrics": "ConsumerMetrics export_prometheus",
+    "consumer_reader": "Delivery",
+    "consumer_sync": "SyncConsumer SyncMirror",
+    "kv": "KvClient SyncKv",
+    "kv_sync": "SyncKv",
+    "mirror": "Mirror",
+    "operation": "MutationResult",
+}
+"""Modules from which users may import, beside `clients`, and names that they have."""
+
+
+@pytest.mark.parametrize("module", FACES)
+def test_the_modules_of_public_names_keep_them(module):
+    face = importlib.import_module(f"clients.{module}")
+    for name in FACES[module].split():
+        assert getattr(face, name) is not None
+        assert name in getattr(face, "__all__", [name])
+        if name in clients.__all__:
+            assert getattr(face, name) is getattr(clients, name)
 
 
 def test_an_unknown_name_is_an_attribute_error():
