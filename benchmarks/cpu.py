@@ -118,7 +118,7 @@ class CoreNode:
         if group is not None:
             self.writer.append(group.number, group.payload)
             self.writer.sync()
-            self.engine.keyspace.group_committed(group)
+            self.engine.keyspace.group_synced(group)
             self.hub.committed(group.high_seqnos)
 
     def follow(self, value: bytes = b"") -> tuple[Session, Producer]:
@@ -211,7 +211,7 @@ def measure_live(node: CoreNode, keys: int, count: int, pool: list[bytes]) -> fl
         writer.state.answers.clear()
         group = node.engine.keyspace.take_group()
         assert group is not None
-        node.engine.keyspace.group_committed(group)
+        node.engine.keyspace.group_synced(group)
         began = time.process_time()
         node.hub.committed(group.high_seqnos)
         while producer.has_output:

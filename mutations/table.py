@@ -52,9 +52,9 @@ MUTATIONS = (
     ),
     Mutation(
         "branch-keeps-answers-in-flight",
-        "                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)\n",
+        "                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], seqno)\n",
         "                group.high_seqnos[vb_id] = group.high_seqnos[vb_id]\n",
-        ("test_engine", "test_engine_model"),
+        ("test_engine", "test_commits", "test_engine_model"),
     ),
     Mutation(
         "frozen-entries-lost-when-taken-back",
@@ -177,8 +177,8 @@ MUTATIONS = (
     ),
     Mutation(
         "get-does-not-wait-for-the-commit",
-        " and last_group > state.wait_group:\n            state.wait_group = last_group\n",
-        " and last_group > state.wait_group:\n            pass\n",
+        "        if part.last_group > engine.commits.committed_group:\n",
+        "        if False:\n",
         ("test_session_documents", "test_session_waits"),
     ),
     Mutation(
@@ -190,21 +190,39 @@ MUTATIONS = (
     # -- server --------------------------------------------------------------------------------
     Mutation(
         "groups-not-synced",
-        "        if self._is_synced_with(group):\n            self._sync()\n",
-        "        if group.branched:\n            self._sync()\n",
+        "        if job.is_synced:\n            self._sync()\n",
+        "        if job.group.branched:\n            self._sync()\n",
         ("test_committer", "test_failing_sync", "test_node_durability"),
     ),
     Mutation(
         "branches-not-synced",
-        "        return self._syncs_groups or bool(group.branched)\n",
-        "        return self._syncs_groups\n",
+        "WriteGroup(group, self._syncs_groups or bool(group.branched), rotates)\n",
+        "WriteGroup(group, self._syncs_groups, rotates)\n",
         ("test_committer", "test_node_durability"),
     ),
     Mutation(
         "answers-leave-before-the-commit",
-        "            if self._held or state.wait_group > ",
-        "            if self._held or state.wait_group - 1 > ",
-        ("test_failing_sync", "test_connection", "test_full_disk"),
+        "        if batch.group <= commits.committed_group:\n",
+        "        if batch.group - 1 <= commits.committed_group:\n",
+        ("test_held_answers", "test_failing_sync", "test_connection"),
+    ),
+    Mutation(
+        "answers-wait-for-one-partition-of-several",
+        "        return all(is_committed(vb_id, group) for",
+        "        return any(is_committed(vb_id, group) for",
+        ("test_held_answers",),
+    ),
+    Mutation(
+        "quiet-changes-forgotten",
+        "                state.awaited[vb_id_of(entry)] = state.wait_group\n",
+        "                pass\n",
+        ("test_held_answers",),
+    ),
+    Mutation(
+        "commit-beyond-the-group",
+        "            if number > group:\n                self.lagging",
+        "            if number > group + 1:\n                self.lagging",
+        ("test_commits",),
     ),
     # -- clients -------------------------------------------------------------------------------
     Mutation(

@@ -26,12 +26,15 @@ import time
 from functools import partial
 from typing import Final
 
+from dcp.core.floors import FloorCycle
+from dcp.core.groups import GroupCycle
+from dcp.core.merges import MergeCycle
 from dcp.server.access.access import Access
 from dcp.server.access.users import Users
 from dcp.server.admin.node_view import AdminParts
 from dcp.server.config.settings import Settings
 from dcp.server.listeners import Listeners, admin_crowd
-from dcp.server.net.after_commit import AfterCommit, EndReasons
+from dcp.server.net.after_commit import AfterCommit
 from dcp.server.net.cluster_config import ClusterConfig, Ports
 from dcp.server.net.connection import ConnectionParts
 from dcp.server.net.connections import Connections
@@ -120,6 +123,7 @@ class Node:
         """Deadline of the stop, monotonic."""
         self._failure: Exception | None = None
         self._storage: Storage
+        self._groups: GroupCycle
         self._commits: CommitWaiters
         self._committer: Committer
         self._periodic_sync: PeriodicSync
@@ -186,13 +190,8 @@ class Node:
     def _merge_what_is_replayed(self) -> None:
         """Merge if a lot was replayed, or if the store has an older format: a merge upgrades it."""
         format_version = self._storage.node.format_version
-        wants_merge = self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION
-        if wants_merge and self.engine.keyspace.has_pending:
-            # Changes came while the store process started: merge after their group.
-            self.engine.keyspace.merge_soon()
-        elif wants_merge:
-            self.engine.keyspace.freeze()
-            self._merge_before(self._storage.writer.rotate())
+        if self.engine.keyspace.wants_freeze or format_version < STORE_FORMAT_VERSION:
+            self._groups.begin_merge()
         self._committer.kick()
         self._backpressure.update()
 
@@ -214,12 +213,15 @@ class Node:
             engine, log, let_writers_go_on=self.connections.writers_may_go_on
         )
         self.views = Views(engine, storage.store)
+        self._groups = groups = GroupCycle(
+            engine, self._hub, syncs_groups=settings.durability == "commit"
+        )
         self._pager = Pager(engine, storage.store)
         self._commits = commits = CommitWaiters(engine, self._kick)
         self._merging = merging = Merging(
-            engine, storage.device, self._store_queue, self.meter, log,
+            engine, MergeCycle(engine, kept_segments(storage.store.quarantine())),
+            storage.device, self._store_queue, self.meter, log,
             kick=self._kick, on_merged=self._merged,
-            kept=kept_segments(storage.store.quarantine()),
         )  # fmt: skip
         self._backpressure = Backpressure(
             engine, settings.write_wait_s,
@@ -227,24 +229,23 @@ class Node:
         )  # fmt: skip
         merging.on_trouble = self._backpressure.reword
         self._compaction = Compaction(
-            engine, self._hub, commits, merging, self._store_queue, health, self.meter, log,
-            settings, kick=self._kick, refresh_store=storage.store.refresh,
+            engine, FloorCycle(engine, self._hub), self._hub, commits, merging,
+            self._store_queue, health, self.meter, log, settings,
+            kick=self._kick, refresh_store=storage.store.refresh,
         )  # fmt: skip
-        self._end_reasons: EndReasons = {}
         failover_logs = FailoverLogs(engine, self._store_queue, self._tasks, log)
         after_commit = AfterCommit(
-            self.meter, self._hub, self._end_reasons, commits, self._backpressure,
-            self.connections,
+            self.meter, commits, self._backpressure, self.connections,
             save_failover_log=failover_logs.save_soon,
         )  # fmt: skip
         self._committer = Committer(
-            engine, storage.writer,
-            syncs_groups=settings.durability == "commit",
-            on_commit=after_commit.committed, on_rotated=self._merge_before,
+            groups, storage.writer,
+            finds_room=settings.durability == "commit",
+            on_publish=after_commit.published, on_rotated=self._log_rotated,
             on_full=health.log_full, on_failure=self._fail,
             sync_seconds=self.meter.sync_seconds,
         )  # fmt: skip
-        self._periodic_sync = PeriodicSync(self._committer, settings.sync_interval_s)
+        self._periodic_sync = PeriodicSync(groups, self._committer, settings.sync_interval_s)
 
     def _wire_ports(self) -> None:
         """Create what clients and operators use."""
@@ -269,13 +270,13 @@ class Node:
         )  # fmt: skip
         operations = Operations(
             engine, connections, self._merging, self._compaction, self._commits, faults,
-            self._end_reasons, meter, log, kick=self._kick,
+            self._groups.end_reasons, meter, log, kick=self._kick,
         )  # fmt: skip
         admin_parts = AdminParts(
             access=access, users=self._users, meter=meter, refusals=self._refusals, health=health,
             config=config, operations=operations,
             dumps=Dumps(engine, self.views, self._commits),
-            collections=Collections(engine, self._commits.until_group, log.info),
+            collections=Collections(engine, self._commits.until_synced, log.info),
             status=stats.status, metrics=partial(_metrics_page, sources),
             users_changed=partial(access.apply_rights, connections),
         )  # fmt: skip
@@ -292,9 +293,9 @@ class Node:
         """Update backpressure after a merge; `Merging` is created before `Backpressure`."""
         self._backpressure.update()
 
-    def _merge_before(self, segment: int) -> None:
-        """Merge the segments before this one, which the log has just begun."""
-        self._tasks.begin(self._merging.merge(segment))
+    def _log_rotated(self, _segment: int) -> None:
+        """Merge what the log has just sealed."""
+        self._tasks.begin(self._merging.merge())
 
     # -- while it runs -----------------------------------------------------------------------------
 

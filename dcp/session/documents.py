@@ -200,7 +200,10 @@ class DocumentCommands:
             return
         state = self._state
         part = self._engine.partitions[vb_id]
-        state.wait_group = max(state.wait_group, part.last_group)
+        if part.last_group == self._engine.keyspace.group:
+            state.wait_group = part.last_group
+        else:
+            state.observes(vb_id)
         if opcode in _QUIET_CHANGES:
             return
         if extras is None and state.has_mutation_tokens:
@@ -371,12 +374,11 @@ class DocumentCommands:
             state.observes(vb_id)
             raise WrongVbucketError
         entry = engine.document_entry(part, key)
-        last_group = part.last_group
-        if last_group > engine.keyspace.committed_group and last_group > state.wait_group:
-            state.wait_group = last_group
+        if part.last_group > engine.commits.committed_group:
+            state.observes_version(part, key)
         if entry is None:
             if opcode not in _QUIET_READS:
-                self.refuse_outcome(opcode, opaque, Status.KEY_ENOENT, vb_id)
+                state.answers.append(pack_miss(opcode, opaque))
             return
         _, key_bytes, datatype, _, document_cas, _, _ = _unpack_meta(entry)
         value = entry[MUTATION_KEY_AT + key_bytes :]
@@ -410,7 +412,7 @@ class DocumentCommands:
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
         has_json = state.has_json
-        committed_group, wait_group = engine.keyspace.committed_group, state.wait_group
+        committed_group = engine.commits.committed_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
             head, others, vb_id, body_len, opaque = _unpack_get(buffer, position)
@@ -440,12 +442,11 @@ class DocumentCommands:
             except StoreDamagedError:
                 engine.item_cache.misses -= 1  # `get` asks again, and counts it
                 break
-            last_group = part.last_group
-            if last_group > committed_group and last_group > wait_group:
-                wait_group = last_group
+            if part.last_group > committed_group:
+                state.observes_version(part, key)
             position = after
             if entry is None:
-                self.refuse_outcome(_GET, int.from_bytes(opaque, "big"), Status.KEY_ENOENT, vb_id)
+                answer(pack_miss(_GET, int.from_bytes(opaque, "big")))
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
             value_bytes = len(value)
@@ -460,7 +461,6 @@ class DocumentCommands:
                 state.is_full = True
         state.unread_bytes = unread_bytes
         engine.item_cache.hits += hits
-        state.wait_group = max(state.wait_group, wait_group)
         return position
 
     def absolute_expiry(self, key: bytes, expiry: int) -> int:
@@ -508,7 +508,7 @@ class DocumentCommands:
             return
         state.observes(vb_id)
         if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost
-            state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, status, 0, opaque, 0))
+            state.answers.append(pack_miss(opcode, opaque))
             return
         body = state.error_body(ERROR_TABLE[Status(status)][1])
         state.answer_json(opcode, opaque, status, body)
@@ -525,6 +525,11 @@ class DocumentCommands:
         if collection is None:
             raise UnknownNameError(Status.UNKNOWN_COLLECTION)
         return collection
+
+
+def pack_miss(opcode: int, opaque: int) -> bytes:
+    """Return the answer that there is no such document."""
+    return _pack_header(0x81, opcode, 0, 0, 0, Status.KEY_ENOENT, 0, opaque, 0)
 
 
 def _long_key(key_len: int) -> RefusedError:

@@ -152,7 +152,7 @@ class Session:
         self._is_entered = True
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
-        state.engine.begin_batch(now_ns)
+        state.begin_commands(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
             self._updates.continue_flush(now_ns)

@@ -235,10 +235,9 @@ class ConnectionCommands:
         engine = state.engine
         parts = [part for part in engine.partitions if part.state in states]
         for part in parts:
-            if part.branch_group > engine.keyspace.committed_group:
-                state.observes_history(
-                    part.vb_id
-                )  # the branch has lowered its committed_seqno already
+            if part.branch_group > engine.commits.committed_group:
+                # The branch has lowered its committed_seqno already.
+                state.observes_history(part.vb_id)
         state.answer(
             request,
             value=b"".join(VB_SEQNO.pack(part.vb_id, seqno_of(part)) for part in parts),

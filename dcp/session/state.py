@@ -15,6 +15,7 @@ from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
 from vbucket.engine.engine import Engine
+from vbucket.engine.partition import Partition
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
 from vbucket.store.environment import StoreDamagedError
@@ -76,6 +77,7 @@ class SessionState:
         "allows_anonymous",
         "answers",
         "authenticator",
+        "awaited",
         "bucket",
         "buffer",
         "close_reason",
@@ -83,6 +85,7 @@ class SessionState:
         "exchange",
         "facts",
         "faults",
+        "first_change",
         "flush",
         "has_collections",
         "has_fit_meta",
@@ -140,13 +143,14 @@ class SessionState:
         """The node's range scans; None: this session has no commands for them."""
         self.buffer = b""
         """Bytes that were received and are not handled yet."""
-        self.held_bytes = 0
-        """Received bytes that the session keeps: incomplete packets, and packets that wait."""
-        self.taken_bytes = 0
-        """Received bytes that were handled since the connection began."""
+        self.held_bytes = self.taken_bytes = 0
+        """Received bytes that the session keeps (incomplete packets, and packets that wait); bytes
+        that were handled since the connection began."""
         self.answers: list[bytes] = []
-        """Responses in order; they may leave when `wait_group` is committed."""
-        self.wait_group = 0
+        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
+        of the next three."""
+        self.wait_group, self.first_change = 0, -1
+        self.awaited: dict[int, int] = {}
         self.unread_bytes = 0
         """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
@@ -155,15 +159,13 @@ class SessionState:
         """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
-        self.is_closing = False
-        self.close_reason = ""
+        self.is_closing, self.close_reason = False, ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """Log lines for the shell: (event, fields)."""
-        self.notes_left_out = 0
+        self.notes_left_out = self.login_failures = 0
         self.user: str | None = None
         self.stale_user = ""
         """The user who was logged in until it was removed."""
-        self.login_failures = 0
         self.login: Frame | None = None
         """The SASL request whose outcome is not known yet; no command is taken before it is."""
         self.login_question: LoginQuestion | None = None
@@ -177,8 +179,7 @@ class SessionState:
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_xerror = False
-        self.has_put_frames = self.has_fit_meta = False
+        self.has_preserve_ttl = self.has_xerror = self.has_put_frames = self.has_fit_meta = False
         self.has_json = 0
         """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
         self.producer: Producer | None = None
@@ -186,6 +187,12 @@ class SessionState:
         """Rings the shell, which only notes it, and pumps the producer later."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
+
+    def begin_commands(self, now_ns: int) -> None:
+        """Prepare for the commands of one batch; `now_ns` is Unix time."""
+        if self.first_change < 0:
+            self.first_change = len(self.engine.keyspace.pending)
+        self.engine.begin_batch(now_ns)
 
     def answer(
         self,
@@ -334,9 +341,8 @@ class SessionState:
             self.is_full = True
             return False
         self.flush = None
-        last_group = max(part.last_group for part in engine.partitions)
-        if last_group > engine.keyspace.committed_group:
-            self.wait_group = max(self.wait_group, last_group)
+        for part in engine.partitions:
+            self.observes(part.vb_id)
         return True
 
     def take_login_question(self) -> LoginQuestion | None:
@@ -353,23 +359,33 @@ class SessionState:
 
     def observes_manifest(self) -> None:
         """Let the answers wait until the collections manifest, which they tell of, is committed."""
-        if self.engine.keyspace.manifest_group > self.engine.keyspace.committed_group:
-            self.wait_group = max(self.wait_group, self.engine.keyspace.manifest_group)
+        keyspace = self.engine.keyspace
+        if keyspace.manifest_group > keyspace.commits.synced_group:
+            self.wait_group = max(self.wait_group, keyspace.manifest_group)
 
     def observes(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes, which they tell of, are committed."""
-        last_group = self.engine.partitions[vb_id].last_group
-        if last_group > self.engine.keyspace.committed_group:
-            self.wait_group = max(self.wait_group, last_group)
+        self._await(vb_id, self.engine.partitions[vb_id].last_group)
+
+    def observes_version(self, part: Partition, key: bytes) -> None:
+        """Let the answers wait until the newest version of a key, which they tell of, is committed
+        (or that there is none). Later changes of the partition do not matter.
+        """
+        self._await(part.vb_id, self.engine.keyspace.group_of_version(part, key))
 
     def observes_history(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes and its newest version are committed.
         A new version changes no document, but nobody may see it before.
         """
-        self.observes(vb_id)
-        branch_group = self.engine.partitions[vb_id].branch_group
-        if branch_group > self.engine.keyspace.committed_group:
-            self.wait_group = max(self.wait_group, branch_group)
+        part = self.engine.partitions[vb_id]
+        self._await(vb_id, max(part.last_group, part.branch_group))
+
+    def _await(self, vb_id: int, group: int) -> None:
+        if group > self.engine.commits.committed_group and not self.engine.commits.is_committed(
+            vb_id, group
+        ):
+            self.wait_group = max(self.wait_group, group)
+            self.awaited[vb_id] = max(group, self.awaited.get(vb_id, 0))
 
 
 def _nothing_to_schedule() -> None:

@@ -1,7 +1,7 @@
 """One client connection that speaks the classic memcached text protocol. Sans-IO.
 
 The shell drives it like a binary `Session`: `receive` takes bytes, and the answers in
-`state.answers` may be sent when `state.wait_group` is committed. A connection speaks text if its
+`state.answers` go through `dcp.session.held_answers`. A connection speaks text if its
 first byte is a lower-case letter (`begins_text`), and does not change that.
 
 These clients do not know partitions, so keys are hashed here. They cannot log in, so they are
@@ -163,7 +163,7 @@ class TextSession:
         state = self.state
         state.is_full = state.waits_for_room = False
         state.unread_bytes = 0
-        self._engine.begin_batch(now_ns)
+        self.state.begin_commands(now_ns)
         self._now_s = now_ns // 1_000_000_000
         if state.flush is not None:
             self._continue_flush(now_ns)
@@ -347,7 +347,7 @@ class TextSession:
             outcome, found = touch(self._engine, vb_id, key, expiry)
             if found is None:
                 found = outcome[0]
-        self.state.observes(vb_id)
+        self.state.observes_version(self._engine.partitions[vb_id], key)
         return found
 
     # -- other changes -------------------------------------------------------------------------

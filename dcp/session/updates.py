@@ -13,7 +13,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.documents import DocumentCommands
+from dcp.session.documents import DocumentCommands, pack_miss
 from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import U32, U64
@@ -133,7 +133,10 @@ class UpdateCommands:
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
         meta = state.engine.meta(vb_id, key)
-        state.observes(vb_id)
+        state.observes_version(state.engine.partitions[vb_id], key)
+        if meta == Status.KEY_ENOENT:
+            state.answers.append(pack_miss(request.opcode, request.opaque))
+            return
         if isinstance(meta, int):
             self._documents.refuse_outcome(request.opcode, request.opaque, meta, vb_id)
             return

@@ -114,6 +114,7 @@ class Producer:
         self.damages: list[str] = []
         """What is damaged in the store, in words. The caller logs it and empties the list."""
         self._engine = engine
+        self._commits = engine.commits
         self._hub = hub
         self._schedule = schedule
         self._streams: dict[int, ActiveStream] = {}
@@ -371,9 +372,8 @@ class Producer:
         rate = stream.rate
         if rate is not None and rate.allowance_bytes <= 0:
             return _RATE_LIMITED if rate.bytes_per_s else _STALLED
-        if (
-            part.branch_group > self._engine.keyspace.committed_group
-            or part.history_floor > part.committed_seqno
+        if part.history_floor > part.committed_seqno or not self._commits.is_committed(
+            part.vb_id, part.branch_group
         ):
             return _WAITS_FOR_COMMIT
         if stream.snap_end_seqno is None and stream.next_seqno <= stream.end_seqno:

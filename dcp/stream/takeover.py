@@ -82,9 +82,8 @@ class Takeover:
         False: the state "dead" is not committed yet.
         """
         assert not self.is_waiting
-        return (
-            self.step is TakeoverStep.SENDING
-            or engine.keyspace.committed_group >= engine.partitions[vb_id].last_group
+        return self.step is TakeoverStep.SENDING or engine.commits.is_committed(
+            vb_id, engine.partitions[vb_id].last_group
         )
 
     def next_state(self) -> VbState:

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
+from dcp.core.groups import GroupCycle, Published
 from dcp.server.observe.meter import Histogram
 from dcp.server.storage import committer as module
 from dcp.server.storage.committer import INLINE_BYTES_MAX, Committer
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
-from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.device_memory import MEMORY_AHEAD_BYTES
 from vbucket.log.end_mark import read_marks
@@ -34,11 +34,12 @@ class Server:
         self.rotated: list[int] = []
         self.full: list[str] = []
         self.failures: list[Exception] = []
+        self.cycle = GroupCycle(self.engine, self.node.hub, syncs_groups=syncs_groups)
         self.committer = Committer(
-            self.engine,
+            self.cycle,
             self.node.writer,
-            syncs_groups=syncs_groups,
-            on_commit=self._commit,
+            finds_room=syncs_groups,
+            on_publish=self._commit,
             on_rotated=self.rotated.append,
             on_full=self.full.append,
             on_failure=self.failures.append,
@@ -50,9 +51,10 @@ class Server:
         self.committer.start()
         self.is_stopped = False
 
-    def _commit(self, group: CommitGroup) -> None:
-        assert group.number == self.engine.keyspace.committed_group
-        self.committed.append(group.number)
+    def _commit(self, published: Published) -> None:
+        assert published.group is not None
+        assert published.group.number == self.engine.commits.committed_group
+        self.committed.append(published.group.number)
 
     def set(self, key: bytes, size: int = 3) -> None:
         key = b"\0" + key
@@ -227,7 +229,7 @@ async def test_a_branch_is_synced_whatever_the_durability(branches: bool) -> Non
     server.committer.kick()
     await server.committer.drain()
     assert bool(server.device.unsynced_bytes) == (not branches)
-    assert server.engine.partitions[VB].persisted_seqno == int(branches)
+    assert server.engine.partitions[VB].synced_seqno == int(branches)
     server.committer.stop()
     assert server.device.unsynced_bytes == 0
 
@@ -239,39 +241,38 @@ async def test_a_due_sync_comes_before_the_next_group() -> None:
     sync = server.device.sync
 
     def noted_sync() -> None:
-        synced_after.append(server.engine.keyspace.committed_group)
+        synced_after.append(server.engine.commits.committed_group)
         sync()
 
-    def commit(group: CommitGroup) -> None:
-        server.committed.append(group.number)
+    def commit(published: Published) -> None:
+        server._commit(published)
         server.set(b"more", LARGE)
-        if group.number == 1:
-            assert server.committer._is_busy
-            server.committer.sync_soon()
+        if server.committed == [1]:
+            server.cycle.sync_soon()
 
     server.device.sync = noted_sync  # type: ignore[method-assign]
-    server.committer._on_commit = commit
+    server.committer._on_publish = commit
     server.set(b"first", LARGE)
     await server.until(lambda: len(server.committed) >= 5)
     assert synced_after == [1]
-    server.committer._on_commit = server._commit
+    server.committer._on_publish = server._commit
     await server.committer.drain()
     server.committer.stop()
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_what_nobody_expected_in_the_commit_path_is_final(server: Server, size: int) -> None:
-    def fail(_: CommitGroup) -> None:
+    def fail(_: Published) -> None:
         raise MemoryError("no memory to wake anybody")
 
-    server.committer._on_commit = fail
+    server.committer._on_publish = fail
     server.set(b"k", size)
     await server.until(lambda: server.failures)
     assert isinstance(server.failures[0], MemoryError)
     server.set(b"another")
     await server.committer.drain()
     assert len(server.failures) == 1
-    assert not server.engine.keyspace.has_pending or server.engine.keyspace.committed_group == 1
+    assert not server.engine.keyspace.has_pending or server.engine.commits.committed_group == 1
 
 
 async def test_what_nobody_expected_in_the_thread_is_final(server: Server) -> None:

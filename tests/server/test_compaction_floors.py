@@ -30,8 +30,8 @@ class Compacting:
         self.node = MemoryNode()
         unused: Any = None
         self.work = Compaction(
-            self.node.engine, self.node.hub, unused, unused, unused, unused, unused, unused,
-            Settings(), kick=self.node.commit, refresh_store=unused,
+            self.node.engine, self.node.floors, self.node.hub, unused, unused, unused, unused,
+            unused, unused, Settings(), kick=self.node.commit, refresh_store=unused,
         )  # fmt: skip
 
     def set(self, *names: str) -> None:
@@ -56,7 +56,8 @@ class Compacting:
         """Do one turn; return the floors that the store was compacted down to."""
         report = Planner().plan(self.node.store, [VB], windows, self.node.now_ns, is_forced=True)
         asyncio.run(self.work._raise(report.steps))
-        floors = self.work._floors()
+        self.node.commit()
+        floors = self.node.floors.committed()
         while (
             floors
             and not self.node.compactor.run(
@@ -65,7 +66,8 @@ class Compacting:
         ):
             pass
         self.node.store.refresh()
-        self.work._raised.clear()
+        for vb_id in floors:
+            self.node.floors.compacted(vb_id)
         return floors
 
     def documents(self) -> set[str]:

@@ -44,7 +44,7 @@ async def test_what_a_failure_amid_commands_leaves_waits_for_no_other_writer(
         async with asyncio.timeout(TIMEOUT_S):
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b"", "cut, without an answer"
-            if groups[0] > node.engine.keyspace.committed_group:
+            if groups[0] > node.engine.commits.committed_group:
                 await node._commits.wait(groups[0])  # which, unlike others, asks nobody to write
         writer.close()
         assert node.meter.session_failures == 1

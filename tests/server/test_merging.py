@@ -66,6 +66,7 @@ class Shell:
         self.queue = StoreQueue(StoreSupervisor(start), log, pause_s=0.0)
         self.merging = Merging(
             self.node.engine,
+            self.node.merges,
             self.node.device,
             self.queue,
             self.meter,
@@ -84,7 +85,7 @@ class Shell:
         if self.node.engine.keyspace.is_merging:
             return
         self.node.begin_merge()
-        self.task = asyncio.ensure_future(self.merging.merge(self.node.device.segments()[-1]))
+        self.task = asyncio.ensure_future(self.merging.merge())
 
     def on_merged(self) -> None:
         self.merged += 1
@@ -150,7 +151,7 @@ async def test_compaction_is_put_off_where_no_process_can_be_started() -> None:
     await shell.queue.start()
     unused: Any = None
     work = Compaction(
-        shell.node.engine, unused, unused, shell.merging, shell.queue, unused, shell.meter,
+        shell.node.engine, unused, unused, unused, shell.merging, shell.queue, unused, shell.meter,
         shell, Settings(), kick=unused, refresh_store=unused,
     )  # fmt: skip
     for why in ("it ended", "Too many open files"):

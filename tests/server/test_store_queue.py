@@ -288,8 +288,7 @@ async def test_only_versions_that_are_committed_reach_the_store(
     """A partition branches again while the group of its first branch is being written."""
     logs = FailoverLogs(node.engine, bench.queue, Tasks(fail), bench.log)
     node.engine.keyspace.branch(VB, 5)
-    group = node.engine.keyspace.take_group()
-    assert group is not None
+    group = node.take()
     node.engine.keyspace.branch(VB, 3)
     node.finish(group)
     (process,) = bench.processes
@@ -346,13 +345,13 @@ async def test_floors_are_those_of_the_moment_in_which_a_compaction_begins(
     unused: Any = None
     commits = CommitWaiters(node.engine, node.commit)
     work = Compaction(
-        node.engine, node.hub, commits, unused, bench.queue, unused, Meter(), bench.log,
-        Settings(), kick=node.commit, refresh_store=unused,
+        node.engine, node.floors, node.hub, commits, unused, bench.queue, unused, Meter(),
+        bench.log, Settings(), kick=node.commit, refresh_store=unused,
     )  # fmt: skip
     step = FloorStep(VB, node.engine.partitions[VB].vb_uuid, 6, 0)
     await work._raise([step])
     node.commit()
-    assert work._floors()
+    assert node.floors.committed()
     running = bench.begin(Work.PLAN)
     await turns()
     compacting = asyncio.create_task(work._compact())

@@ -471,10 +471,10 @@ def test_observe_seqno_tells_committed_from_persisted(node: MemoryNode, peer: Pe
     peer.set(VB, b"k", b"v")
     group = node.engine.keyspace.take_group()
     assert group is not None
-    node.engine.keyspace.group_committed(group, is_synced=False)
+    node.engine.keyspace.group_synced(group, is_on_disk=False)
     vb_uuid = node.engine.partitions[VB].vb_uuid
     assert OBSERVE_CURRENT.unpack(observe(peer, vb_uuid).value)[3:] == (0, 1)
-    node.engine.keyspace.synced()
+    node.engine.commits.all_synced()
     assert OBSERVE_CURRENT.unpack(observe(peer, vb_uuid).value)[3:] == (1, 1)
 
 

@@ -392,7 +392,7 @@ def test_11_disk_only_ends_at_the_persisted_seqno(node: MemoryNode, peer: Peer) 
     peer.set(VB, b"unsynced", b"v")
     group = node.engine.keyspace.take_group()
     assert group is not None
-    node.engine.keyspace.group_committed(group, is_synced=False)
+    node.engine.keyspace.group_synced(group, is_on_disk=False)
     assert peer.stream(VB, flags=0x02).status == Status.OK
     *frames, end = peer.drain()
     assert seqnos_of(frames) == [1, 2, 3]

@@ -320,7 +320,7 @@ def outcome(pieces: list[bytes], node: MemoryNode | None = None) -> Outcome:
     if peer.state.producer is not None:
         peer.state.producer.close()
     group = node.engine.keyspace.take_group()
-    wait_group = peer.state.wait_group - node.engine.keyspace.committed_group
+    wait_group = peer.state.wait_group - node.engine.commits.committed_group
     node.crash()
     entries = b"" if group is None else group.payload
     return Outcome(b"".join(answers), peer.state.is_closing, after, entries, wait_group)

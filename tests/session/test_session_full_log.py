@@ -47,7 +47,9 @@ def test_a_refusal_says_why_and_waits_for_nothing() -> None:
     assert peer.ask(Opcode.GET, vb_id=other, key=b"k").status == Status.KEY_ENOENT
     assert not peer.must_wait
     assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").value == b"committed"
-    assert peer.must_wait, "the partition has changes that nobody may see yet"
+    assert not peer.must_wait, "the change that waits is of another key"
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"pending").value == b"v"
+    assert peer.must_wait, "nobody may see it yet"
     node.engine.refuse_writes("")
     assert peer.set(VB, b"k", b"new").status == Status.OK
 

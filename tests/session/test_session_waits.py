@@ -61,14 +61,13 @@ def get_of_a_hit(peer: Peer, _: MemoryNode) -> None:
 
 
 @read
-def get_of_a_miss(peer: Peer, _: MemoryNode) -> None:
-    assert peer.ask(Opcode.GET, vb_id=VB, key=b"missing").status == Status.KEY_ENOENT
+def quiet_get_of_a_hit(peer: Peer, _: MemoryNode) -> None:
+    assert len(peer.send(pack_request(Opcode.GETQ, vb_id=VB, key=b"k"))) == 1
 
 
 @read
-def quiet_get_of_a_miss(peer: Peer, _: MemoryNode) -> None:
-    quiet = pack_request(Opcode.GETQ, vb_id=VB, key=b"missing")
-    assert len(peer.send(quiet + pack_request(Opcode.NOOP))) == 1
+def get_meta(peer: Peer, _: MemoryNode) -> None:
+    assert peer.ask(Opcode.GET_META, vb_id=VB, key=b"k").status == Status.OK
 
 
 @read
@@ -170,11 +169,10 @@ def test_an_answer_about_a_partition_with_uncommitted_changes_waits_for_them(
 @pytest.mark.parametrize("name", READS)
 def test_an_answer_waits_for_the_group_that_is_being_written(node: MemoryNode, name: str) -> None:
     connected(node).set(VB, b"k", b"new")
-    group = node.engine.keyspace.take_group()
-    assert group is not None
+    group = node.take()
     connected(node).set(OTHER, b"k", b"in the next group")
     peer, wait_group = READS[name](node)
-    assert wait_group == group.number
+    assert wait_group == group.group.number
     node.finish(group)
     assert not peer.must_wait
 
@@ -197,6 +195,40 @@ def test_a_miss_after_an_uncommitted_delete_waits(node: MemoryNode) -> None:
     peer = connected(node)
     assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
     assert peer.must_wait
+
+
+@pytest.mark.parametrize("opcode", [Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GET_META])
+@pytest.mark.parametrize("key", [b"k", b"missing"])
+def test_a_read_waits_for_no_change_of_another_key(
+    node: MemoryNode, opcode: int, key: bytes
+) -> None:
+    connected(node).set(VB, b"other", b"uncommitted")
+    peer = connected(node)
+    peer.send(pack_request(opcode, vb_id=VB, key=key))
+    assert not peer.must_wait
+
+
+def test_a_read_waits_for_the_version_that_it_shows_and_for_no_later_change(
+    node: MemoryNode,
+) -> None:
+    connected(node).set(VB, b"k", b"new")
+    group = node.take()
+    connected(node).set(VB, b"other", b"in the next group")
+    peer = connected(node)
+    peer.ask(Opcode.GET, vb_id=VB, key=b"k")
+    assert peer.state.wait_group == group.group.number
+    node.finish(group)
+    assert not peer.must_wait
+
+
+def test_a_miss_after_an_uncommitted_branch_waits(node: MemoryNode) -> None:
+    """A crash would bring the document back."""
+    node.engine.keyspace.branch(VB, 0)
+    peer = connected(node)
+    assert peer.ask(Opcode.GET, vb_id=VB, key=b"k").status == Status.KEY_ENOENT
+    assert peer.must_wait
+    node.commit()
+    assert not peer.must_wait
 
 
 def test_a_miss_by_expiry_waits_for_the_deletion(node: MemoryNode) -> None:

@@ -51,7 +51,7 @@ class TextPeer:
 
     @property
     def must_wait(self) -> bool:
-        return self.state.wait_group > self.node.engine.keyspace.committed_group
+        return self.state.wait_group > self.node.engine.commits.committed_group
 
 
 @pytest.fixture

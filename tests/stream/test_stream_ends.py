@@ -124,7 +124,6 @@ def test_slow_consumers_are_dropped_to_disk_and_back_without_loss(
 ) -> None:
     """A stream is a cursor: whatever is merged under it, nothing is kept for it, nothing is lost,
     and it does not end. The validator checks order, uniqueness and completeness."""
-    node.engine.keyspace._memtable_bytes_max = 1
     peer.control(b"connection_buffer_size", b"200")
     follower = Follower(peer)
     follower.follow(VB)

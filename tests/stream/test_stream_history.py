@@ -203,7 +203,8 @@ def test_end_4_too_slow_for_who_stands_still_while_compaction_waits(
     meter = Meter()
     unused: Any = None
     work = Compaction(
-        node.engine, node.hub, unused, unused, unused, unused, meter, log, Settings(),
+        node.engine, node.floors, node.hub, unused, unused, unused, unused, meter, log,
+        Settings(),
         kick=node.commit, refresh_store=unused,
     )  # fmt: skip
     set_all(node, writer, "abcd" * 4)

@@ -116,7 +116,7 @@ class StreamMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken is None)
     @rule()
     def take_group(self) -> None:
-        group = self.node.engine.keyspace.take_group()
+        group = self.node.groups.next_job()
         if group is not None:
             self.taken = group, list(self.live)
 

@@ -160,8 +160,7 @@ def test_nothing_uncommitted_is_sent(node: MemoryNode, writer: Peer, peer: Peer)
     set_all(writer, "a")
     peer.stream(VB)
     assert peer.drain() == []
-    group = node.engine.keyspace.take_group()
-    assert group is not None
+    group = node.take()
     set_all(writer, "b")
     assert peer.drain() == []
     node.finish(group)

@@ -63,4 +63,4 @@ def commit(storage: Storage) -> None:
     assert group is not None
     storage.writer.append(group.number, group.payload)
     storage.writer.sync()
-    storage.engine.keyspace.group_committed(group)
+    storage.engine.keyspace.group_synced(group)

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from dcp.core.floors import FloorCycle
+from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
+from dcp.core.merges import MergeCycle
 from dcp.session.auth import AuthStep
 from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, SessionState
 from dcp.stream.hub import StreamHub
-from dcp.stream.pins import Allowed, allowed, is_merged
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.message import OPEN_EXTRAS, OpenFlag, StreamRequest, pack_stream_request
@@ -29,7 +31,6 @@ from dcp.wire.status import Status
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import new_partitions, replay_log
-from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.recovery import recover
@@ -39,10 +40,12 @@ from vbucket.store.block import BODY_BYTES_TARGET
 from vbucket.store.environment import KvEnv
 from vbucket.store.environment_lmdb import LmdbEnv
 from vbucket.store.environment_memory import MemoryEnv
+from vbucket.store.quarantine import kept_segments
 from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, NodeRecord
 from vbucket.store.store import Store
 from vbucket.upkeep.compaction import STEP_BYTES, Compactor, Floors
 from vbucket.upkeep.merge import merge
+from vbucket.upkeep.retention import FloorStep
 
 FEW_PARTITIONS = 16
 """Number of partitions of a node, unless a test asks for the product's number."""
@@ -106,7 +109,6 @@ class MemoryNode:
         self.now_ns = START_NS
         self.device = MemoryLogDevice()
         LogWriter(self.device).rotate()
-        self._raised: dict[int, tuple[int, int, Floors]] = {}
         self.env: KvEnv = self._new_env(seed)
         self._open()
 
@@ -149,6 +151,9 @@ class MemoryNode:
         self.hub = StreamHub()
         self.views = Views(self.engine, self.store)
         self.scans = RangeScans(self.views, lambda: self._random.randbytes(16))
+        self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
+        self.merges = MergeCycle(self.engine, kept_segments(self.store.quarantine()))
+        self.floors = FloorCycle(self.engine, self.hub)
         self.engine.begin_batch(self.now_ns)
 
     def draw_uuid(self) -> int:
@@ -157,71 +162,65 @@ class MemoryNode:
     # -- steps ---------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write and sync the open group, and wake its waiters."""
-        group = self.engine.keyspace.take_group()
-        if group is not None:
-            self.finish(group)
+        """Let the log do what it has to: write and sync the open group, and wake its waiters."""
+        job = self.groups.next_job()
+        while job is not None:
+            self.finish(job)
+            job = self.groups.next_job()
 
-    def finish(self, group: CommitGroup) -> None:
-        """Write and sync a group that was taken before, and wake its waiters."""
-        self.writer.append(group.number, group.payload)
-        self.writer.sync()
-        self.engine.keyspace.group_committed(group)
-        for vb_id in group.branched:
-            self.hub.branched(vb_id)
-        for vb_id in group.restated:
-            self.hub.restated(vb_id)
-        self.hub.committed(group.high_seqnos)
+    def take(self) -> WriteGroup:
+        """Take the open group, which is not empty; `finish` writes it."""
+        job = self.groups.next_job()
+        assert isinstance(job, WriteGroup)
+        return job
+
+    def finish(self, job: Job) -> None:
+        """Do a job of the log, as the committer does."""
+        if isinstance(job, WriteGroup):
+            self.writer.append(job.group.number, job.group.payload)
+        if job is LogTask.ROTATE:
+            self.writer.rotate()
+        else:
+            self.writer.sync()
+        self.groups.done(job)
 
     def begin_merge(self) -> None:
         """Freeze and seal; writes continue."""
         self.commit()
-        self.engine.keyspace.freeze()
-        self.writer.rotate()
+        if not self.engine.keyspace.is_merging:  # the commit may have begun one that was due
+            self.groups.begin_merge()
+            self.commit()
 
     def end_merge(self, *, is_answer_lost: bool = False) -> None:
         """Merge the sealed segments and drop the frozen layer. `is_answer_lost`: the store process
         dies after the merge, and another one is asked again.
         """
-        segments = self.device.segments()[:-1]
+        segments = self.merges.begin(self.device.segments())
         sealed = [(segment, self.device.read(segment)) for segment in segments]
         report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
         if is_answer_lost:
             report = merge(self.env, sealed, body_bytes_target=self.body_bytes_target)
-        self.engine.keyspace.merged(report)
-        half = self.partitions // 2
-        self.engine.keyspace.drop_frozen(0, half)
-        self.engine.keyspace.drop_frozen(half, self.partitions)
-        for segment in segments:
-            if segment not in report.kept:
-                self.device.delete(segment)
+        for segment in self.merges.merged(report).deletable:
+            self.device.delete(segment)
+        while not self.merges.drop_slice():
+            pass
 
     def merge(self) -> None:
         self.begin_merge()
         self.end_merge()
 
-    def raise_floor(self, vb_id: int, floor: int, purge: int) -> Allowed:
-        """Raise the floor as far as open streams and views allow, if the store is recent enough:
-        what `dcp.server.storage.compaction_schedule` does with a step.
+    def raise_floor(self, vb_id: int, floor: int, purge: int) -> Floors:
+        """Raise the floor as far as open streams and views allow, if the store is recent enough;
+        return where it is now.
         """
         part = self.engine.partitions[vb_id]
-        if not is_merged(part, part.vb_uuid, floor):
-            return Allowed(part.history_floor, part.purge_seqno, ())
-        may = allowed(part, floor, purge, self.hub.reading(vb_id))
-        floors = Floors(may.floor, may.purge)
-        self.engine.keyspace.raise_floor(vb_id, *floors)
-        self._raised[vb_id] = (part.last_group, part.vb_uuid, floors)
-        return may
+        self.floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))
+        return Floors(part.history_floor, part.purge_seqno)
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:
         """Drop what the committed floors allow: `slices` steps, or everything."""
         todo = list(vb_ids)
-        floors = {
-            vb_id: raised
-            for vb_id, (group, vb_uuid, raised) in self._raised.items()
-            if group <= self.engine.keyspace.committed_group
-            and vb_uuid == self.engine.partitions[vb_id].vb_uuid
-        }
+        floors = self.floors.committed()
         while todo and slices != 0:
             report = self.compactor.run(self.env, todo, lambda: True, floors=floors)
             assert not report.damages
@@ -234,7 +233,6 @@ class MemoryNode:
         self.device = self.device.crash(keep_unsynced_bytes=keep_unsynced_bytes)
         self.store.close()
         self._begin_compactor()
-        self._raised = {}
         self._open()
 
     # -- facts for sessions ------------------------------------------------------------------------
@@ -309,7 +307,7 @@ class Peer:
     @property
     def must_wait(self) -> bool:
         """Whether the answers so far observed something that is not committed."""
-        return self.state.wait_group > self.node.engine.keyspace.committed_group
+        return self.state.wait_group > self.node.engine.commits.committed_group
 
     def ask(self, opcode: int, **parts: int | bytes) -> Frame:
         """Send one request and return its one answer."""

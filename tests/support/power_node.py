@@ -1,7 +1,6 @@
 """A node on a disk that forgets: it works, is killed, loses power at any point, and is checked.
 
-The device, the store, the start and the merge are those of the server. What the shell does between
-them is repeated here step by step, in the same order.
+The device, the store, the start, the merge and the order of the log's jobs are those of the server.
 
 `Story` keeps the state of the node after every group. After a cut at any point, the next start must
 find exactly the state after one group: the last answered one, or a later one that was being
@@ -16,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
+from dcp.core.merges import MergeCycle
+from dcp.stream.hub import StreamHub
 from dcp.wire.frame import FrameDecoder
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.engine.engine import SET, StoredDocument
@@ -75,10 +77,22 @@ class PowerNode:
         startup.begin()
         self.store, self.engine, self.writer = startup.store, startup.engine, startup.writer
         self.new_versions = startup.new_versions
+        self.groups = GroupCycle(self.engine, StreamHub(), syncs_groups=durability == "commit")
+        self.merges = MergeCycle(self.engine)
         self.engine.begin_batch(START_NS)
 
     def _draw_uuid(self) -> int:
         return vb_uuid_from_random(self._draw.getrandbits(64))
+
+    def do(self, job: Job) -> tuple[int, ...]:
+        """Do a job of the log, as the committer does; return the partitions with a new version."""
+        if isinstance(job, WriteGroup):
+            self.writer.append(job.group.number, job.group.payload)
+        if job is LogTask.ROTATE:
+            self.writer.rotate()
+        elif job is LogTask.SYNC or job.is_synced:
+            self.writer.sync()
+        return self.groups.done(job).branched
 
     def picture(self) -> Picture:
         """Return what is applied; equal to what is committed if nothing is pending."""
@@ -161,28 +175,25 @@ class Story:
         self.node.engine.keyspace.branch(vb_id, self.draw.randint(0, part.high_seqno))
 
     def commit(self) -> None:
-        """Write the open group, and into the store what a branch writes there."""
+        """Let the log do what it has to, and write into the store what a branch writes there."""
         node = self.node
-        group = node.engine.keyspace.take_group()
-        if group is None:
-            return
-        self.pictures.append(node.picture())
-        node.writer.append(group.number, group.payload)
-        is_synced = self.durability == "commit" or bool(group.branched)
-        if is_synced:
-            node.writer.sync()
-            self.certain = len(self.pictures) - 1
-        node.engine.keyspace.group_committed(group, is_synced=is_synced)
-        for vb_id in group.branched:
-            document = node.engine.partitions[vb_id].failover.to_document()
-            with node.env.write() as write:
-                put_failover(write, vb_id, document)
+        job = node.groups.next_job()
+        while job is not None:
+            if isinstance(job, WriteGroup):
+                self.pictures.append(node.picture())
+            branched = node.do(job)
+            if node.groups.is_synced:
+                self.certain = len(self.pictures) - 1
+            for vb_id in branched:
+                document = node.engine.partitions[vb_id].failover.to_document()
+                with node.env.write() as write:
+                    put_failover(write, vb_id, document)
+            job = node.groups.next_job()
 
     def sync(self) -> None:
         """Sync, as durability `interval` does from time to time."""
-        self.node.writer.sync()
-        self.node.engine.keyspace.synced()
-        self.certain = len(self.pictures) - 1
+        self.node.groups.sync_soon()
+        self.commit()
 
     def reserve(self) -> None:
         self.node.device.reserve()
@@ -194,20 +205,21 @@ class Story:
     def begin_merge(self) -> None:
         self.commit()
         if not self.node.engine.keyspace.is_merging:
-            self.node.engine.keyspace.freeze()
-            self.node.writer.rotate()
-            self.certain = len(self.pictures) - 1
+            self.node.groups.begin_merge()
+            self.commit()
+            self.certain = len(self.pictures) - 1  # what a new segment follows is synced
 
     def end_merge(self) -> None:
         node = self.node
         if not node.engine.keyspace.is_merging:
             return
         device = node.device
-        segments = device.segments()[:-1]
+        segments = node.merges.begin(device.segments())
         report = merge(node.env, [(segment, device.read(segment)) for segment in segments])
-        node.engine.keyspace.merged(report)
-        node.engine.keyspace.drop_frozen(0, node.engine.num_vbuckets)
-        for segment in segments:
+        deletable = node.merges.merged(report).deletable
+        while not node.merges.drop_slice():
+            pass
+        for segment in deletable:
             device.delete(segment)
 
     def stop(self) -> None:
@@ -268,11 +280,10 @@ class Story:
         high_seqno = part.high_seqno
         status, _, seqno = node.engine.store(SET, vb_id, KEYS[0], KEYS[0] + b"on", 0, 0, 0, 0)
         assert (status, seqno) == (0, high_seqno + 1)
-        group = node.engine.keyspace.take_group()
-        assert group is not None
-        node.writer.append(group.number, group.payload)
+        job = node.groups.next_job()
+        assert job is not None
+        node.do(job)
         node.writer.sync()
-        node.engine.keyspace.group_committed(group)
         expected = node.picture()
         disk, env = disk.after(quiet, draw, 0), env.after(quiet, draw, 0)
         again = PowerNode(disk, env, "commit", draw, partitions=self.partitions)

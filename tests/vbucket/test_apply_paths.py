@@ -108,7 +108,7 @@ def test_single_commands_packets_and_a_replay_leave_the_same(
         outcome = many.engine.put_frames(packet, resolves_conflict=False)
         assert outcome == (0, len(frames), 0, 0)
     assert left_on(many) == left_on(one)
-    groups = [node.engine.keyspace.take_group() for node in (one, many)]
+    groups = [node.groups.next_job() for node in (one, many)]
     assert groups[0] == groups[1], "the log gets the same"
     if groups[0] is not None:
         one.finish(groups[0])

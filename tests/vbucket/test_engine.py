@@ -74,23 +74,23 @@ def test_groups_commit_in_the_order_they_were_taken(engine: Engine) -> None:
     assert first is not None
     assert second is not None
     with pytest.raises(AssertionError, match="in the order"):
-        engine.keyspace.group_committed(second)
-    engine.keyspace.group_committed(first)
+        engine.keyspace.group_synced(second)
+    engine.keyspace.group_synced(first)
     part = engine.partitions[VB]
-    assert (part.high_seqno, part.committed_seqno, engine.keyspace.committed_group) == (2, 1, 1)
-    engine.keyspace.group_committed(second)
-    assert (part.committed_seqno, engine.keyspace.committed_group) == (2, 2)
+    assert (part.high_seqno, part.committed_seqno, engine.commits.committed_group) == (2, 1, 1)
+    engine.keyspace.group_synced(second)
+    assert (part.committed_seqno, engine.commits.committed_group) == (2, 2)
 
 
 def test_a_group_that_is_not_synced_is_committed_and_not_persisted(engine: Engine) -> None:
     put(engine)
     group = engine.keyspace.take_group()
     assert group is not None
-    engine.keyspace.group_committed(group, is_synced=False)
+    engine.keyspace.group_synced(group, is_on_disk=False)
     part = engine.partitions[VB]
-    assert (part.committed_seqno, part.persisted_seqno) == (1, 0)
-    engine.keyspace.synced()
-    assert part.persisted_seqno == 1
+    assert (part.committed_seqno, part.synced_seqno) == (1, 0)
+    engine.commits.all_synced()
+    assert part.synced_seqno == 1
 
 
 def test_the_record_of_a_group_is_what_the_log_needs_to_bring_it_back(node: MemoryNode) -> None:
@@ -159,9 +159,8 @@ def test_a_branch_takes_back_what_is_pending_and_what_is_being_written(node: Mem
     put(engine, b"committed")
     node.commit()
     put(engine, b"in flight")
-    in_flight = engine.keyspace.take_group()
+    in_flight = node.take()
     put(engine, b"pending")
-    assert in_flight is not None
     branch = engine.keyspace.branch(VB, 1)
     assert (branch.undone_seqnos, branch.undone_keys) == (2, 1)
     assert value_of(engine) == b"committed"
@@ -243,7 +242,7 @@ def test_the_memtable_wants_a_freeze_at_its_size_and_is_overfull_at_twice_that(
         put(engine, bytes(size))
         group = engine.keyspace.take_group()
         assert group is not None
-        engine.keyspace.group_committed(group)
+        engine.keyspace.group_synced(group)
 
     fill(9_000)
     assert not engine.keyspace.wants_freeze

@@ -242,7 +242,7 @@ def test_documents_expire_later_before_writers_have_to_wait(node: MemoryNode) ->
         assert engine.store(SET, VB, b"\0k", body, 0, expiry, 0, 0)[0] == 0
         group = engine.keyspace.take_group()
         assert group is not None
-        engine.keyspace.group_committed(group)
+        engine.keyspace.group_synced(group)
 
     fill(10_000, START_S + 1)
     engine.keyspace.freeze()

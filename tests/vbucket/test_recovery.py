@@ -54,7 +54,7 @@ def put(startup: Startup, value: bytes, *, is_synced: bool = True) -> None:
     startup.writer.append(group.number, group.payload)
     if is_synced:
         startup.writer.sync()
-    engine.keyspace.group_committed(group, is_synced=is_synced)
+    engine.keyspace.group_synced(group, is_on_disk=is_synced)
 
 
 def value_of(startup: Startup) -> bytes:
@@ -103,7 +103,7 @@ def test_first_writes_that_find_no_room_may_be_made_again(durability: str, full:
         with pytest.raises((LogFullError, StoreFullError)):
             startup.begin()
         assert value_of(startup) == b"v", "reads may be served"
-        assert startup.engine.partitions[VB].last_group <= startup.engine.keyspace.committed_group
+        assert startup.engine.partitions[VB].last_group <= startup.engine.commits.committed_group
     disk.device.rotate = rotate  # type: ignore[method-assign]
     startup.begin()
     put(startup, b"w")

@@ -92,6 +92,7 @@ class Engine:
         # The keyspace never replaces these, so every command is spared a look there.
         self.num_vbuckets = num_vbuckets
         self.partitions = keyspace.partitions
+        self.commits = keyspace.commits
         self.item_cache = keyspace.item_cache
         self.due = keyspace.due
         self.versions = keyspace.versions

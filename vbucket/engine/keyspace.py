@@ -5,18 +5,17 @@ partition and into the open commit group. Groups are taken, committed in order, 
 partition's history can branch. `vbucket.engine.engine.Engine` has a keyspace and implements the
 commands on documents with it. The shell drives it like this:
 
-    take_group() -> Group      closes the open group; the shell writes it as one log record
-    group_committed(group)     the record is on disk: answers that waited for the group may leave,
-                               and streams of group.high_seqnos have something to send
+    take_group() -> Group    closes the open group; the shell writes it as one log record
+    group_synced(group)      the record is on disk; `vbucket.engine.commits` says what that commits
 
 When `wants_freeze` is true, at a group boundary: freeze(), rotate the log, merge the sealed
 segments into the store, then merged(report), and drop_frozen() in slices.
 
 Invariants
 - every change goes into memory and into `pending` together; nothing else reaches the log;
-- groups are numbered without gaps and commit in order; only the open group is not in the log yet;
+- groups are numbered without gaps; only the open group is not in the log yet;
 - whatever an answer shows was changed by a group <= the `last_group` of its partition; an answer
-  that waits for that group never shows what a crash can undo.
+  that waits until that group is committed there never shows what a crash can undo.
 
 Rules: kv_engine's failover tables and system events.
 """
@@ -28,6 +27,7 @@ from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from failover.history import FailoverLog
+from vbucket.engine.commits import Commits
 from vbucket.engine.item_cache import ItemCache
 from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
 from vbucket.engine.versions import Versions
@@ -125,7 +125,7 @@ class Keyspace:
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
             part.state = VbState(record.state)
-            part.high_seqno = part.committed_seqno = part.persisted_seqno = record.high_seqno
+            part.high_seqno = part.committed_seqno = part.synced_seqno = record.high_seqno
             part.merged_seqno = record.high_seqno
             part.purge_seqno = record.purge_seqno
             part.history_floor = record.history_floor
@@ -141,12 +141,11 @@ class Keyspace:
         """The commit group that changed the manifest last; answers that tell of it wait for it."""
         self.group = 1
         """Number of the open group."""
-        self.committed_group = 0
+        self.commits = Commits(self.partitions)
         self.pending: list[bytes] = []
         self.touched: list[Partition] = []
         self._branched: list[int] = []
         self._restated: list[int] = []
-        self._in_flight: list[CommitGroup] = []
         self.due = DueDocuments()
         self.active_bytes = 0
         self.frozen_bytes = 0
@@ -245,29 +244,29 @@ class Keyspace:
         self.touched = []
         self._branched = []
         self._restated = []
-        self._in_flight.append(group)
+        self.commits.taken(group)
         self.group += 1
         return group
 
-    def group_committed(self, group: CommitGroup, *, is_synced: bool = True) -> None:
-        """Publish a group that is in the log (and on disk, if `is_synced`)."""
-        assert self._in_flight, "a group commits after it was taken"
-        assert self._in_flight[0] is group, "groups commit in the order they were taken"
-        del self._in_flight[0]
-        self.committed_group = group.number
+    def group_synced(self, group: CommitGroup, *, is_on_disk: bool = True) -> None:
+        """Publish a group that is in the log, as safe as the durability requires (and on disk, if
+        `is_on_disk`).
+        """
         if group.manifest is not None:
             self.committed_manifest = group.manifest
-        partitions = self.partitions
-        for vb_id, seqno in group.high_seqnos.items():
-            part = partitions[vb_id]
-            part.committed_seqno = seqno
-            if is_synced:
-                part.persisted_seqno = seqno
+        self.commits.synced(group, is_on_disk=is_on_disk)
 
-    def synced(self) -> None:
-        """Take note that everything committed is on disk (durability `interval`)."""
-        for part in self.partitions:
-            part.persisted_seqno = part.committed_seqno
+    def group_of_version(self, part: Partition, key: bytes) -> int:
+        """Return the group that must be committed in a partition before anybody may see the newest
+        version of a key there; 0 if everybody may.
+        """
+        group = part.undo_group
+        entry = part.newest.get(key)
+        if entry is None and part.frozen is not None:
+            entry = part.frozen.newest.get(key)
+        if entry and seqno_of(entry) > part.committed_seqno:
+            group = max(group, self.commits.group_of(part.vb_id, seqno_of(entry)) or self.group)
+        return 0 if self.commits.is_committed(part.vb_id, group) else group
 
     # -- versions and states -----------------------------------------------------------------
 
@@ -297,9 +296,8 @@ class Keyspace:
             # Merges left out the partition's earlier state entry, so write it again.
             state = {"kind": "state", "state": int(part.state)}
             self.pending.append(pack_control(vb_id, state))
-        for group in self._in_flight:
-            if vb_id in group.high_seqnos:
-                group.high_seqnos[vb_id] = min(group.high_seqnos[vb_id], at_seqno)
+        part.undo_group = self.group
+        self.commits.cut(vb_id, at_seqno)
         if part.state == VbState.ACTIVE:
             self.tell_missing_events(part)
         return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
@@ -467,7 +465,7 @@ class Keyspace:
 
         A merge begins at a group boundary. So an empty open group gets an entry without effect.
         """
-        if not (self.pending or self._in_flight or self.active_bytes):
+        if not (self.pending or self.commits.has_in_flight or self.active_bytes):
             return self._frozen_group if self.is_merging else 0
         if not self.pending:
             part = self.partitions[0]
@@ -549,7 +547,7 @@ class Keyspace:
         """Continue the numbering of groups after `group`, the last one in the log."""
         assert not self.pending, "groups are numbered before anything is written"
         self.group = group + 1
-        self.committed_group = group
+        self.commits.continue_after(group)
 
     def replay_manifest(self, manifest: Manifest) -> None:
         """Adopt a manifest from the log; it is committed."""

@@ -11,7 +11,10 @@ without a copy: in seqno order (`entries`, for streams and rollbacks), and the n
 Invariants
 - entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
   until the merge that covers them is done;
-- committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
+- committed_seqno <= high_seqno; synced_seqno <= high_seqno. A sync of the log raises
+  `synced_seqno`. `committed_seqno` is the high watermark: what clients and streams may see. With
+  one copy, a group that is as safe as the durability requires raises both; `interval` and `none`
+  commit before the sync. With more copies, the in-sync replicas raise it, later than the sync;
 - purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
   has a version;
 - `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;
@@ -109,6 +112,7 @@ class Partition:
         "epoch",
         "failover",
         "frozen",
+        "has_copies",
         "high_seqno",
         "history_floor",
         "holds",
@@ -121,13 +125,14 @@ class Partition:
         "newest",
         "older",
         "older_bytes",
-        "persisted_seqno",
         "pins",
         "purge_seqno",
         "recent",
         "recent_bytes",
         "state",
+        "synced_seqno",
         "tally",
+        "undo_group",
         "vb_id",
         "vb_uuid",
     )
@@ -140,7 +145,7 @@ class Partition:
         self.epoch = failover.current.epoch
         self.high_seqno = 0
         self.committed_seqno = 0
-        self.persisted_seqno = 0
+        self.synced_seqno = 0
         self.merged_seqno = 0
         self.purge_seqno = 0
         self.history_floor = 0
@@ -158,6 +163,10 @@ class Partition:
         """The last commit group that changed the partition; answers wait for it."""
         self.branch_group = 0
         """The commit group that began the newest version, 0 if it is older than this process."""
+        self.undo_group = 0
+        """The commit group of the last branch that may have undone changes; readers wait for it."""
+        self.has_copies = False
+        """Whether replicas must have a change before it is committed (see `Keyspace`)."""
         self.cut_seqno: int | None = None
         """Lowest rollback seqno since the last freeze; the running merge does not know it."""
         self.active = Layer()
@@ -172,6 +181,11 @@ class Partition:
         self.older: dict[bytes, bytes] = {}
         self.recent_bytes = 0
         self.older_bytes = 0
+
+    @property
+    def persisted_seqno(self) -> int:
+        """The last seqno that is on disk and committed: what clients are told."""
+        return min(self.synced_seqno, self.committed_seqno)
 
     def hold_writes(self, holder: object, why: str) -> None:
         """Refuse writes until this holder and all others release them."""
@@ -242,7 +256,7 @@ class Partition:
         self.high_seqno = seqno
         self.mended = self.mended and self.mended.cut(seqno)
         self.committed_seqno = min(self.committed_seqno, seqno)
-        self.persisted_seqno = min(self.persisted_seqno, seqno)
+        self.synced_seqno = min(self.synced_seqno, seqno)
         self.merged_seqno = min(self.merged_seqno, seqno)
         self.cut_seqno = seqno if self.cut_seqno is None else min(self.cut_seqno, seqno)
 
@@ -256,7 +270,7 @@ class Partition:
         self.active = Layer()
         self.newest = self.active.newest
         self.append_entry = self.active.entries.append
-        self.high_seqno = self.committed_seqno = self.persisted_seqno = self.merged_seqno = 0
+        self.high_seqno = self.committed_seqno = self.synced_seqno = self.merged_seqno = 0
         self.history_floor = self.purge_seqno = 0
         self.mended = self.mended and self.mended.cut(0)
         self.item_count = 0

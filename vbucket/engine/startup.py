@@ -94,10 +94,10 @@ class Startup:
             self._group = engine.keyspace.take_group()
             # It holds only new versions, because nobody could write yet.
             assert self._group is None or self._group.entries == len(self.new_versions)
-        if self._group is not None and engine.keyspace.committed_group < self._group.number:
+        if self._group is not None and engine.commits.committed_group < self._group.number:
             writer.append(self._group.number, self._group.payload)
             writer.sync()
-            engine.keyspace.group_committed(self._group)
+            engine.keyspace.group_synced(self._group)
         if self.new_versions:
             self.store.set_failovers(
                 {
@@ -173,7 +173,7 @@ def recover_node(
     if lost_kept:
         loss = _with_kept(loss, recovery.end, lost_kept)
     replay.finish()
-    engine.keyspace.continue_after(max(recovery.end.group, engine.keyspace.committed_group))
+    engine.keyspace.continue_after(max(recovery.end.group, engine.commits.committed_group))
     new_versions = [] if loss is None else loss.new_versions
     if loss is None and not (node.clean_shutdown or was_synced):
         new_versions = list(range(len(engine.partitions)))

@@ -15,7 +15,7 @@ class CommitGroup(NamedTuple):
 
     number: int
     payload: bytes
-    """Its entries. Append and sync them (`vbucket.log.writer`), then call `group_committed`."""
+    """Its entries. Append and sync them (`vbucket.log.writer`), then call `group_synced`."""
     high_seqnos: dict[int, int]
     """vb -> high seqno of each partition that the group changed."""
     branched: list[int]

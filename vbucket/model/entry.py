@@ -64,6 +64,7 @@ NEWEST: Final = Struct(">13xB22xQQ")
 """opcode, seqno, rev seqno: what a change needs from the version that it replaces."""
 OPCODE_AT: Final = PREFIX_BYTES + 1
 DATATYPE_AT: Final = PREFIX_BYTES + 5
+_VB_ID_AT: Final = PREFIX_BYTES + 6
 LENGTHS: Final = Struct(">QIxBHBxHI")
 """prev seqno, epoch, opcode, key length, extras length, vbucket, body length."""
 PREV_SEQNO: Final = Struct(">Q")
@@ -90,6 +91,11 @@ class EntryHead(NamedTuple):
 def head_of(entry: bytes, offset: int = 0) -> EntryHead:
     """Return the head of the entry at `offset`. Raises struct.error if it is truncated."""
     return EntryHead(*LENGTHS.unpack_from(entry, offset))
+
+
+def vb_id_of(entry: bytes) -> int:
+    """Return the partition of an entry."""
+    return int.from_bytes(entry[_VB_ID_AT : _VB_ID_AT + 2], "big")
 
 
 def seqno_of(entry: bytes) -> int:

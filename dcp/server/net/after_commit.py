@@ -1,6 +1,7 @@
-"""What follows a commit group, in this order: counts, streams, waiters, backpressure, answers.
+"""What follows a commit, in this order: counts, failover logs, waiters, backpressure, answers.
 
-The committer calls `committed` on the loop, when the group is as safe as the durability requires.
+The committer calls `published` on the loop, when the group is as safe as the durability requires.
+Streams were woken before (dcp.core.groups).
 
 Invariant: nothing here waits. Slow work (a failover log for LMDB) is only started here.
 """
@@ -9,16 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from dcp.core.groups import Published
 from dcp.server.net.connections import Connections
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.backpressure import Backpressure
 from dcp.server.storage.waiters import CommitWaiters
-from dcp.stream.hub import StreamHub
-from dcp.wire.message import EndReason
-from vbucket.log.commit_group import CommitGroup
-
-EndReasons = dict[int, EndReason]
-"""By partition: why its streams end at its next branch, if not with ROLLBACK."""
 
 
 class AfterCommit:
@@ -27,8 +23,6 @@ class AfterCommit:
     def __init__(
         self,
         meter: Meter,
-        hub: StreamHub,
-        end_reasons: EndReasons,
         commits: CommitWaiters,
         backpressure: Backpressure,
         connections: Connections,
@@ -36,23 +30,18 @@ class AfterCommit:
         save_failover_log: Callable[[int], None],
     ) -> None:
         self._meter = meter
-        self._hub = hub
-        self._end_reasons = end_reasons
         self._commits = commits
         self._backpressure = backpressure
         self._connections = connections
         self._save_failover_log = save_failover_log
 
-    def committed(self, group: CommitGroup) -> None:
-        """Tell all parts that a group is committed."""
-        self._meter.groups += 1
-        self._meter.changes += group.entries
-        for vb_id in group.branched:
-            self._hub.branched(vb_id, self._end_reasons.pop(vb_id, EndReason.ROLLBACK))
+    def published(self, published: Published) -> None:
+        """Tell all parts what is committed now."""
+        if published.group is not None:
+            self._meter.groups += 1
+            self._meter.changes += published.group.entries
+        for vb_id in published.branched:
             self._save_failover_log(vb_id)
-        for vb_id in group.restated:
-            self._hub.restated(vb_id)
-        self._hub.committed(group.high_seqnos)
-        self._commits.committed(group.number)
+        self._commits.committed()
         self._backpressure.update()
-        self._connections.release(group.number)
+        self._connections.release()

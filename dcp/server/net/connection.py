@@ -23,6 +23,7 @@ from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.server.storage.committer import Committer
 from dcp.session.auth import AuthStep
+from dcp.session.held_answers import HeldAnswers
 from dcp.session.session import Session
 from dcp.session.text import TextSession, begins_text
 from dcp.stream.snapshots import Message
@@ -104,9 +105,7 @@ class ClientConnection(asyncio.Protocol):
         self._sessions = parts.sessions
         self._meter = parts.meter
         self._refusals = parts.refusals
-        self._held: deque[tuple[int, bytes, int]] = deque()
-        """Commit group, answers, when the requests were read."""
-        self._held_bytes = 0
+        self._held = HeldAnswers(parts.engine)
         self._outgoing: deque[bytes] = deque()
         """Data that a TLS transport, which is paused, has not taken yet."""
         self._outgoing_bytes = 0
@@ -212,25 +211,21 @@ class ClientConnection(asyncio.Protocol):
 
     # -- what other parts of the server call -------------------------------------------------------
 
-    def release(self, committed_group: int) -> bool:
-        """Send the answers whose group is committed; return whether any still wait."""
-        self._release(committed_group)
+    def release(self) -> bool:
+        """Send the answers that may leave after a commit; return whether any still wait."""
+        self._release()
         return bool(self._held)
 
     @_supervised
-    def _release(self, committed_group: int) -> None:
-        held = self._held
-        ready: list[bytes] = []
-        now_ns = time.monotonic_ns()
-        while held and held[0][0] <= committed_group:
-            _, answers, read_ns = held.popleft()
-            ready.append(answers)
-            self._meter.answer_seconds.observe((now_ns - read_ns) / 1e9)
+    def _release(self) -> None:
+        ready = self._held.release()
         if ready:
-            data = ready[0] if len(ready) == 1 else b"".join(ready)
-            self._held_bytes -= len(data)
-            self._write(data)
-        if not held:
+            now_ns = time.monotonic_ns()
+            for batch in ready:
+                self._meter.answer_seconds.observe((now_ns - batch.read_ns) / 1e9)
+            answers = [batch.answers for batch in ready]
+            self._write(answers[0] if len(answers) == 1 else b"".join(answers))
+        if not self._held:
             self._resume_session()
             self.schedule_pump()
             self._close_if_done()
@@ -296,7 +291,6 @@ class ClientConnection(asyncio.Protocol):
     def _failed(self, error: Exception) -> None:
         """End this connection because of a bug."""
         self._held.clear()
-        self._held_bytes = 0
         self._sessions.failed(error)
         self.abort(f"the server failed in this session: {type(error).__name__}")
 
@@ -311,15 +305,14 @@ class ClientConnection(asyncio.Protocol):
             self._connections.newcomers.leave(self)
         if state.answers:
             self._meter.answers += len(state.answers)
-            data = b"".join(state.answers)
-            state.answers.clear()
-            if self._held or state.wait_group > self._engine.keyspace.committed_group:
-                self._held.append((state.wait_group, data, self.heard_ns))
-                self._held_bytes += len(data)
-                self._connections.waiting.add(self)
-            else:
+            data = self._held.take(state, self.heard_ns)
+            if data:
                 self._meter.answer_seconds.observe((time.monotonic_ns() - self.heard_ns) / 1e9)
                 self._write(data)
+            else:
+                self._connections.waiting.add(self)
+        elif state.wait_group:
+            self._held.carry(state)
         if state.notes:
             self._sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
             state.notes.clear()
@@ -407,7 +400,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _update_reading(self) -> None:
         pause = (
-            self._is_write_paused or self.session.state.is_full or self._held_bytes > HELD_BYTES_MAX
+            self._is_write_paused
+            or self.session.state.is_full
+            or self._held.held_bytes > HELD_BYTES_MAX
         )
         if pause != self._is_read_paused and not self._transport.is_closing():
             self._is_read_paused = pause

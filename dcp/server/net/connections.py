@@ -28,8 +28,8 @@ class OpenConnection(GuardedConnection, Holder, Protocol):
     """Host and port, for logs."""
     peer_host: str
 
-    def release(self, committed_group: int) -> bool:
-        """Send the answers whose group is committed; return whether any still wait."""
+    def release(self) -> bool:
+        """Send the answers that may leave after a commit; return whether any still wait."""
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""
@@ -97,13 +97,13 @@ class Connections:
 
     # -- for all of them ---------------------------------------------------------------------------
 
-    def release(self, committed_group: int) -> None:
-        """Send the answers whose group is committed."""
+    def release(self) -> None:
+        """Send the answers that may leave after a commit."""
         waiting = self.waiting
         if waiting:
-            self.waiting = {
-                connection for connection in waiting if connection.release(committed_group)
-            } | (self.waiting - waiting)
+            self.waiting = {connection for connection in waiting if connection.release()} | (
+                self.waiting - waiting
+            )
 
     def tick(self, now_ns: int) -> None:
         """Let time pass; monotonic nanoseconds."""

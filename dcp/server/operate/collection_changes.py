@@ -29,16 +29,16 @@ class CollectionsRefusedError(Exception):
 
 
 class Collections:
-    """The node's `CollectionsView`. `until_committed` waits for a commit group."""
+    """The node's `CollectionsView`. `until_synced` waits for a commit group."""
 
     def __init__(
         self,
         engine: Engine,
-        until_committed: Callable[[int], Awaitable[None]],
+        until_synced: Callable[[int], Awaitable[None]],
         log_event: Callable[..., None],
     ) -> None:
         self._engine = engine
-        self._until_committed = until_committed
+        self._until_synced = until_synced
         self._log_event = log_event
 
     def manifest(self) -> dict[str, Any]:
@@ -80,6 +80,6 @@ class Collections:
             status = HTTPStatus.NOT_FOUND if is_unknown else HTTPStatus.BAD_REQUEST
             raise CollectionsRefusedError(status, str(error)) from error
         engine.keyspace.set_manifest(after)
-        await self._until_committed(engine.keyspace.manifest_group)
+        await self._until_synced(engine.keyspace.manifest_group)
         self._log_event(event, path=path, manifest_uid=after.uid)
         return after.uid

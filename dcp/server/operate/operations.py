@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from dcp.server.net.after_commit import EndReasons
+from dcp.core.groups import EndReasons
 from dcp.server.net.connections import Connections, OpenConnection
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter

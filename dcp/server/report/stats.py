@@ -109,7 +109,7 @@ class Stats:
             ("curr_items", str(sum(part.item_count for part in engine.partitions))),
             ("ep_durability", about.durability),
             ("ep_data_folder", str(about.data_dir)),
-            ("ep_log_groups", str(engine.keyspace.committed_group)),
+            ("ep_log_groups", str(engine.commits.committed_group)),
             ("ep_memtable_bytes", str(engine.keyspace.active_bytes + engine.keyspace.frozen_bytes)),
             ("ep_merges", str(self._merging.count)),
             ("ep_merge_running", str(int(engine.keyspace.is_merging))),

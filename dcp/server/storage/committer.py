@@ -1,13 +1,14 @@
-"""Group commit: takes groups from the engine, writes them to the log, reports when they are safe.
+"""Group commit: does the jobs of the log, and reports what they publish.
 
+`dcp.core.groups` says what the log has to do next. Here are the thread, the clock and the retries.
 Everything that arrives while a group is written forms the next group. The loop itself writes small
 groups, because a hand-over to a thread would take longer than the disk. The committer's own thread
 writes larger ones, so the loop can decode the next batches meanwhile. While groups are small, the
 thread also writes zeros ahead of the log's end: overwriting them takes a third less time.
 
 Invariants
-- groups reach the log in the order of their numbers, one at a time;
-- `on_commit` runs on the loop, when the group is as safe as the durability requires;
+- jobs are done one at a time, in the order in which the cycle gives them;
+- `on_publish` runs on the loop, when a group is as safe as the durability requires;
 - if the log has no room (`full_why`), the group stays and is retried with the same bytes until
   there is room, before any later group. Nobody is answered meanwhile, and nothing is lost;
 - after any other failed write, a failed sync, or an unexpected exception, nothing is committed any
@@ -15,8 +16,7 @@ Invariants
 
 `commit`: one append and one sync per group, then the answers. `interval`: one append per group, and
 a sync every `sync_interval_s`, between two groups if they come without a pause. `none`: one append
-per group; the operating system decides when to write. A group that branches a partition's history
-is synced with any durability.
+per group; the operating system decides when to write.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.server.observe.meter import Histogram
-from vbucket.engine.engine import Engine
-from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import AHEAD_BYTES, LogFullError, SyncFailedError
 from vbucket.log.record import RECORD_BYTES
 from vbucket.log.writer import LogWriter
@@ -50,11 +49,13 @@ JOIN_S: Final = 2.0
 """How long to wait for the thread's end: a disk that does not answer blocks it for ever."""
 
 
-class _Job(NamedTuple):
+class _Work(NamedTuple):
     """Work for the thread, and what the loop does with the result."""
 
     work: Callable[[], Any]
     then: Callable[[Any], None]
+    job: Job | None = None
+    """The job of the cycle, which is repeated if the disk is full."""
 
 
 class Committer:
@@ -62,11 +63,11 @@ class Committer:
 
     def __init__(
         self,
-        engine: Engine,
+        cycle: GroupCycle,
         writer: LogWriter,
         *,
-        syncs_groups: bool,
-        on_commit: Callable[[CommitGroup], None],
+        finds_room: bool,
+        on_publish: Callable[[Published], None],
         on_rotated: Callable[[int], None],
         on_full: Callable[[str], None],
         on_failure: Callable[[Exception], None],
@@ -75,12 +76,14 @@ class Committer:
         retry_max_s: float = RETRY_MAX_S,
         room_bytes_min: int = ROOM_BYTES_MIN,
     ) -> None:
-        self._engine = engine
+        """`finds_room`: write zeros ahead of the log's end, which is useless without a sync per
+        group.
+        """
+        self._cycle = cycle
         self._writer = writer
         writer.marking = threading.Lock()
         self._device = writer.device
-        self._syncs_groups = syncs_groups
-        self._on_commit = on_commit
+        self._on_publish = on_publish
         self._on_rotated = on_rotated
         self._on_full = on_full
         self._on_failure = on_failure
@@ -89,16 +92,13 @@ class Committer:
         self._retry_max_s = retry_max_s
         self._room_bytes_min = room_bytes_min
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="log", daemon=True)
-        self._is_busy = False
-        """The thread has a group or the log itself, or a group waits for room."""
         self._is_scheduled = False
-        self._is_sync_wanted = False
-        """A sync is due (`interval`) as soon as the thread is free."""
         self._is_reserving = False
-        self._finds_room = syncs_groups
-        """Whether zeros can be written ahead in this segment; without syncs they are useless."""
+        self._reserves = finds_room
+        self._finds_room = finds_room
+        """Whether zeros can be written ahead in this segment."""
         self._has_started = False
         self._has_failed = False
         self._next_mark: asyncio.TimerHandle | None = None
@@ -108,8 +108,6 @@ class Committer:
         self._idle.set()
         self.full_why = ""
         """Why the log has no room for the waiting group; "" if no group waits."""
-        self.is_synced = True
-        """Whether everything in the log is on disk."""
 
     def start(self) -> None:
         """Start the thread; from now on groups are written."""
@@ -118,25 +116,20 @@ class Committer:
 
     def kick(self) -> None:
         """Write what is pending, once this turn of the loop has read everything there is."""
-        if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
+        if self._may_begin:
             self._is_scheduled = True
             self._loop.call_soon(self._guarded, self._begin)
 
     def kick_now(self) -> None:
         """Write what is pending at once, if nobody else can add to it in this turn."""
-        if self._has_started and not (self._is_busy or self._is_scheduled or self._has_failed):
+        if self._may_begin:
             self._guarded(self._begin)
 
-    def sync_soon(self) -> None:
-        """Sync what was appended, as a separate job (`interval`): now, or after the group that the
-        thread is writing.
-        """
-        if self._has_failed or self.is_synced:
-            return
-        if self._is_busy:
-            self._is_sync_wanted = True
-        else:
-            self._give(_Job(self._sync, self._synced))
+    @property
+    def _may_begin(self) -> bool:
+        return self._has_started and not (
+            self._cycle.job is not None or self._is_scheduled or self._has_failed
+        )
 
     def halt(self) -> None:
         """Write no more groups: the server has failed, and what is pending may be wrong."""
@@ -145,7 +138,7 @@ class Committer:
 
     async def drain(self) -> None:
         """Return when nothing is pending or being written, or if the log has no room for it."""
-        while not self._has_failed and (self._engine.keyspace.has_pending or self._is_busy):
+        while not self._has_failed and self._cycle.has_work:
             if self.full_why or not self._has_started:
                 return
             self.kick()
@@ -173,85 +166,77 @@ class Committer:
     # -- on the loop -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        """Begin what the log has to do next, unless it is busy. The loop does small groups."""
         self._is_scheduled = False
-        if self._is_busy or self._has_failed:
+        job = None if self._has_failed else self._cycle.next_job()
+        if job is None:
             return
-        group = self._engine.keyspace.take_group()
-        if group is None:
-            return
-        rotates = self._engine.keyspace.wants_freeze
-        if rotates:
-            # Only here: then the frozen layer is exactly what the sealed segments hold.
-            self._engine.keyspace.freeze()
-        job = _Job(partial(self._write, group), partial(self._written, group, rotates))
-        if rotates or not self._is_for_the_loop(RECORD_BYTES + len(group.payload)):
+        if not isinstance(job, WriteGroup) or not self._is_for_the_loop(job):
             self._give(job)
             return
         try:
-            self._write(group)
+            self._write(job)
         except LogFullError as error:
             self._wait_for_room(job, error)
             return
-        self._commit(group)
+        self._publish(job)
         if self._finds_room and self._device.room_bytes < self._room_bytes_min:
             self._reserve()
 
-    def _is_for_the_loop(self, record_bytes: int) -> bool:
+    def _is_for_the_loop(self, job: WriteGroup) -> bool:
+        record_bytes = RECORD_BYTES + len(job.group.payload)
+        if job.rotates or record_bytes > INLINE_BYTES_MAX:
+            return False
         # An append that extends the file would wait while zeros are being written.
-        return record_bytes <= INLINE_BYTES_MAX and not (
-            self._is_reserving and record_bytes > self._device.room_bytes
-        )
+        return not (self._is_reserving and record_bytes > self._device.room_bytes)
 
-    def _give(self, job: _Job) -> None:
-        """Give the thread a job that must be done before the next group is written."""
-        self._is_busy = True
+    def _give(self, job: Job) -> None:
+        """Let the thread do a job."""
         self._idle.clear()
-        self._jobs.put(job)
+        if isinstance(job, WriteGroup):
+            work = _Work(partial(self._write, job), partial(self._written, job), job)
+        elif job is LogTask.ROTATE:
+            work = _Work(self._writer.rotate, self._rotated, job)
+        else:
+            work = _Work(self._sync, partial(self._written, job), job)
+        self._jobs.put(work)
 
-    def _go_on(self) -> None:
-        """Continue after a job of the thread."""
-        self._is_busy = False
+    def _written(self, job: Job, _: None) -> None:
+        self._has_room()
+        self._publish(job)
+        self._go_on()
+
+    def _rotated(self, segment: int) -> None:
+        self._has_room()
+        self._publish(LogTask.ROTATE)
+        self._finds_room = self._reserves
+        self._on_rotated(segment)
+        self._go_on()
+
+    def _has_room(self) -> None:
+        """Tell that the disk has room again, if it was full."""
         self._pause_s = self._retry_first_s
         if self.full_why:
             self.full_why = ""
             self._on_full("")
-        if self._is_sync_wanted:
-            self._is_sync_wanted = False
-            self._give(_Job(self._sync, self._synced))
-        elif self._engine.keyspace.has_pending:
-            self._begin()
-        if not self._is_busy:
+
+    def _go_on(self) -> None:
+        """Continue after a job of the thread."""
+        self._begin()
+        if self._cycle.job is None:
             self._idle.set()
-
-    def _written(self, group: CommitGroup, rotates: bool, _: None) -> None:
-        self._commit(group)
-        if rotates:
-            self._give(_Job(self._writer.rotate, self._rotated))
-        else:
-            self._go_on()
-
-    def _rotated(self, segment: int) -> None:
-        self._finds_room = self._syncs_groups
-        self._on_rotated(segment)
-        self._go_on()
-
-    def _synced(self, _: None) -> None:
-        self.is_synced = True
-        self._engine.keyspace.synced()
-        self._go_on()
 
     def _reserve(self) -> None:
         if not self._is_reserving:
             self._is_reserving = True
-            self._jobs.put(_Job(self._device.reserve, self._reserved))
+            self._jobs.put(_Work(self._device.reserve, self._reserved))
 
     def _reserved(self, _: None) -> None:
         self._is_reserving = False
         self._finds_room = self._device.room_bytes >= self._room_bytes_min
 
-    def _wait_for_room(self, job: _Job, error: LogFullError) -> None:
+    def _wait_for_room(self, job: Job, error: LogFullError) -> None:
         """Retry a job later: the disk is full, and the log is as it was before."""
-        self._is_busy = True
         self._retry = self._loop.call_later(self._pause_s, self._guarded, self._give, job)
         self._pause_s = min(2 * self._pause_s, self._retry_max_s)
         if not self.full_why:
@@ -259,17 +244,18 @@ class Committer:
             self._on_full(self.full_why)
         self._idle.set()  # `drain` gives up
 
-    def _commit(self, group: CommitGroup) -> None:
-        self._engine.keyspace.group_committed(group, is_synced=self._is_synced_with(group))
-        self._on_commit(group)
-        if self._next_mark is None:
-            self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
+    def _publish(self, job: Job) -> None:
+        published = self._cycle.done(job)
+        if published.group is not None:
+            self._on_publish(published)
+            if self._next_mark is None:
+                self._next_mark = self._loop.call_later(MARK_S, self._sync_mark)
 
     def _sync_mark(self) -> None:
         """Sync the newest end mark, beside groups: nobody waits for it."""
         self._next_mark = None
         if self._writer.has_unsynced_mark and not self._has_failed:
-            self._jobs.put(_Job(self._writer.sync_mark, _nothing))
+            self._jobs.put(_Work(self._writer.sync_mark, _nothing))
 
     def _guarded(self, step: Callable[..., None], *arguments: Any) -> None:
         """Run a step of the commit path. An unexpected exception ends the process, because writers
@@ -284,7 +270,6 @@ class Committer:
 
     def _fail(self, error: Exception) -> None:
         self._has_failed = True
-        self._is_busy = False
         self._idle.set()
         self._on_failure(error)
 
@@ -297,25 +282,19 @@ class Committer:
             try:
                 result = job.work()
             except LogFullError as error:
-                call_soon(self._guarded, self._wait_for_room, job, error)
+                assert job.job is not None, "only jobs of the log take room"
+                call_soon(self._guarded, self._wait_for_room, job.job, error)
             except Exception as error:  # noqa: BLE001 - a named supervision point
                 # If the thread ended here, the loop would wait for it for ever.
                 call_soon(self._fail, error)
             else:
                 call_soon(self._guarded, job.then, result)
 
-    def _write(self, group: CommitGroup) -> None:
-        # The newest segment cannot change before: `_begin` does not run while it does.
-        self._writer.append(group.number, group.payload)
-        if self._is_synced_with(group):
+    def _write(self, job: WriteGroup) -> None:
+        # The newest segment cannot change before: one job is under way at a time.
+        self._writer.append(job.group.number, job.group.payload)
+        if job.is_synced:
             self._sync()
-        else:
-            self.is_synced = False
-
-    def _is_synced_with(self, group: CommitGroup) -> bool:
-        # Always for a branch: its failover log goes into the store next, and the store must not
-        # know versions that the log can lose.
-        return self._syncs_groups or bool(group.branched)
 
     def _sync(self) -> None:
         began_ns = time.monotonic_ns()
@@ -330,14 +309,16 @@ def _nothing(_: None) -> None:
 class PeriodicSync:
     """Syncs the log every `interval_s` (durability `interval`), until `stop`."""
 
-    def __init__(self, committer: Committer, interval_s: float) -> None:
+    def __init__(self, cycle: GroupCycle, committer: Committer, interval_s: float) -> None:
+        self._cycle = cycle
         self._committer = committer
         self._interval_s = interval_s
         self._next: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Sync now, and repeatedly."""
-        self._committer.sync_soon()
+        self._cycle.sync_soon()
+        self._committer.kick()
         self._next = asyncio.get_running_loop().call_later(self._interval_s, self.start)
 
     def stop(self) -> None:

@@ -8,11 +8,8 @@
 Invariants
 - one compaction at a time; merges and turns of compaction alternate in the store process
   (dcp.server.storage.store_queue);
-- only committed floors are given to the store process, which puts them into its records at once.
-  The next merge finds them there, like failover logs. They are looked up when the turn begins, so
-  no merge can have brought a later branch;
-- compaction only touches what is at or below the merged part of the present history. Above it the
-  store may hold versions that a branch undid, until the next merge;
+- the floors of a turn are looked up when it begins, so no merge can have brought a later branch
+  (`dcp.core.floors` says which floors). The next merge finds them in the store's records;
 - a stream that holds a floor back and makes no progress for PIN_LIMIT_S ends (reason 4).
 """
 
@@ -22,8 +19,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
+from dcp.core.floors import FloorCycle
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
@@ -34,11 +32,10 @@ from dcp.server.storage.store_queue import FAILURES, Ask, StoreQueue, Work
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.stream.active_stream import ActiveStream
 from dcp.stream.hub import StreamHub
-from dcp.stream.pins import allowed, is_merged
 from dcp.wire.message import EndReason
 from vbucket.engine.engine import Engine
 from vbucket.model.ids import NUM_VBUCKETS
-from vbucket.upkeep.compaction import Floors, SliceReport
+from vbucket.upkeep.compaction import SliceReport
 from vbucket.upkeep.retention import FloorStep, Windows
 
 PIN_LIMIT_S: Final = 300.0
@@ -62,14 +59,6 @@ _ALL: Final = range(NUM_VBUCKETS)
 _T = TypeVar("_T")
 
 
-class _Raised(NamedTuple):
-    """Floors of a partition, the version they belong to, and the group that logs them."""
-
-    group: int
-    vb_uuid: int
-    floors: Floors
-
-
 class CompactionError(Exception):
     """The store was not compacted, or only in part. The text says why."""
 
@@ -80,6 +69,7 @@ class Compaction:
     def __init__(
         self,
         engine: Engine,
+        floors: FloorCycle,
         hub: StreamHub,
         commits: CommitWaiters,
         merging: Merging,
@@ -96,6 +86,7 @@ class Compaction:
         state.
         """
         self._engine = engine
+        self._floors = floors
         self._hub = hub
         self._commits = commits
         self._merging = merging
@@ -111,10 +102,6 @@ class Compaction:
         )
         self._inflow_bytes = MERGES_BETWEEN * settings.memtable_bytes
         self._turn = asyncio.Lock()
-        self._raised: dict[int, _Raised] = {}
-        """By partition: floors to which the store is not compacted yet."""
-        self._held: dict[int, FloorStep] = {}
-        """Steps that streams or views allow only in part; they are retried."""
         self._standing: dict[ActiveStream, tuple[int, float]] = {}
         """Streams that hold a step back -> their position, and since when they are there."""
         self._planned_changes = 0
@@ -157,7 +144,7 @@ class Compaction:
                 "vbuckets": len(steps),
                 "versions": versions,
                 "tombstones": tombstones,
-                "held_back": sum(step.vb_id in self._held for step in steps),
+                "held_back": sum(step.vb_id in self._floors.held for step in steps),
                 "bytes_before": before,
                 "bytes_after": await self._asked(Work.PLAN, StoreProcess.used_bytes),
             }
@@ -171,7 +158,7 @@ class Compaction:
         if is_due or now_s - self._planned_s >= PLAN_REST_S:
             self._planned_changes, self._planned_s = changes, now_s
             await self._plan_and_raise(_ALL, self.windows, is_forced=False)
-        await self._raise(list(self._held.values()), is_repeated=True)
+        await self._raise(list(self._floors.held.values()), is_repeated=True)
         self._end_what_stands_still(now_s)
         await self._compact()
 
@@ -198,34 +185,19 @@ class Compaction:
 
     async def _raise(self, steps: Sequence[FloorStep], *, is_repeated: bool = False) -> None:
         """Raise floors as far as allowed; note what to compact, and what must wait."""
-        engine, hub = self._engine, self._hub
         now_s = time.monotonic()
         for first in range(0, len(steps), RAISED_AT_ONCE):
             for step in steps[first : first + RAISED_AT_ONCE]:
-                self._held.pop(step.vb_id, None)
-                part = engine.partitions[step.vb_id]
-                is_whole = step.vb_id not in engine.keyspace.quarantined
-                if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
-                    continue  # it is planned again
-                before = part.history_floor, part.purge_seqno
-                may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
-                floors = Floors(may.floor, may.purge)
-                if floors != before:
-                    engine.keyspace.raise_floor(step.vb_id, *floors)
-                if floors != before or not is_repeated:
-                    self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
-                if (may.floor, may.purge) < (step.floor, step.purge):
-                    self._held[step.vb_id] = step
-                for stream in may.blockers:
+                for stream in self._floors.raise_(step, is_repeated=is_repeated):
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
                         self._standing[stream] = (stream.next_seqno, now_s)
-            if engine.keyspace.has_pending:
+            if self._engine.keyspace.has_pending:
                 self._kick()
             await asyncio.sleep(0)
 
     def _end_what_stands_still(self, now_s: float) -> None:
         for stream, (seqno, since_s) in tuple(self._standing.items()):
-            if stream.vb_id not in self._held or stream.next_seqno != seqno:
+            if stream.vb_id not in self._floors.held or stream.next_seqno != seqno:
                 del self._standing[stream]  # it moved, or nothing waits for it any more
             elif now_s - since_s >= PIN_LIMIT_S:
                 self._meter.streams_too_slow += 1
@@ -240,8 +212,8 @@ class Compaction:
         tombstones were dropped.
         """
         versions = tombstones = vbuckets = 0
-        while self._raised:
-            await self._commits.until_group(max(r.group for r in self._raised.values()))
+        while self._floors.last_group:
+            await self._commits.until_synced(self._floors.last_group)
             report = await self._asked(Work.COMPACTION, self._take_turn)
             if report is None:
                 break
@@ -252,7 +224,7 @@ class Compaction:
             self._tell(report.damages)
             vbuckets += len(report.finished)
             for vb_id in report.finished:
-                del self._raised[vb_id]
+                self._floors.compacted(vb_id)
         if vbuckets:
             self._log.debug(
                 "compacted", vbuckets=vbuckets, versions=versions, tombstones=tombstones
@@ -263,21 +235,13 @@ class Compaction:
         """Compact for one turn; None: there is nothing to compact. It uses the floors of now,
         because a merge that came first may have brought a branch.
         """
-        floors = self._floors()
+        floors = self._floors.committed()
         if not floors:
             return None
         seconds = max(SECONDS_MIN, min(SECONDS_MAX, MERGE_SHARE * self._meter.last_merge_s))
         report = await process.compact(floors, seconds, self._refresh_store)
         self._meter.compaction_seconds.observe(process.compact_s)
         return report
-
-    def _floors(self) -> dict[int, Floors]:
-        """Return what to compact next: floors of partitions that have not branched since then."""
-        parts = self._engine.partitions
-        for vb_id, raised in tuple(self._raised.items()):
-            if parts[vb_id].vb_uuid != raised.vb_uuid:
-                del self._raised[vb_id]  # it is planned again
-        return {vb_id: raised.floors for vb_id, raised in self._raised.items()}
 
     async def _asked(self, work: Work, ask: Ask[_T]) -> _T:
         """Send the store process a request. Raises CompactionError."""

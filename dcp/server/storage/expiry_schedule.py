@@ -1,7 +1,7 @@
 """When the pager runs: every `expiry_interval`, in slices, while documents are due.
 
 A slice takes about two milliseconds of the loop. The next slice waits until its changes are
-committed, so writers and readers get their turn in between, however many documents are due.
+in the log, so writers and readers get their turn in between, however many documents are due.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ async def expire_when_due(
     while True:
         await asyncio.sleep(interval_s)
         while not pager.step(time.time_ns()):
-            # The open group holds the slice's changes; wait until it is committed.
+            # The open group holds the slice's changes; wait until it is in the log.
             if engine.keyspace.has_pending:
-                await commits.until_group(engine.keyspace.group)
+                await commits.until_synced(engine.keyspace.group)
             await asyncio.sleep(REST_S)
         if engine.keyspace.has_pending:
             kick()

@@ -54,6 +54,6 @@ class FailoverLogs:
 
     async def _save(self, process: StoreProcess, vb_id: int) -> None:
         part = self._engine.partitions[vb_id]
-        if part.branch_group <= self._engine.keyspace.committed_group:
+        if self._engine.commits.is_committed(vb_id, part.branch_group):
             await process.set_failover(vb_id, part.failover.to_document())
         # Otherwise it has branched again, and is saved when that is committed.

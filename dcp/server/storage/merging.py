@@ -7,9 +7,7 @@ The node calls `merge` once per rotation of the log. A merge is retried until it
 (dcp.server.storage.store_queue). Meanwhile the log has everything, reads and streams continue, and
 `trouble` says why the merge waits.
 
-Invariants
-- one merge at a time: the engine freezes no second memtable before the first is merged;
-- a merge covers exactly the sealed segments; they are deleted after the engine knows of the merge.
+`dcp.core.merges` has the rules and their invariants.
 """
 
 from __future__ import annotations
@@ -17,20 +15,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Callable, Sequence
 
+from dcp.core.merges import MergeCycle
 from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.storage.store_process import StoreProcess
 from dcp.server.storage.store_queue import StoreQueue, Work
 from vbucket.engine.engine import Engine
 from vbucket.log.device import LogDevice
-from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.upkeep.merge import MergeReport
-
-DROP_SLICE_VBUCKETS: Final = 8
-"""Partitions whose frozen layer is dropped in one turn of the loop (docs/lab-notes.md)."""
 
 
 class MergeTroubleError(Exception):
@@ -43,6 +37,7 @@ class Merging:
     def __init__(
         self,
         engine: Engine,
+        cycle: MergeCycle,
         device: LogDevice,
         queue: StoreQueue,
         meter: Meter,
@@ -50,17 +45,15 @@ class Merging:
         *,
         kick: Callable[[], None],
         on_merged: Callable[[], None],
-        kept: Collection[int] = (),
     ) -> None:
         self._engine = engine
+        self._cycle = cycle
         self._device = device
         self._queue = queue
         self._meter = meter
         self._log = log
         self._kick = kick
         self._on_merged = on_merged
-        self._kept = frozenset(kept)
-        """Merged segments that are kept for partitions in quarantine."""
         self._changed = asyncio.Condition()
         """Notified at the end of a merge, and when a merge fails."""
         self._began_s = 0.0
@@ -86,27 +79,24 @@ class Merging:
             return f"a merge has been running for {self.seconds_under_way:.0f} s"
         return "it has fallen behind"
 
-    async def merge(self, newest_segment: int) -> None:
-        """Merge all segments before the newest one; then drop the frozen layer, in slices."""
-        engine, device = self._engine, self._device
-        sealed = [segment for segment in device.segments() if segment < newest_segment]
+    async def merge(self) -> None:
+        """Merge the sealed segments of the log; then drop the frozen layer, in slices."""
+        segments = self._cycle.begin(self._device.segments())
         self._began_s = time.monotonic()
-        report = await self._merge([n for n in sealed if n not in self._kept])
-        for vb_id in report.quarantined.keys() - engine.keyspace.quarantined.keys():
-            self._log.error("quarantined", vb_id=vb_id, reason=report.quarantined[vb_id])
-        for vb_id in engine.keyspace.quarantined.keys() - report.quarantined.keys():
+        merged = self._cycle.merged(await self._merge(segments))
+        for vb_id, why in merged.entered.items():
+            self._log.error("quarantined", vb_id=vb_id, reason=why)
+        for vb_id in merged.left:
             self._log.info("out of quarantine", vb_id=vb_id)
-        engine.keyspace.merged(report)
-        # Before the last slice, after which the next merge may begin: it must not find them.
-        self._kept = frozenset(report.kept)
-        await self._delete([segment for segment in sealed if segment not in self._kept])
-        for first_vb in range(0, NUM_VBUCKETS, DROP_SLICE_VBUCKETS):
-            engine.keyspace.drop_frozen(first_vb, first_vb + DROP_SLICE_VBUCKETS)
+        await self._delete(merged.deletable)
+        is_over = False
+        while not is_over:
+            is_over = self._cycle.drop_slice()
             await asyncio.sleep(0)
         self._began_s = 0.0
         self.count += 1
         self._on_merged()
-        if engine.keyspace.has_pending:
+        if self._engine.keyspace.has_pending:
             self._kick()
         await self._notify()
 
@@ -147,7 +137,7 @@ class Merging:
         self.trouble = ""
         return report
 
-    async def _delete(self, segments: list[int]) -> None:
+    async def _delete(self, segments: Sequence[int]) -> None:
         loop = asyncio.get_running_loop()
         self._deleting = loop.run_in_executor(None, _delete, self._device, segments)
         try:
@@ -172,6 +162,6 @@ def _nobody_asks() -> None:
     """Do nothing: nobody waits for trouble."""
 
 
-def _delete(device: LogDevice, segments: list[int]) -> None:
+def _delete(device: LogDevice, segments: Sequence[int]) -> None:
     for segment in segments:
         device.delete(segment)

@@ -1,17 +1,23 @@
 """Lets tasks wait for a commit: the admin interface, the pager and compaction use it.
 
 Connections do not wait here. They release their answers together, many with one group
-(dcp.server.net.connections).
+(dcp.session.held_answers).
 
-Invariant: a cancelled waiter does not block others.
+Invariants
+- a cancelled waiter does not block others;
+- who waits for a partition waits for no other partition.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Final
 
 from vbucket.engine.engine import Engine
+
+_WHOLE_LOG: Final = -1
+"""Stands for all partitions: the group is in the log, committed or not."""
 
 
 class CommitWaiters:
@@ -20,29 +26,37 @@ class CommitWaiters:
     def __init__(self, engine: Engine, kick: Callable[[], None]) -> None:
         self._engine = engine
         self._kick = kick
-        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
-        """By number of the group."""
+        self._waiting: dict[tuple[int, int], list[asyncio.Future[None]]] = {}
+        """By partition (or _WHOLE_LOG) and group."""
 
     async def until_partition(self, vb_id: int) -> None:
         """Return once all changes made to a partition are committed."""
-        await self.until_group(self._engine.partitions[vb_id].last_group)
+        await self._until(vb_id, self._engine.partitions[vb_id].last_group)
 
-    async def until_group(self, group: int) -> None:
-        """Return once a commit group is committed."""
-        if group <= self._engine.keyspace.committed_group:
+    async def until_synced(self, group: int) -> None:
+        """Return once a commit group is in the log, as safe as the durability requires. Partitions
+        with replicas may commit it later.
+        """
+        await self._until(_WHOLE_LOG, group)
+
+    def committed(self) -> None:
+        """Wake all whose group is committed."""
+        for vb_id, group in tuple(self._waiting):
+            if self._is_done(vb_id, group):
+                for future in self._waiting.pop((vb_id, group)):
+                    if not future.done():
+                        future.set_result(None)
+
+    async def _until(self, vb_id: int, group: int) -> None:
+        if self._is_done(vb_id, group):
             return
-        self._kick()
-        await self.wait(group)
-
-    async def wait(self, group: int) -> None:
-        """Return once this group or a later one is committed. It triggers no write."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(group, []).append(future)
+        self._waiting.setdefault((vb_id, group), []).append(future)
+        self._kick()
         await future
 
-    def committed(self, group: int) -> None:
-        """Wake all that wait for this group or an earlier one."""
-        for number in [number for number in self._waiting if number <= group]:
-            for future in self._waiting.pop(number):
-                if not future.done():
-                    future.set_result(None)
+    def _is_done(self, vb_id: int, group: int) -> bool:
+        commits = self._engine.commits
+        if vb_id == _WHOLE_LOG:
+            return group <= commits.synced_group
+        return commits.is_committed(vb_id, group)

@@ -1,0 +1,1 @@
+"""The order of what a node does: groups, merges, floors. Sans-IO."""

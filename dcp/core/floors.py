@@ -1,0 +1,89 @@
+"""How floors rise: planned steps, as far as streams and views allow, then compaction. Sans-IO.
+
+    raise_(step)       raise a partition's floor in memory and in the open group
+    committed()        the floors that the store may be compacted to now
+    compacted(vb_ids)  the store has dropped what these floors allow
+
+Who calls it: dcp.server.storage.compaction_schedule with the plans of the store process; a node in
+memory directly.
+
+Invariants
+- only committed floors are given to the store, which puts them into its records at once;
+- a floor counts for the version that it was planned in. After a branch it is planned again;
+- compaction only touches what is at or below the merged part of the present history. Above it the
+  store may hold versions that a branch undid, until the next merge.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dcp.stream.active_stream import ActiveStream
+from dcp.stream.hub import StreamHub
+from dcp.stream.pins import Allowed, allowed, is_merged
+from vbucket.engine.engine import Engine
+from vbucket.upkeep.compaction import Floors
+from vbucket.upkeep.retention import FloorStep
+
+
+class _Raised(NamedTuple):
+    """Floors of a partition, the version they belong to, and the group that logs them."""
+
+    group: int
+    vb_uuid: int
+    floors: Floors
+
+
+class FloorCycle:
+    """See the module."""
+
+    def __init__(self, engine: Engine, hub: StreamHub) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._raised: dict[int, _Raised] = {}
+        """By partition: floors to which the store is not compacted yet."""
+        self.held: dict[int, FloorStep] = {}
+        """Steps that streams or views allow only in part; they are retried."""
+
+    def raise_(self, step: FloorStep, *, is_repeated: bool = False) -> tuple[ActiveStream, ...]:
+        """Raise a floor as far as allowed; return the streams that hold it back.
+
+        A step that does not fit the store any more is dropped; it is planned again. With
+        `is_repeated`, a step that can still not rise does not ask for another compaction.
+        """
+        self.held.pop(step.vb_id, None)
+        keyspace, part = self._engine.keyspace, self._engine.partitions[step.vb_id]
+        is_whole = step.vb_id not in keyspace.quarantined
+        if not (is_whole and is_merged(part, step.vb_uuid, step.floor)):
+            return ()
+        before = part.history_floor, part.purge_seqno
+        may: Allowed = allowed(part, step.floor, step.purge, self._hub.reading(step.vb_id))
+        floors = Floors(may.floor, may.purge)
+        if floors != before:
+            keyspace.raise_floor(step.vb_id, *floors)
+        if floors != before or not is_repeated:
+            self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
+        if floors < (step.floor, step.purge):
+            self.held[step.vb_id] = step
+        return may.blockers
+
+    @property
+    def last_group(self) -> int:
+        """The newest group that logs a floor to which the store is not compacted; 0: none."""
+        return max((raised.group for raised in self._raised.values()), default=0)
+
+    def committed(self) -> dict[int, Floors]:
+        """Return partition -> floors to compact to now."""
+        parts, is_committed = self._engine.partitions, self._engine.commits.is_committed
+        for vb_id, raised in tuple(self._raised.items()):
+            if parts[vb_id].vb_uuid != raised.vb_uuid:
+                del self._raised[vb_id]
+        return {
+            vb_id: raised.floors
+            for vb_id, raised in self._raised.items()
+            if is_committed(vb_id, raised.group)
+        }
+
+    def compacted(self, vb_id: int) -> None:
+        """Take note that the store has dropped what the floors of a partition allow."""
+        del self._raised[vb_id]
