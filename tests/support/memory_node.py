@@ -208,10 +208,9 @@ class MemoryNode:
         if not is_merged(part, part.vb_uuid, floor):
             return Allowed(part.history_floor, part.purge_seqno, ())
         may = allowed(part, floor, purge, self.hub.reading(vb_id))
-        floors = Floors(may.floor, may.purge)
-        self.engine.keyspace.raise_floor(vb_id, *floors)
+        floors = Floors(*self.engine.keyspace.raise_floor(vb_id, may.floor, may.purge))
         self._raised[vb_id] = (part.last_group, part.vb_uuid, floors)
-        return may
+        return may._replace(floor=floors.floor, purge=floors.purge)
 
     def compact(self, vb_ids: Iterable[int], *, slices: int | None = None) -> None:
         """Drop what the committed floors allow: `slices` steps, or everything."""
@@ -221,6 +220,7 @@ class MemoryNode:
             for vb_id, (group, vb_uuid, raised) in self._raised.items()
             if group <= self.engine.keyspace.committed_group
             and vb_uuid == self.engine.partitions[vb_id].vb_uuid
+            and raised.floor <= self.engine.partitions[vb_id].history_floor
         }
         while todo and slices != 0:
             report = self.compactor.run(self.env, todo, lambda: True, floors=floors)

@@ -209,12 +209,10 @@ class Compaction:
                     continue  # it is planned again
                 before = part.history_floor, part.purge_seqno
                 may = allowed(part, step.floor, step.purge, hub.reading(step.vb_id))
-                floors = Floors(may.floor, may.purge)
-                if floors != before:
-                    engine.keyspace.raise_floor(step.vb_id, *floors)
+                floors = Floors(*engine.keyspace.raise_floor(step.vb_id, may.floor, may.purge))
                 if floors != before or not is_repeated:
                     self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
-                if (may.floor, may.purge) < (step.floor, step.purge):
+                if floors < (step.floor, step.purge):
                     self._held[step.vb_id] = step
                 for stream in may.blockers:
                     if self._standing.get(stream, (0, 0.0))[0] != stream.next_seqno:
@@ -275,7 +273,9 @@ class Compaction:
         """Return what to compact next: floors of partitions that have not branched since then."""
         parts = self._engine.partitions
         for vb_id, raised in tuple(self._raised.items()):
-            if parts[vb_id].vb_uuid != raised.vb_uuid:
+            part, floor = parts[vb_id], raised.floors.floor
+            # A replica that started again at 0 has another history in the same version.
+            if part.vb_uuid != raised.vb_uuid or part.history_floor < floor:
                 del self._raised[vb_id]  # it is planned again
         return {vb_id: raised.floors for vb_id, raised in self._raised.items()}
 
