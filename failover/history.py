@@ -8,10 +8,15 @@ needs nothing else (failover/rollback.py).
 Who calls it: the keyspace keeps one log per partition, sessions send it, and clients store the log
 of each stream that they open.
 
+A version also has the leader epoch in which it began. The partition's own leader epoch may be
+higher: a handover between two masters begins a new epoch, but no version. Plain DCP has no field
+for the epoch, so clients never see it.
+
 Invariants, asserted when a log is made
 - 1 to FAILOVER_ENTRIES_MAX entries, newest first
 - seqnos do not rise towards older entries. Equal seqnos are valid: a version without writes stays
   in the log, so its followers roll back to its seqno and not to 0
+- epochs do not rise towards older entries, and fit into the prefix of an entry
 - uuids are not 0 and are distinct
 
 A client's log may be newer than its data: it stores the log before the changes arrive. New versions
@@ -28,15 +33,22 @@ from typing import Final, NamedTuple
 
 from vbucket.model.ids import SEQNO_MAX
 
-FAILOVER_ENTRIES_MAX: Final = 25
-"""Entries a log keeps; the oldest go first (kv_engine's `max_failover_entries`)."""
+FAILOVER_ENTRIES_MAX: Final = 200
+"""Entries a log keeps; the oldest go first. Every failover uses one up, and a client whose versions
+are all gone starts again at 0. 200 last for half a year of daily failovers. They take 3,200 bytes
+in an answer, and 2.5 KB in each log record that changes them."""
+FAILOVER_ENTRIES_SHOWN: Final = 25
+"""The newest entries, which plain DCP clients get: kv_engine keeps no more
+(`max_failover_entries`), so no client expects more."""
+EPOCH_MAX: Final = 2**32 - 1
+"""The width of the epoch in an entry's prefix (vbucket.model.entry) and in a block's header."""
 
 VB_UUID_MAX: Final = 2**64 - 1
 """The wire's width. Ours have 48 bits, those of other servers may have more."""
 
 
 class Version(NamedTuple):
-    """A partition version: its name, the seqno at which it began and its leader epoch."""
+    """A partition version: its name, and the seqno and the leader epoch in which it began."""
 
     vb_uuid: int
     seqno: int
@@ -84,17 +96,29 @@ class FailoverLog:
         self,
         vb_uuid: int,
         seqno: int,
-        epoch: int = 0,
+        epoch: int | None = None,
         *,
         entries_max: int = FAILOVER_ENTRIES_MAX,
     ) -> FailoverLog:
-        """Return the log with a new version that begins at `seqno`.
+        """Return the log with a new version that begins at `seqno` in a leader epoch (None: that
+        of the current version).
 
         Versions that began above `seqno` are removed: they are not part of this history. One that
         began at `seqno` stays. If there are too many entries, the oldest is removed.
         """
+        began_in = self.current.epoch if epoch is None else epoch
         kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
-        return FailoverLog((Version(vb_uuid, seqno, epoch), *kept)[:entries_max])
+        return FailoverLog((Version(vb_uuid, seqno, began_in), *kept)[:entries_max])
+
+    def cut(self, seqno: int) -> FailoverLog:
+        """Return the log of a replica that gave up everything above `seqno`, without a version of
+        its own.
+
+        Versions that began above are removed. The oldest one always stays: what lies below its
+        start is part of its history, too.
+        """
+        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
+        return FailoverLog(kept or self.entries[-1:])
 
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
         """Return the last seqno of a version; None if the version is unknown.
@@ -111,6 +135,10 @@ class FailoverLog:
     def pairs(self) -> list[tuple[int, int]]:
         """Return (vb_uuid, seqno) of every version, newest first, as the wire carries them."""
         return [(entry.vb_uuid, entry.seqno) for entry in self.entries]
+
+    def shown_pairs(self) -> list[tuple[int, int]]:
+        """Return the newest FAILOVER_ENTRIES_SHOWN of `pairs`, for plain DCP clients."""
+        return self.pairs()[:FAILOVER_ENTRIES_SHOWN]
 
     def to_document(self) -> list[list[int]]:
         """Return [[vb_uuid, seqno, epoch], ...], newest first, for CBOR or JSON."""
@@ -130,7 +158,7 @@ def _problem_of(entries: Sequence[Version]) -> str:
     """Return what is wrong with a list of versions, in words; "" if nothing is."""
     if not 1 <= len(entries) <= FAILOVER_ENTRIES_MAX:
         return f"failover log: 1 to {FAILOVER_ENTRIES_MAX} entries wanted, found {len(entries)}"
-    newer_seqno = SEQNO_MAX
+    newer_seqno, newer_epoch = SEQNO_MAX, EPOCH_MAX
     known: set[int] = set()
     for index, (vb_uuid, seqno, epoch) in enumerate(entries):
         where = f"failover log, entry {index} (vb_uuid {vb_uuid}, seqno {seqno}): "
@@ -140,8 +168,10 @@ def _problem_of(entries: Sequence[Version]) -> str:
             return f"{where}the vb_uuid stands in the log twice"
         if not 0 <= seqno <= newer_seqno:
             return f"{where}the seqno must be 0 to {newer_seqno}, where the next newer one began"
-        if epoch < 0:
-            return f"{where}the epoch {epoch} is negative"
+        if not 0 <= epoch <= newer_epoch:
+            return (
+                f"{where}the epoch {epoch} must be 0 to {newer_epoch}, that of the next newer one"
+            )
         known.add(vb_uuid)
-        newer_seqno = seqno
+        newer_seqno, newer_epoch = seqno, epoch
     return ""

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from failover.history import FailoverLog
+from failover.history import FAILOVER_ENTRIES_SHOWN, FailoverLog
 
 
 class Question(NamedTuple):
@@ -178,9 +178,16 @@ def _place(question: Question, known: _Known) -> Decision:
 
 def _unknown_reason(question: Question, log: FailoverLog) -> str:
     """Return the reason for a rollback to 0 if no version is shared."""
-    ours = ", ".join(f"{vb_uuid} from seqno {seqno}" for vb_uuid, seqno in log.pairs())
-    theirs = ", ".join(str(vb_uuid) for vb_uuid, _ in question.versions) or str(question.vb_uuid)
+    ours = _listed([f"{vb_uuid} from seqno {seqno}" for vb_uuid, seqno in log.pairs()])
+    theirs = _listed([str(vb_uuid) for vb_uuid, _ in question.versions]) or str(question.vb_uuid)
     return (
         f"The client is at seqno {question.start_seqno}, and none of its versions ({theirs}) is in"
         f" this partition's failover log ({ours})."
     )
+
+
+def _listed(versions: Sequence[str]) -> str:
+    """Return versions as a text of bounded length, newest first."""
+    more = len(versions) - FAILOVER_ENTRIES_SHOWN
+    shown = ", ".join(versions[:FAILOVER_ENTRIES_SHOWN])
+    return f"{shown} and {more} older" if more > 0 else shown

@@ -127,8 +127,10 @@ MUTATIONS = (
     ),
     Mutation(
         "version-at-the-branch-forgotten",
-        "        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)\n",
-        "        kept = tuple(entry for entry in self.entries if entry.seqno < seqno)\n",
+        "        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)\n"
+        "        return FailoverLog((Version",
+        "        kept = tuple(entry for entry in self.entries if entry.seqno < seqno)\n"
+        "        return FailoverLog((Version",
         ("test_failover_history",),
     ),
     Mutation(

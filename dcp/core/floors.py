@@ -58,9 +58,7 @@ class FloorCycle:
             return ()
         before = part.history_floor, part.purge_seqno
         may: Allowed = allowed(part, step.floor, step.purge, self._hub.reading(step.vb_id))
-        floors = Floors(may.floor, may.purge)
-        if floors != before:
-            keyspace.raise_floor(step.vb_id, *floors)
+        floors = Floors(*keyspace.raise_floor(step.vb_id, may.floor, may.purge))
         if floors != before or not is_repeated:
             self._raised[step.vb_id] = _Raised(part.last_group, part.vb_uuid, floors)
         if floors < (step.floor, step.purge):
@@ -76,7 +74,9 @@ class FloorCycle:
         """Return partition -> floors to compact to now."""
         parts, is_committed = self._engine.partitions, self._engine.commits.is_committed
         for vb_id, raised in tuple(self._raised.items()):
-            if parts[vb_id].vb_uuid != raised.vb_uuid:
+            part, floor = parts[vb_id], raised.floors.floor
+            # A replica that started again at 0 has another history in the same version.
+            if part.vb_uuid != raised.vb_uuid or part.history_floor < floor:
                 del self._raised[vb_id]
         return {
             vb_id: raised.floors

@@ -262,13 +262,17 @@ class ConnectionCommands:
         return lambda part: engine.keyspace.collection_seqno(part.vb_id, collection_id)
 
     def failover_log(self, request: Frame) -> None:
-        """Answer a partition's failover log, newest first."""
+        """Answer a partition's failover log, newest first: all of it on a connection that has asked
+        for version lists, otherwise what a plain client knows of.
+        """
         state = self._state
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         state.observes_history(request.vb_id)
         log = state.engine.partitions[request.vb_id].failover
-        state.answer(request, value=pack_failover_log(log.pairs()))
+        producer = state.producer
+        pairs = log.shown_pairs() if producer is None else producer.terms.log_for_client(log)
+        state.answer(request, value=pack_failover_log(pairs))
 
     def observe_seqno(self, request: Frame) -> None:
         """Answer the current seqnos of a version, or where it ended if it is an older one."""

@@ -198,7 +198,7 @@ class DcpCommands:
         stream_filter = self._filter_of(told)
         _check_is_free(asked, part, producer, told, stream_filter)
         decision = self._decide(asked, part, told, stream_filter)
-        log = part.failover.pairs()
+        log = producer.terms.log_for_client(part.failover)
         if decision.rollback_seqno is not None:
             state.note(
                 "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,

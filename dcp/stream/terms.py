@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from failover.history import FailoverLog
+
 
 class MarkerVersion(IntEnum):
     """Version of snapshot markers (control max_marker_version)."""
@@ -57,6 +59,10 @@ class Terms:
         self.marker_version = MarkerVersion.V1
         self.skips_deletions = False
         """DCP_OPEN flag 0x200: the backlog of a stream from seqno 0 leaves out deletions."""
+
+    def log_for_client(self, failover: FailoverLog) -> list[tuple[int, int]]:
+        """Return the versions that the client gets: all with x_version_log, else the newest."""
+        return failover.pairs() if self.has_version_lists else failover.shown_pairs()
 
     @property
     def takes_values(self) -> bool:

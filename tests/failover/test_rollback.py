@@ -194,3 +194,24 @@ def test_any_question_is_settled_in_three_rounds(
             start_seqno=seqno, snap_start_seqno=seqno, snap_end_seqno=seqno,
             vb_uuid=question.vb_uuid if seqno else 0, versions=question.versions if seqno else (),
         )  # fmt: skip
+
+
+def test_the_reason_names_a_bounded_number_of_versions():
+    log = FailoverLog.create(1)
+    for vb_uuid in range(2, 201):
+        log = log.branch(vb_uuid, 10)
+    known = tuple((vb_uuid, 0) for vb_uuid in range(1000, 1100))
+    told = decide(Question(5, 1000, 5, 5, known), log, 20, 0)
+    assert told.rollback_seqno == 0
+    assert told.reason.count("from seqno 10") == 25
+    assert "and 175 older" in told.reason
+    assert "and 75 older" in told.reason
+
+
+def test_a_client_that_was_away_for_199_failovers_goes_on():
+    log = FailoverLog.create(W)
+    for number in range(1, 200):
+        log = log.branch(5000 + number, number)
+    assert decide(Question(1, W, 1, 1), log, 900, 0).rollback_seqno is None
+    assert decide(Question(7, W, 7, 7), log, 900, 0).rollback_seqno == 1
+    assert decide(Question(1, W, 1, 1), log.branch(9, 900), 900, 0).rollback_seqno == 0

@@ -50,7 +50,7 @@ def numbered(name: str, value: str, count: int) -> dict[bytes, bytes]:
     return {b"%s-%d" % (name.encode(), n): b"%s %d" % (value.encode(), n) for n in range(count)}
 
 
-@pytest.mark.parametrize(("version", "log_versions"), [(1, [1, 1]), (2, [2])])
+@pytest.mark.parametrize(("version", "log_versions"), [(1, [1, 1]), (2, [2]), (3, [3])])
 def test_a_folder_with_an_older_log_goes_on_as_it_was(
     tmp_path: Path, version: int, log_versions: list[int]
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dcp.server.report.stats import Rows, Stats
 from support.memory_node import START_NS, MemoryNode
+from vbucket.engine.leadership import set_leader_epoch
 from vbucket.model.ids import NUM_VBUCKETS
 
 
@@ -29,6 +30,31 @@ def test_an_argument_that_is_no_partition_has_no_statistics(group: bytes, argume
 )
 def test_an_argument_that_is_no_moment_has_no_statistics(argument: bytes) -> None:
     assert ask(b"seqno-at " + argument) is None
+
+
+def test_a_version_log_is_asked_for_one_partition_and_has_all_versions() -> None:
+    not_asked: Any = None
+    engine = MemoryNode().engine
+    for _ in range(30):
+        engine.keyspace.branch(3, 0)
+    set_leader_epoch(engine, 3, 7)
+    engine.keyspace.branch(3, 0)
+    set_leader_epoch(engine, 3, 9)
+    log = engine.partitions[3].failover.entries
+    stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
+    rows = dict(stats.rows(b"version-log 3") or ())
+    assert (rows["vb_3:leader_epoch"], rows["vb_3:num_entries"]) == ("9", "32")
+    found = [
+        tuple(int(rows[f"vb_3:{index}:{what}"]) for what in ("id", "seq", "epoch"))
+        for index in range(32)
+    ]
+    assert found == list(log)
+    assert found[0][2] == 7
+    shown = dict(stats.rows(b"failovers 3") or ())
+    assert shown["vb_3:num_entries"] == "25"
+    assert len(shown) == 1 + 2 * 25
+    for argument in (b"", b" 1024", b" x", b" 1 1"):
+        assert stats.rows(b"version-log" + argument) is None
 
 
 def test_a_partition_and_a_moment_have() -> None:

@@ -107,6 +107,31 @@ def test_an_ok_carries_the_whole_version_log_or_its_newest_entry(
         assert parse_failover_log(ask(connect(node), 0, [(1, 0)], **parts).value) == entries
 
 
+@pytest.mark.parametrize("opcode", [Opcode.DCP_GET_FAILOVER_LOG, Opcode.GET_FAILOVER_LOG])
+def test_a_plain_client_sees_25_versions_and_one_with_the_control_200(
+    node: MemoryNode, opcode: Opcode
+) -> None:
+    write_up_to(node, 9)
+    oldest = node.engine.partitions[VB].vb_uuid
+    for _ in range(230):
+        node.engine.keyspace.branch(VB, 9)
+    node.commit()
+    log = node.engine.partitions[VB].failover.pairs()
+    plain = connect(node, Feature.COLLECTIONS, negotiates=False)
+    assert parse_failover_log(plain.ask(opcode, vb_id=VB).value) == log[:25]
+    assert parse_failover_log(plain.stream(VB).value) == log[:25]
+    assert parse_failover_log(node.connect().ask(opcode, vb_id=VB).value) == log[:25]
+    peer = connect(node)
+    assert len(log) == 200
+    assert parse_failover_log(peer.ask(opcode, vb_id=VB).value) == log
+    assert parse_failover_log(ask(peer, 9, [log[-1]]).value) == log, "the oldest one is known"
+    refused = ask(connect(node), 9, [(oldest, 0)])
+    assert refused.status == Status.ROLLBACK
+    assert parse_failover_log(refused.value[8:]) == log
+    named = connect(node, negotiates=False).stream(VB, 9, uuid=log[150][0])
+    assert named.status == Status.OK, "what is not shown is known"
+
+
 def test_without_the_control_a_list_is_an_unknown_name(
     node: MemoryNode, parted: list[tuple[int, int]]
 ) -> None:

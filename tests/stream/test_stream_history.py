@@ -22,6 +22,7 @@ from dcp.wire.message import (
 from dcp.wire.status import Status
 from stream.shape import connect, set_all, shape
 from support.memory_node import MemoryNode, Peer
+from vbucket.engine.leadership import adopt_floors
 from vbucket.engine.lifecycle import PurgeRefusedError, purge
 from vbucket.upkeep.retention import FloorStep
 
@@ -163,7 +164,7 @@ def test_nothing_is_sent_while_the_floor_is_not_committed(node: MemoryNode, writ
     peer = connect(node)
     for key in (b"a", b"b"):
         writer.set(VB, key, b"value")
-    purge(node.engine, VB)
+    adopt_floors(node.engine, VB, 4, 3, committed_seqno=4)  # as a replica that knows less than that
     peer.stream(VB)
     assert peer.drain() == [], "the state as of seqno 2 may go with the next crash or commit"
     node.commit()

@@ -63,7 +63,7 @@ class ModelPartition:
         self.high_seqno = min(self.high_seqno, seqno)
         self.epoch += 1
         kept = [entry for entry in self.failover if entry[1] <= seqno]
-        self.failover = [[1000 + self.epoch, seqno, self.epoch], *kept][:25]
+        self.failover = [[1000 + self.epoch, seqno, self.epoch], *kept][:200]
         document = {"kind": "failover", "log": self.failover, "rollback_to": seqno}
         return pack_control(self.vb_id, document)
 

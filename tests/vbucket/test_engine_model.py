@@ -1,9 +1,10 @@
 """The engine against dictionaries: sets, deletes, collections, branches, merges, crashes in any
 order.
 
-The model keeps, for each partition, every version ever applied on the present branch, and what of
-it was committed; a crash takes back what was not. A system event is a version without a value. The
-manifest is the node's: a branch does not take it back, the partition tells it anew.
+The model keeps, for each partition, every version ever applied on the present branch with its
+leader epoch, and what of it was committed; a crash takes back what was not. A system event is a
+version without a value. The manifest is the node's: a branch does not take it back, the partition
+tells it anew.
 
 Every read goes through the item cache, in all its sizes: none, a few entries, all. What it holds is
 compared with the store after every step as well.
@@ -22,12 +23,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import parse_deletion, parse_mutation
 from dcp.wire.opcode import Opcode
+from failover.history import Version
 from support.memory_node import LmdbNode, MemoryNode
+from vbucket.engine.branch import BranchRefusedError, FloorError
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.item_cache import ITEM_OVERHEAD_BYTES
-from vbucket.engine.keyspace import BranchRefusedError, FloorError
-from vbucket.engine.lifecycle import purge
-from vbucket.model.entry import PREFIX_BYTES, is_deleted
+from vbucket.engine.leadership import adopt_failover_log, set_leader_epoch
+from vbucket.engine.lifecycle import PurgeRefusedError, purge
+from vbucket.model.entry import PREFIX_BYTES, head_of, is_deleted
 from vbucket.model.ids import NUM_VBUCKETS
 from vbucket.model.manifest import SYSTEM_COLLECTION, SYSTEM_KEY
 
@@ -43,9 +46,22 @@ class History:
     """One partition: its versions (key, value or None), seqno = place + 1, and its failover log."""
 
     versions: list[tuple[bytes, bytes | None]] = field(default_factory=list)
-    branches: list[tuple[int, int]] = field(default_factory=list)
+    branches: list[Version] = field(default_factory=list)
     floor: int = 0
     purge: int = 0
+    epoch: int = 0
+    epochs: list[int] = field(default_factory=list)
+    """The leader epoch of each version, as far as they are noted."""
+
+    def note_epochs(self) -> None:
+        """Call it before the epoch changes, and before versions are undone."""
+        self.epochs += [self.epoch] * (len(self.versions) - len(self.epochs))
+
+    def undo(self, seqno: int) -> None:
+        self.note_epochs()
+        del self.versions[seqno:], self.epochs[seqno:]
+        if not seqno:
+            self.floor = self.purge = 0
 
     def told(self) -> tuple[set[int], set[int]]:
         """Return the collections whose creations and whose drops are among the versions."""
@@ -86,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.node = self.new_node()
         self.node.set_sizes(body_bytes_target=300, step_bytes=500)
         self.live = {
-            vb_id: History(branches=self.node.engine.partitions[vb_id].failover.pairs())
+            vb_id: History(branches=list(self.node.engine.partitions[vb_id].failover.entries))
             for vb_id in self.vbuckets
         }
         self.collections: dict[int, str] = {}
@@ -200,7 +216,11 @@ class EngineMachine(RuleBasedStateMachine):
         """What is merged does not matter to an operator."""
         history = self.live[vb_id]
         seqno = int(len(history.versions) * part)
-        if seqno > history.purge:
+        if seqno >= self.node.engine.partitions[vb_id].committed_seqno:
+            if seqno:
+                with pytest.raises(PurgeRefusedError, match="committed up to"):
+                    purge(self.node.engine, vb_id, seqno)
+        elif seqno > history.purge:
             history.floor, history.purge = seqno + 1, seqno
             assert purge(self.node.engine, vb_id, seqno) == seqno
 
@@ -219,6 +239,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.branch(vb_id, kept / len(self.live[vb_id].versions))
         for _ in undone:
             self.set(vb_id, key)
+        self.commit()
         self.purge(vb_id, 0.99)
         self.raise_floor(vb_id, 0.0, 0.0)
         self.commit()
@@ -270,28 +291,78 @@ class EngineMachine(RuleBasedStateMachine):
             with pytest.raises(FloorError, match="or to 0"):
                 self.node.engine.keyspace.branch(vb_id, seqno)
 
-    @rule(vb_id=VB_IDS, part=st.floats(0, 1))
-    def branch(self, vb_id: int, part: float) -> None:
+    @rule(vb_id=VB_IDS, part=st.floats(0, 1), epochs=st.sampled_from((0, 0, 1, 3)))
+    def branch(self, vb_id: int, part: float, epochs: int = 0) -> None:
         history = self.live[vb_id]
         seqno = int(len(history.versions) * part)
         if seqno < history.floor:
             seqno = 0
-        if not seqno:
-            history.floor = history.purge = 0
-        branch = self.node.engine.keyspace.branch(vb_id, seqno)
+        epoch = history.epoch + epochs
+        branch = self.node.engine.keyspace.branch(vb_id, seqno, epoch if epochs else None)
         assert branch.undone_seqnos == len(history.versions) - seqno
         undone = {key for key, _ in history.versions[seqno:]}
         live = {key for key in history.state() if key[0] in self.collections.keys() | {0}}
         assert branch.undone_keys == len(undone if seqno else live)
-        del history.versions[seqno:]
-        kept = [(uuid, at) for uuid, at in history.branches if at <= seqno]
-        history.branches = [(branch.failover.current.vb_uuid, seqno), *kept][:25]
+        history.undo(seqno)
+        history.epoch = epoch
+        kept = [version for version in history.branches if version.seqno <= seqno]
+        made = Version(branch.failover.current.vb_uuid, seqno, epoch)
+        history.branches = [made, *kept][:200]
         created, dropped = history.told()
         for collection_id in sorted(created - dropped - self.collections.keys()):
             history.versions.append((event_key(1, collection_id), None))
         for collection_id in sorted(self.collections.keys() - created):
             name = self.collections[collection_id]
             history.versions.append((event_key(0, collection_id, name), None))
+
+    @rule(vb_id=VB_IDS, epochs=st.integers(0, 2))
+    def hand_over(self, vb_id: int, epochs: int) -> None:
+        history = self.live[vb_id]
+        history.note_epochs()
+        history.epoch += epochs
+        set_leader_epoch(self.node.engine, vb_id, history.epoch)
+
+    @rule(
+        vb_id=VB_IDS,
+        part=st.none() | st.floats(0, 1),
+        versions=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=3),
+        epochs=st.integers(0, 2),
+    )
+    def adopt(
+        self, vb_id: int, part: float | None, versions: list[tuple[int, int]], epochs: int
+    ) -> None:
+        """Another node was the master: it has versions that begin at or above this one's end."""
+        history = self.live[vb_id]
+        seqno = len(history.versions) if part is None else int(len(history.versions) * part)
+        if seqno < history.floor:
+            seqno = 0
+        log = self.node.engine.partitions[vb_id].failover
+        if seqno < len(history.versions):
+            log = log.cut(seqno)
+        at, epoch = max(seqno, log.current.seqno), history.epoch
+        for more_seqnos, more_epochs in versions:
+            at, epoch = at + more_seqnos, epoch + more_epochs
+            log = log.branch(self.node.draw_uuid(), at, epoch)
+        epoch += epochs
+        is_cut = seqno < len(history.versions)
+        adopt_failover_log(
+            self.node.engine, vb_id, log, epoch, rollback_to=seqno if is_cut else None
+        )
+        history.undo(seqno) if is_cut else history.note_epochs()
+        history.epoch, history.branches = epoch, list(log.entries)
+
+    @rule(vb_id=VB_IDS)
+    def read_all_epochs(self, vb_id: int) -> None:
+        """Wherever a version is, it is of the epoch in which it was made."""
+        engine, history = self.node.engine, self.live[vb_id]
+        history.note_epochs()
+        part = engine.partitions[vb_id]
+        entries = [engine.versions.entry_at(part, seqno + 1) for seqno in range(part.high_seqno)]
+        kept = [seqno for seqno, entry in enumerate(entries) if entry is not None]
+        assert {*range(max(history.floor - 1, 0), part.high_seqno)} <= {*kept}
+        assert [head_of(entry).epoch for entry in entries if entry is not None] == [
+            history.epochs[seqno] for seqno in kept
+        ]
 
     @rule(vb_id=VB_IDS)
     def branch_above_the_end(self, vb_id: int) -> None:
@@ -431,7 +502,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert part.tally.collections.keys() <= self.collections.keys()
             assert part.committed_seqno <= part.high_seqno
             assert part.item_count == len(state)
-            assert part.failover.pairs() == history.branches
+            assert list(part.failover.entries) == history.branches
+            assert part.leader_epoch == history.epoch
             for key in KEYS + [key for key in OTHER_KEYS if key[0] in self.collections]:
                 found = engine.get(vb_id, key)
                 value = found.value if isinstance(found, StoredDocument) else None

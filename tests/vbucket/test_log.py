@@ -159,8 +159,8 @@ def test_a_segment_under_another_number_is_damage() -> None:
 
 
 def test_an_unknown_format_version_is_refused_with_what_to_do() -> None:
-    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 4, 0, 1, 0, 0)
-    with pytest.raises(UnknownFormatError, match=r"version 4, .* up to 3; use the version"):
+    header = OLD_SEGMENT_HEADER.pack(b"dcpd-log", 5, 0, 1, 0, 0)
+    with pytest.raises(UnknownFormatError, match=r"version 5, .* up to 4; use the version"):
         list(scan_segment(header, 1))
 
 

@@ -18,7 +18,13 @@ from vbucket.engine.engine import DELETION, MUTATION, SET
 from vbucket.engine.mending import Mending, MendingRefusedError
 from vbucket.engine.partition import VbState
 from vbucket.model.ids import CAS_AHEAD_NS, CAS_DRIFT_NS
-from vbucket.store.records import STATE_TABLE, Mended, put_failover, put_node
+from vbucket.store.records import (
+    STATE_TABLE,
+    STORE_FORMAT_VERSION,
+    Mended,
+    put_failover,
+    put_node,
+)
 from vbucket.upkeep.retention import Planner, Windows, seqno_at
 from vbucket.upkeep.seqno_at_time import seqno_before
 
@@ -352,7 +358,7 @@ def test_log_and_store_agree_on_the_highest_cas(steps: list[str], draws: list[in
             assert (part.max_cas, part.mended, part.high_seqno) == state
 
 
-def test_a_store_of_format_2_is_written_as_such_until_a_merge_makes_it_format_3(
+def test_a_store_of_format_2_is_written_as_such_until_a_merge_makes_it_the_newest(
     node: MemoryNode,
 ) -> None:
     """An older program that comes back to it before that finds nothing that it does not know."""
@@ -368,7 +374,7 @@ def test_a_store_of_format_2_is_written_as_such_until_a_merge_makes_it_format_3(
     poison(node, is_merged=True)
     record = node.store.node()
     assert record is not None
-    assert record.format_version == 3
+    assert record.format_version == STORE_FORMAT_VERSION
     mend(node)
     node.merge()
     partition = node.store.partition(VB)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dcp.stream.pins import allowed
+from failover.history import FAILOVER_ENTRIES_MAX
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
 from vbucket.engine.read_view import (
@@ -318,7 +319,7 @@ def test_a_view_that_so_many_branches_followed_that_nobody_knows_is_not_valid(
 ) -> None:
     put(node, b"\0k", b"v")
     view = views.open(VB)
-    for _ in range(24):
+    for _ in range(FAILOVER_ENTRIES_MAX - 1):
         node.engine.keyspace.branch(VB, 1)
     view.check()
     node.engine.keyspace.branch(VB, 1)

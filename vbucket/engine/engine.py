@@ -205,7 +205,7 @@ class Engine:
         seqno = part.high_seqno + 1
         entry = (
             _PACK_MUTATION(
-                prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
+                prev_seqno, part.leader_epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
                 part.vb_id, MUTATION_EXTRAS_BYTES + len(body), cas, seqno,
                 rev_seqno + (rev_seqno < REV_SEQNO_MAX),
                 flags, expiry,
@@ -281,19 +281,20 @@ class Engine:
         seqno = part.high_seqno + 1
         if opcode == MUTATION:
             head = _PACK_MUTATION(
-                prev_seqno, part.epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
+                prev_seqno, part.leader_epoch, MUTATION_FORM, len(key), MUTATION_EXTRAS | datatype,
                 vb_id, MUTATION_EXTRAS_BYTES + len(body), new_cas, seqno, rev_seqno,
                 flags, expiry,
             )  # fmt: skip
         elif opcode == DELETION:
             head = _PACK_DELETION(
-                prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+                prev_seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
                 vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, 0,
             )  # fmt: skip
         else:
             head = _PACK_EXPIRATION(
-                prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
-                vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno, rev_seqno, expiry,
+                prev_seqno, part.leader_epoch, 0x80, EXPIRATION, len(key),
+                EXPIRATION_EXTRAS_BYTES, 0, vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas,
+                seqno, rev_seqno, expiry,
             )  # fmt: skip
         entry = head + body
         self.keyspace.apply(
@@ -334,7 +335,7 @@ class Engine:
                 return 0, 0, count, 0
         keys, opcodes = frames.keys, frames.opcodes
         first_seqno = part.high_seqno + 1
-        entries = frames.entries(first_seqno, prev_seqnos, part.epoch)
+        entries = frames.entries(first_seqno, prev_seqnos, part.leader_epoch)
         self.keyspace.apply_many(part, keys, entries)
         part.max_cas = max(part.max_cas, *frames.cas)
         self._count_many(part, frames, live)
@@ -472,7 +473,7 @@ class Engine:
         new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
         entry = (
             _PACK_DELETION(
-                prev_seqno, part.epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
+                prev_seqno, part.leader_epoch, 0x80, DELETION, len(key), DELETION_EXTRAS_BYTES, 0,
                 part.vb_id, DELETION_EXTRAS_BYTES + len(key), 0, new_cas, seqno,
                 rev_seqno + (rev_seqno < REV_SEQNO_MAX), 0,
             )
@@ -485,8 +486,9 @@ class Engine:
         new_cas, seqno = max(self._cas_floor, part.max_cas + 1), part.high_seqno + 1
         entry = (
             _PACK_EXPIRATION(
-                prev_seqno, part.epoch, 0x80, EXPIRATION, len(key), EXPIRATION_EXTRAS_BYTES, 0,
-                part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0, new_cas, seqno,
+                prev_seqno, part.leader_epoch, 0x80, EXPIRATION, len(key),
+                EXPIRATION_EXTRAS_BYTES, 0, part.vb_id, EXPIRATION_EXTRAS_BYTES + len(key), 0,
+                new_cas, seqno,
                 rev_seqno + (rev_seqno < REV_SEQNO_MAX),
                 min(self._now_s, 0xFFFF_FFFF),
             )

@@ -23,10 +23,11 @@ Rules: kv_engine's failover tables and system events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from dcp.wire.opcode import Opcode
 from failover.history import FailoverLog
+from vbucket.engine.branch import Branch, check_undo
 from vbucket.engine.commits import Commits
 from vbucket.engine.item_cache import ItemCache
 from vbucket.engine.partition import ABSENT, Hold, Partition, VbState
@@ -71,28 +72,6 @@ ROOMY: Final = 1.5
 it never makes them wait, and it need not stop while a memtable is merged."""
 
 
-class BranchRefusedError(Exception):
-    """A history branch cannot begin there; the text says why."""
-
-
-class FloorError(BranchRefusedError):
-    """The branch point is below the history floor. A branch at 0 is still possible."""
-
-
-class Branch(NamedTuple):
-    """A new partition version that an operator asked for.
-
-    `undone_keys` counts the keys whose newest version changed. For a branch at 0 it counts the
-    documents that were there: finding all keys would take longer than undoing them.
-    """
-
-    vb_id: int
-    failover: FailoverLog
-    seqno: int
-    undone_seqnos: int
-    undone_keys: int
-
-
 class Keyspace:
     """See the module. The engine reads and writes `pending` and `touched` on its hot path."""
 
@@ -124,6 +103,7 @@ class Keyspace:
         for vb_id in range(num_vbuckets):
             record = records[vb_id]
             part = Partition(vb_id, FailoverLog.from_document(record.failover))
+            part.raise_epoch(record.epoch)
             part.state = VbState(record.state)
             part.high_seqno = part.committed_seqno = part.synced_seqno = record.high_seqno
             part.merged_seqno = record.high_seqno
@@ -270,46 +250,57 @@ class Keyspace:
 
     # -- versions and states -----------------------------------------------------------------
 
-    def branch(self, vb_id: int, at_seqno: int) -> Branch:
+    def branch(self, vb_id: int, at_seqno: int, epoch: int | None = None) -> Branch:
         """Begin a new version of a partition at `at_seqno` and undo all changes above it.
 
-        Raises BranchRefusedError if the partition cannot go back there, and StoreDamagedError if
-        damaged data is in the way. In both cases nothing was changed.
+        The version begins in the leader epoch `epoch` (None: the present one), which must not be
+        below the present one. Raises BranchRefusedError if the partition cannot go back there, and
+        StoreDamagedError if damaged data is in the way. In both cases nothing was changed.
         """
         part = self.partitions[vb_id]
-        if at_seqno > part.high_seqno:
-            raise BranchRefusedError(
-                f"vb {vb_id} ends at seqno {part.high_seqno}; a branch cannot begin at {at_seqno}"
-            )
-        if 0 < at_seqno < part.history_floor:
-            raise FloorError(
-                f"vb {vb_id} keeps every version from seqno {part.history_floor} only (its history "
-                f"floor; older ones may be compacted away); it cannot go back to {at_seqno}, but "
-                f"to {part.history_floor} and above, or to 0"
-            )
+        began_in = part.leader_epoch if epoch is None else epoch
+        assert began_in >= part.leader_epoch, "a leader epoch never falls"
+        check_undo(part, at_seqno)
         if at_seqno and part.state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
-        undone_keys = self.roll_back(part, at_seqno)
-        self._begin_version(part, at_seqno)
-        if not at_seqno and vb_id in self.quarantined:
-            # Merges left out the partition's earlier state entry, so write it again.
-            state = {"kind": "state", "state": int(part.state)}
-            self.pending.append(pack_control(vb_id, state))
-        part.undo_group = self.group
-        self.commits.cut(vb_id, at_seqno)
+        failover = part.failover.branch(self._draw_uuid(), at_seqno, began_in)
+        undone_keys = self.replace_history(part, failover, began_in, rollback_to=at_seqno)
         if part.state == VbState.ACTIVE:
             self.tell_missing_events(part)
         return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
 
-    def _begin_version(self, part: Partition, seqno: int) -> None:
-        failover = part.failover.branch(self._draw_uuid(), seqno, part.epoch)
+    def replace_history(
+        self, part: Partition, failover: FailoverLog, epoch: int, *, rollback_to: int | None
+    ) -> int:
+        """Undo everything above `rollback_to` (None: nothing) and replace failover log and leader
+        epoch, with one control entry. Return how many keys changed.
+
+        Raises StoreDamagedError, before anything is changed.
+        """
+        undone_keys = 0 if rollback_to is None else self.roll_back(part, rollback_to)
+        self._put_history(part, failover, epoch, rollback_to)
+        if rollback_to == 0 and part.vb_id in self.quarantined:
+            # Merges left out the partition's earlier state entry, so write it again.
+            state = {"kind": "state", "state": int(part.state)}
+            self.pending.append(pack_control(part.vb_id, state))
+        if rollback_to is not None:
+            part.undo_group = self.group
+            self.commits.cut(part.vb_id, rollback_to)
+        return undone_keys
+
+    def _put_history(
+        self, part: Partition, failover: FailoverLog, epoch: int, rollback_to: int | None
+    ) -> None:
         part.set_failover(failover)
+        part.raise_epoch(epoch)
         document: dict[str, object] = {
             "kind": "failover",
             "log": failover.to_document(),
-            "rollback_to": seqno,
+            "rollback_to": rollback_to,
         }
+        if part.leader_epoch != failover.current.epoch:
+            document["epoch"] = part.leader_epoch
         self.add_control(part, document)
         self._branched.append(part.vb_id)
         part.branch_group = self.group
@@ -365,21 +356,21 @@ class Keyspace:
             return not is_deleted(entry)
         return self.versions.meta_below(part, key, entry)[0] == MUTATION
 
-    def raise_floor(self, vb_id: int, floor: int, purge: int) -> None:
-        """Give up the states below `floor` and the tombstones at or below `purge`.
+    def raise_floor(
+        self, vb_id: int, floor: int, purge: int, *, known_seqno: int = 0
+    ) -> tuple[int, int]:
+        """Give up the states below `floor` and the tombstones at or below `purge`, as far as they
+        are committed (`Partition.floors_within`). Return the floor and the purge seqno of now.
 
-        Neither number ever falls. `floor` is the seqno of a change. The store drops what is below
-        after it has merged the group that raised the floor.
+        `floor` is the seqno of a change. `known_seqno` is a committed seqno that the master has
+        told. The store drops what is below after it has merged the group that raised the floor.
         """
         part = self.partitions[vb_id]
-        floor = max(floor, part.history_floor)
-        purge = max(purge, part.purge_seqno)
-        assert floor <= part.high_seqno, "the floor is a change that is there"
-        assert purge < floor or not floor, "what is purged lies below the floor"
-        if (floor, purge) == (part.history_floor, part.purge_seqno):
-            return
-        part.history_floor, part.purge_seqno = floor, purge
-        self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
+        floor, purge = part.floors_within(floor, purge, known_seqno)
+        if (floor, purge) != (part.history_floor, part.purge_seqno):
+            part.history_floor, part.purge_seqno = floor, purge
+            self.add_control(part, {"kind": "floor", "seqno": floor, "purge": purge})
+        return floor, purge
 
     # -- collections -------------------------------------------------------------------------
 
@@ -442,7 +433,7 @@ class Keyspace:
 
     def _tell(self, part: Partition, event: ManifestEvent) -> None:
         seqno = part.high_seqno + 1
-        entry = pack_system_event(part.vb_id, seqno, event, part.epoch)
+        entry = pack_system_event(part.vb_id, seqno, event, part.leader_epoch)
         self.apply(part, system_key(event), entry, seqno, 0)
 
     def _adopt_manifest(self, manifest: Manifest) -> None:
@@ -565,6 +556,7 @@ class Keyspace:
         for vb_id in changed:
             part = self.partitions[vb_id]
             last_group = part.last_group
-            self._begin_version(part, part.high_seqno)
+            failover = part.failover.branch(self._draw_uuid(), part.high_seqno, part.leader_epoch)
+            self._put_history(part, failover, part.leader_epoch, part.high_seqno)
             part.last_group = last_group  # documents are what they were: reads need not wait
         return changed

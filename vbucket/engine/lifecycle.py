@@ -5,7 +5,7 @@ puts control entries into the open group. So it is durable with that group, is r
 and is merged into the store like any change.
 
 Rules: a partition that becomes active begins a new version at the high seqno; the change at the
-high seqno is never purged.
+high seqno is never purged, nor is one that is not committed.
 
 A purge raises `purge_seqno`, which rollback decisions use, and the history floor to one above it.
 The next compaction after the merge of that entry removes the deletions.
@@ -13,8 +13,8 @@ The next compaction after the merge of that entry removes the deletions.
 
 from __future__ import annotations
 
+from vbucket.engine.branch import Branch, BranchRefusedError
 from vbucket.engine.engine import Engine
-from vbucket.engine.keyspace import Branch, BranchRefusedError
 from vbucket.engine.partition import VbState
 
 
@@ -59,15 +59,20 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
     """Purge deletions up to a seqno (None: as far as allowed); return the purge seqno.
 
     The purge seqno never falls. The partition cannot branch at or below it any more. Raises
-    PurgeRefusedError at the high seqno and above, and where a read view is open.
+    PurgeRefusedError at the committed seqno and above, and where a read view is open.
     """
     part = engine.partitions[vb_id]
     if upto_seqno is None:
-        upto_seqno = max(0, part.high_seqno - 1)
+        upto_seqno = max(0, part.committed_seqno - 1)
     elif upto_seqno >= part.high_seqno:
         raise PurgeRefusedError(
             f"vb {vb_id} ends at seqno {part.high_seqno}, and the change at the end is never "
             f"purged; it cannot be purged up to {upto_seqno}"
+        )
+    elif upto_seqno >= part.committed_seqno:
+        raise PurgeRefusedError(
+            f"vb {vb_id} is committed up to seqno {part.committed_seqno}, and the last committed "
+            f"change is never purged; it cannot be purged up to {upto_seqno} yet; try again"
         )
     if upto_seqno > part.purge_seqno:
         if part.pins and upto_seqno >= part.pins[0]:
@@ -75,7 +80,8 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
                 f"vb {vb_id}: somebody reads it as of seqno {part.pins[0]}; it cannot be purged up "
                 f"to {upto_seqno} before that is done"
             )
-        engine.keyspace.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
+        _, purged_seqno = engine.keyspace.raise_floor(vb_id, upto_seqno + 1, upto_seqno)
+        assert purged_seqno == upto_seqno, "all of it is committed"
     return part.purge_seqno
 
 

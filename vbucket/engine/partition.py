@@ -15,8 +15,10 @@ Invariants
   `synced_seqno`. `committed_seqno` is the high watermark: what clients and streams may see. With
   one copy, a group that is as safe as the durability requires raises both; `interval` and `none`
   commit before the sync. With more copies, the in-sync replicas raise it, later than the sync;
-- purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
-  has a version;
+- purge_seqno < history_floor <= committed_seqno, or the first two are 0; every seqno from the floor
+  on has a version;
+- leader_epoch never falls. It is at least the epoch in which the current version began; after a
+  handover it is higher. New entries carry it, and no entry carries a higher one;
 - `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;
 - versions in the store above `merged_seqno` do not count: a rollback undid them, and the next merge
   removes them.
@@ -109,7 +111,6 @@ class Partition:
         "branch_group",
         "committed_seqno",
         "cut_seqno",
-        "epoch",
         "failover",
         "frozen",
         "has_copies",
@@ -119,6 +120,7 @@ class Partition:
         "is_backed_up",
         "item_count",
         "last_group",
+        "leader_epoch",
         "max_cas",
         "mended",
         "merged_seqno",
@@ -142,7 +144,8 @@ class Partition:
         self.state = VbState.ACTIVE
         self.failover = failover
         self.vb_uuid = failover.current.vb_uuid
-        self.epoch = failover.current.epoch
+        self.leader_epoch = failover.current.epoch
+        """The epoch of the partition's present master, for new entries and versions."""
         self.high_seqno = 0
         self.committed_seqno = 0
         self.synced_seqno = 0
@@ -202,10 +205,31 @@ class Partition:
         self.max_cas, self.mended = mended.cas, mended
 
     def set_failover(self, failover: FailoverLog) -> None:
-        """Replace the failover log; its newest entry is the current version."""
+        """Replace the failover log; its newest entry is the current version. The leader epoch is
+        at least the one in which that version began.
+        """
         self.failover = failover
         self.vb_uuid = failover.current.vb_uuid
-        self.epoch = failover.current.epoch
+        self.raise_epoch(failover.current.epoch)
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Raise the leader epoch; a lower one changes nothing."""
+        self.leader_epoch = max(self.leader_epoch, epoch)
+
+    def floors_within(self, floor: int, purge: int, known_seqno: int = 0) -> tuple[int, int]:
+        """Return how far the history floor and the purge seqno may rise towards these values.
+
+        Neither falls. Neither rises above the committed seqno, whoever asks: a replica that must
+        cut off changes that were not committed could not stop there, and would start again at 0.
+        `known_seqno` is a higher committed seqno that the master has told (0: none).
+        """
+        limit = min(max(self.committed_seqno, known_seqno), self.high_seqno)
+        floor = max(min(floor, limit), self.history_floor)
+        purge = max(min(purge, floor - 1, limit - 1), self.purge_seqno)
+        assert floor <= limit or floor == self.history_floor, "only what is committed is given up"
+        assert purge < limit or purge == self.purge_seqno, "only what is committed is given up"
+        assert purge < floor or not floor, "what is purged lies below the floor"
+        return floor, purge
 
     def freeze(self) -> None:
         """Make the active layer the frozen one. There must be no frozen layer."""

@@ -14,11 +14,11 @@ from vbucket.engine.deferred_lookups import DeferredLookups
 from vbucket.engine.engine import Engine
 from vbucket.engine.keyspace import MUTATION
 from vbucket.engine.partition import VbState
+from vbucket.model.control import epoch_of, floor_and_purge
 from vbucket.model.entry import LOG_CONTROL, META, PREFIX_BYTES, control_document, head_of
 from vbucket.model.manifest import Manifest
 from vbucket.store.records import Mended
 from vbucket.store.store import Store
-from vbucket.upkeep.merge import floor_and_purge
 
 _UNPACK_META = META.unpack_from
 
@@ -46,6 +46,7 @@ class Replay:
             key = entry[key_at : key_at + head.key_bytes]
             _, _, _, _, cas, seqno, _ = _UNPACK_META(entry)
             assert seqno > part.high_seqno, f"vb {head.vb_id} at {part.high_seqno}: replay {seqno}"
+            assert head.epoch <= part.leader_epoch, "no entry is of a later epoch"
             was_live = self._presumed.was_document(part, key, head.prev_seqno)
             if (head.opcode == MUTATION) != was_live:
                 engine.keyspace.count(part, key, -1 if was_live else 1)
@@ -77,6 +78,9 @@ class Replay:
                     part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
                 engine.keyspace.roll_back(part, rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))
+            part.raise_epoch(epoch_of(dict(document)))
+        elif kind == "epoch":
+            engine.partitions[vb_id].raise_epoch(epoch_of(dict(document)))
         elif kind == "state":
             state = document["state"]
             assert isinstance(state, int)

@@ -29,8 +29,11 @@ from typing import Final, Protocol
 import google_crc32c
 
 SEGMENT_MAGIC: Final = b"dcpd-log"
-SEGMENT_FORMAT_VERSION: Final = 3
-"""Version 3 has the segment header of version 2, and other records (`vbucket.log.record`)."""
+SEGMENT_FORMAT_VERSION: Final = 4
+"""Version 3 has the segment header of version 2, and other records (`vbucket.log.record`). Version
+4 has the same header and records, and control entries that older programs do not know
+(`vbucket.model.control`). Each start begins a segment of this version, so an older program refuses
+the folder from then on, before it reads anything that it does not know."""
 SEGMENT_HEADER: Final = Struct(">8sIIQQQI")
 """magic, format version, reserved 0, segment id, bytes of the previous segment (0: there was none),
 salt, CRC-32C of what stands before it."""

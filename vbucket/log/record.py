@@ -67,7 +67,10 @@ _BODY_LENGTH: Final = Struct(">20xI")
 """Where an entry has its body length: after 12 bytes of prefix and 8 of the frame's header."""
 _ENTRY_HEAD_BYTES: Final = 36
 _SALT_HALF: Final = (1 << 32) - 1
-_HEADERS: Final = {1: OLD_SEGMENT_HEADER, 2: SEGMENT_HEADER, SEGMENT_FORMAT_VERSION: SEGMENT_HEADER}
+_HEADERS: Final = {
+    1: OLD_SEGMENT_HEADER, 2: SEGMENT_HEADER, 3: SEGMENT_HEADER,
+    SEGMENT_FORMAT_VERSION: SEGMENT_HEADER,
+}  # fmt: skip
 _CHAINED_FROM: Final = 3
 """The first version whose records hold the CRC of the previous record."""
 _VERSION_AT: Final = len(SEGMENT_MAGIC)

@@ -12,9 +12,10 @@
 A deletion is stored with the 18-byte extras of version 1; its time is its CAS. An expiry is stored
 as DCP_EXPIRATION; streams that did not ask for that opcode get a deletion (dcp.stream.codec). Log,
 memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
-memtable and blocks hold the same bytes, so nothing is encoded twice. Entries that only the log
-holds (a new partition version, a change of state) have the opcode `LOG_CONTROL`, which is not sent
-on the wire, and a CBOR document as their value.
+holds (vbucket.model.control: a new partition version, a change of state) have the opcode
+`LOG_CONTROL`, which is not sent on the wire, and a CBOR document as their value.
+
+The leader epoch of a change is that of the master that made it. It never falls with rising seqnos.
 
 Who calls it: engine, log, store, merge. Big-endian.
 """

@@ -27,10 +27,12 @@ from vbucket.store.environment import KvReader, KvWrite, StoreFailedError
 from vbucket.store.key_record import RecordDamagedError
 from vbucket.store.quarantine import Quarantine, Quarantined
 
-STORE_FORMAT_VERSION: Final = 3
+STORE_FORMAT_VERSION: Final = 4
 EXPIRY_FORMAT_VERSION: Final = 2
 """The first format with the table expiry."""
 OLDEST_FORMAT_VERSION: Final = 1
+FAILOVER_ENTRIES_BEFORE: Final = 25
+"""The longest failover log that programs for formats up to 3 read."""
 META_TABLE: Final = "meta"
 FAILOVER_TABLE: Final = "failover"
 STATE_TABLE: Final = "state"
@@ -65,6 +67,7 @@ class Mended(NamedTuple):
 class PartitionRecord(NamedTuple):
     """What the store knows of a partition.
 
+    `epoch` is the leader epoch: it never falls, and is at least that of the newest version.
     `item_count` counts live documents. `failover` is [[vb_uuid, seqno, epoch], ...], newest first.
     `last_seqno` is that of the last version in a block; `high_seqno` may be above it after a
     rollback to a seqno that has no version. Versions superseded at or below `history_floor` may be
@@ -240,11 +243,19 @@ def put_partition(write: KvWrite, vb_id: int, record: PartitionRecord) -> None:
 
 
 def put_failover(write: KvWrite, vb_id: int, log: list[list[int]]) -> None:
-    """Write a partition's failover log. Raises StoreFailedError for an unknown partition."""
+    """Write a partition's failover log. Raises StoreFailedError for an unknown partition.
+
+    A log that is too long for format 3 makes the store format 4, so that older programs refuse it.
+    Formats without an expiry table wait for the merge that builds it, right after the start.
+    """
     record = RecordView(write).partition(vb_id)
     if record is None:
         raise StoreFailedError(f"vb {vb_id}: the store has no such partition; create it first")
-    put_partition(write, vb_id, record._replace(failover=log, epoch=log[0][2]))
+    epoch = max(record.epoch, log[0][2])
+    put_partition(write, vb_id, record._replace(failover=log, epoch=epoch))
+    node = RecordView(write).node() if len(log) > FAILOVER_ENTRIES_BEFORE else None
+    if node is not None and EXPIRY_FORMAT_VERSION <= node.format_version < STORE_FORMAT_VERSION:
+        put_node(write, node._replace(format_version=STORE_FORMAT_VERSION))
 
 
 def _counts_before_compaction(document: dict[str, Any]) -> dict[str, int]:

@@ -6,8 +6,9 @@
     expiry    due + vb + key      when documents are due to expire (vbucket.store.due)
 
 Formats: format 1 has no expiry table; the first merge builds it. Format 2 does not record the end
-of the log, the quarantine, or lowered CAS. Both can be read, and become format 3 with the first
-merge.
+of the log, the quarantine, or lowered CAS. Up to format 3 a failover log has at most 25 versions,
+and the leader epoch is that of the newest one. All can be read, and become format 4 with the first
+merge, which the first start begins.
 
 Who calls it: the engine reads through `Store`; the merge reads and writes through `StoreView` and
 the functions here. Only the current writer calls `create` and `set_*`: the store process while the
@@ -401,10 +402,15 @@ class Store(StoreView):
         return super()._blocks(vb_id, start_seqno, end_seqno) if kept is None else kept
 
     def begin(self, node: NodeRecord) -> None:
-        """Replace the node's record at a start, and remove the clean end."""
+        """Replace the node's record at a start, and remove the clean end. The format never goes
+        back: a new failover log may have raised it.
+        """
 
         def put(write: KvWrite) -> None:
-            put_node(write, node)
+            before = StoreView(write).node()
+            assert before is not None, "the store was created"
+            version = max(node.format_version, before.format_version)
+            put_node(write, node._replace(format_version=version))
             put_clean_end(write, None)
 
         self._write(put)
@@ -430,7 +436,7 @@ class Store(StoreView):
         self._write(lambda write: put_quarantine(write, items))
 
     def set_failovers(self, logs: Mapping[int, list[list[int]]]) -> None:
-        """Replace failover logs; the partitions' epochs become those of the newest entries."""
+        """Replace failover logs. The leader epochs are at least those of the newest entries."""
 
         def put(write: KvWrite) -> None:
             for vb_id, log in logs.items():

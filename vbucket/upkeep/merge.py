@@ -28,6 +28,7 @@ from dcp.wire.opcode import Opcode
 from vbucket.log.end_mark import LogEnd
 from vbucket.log.record import LogDamagedError, read_segment_header, scan_segment, split_entries
 from vbucket.model.collection_counts import CollectionCounts
+from vbucket.model.control import epoch_of, floor_and_purge
 from vbucket.model.entry import (
     LOG_CONTROL,
     OPCODE_AT,
@@ -244,7 +245,11 @@ class _Staging:
             log = document["log"]
             if document.get("rollback_to") is not None:
                 stage.roll_back(document["rollback_to"])
-            stage.record = stage.record._replace(failover=log, epoch=log[0][2])
+            epoch = max(stage.record.epoch, epoch_of(document))
+            stage.record = stage.record._replace(failover=log, epoch=epoch)
+        elif kind == "epoch":
+            epoch = max(stage.record.epoch, epoch_of(document))
+            stage.record = stage.record._replace(epoch=epoch)
         else:
             raise MergeRefusedError(
                 f"vb {vb_id}: the log holds a control entry of the unknown kind {kind!r}; use the "
@@ -584,13 +589,3 @@ def _entry_as_of(
             "does not have; restore a backup"
         )
     return None
-
-
-def floor_and_purge(document: dict[str, Any]) -> tuple[int, int]:
-    """Return history floor and purge seqno of the control entry that raises them.
-
-    Entries of the kind "purge" were written before compaction existed.
-    """
-    if document["kind"] == "purge":
-        return document["upto"] + 1, document["upto"]
-    return document["seqno"], document["purge"]

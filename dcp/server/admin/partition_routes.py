@@ -29,7 +29,7 @@ from dcp.server.operate.operations import Operations, WritesRefusedError
 from dcp.session.rights import Role
 from failover.history import VB_UUID_MAX
 from failover.rollback import Question
-from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.lifecycle import PurgeRefusedError
 from vbucket.engine.mending import MendingRefusedError
 from vbucket.engine.partition import VbState

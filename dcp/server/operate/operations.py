@@ -29,8 +29,8 @@ from dcp.wire.status import Status
 from failover.explain import explain
 from failover.rollback import Question
 from vbucket.engine import lifecycle
+from vbucket.engine.branch import Branch, FloorError
 from vbucket.engine.engine import Engine
-from vbucket.engine.keyspace import Branch, FloorError
 from vbucket.engine.mending import Mending
 from vbucket.engine.partition import VbState
 
@@ -143,6 +143,7 @@ class Operations:
         Raises PurgeRefusedError, WritesRefusedError.
         """
         self._refuse_while_full()
+        await self._commits.until_partition(vb_id)  # what was written before can be purged, too
         purge_seqno = lifecycle.purge(self._engine, vb_id, upto_seqno)
         await self._commits.until_partition(vb_id)
         self._log.info("purge", vb_id=vb_id, purge_seqno=purge_seqno)

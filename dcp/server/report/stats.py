@@ -60,6 +60,8 @@ class Stats:
             return None if argument else collect()
         if group == "seqno-at":
             return _seqno_at(self._engine, argument.split(" "))
+        if group == "version-log" and not argument:
+            return None  # with 200 versions in each of 1,024 partitions it would stop all others
         per_partition = _PARTITION_GROUPS.get(group)
         if per_partition is None:
             return None
@@ -175,10 +177,29 @@ def _seqnos(part: Partition) -> Rows:
 
 def _failovers(part: Partition) -> Rows:
     name = f"vb_{part.vb_id}"
-    pairs = part.failover.pairs()
+    pairs = part.failover.shown_pairs()
     rows = [(f"{name}:num_entries", str(len(pairs)))]
     for index, (vb_uuid, seqno) in enumerate(pairs):
         rows += [(f"{name}:{index}:id", str(vb_uuid)), (f"{name}:{index}:seq", str(seqno))]
+    return rows
+
+
+def _version_log(part: Partition) -> Rows:
+    """Return the whole failover log, with epochs. `failovers` is kv_engine's and shows the newest
+    versions only.
+    """
+    name = f"vb_{part.vb_id}"
+    versions = part.failover.entries
+    rows = [
+        (f"{name}:leader_epoch", str(part.leader_epoch)),
+        (f"{name}:num_entries", str(len(versions))),
+    ]
+    for index, (vb_uuid, seqno, epoch) in enumerate(versions):
+        rows += [
+            (f"{name}:{index}:id", str(vb_uuid)),
+            (f"{name}:{index}:seq", str(seqno)),
+            (f"{name}:{index}:epoch", str(epoch)),
+        ]
     return rows
 
 
@@ -208,4 +229,5 @@ def _seqno_at(engine: Engine, arguments: list[str]) -> Rows | None:
 _PARTITION_GROUPS: Final[dict[str, Callable[[Partition], Rows]]] = {
     "vbucket-seqno": _seqnos,
     "failovers": _failovers,
+    "version-log": _version_log,
 }

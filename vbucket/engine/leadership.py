@@ -1,0 +1,98 @@
+"""Changes of a partition's leader epoch, and what a replica takes over from its master. Sans-IO.
+
+Who calls it: replication. Each operation changes memory and puts a control entry into the open
+group, so it is durable with that group, is replayed at a start, and is merged into the store.
+Documents are not changed.
+
+    set_leader_epoch         a handover: another master, the same version
+    begin_version            a failover: a new version at the partition's end, in its own epoch
+    adopt_failover_log       a replica: the master's versions, after a truncation where it needs one
+    adopt_floors             a replica: the master's history floor and purge seqno
+
+The leader epoch never falls: an operation for a lower one comes from a master that was replaced,
+and is refused with StaleEpochError. In all errors nothing was changed.
+"""
+
+from __future__ import annotations
+
+from failover.history import EPOCH_MAX, FailoverLog
+from vbucket.engine.branch import Branch, check_undo
+from vbucket.engine.engine import Engine
+
+
+class StaleEpochError(Exception):
+    """The leader epoch is lower than the partition's, or none; the text has both."""
+
+
+class FloorsRefusedError(Exception):
+    """A replica cannot take over these floors; the text says why."""
+
+
+def set_leader_epoch(engine: Engine, vb_id: int, epoch: int) -> None:
+    """Set the leader epoch for the changes that follow; the version stays the same."""
+    part = engine.partitions[vb_id]
+    _check_epoch(engine, vb_id, epoch)
+    if epoch != part.leader_epoch:
+        part.raise_epoch(epoch)
+        engine.keyspace.add_control(part, {"kind": "epoch", "epoch": epoch})
+
+
+def begin_version(engine: Engine, vb_id: int, epoch: int) -> Branch:
+    """Begin a new version at the partition's end, in a leader epoch. Raises StoreDamagedError."""
+    _check_epoch(engine, vb_id, epoch)
+    return engine.keyspace.branch(vb_id, engine.partitions[vb_id].high_seqno, epoch)
+
+
+def adopt_failover_log(
+    engine: Engine, vb_id: int, log: FailoverLog, epoch: int, *, rollback_to: int | None = None
+) -> None:
+    """Take over the failover log of the partition's master, and its leader epoch.
+
+    With `rollback_to` everything above that seqno is undone first, with the same control entry. The
+    caller ensures that the partition's history up to there is the master's: with `FailoverLog.cut`
+    of its own log it can truncate before the master has accepted it. Raises BranchRefusedError
+    below the history floor (0 is always possible), StoreDamagedError.
+    """
+    part = engine.partitions[vb_id]
+    _check_epoch(engine, vb_id, epoch)
+    if log.current.epoch > epoch:
+        raise StaleEpochError(
+            f"vb {vb_id}: the master in leader epoch {epoch} has a version that began in epoch "
+            f"{log.current.epoch}; it is no longer the master. Ask the present one"
+        )
+    if rollback_to is not None:
+        check_undo(part, rollback_to)
+    elif log == part.failover:
+        set_leader_epoch(engine, vb_id, epoch)
+        return
+    engine.keyspace.replace_history(part, log, epoch, rollback_to=rollback_to)
+
+
+def adopt_floors(engine: Engine, vb_id: int, floor: int, purge: int, committed_seqno: int) -> None:
+    """Take over the master's history floor and purge seqno, which its control entries carry.
+
+    `committed_seqno` is the master's when it sent them: the replica may not know yet that so much
+    is committed. Values below the partition's own change nothing. Raises FloorsRefusedError for
+    floors that no master can have, or above what this replica holds.
+    """
+    part = engine.partitions[vb_id]
+    if floor > min(committed_seqno, part.high_seqno) or purge >= max(floor, 1):
+        raise FloorsRefusedError(
+            f"vb {vb_id}: the master sent history floor {floor} and purge seqno {purge}, with "
+            f"committed seqno {committed_seqno}. This replica ends at seqno {part.high_seqno}. A "
+            "purge seqno is below its floor, and a floor is a committed change that is here"
+        )
+    engine.keyspace.raise_floor(vb_id, floor, purge, known_seqno=committed_seqno)
+
+
+def _check_epoch(engine: Engine, vb_id: int, epoch: int) -> None:
+    present = engine.partitions[vb_id].leader_epoch
+    if epoch > EPOCH_MAX:
+        raise StaleEpochError(
+            f"vb {vb_id}: leader epoch {epoch} is above {EPOCH_MAX}, the last one"
+        )
+    if epoch < present:
+        raise StaleEpochError(
+            f"vb {vb_id} is in leader epoch {present}; epoch {epoch} is over, and so is the "
+            "mastership that it stands for. Ask the present master"
+        )
