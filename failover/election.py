@@ -21,19 +21,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from failover.partition_record import PartitionRecord, majority
+from failover.replication_record import ReplicationRecord, majority
 
 REPORT_VALID_NS: Final = 2_000_000_000
 """How long a report counts. Replicas repeat theirs every 500 ms while they hear no master. Two
 short interruptions an hour apart must not add up to a majority."""
 
 
-class Report(NamedTuple):
+class SuspectReport(NamedTuple):
     """What a member says when it hears no master, about one partition."""
 
     member: str
     epoch: int
-    """The epoch of the partition record that the member knows."""
+    """The epoch of the replication record that the member knows."""
     version_epoch: int
     """The epoch in which its newest version began."""
     end_seqno: int
@@ -45,7 +45,9 @@ class Report(NamedTuple):
     the log was written anew."""
 
 
-def counting(record: PartitionRecord, reports: Iterable[Report], now_ns: int) -> tuple[Report, ...]:
+def counting(
+    record: ReplicationRecord, reports: Iterable[SuspectReport], now_ns: int
+) -> tuple[SuspectReport, ...]:
     """Return the reports that count: of ISR members, under the record's epoch, and recent.
 
     A report under another epoch speaks of another master. A member that knows the record's epoch no
@@ -61,8 +63,8 @@ def counting(record: PartitionRecord, reports: Iterable[Report], now_ns: int) ->
 
 
 def is_master_gone(
-    record: PartitionRecord,
-    reports: Iterable[Report],
+    record: ReplicationRecord,
+    reports: Iterable[SuspectReport],
     now_ns: int,
     *,
     is_lease_over: bool,
@@ -83,8 +85,8 @@ def is_master_gone(
 
 
 def master_to_elect(
-    record: PartitionRecord,
-    reports: Iterable[Report],
+    record: ReplicationRecord,
+    reports: Iterable[SuspectReport],
     now_ns: int,
     *,
     is_lease_over: bool,
@@ -101,7 +103,7 @@ def master_to_elect(
 
 
 def master_to_elect_uncleanly(
-    record: PartitionRecord, reports: Iterable[Report], now_ns: int, *, is_lease_over: bool
+    record: ReplicationRecord, reports: Iterable[SuspectReport], now_ns: int, *, is_lease_over: bool
 ) -> str | None:
     """Return which member an unclean election chooses; None: nobody, or a clean one is possible.
 
@@ -125,7 +127,7 @@ def master_to_elect_uncleanly(
     )
 
 
-def _longest(record: PartitionRecord, reports: Iterable[Report]) -> str | None:
+def _longest(record: ReplicationRecord, reports: Iterable[SuspectReport]) -> str | None:
     """Return the member with the longest log: by version, by seqno, then by preference."""
     best = max(
         reports,

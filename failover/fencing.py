@@ -18,12 +18,12 @@ def is_same_epoch(own_epoch: int, other_epoch: int) -> bool:
 def refusal(own_epoch: int, other_epoch: int) -> str | None:
     """Return why a peer's request is refused, with both epochs; None if it is not.
 
-    Whoever is on the lower epoch reads the partition record again before it tries again.
+    The side on the lower epoch reads the replication record again before the next attempt.
     """
     if is_same_epoch(own_epoch, other_epoch):
         return None
-    late = "here, which reads it again" if own_epoch < other_epoch else "at the peer"
+    behind = "this node" if own_epoch < other_epoch else "the peer"
     return (
-        f"leader epoch {other_epoch} was sent, and {own_epoch} is known here: the partition record"
-        f" is out of date {late}. Try again under the newer epoch."
+        f"the peer sent leader epoch {other_epoch}, and this node is on {own_epoch}: {behind} has"
+        " an old replication record. Read the record again, and try under the newer epoch."
     )

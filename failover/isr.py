@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from failover.partition_record import majority
+from failover.replication_record import majority
 
 CONFIRMATION_NS: Final = 500_000_000
 """How long a member's confirmation lets its master answer reads: five heartbeats."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from failover.history import FailoverLog
-from failover.partition_record import HandedOver, PartitionRecord
+from failover.replication_record import HandedOver, ReplicationRecord
 
 
 class FirstStep(NamedTuple):
@@ -35,7 +35,7 @@ def takes_over(handover: HandedOver | None, log: FailoverLog, end_seqno: int) ->
     return handover is not None and handover == (log.current.vb_uuid, end_seqno)
 
 
-def first_step(record: PartitionRecord, log: FailoverLog, end_seqno: int) -> FirstStep:
+def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> FirstStep:
     """Return what a new master does before it serves; `log` and `end_seqno` are its own.
 
     A branch that the record names is finished here if this member has not rolled back yet. The
@@ -53,7 +53,7 @@ def first_step(record: PartitionRecord, log: FailoverLog, end_seqno: int) -> Fir
     return FirstStep(None, end_seqno)
 
 
-def is_branch_done(record: PartitionRecord, acknowledged_epochs: dict[str, int]) -> bool:
+def is_branch_done(record: ReplicationRecord, acknowledged_epochs: dict[str, int]) -> bool:
     """Return whether every ISR member has rolled back for the branch that is under way.
 
     `acknowledged_epochs` has the epoch under which each member last reconciled with this master;
@@ -74,7 +74,7 @@ def may_send_back(*, is_master: bool, hw_seqno: int, version_start_seqno: int) -
 
 
 def may_have_been_answered(
-    record: PartitionRecord, reconciled_epoch: int, *, acknowledges_as_master: bool
+    record: ReplicationRecord, reconciled_epoch: int, *, acknowledges_as_master: bool
 ) -> bool:
     """Return whether what a member cuts off may have been answered, and goes into quarantine first.
 

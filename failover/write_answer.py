@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from dcp.wire.status import Status
-from failover.partition_record import majority
+from failover.replication_record import majority
 
 LEVEL_MIN: Final = 1
 LEVEL_MAX: Final = 3
@@ -95,7 +95,7 @@ REFUSALS: Final = (
 """The rows of docs/replication.md, in order."""
 
 
-class Refused(NamedTuple):
+class WriteRefusal(NamedTuple):
     """Why a write is refused. Nothing was done."""
 
     status: Status
@@ -109,13 +109,13 @@ def in_sync_wanted(state: WriteState) -> int:
     return max(state.min_in_sync, majority(state.counted_copies))
 
 
-def refusal_of(state: WriteState) -> Refused | None:
+def refusal_of(state: WriteState) -> WriteRefusal | None:
     """Return why a write is refused before it is applied; None: it may be applied."""
     frame = state.durability
     for row in REFUSALS:
         status = row.without_frame if frame is None else row.with_frame
         if status is not None and row.applies(state, frame or _NO_FRAME):
-            return Refused(status, row.reason)
+            return WriteRefusal(status, row.reason)
     return None
 
 

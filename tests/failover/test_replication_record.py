@@ -1,4 +1,4 @@
-"""The partition record: its transitions, what each asserts, and its stored form."""
+"""The replication record: its transitions, what each asserts, and its stored form."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from failover.partition_record import (
+from failover.replication_record import (
     COPIES_MAX,
     BranchUnderWay,
     HandedOver,
-    PartitionRecord,
+    ReplicationRecord,
     add_copy,
     create,
     elect,
@@ -34,7 +34,7 @@ ABC = create("abc")
 
 
 def test_a_new_partition_is_led_by_its_most_preferred_copy():
-    assert PartitionRecord(("a", "b", "c"), frozenset("abc"), 1, "a") == ABC
+    assert ReplicationRecord(("a", "b", "c"), frozenset("abc"), 1, "a") == ABC
     assert ABC.counted_copies == 3
 
 
@@ -62,7 +62,7 @@ def test_an_election_takes_out_those_that_are_known_to_be_gone():
 
 
 def test_who_restarts_is_elected_again_under_a_new_epoch():
-    assert elect(ABC, "a") == PartitionRecord(("a", "b", "c"), frozenset("abc"), 2, "a")
+    assert elect(ABC, "a") == ReplicationRecord(("a", "b", "c"), frozenset("abc"), 2, "a")
 
 
 def test_an_unclean_election_leaves_one_in_sync_and_says_since_when():
@@ -152,7 +152,7 @@ def test_a_wrong_transition_is_a_fault_of_the_caller(wrong, words):
         wrong()
 
 
-FULL = PartitionRecord(
+FULL = ReplicationRecord(
     copies=("a", "b", "c", "d"),
     isr=frozenset("ab"),
     epoch=9,
@@ -168,7 +168,7 @@ FULL = PartitionRecord(
 @pytest.mark.parametrize("record", [ABC, vacate(ABC), FULL])
 def test_the_stored_form_comes_back(record):
     stored = cbor2.loads(cbor2.dumps(record.to_document()))
-    assert PartitionRecord.from_document(stored) == record
+    assert ReplicationRecord.from_document(stored) == record
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_the_stored_form_comes_back(record):
 )
 def test_a_record_that_cannot_be_read_says_why(change, words):
     with pytest.raises(ValueError, match=words):
-        PartitionRecord.from_document({**FULL.to_document(), **change})
+        ReplicationRecord.from_document({**FULL.to_document(), **change})
 
 
 @pytest.mark.parametrize("document", [None, [], {}, {"copies": ["a"]}])
 def test_what_is_no_record_says_so(document):
-    with pytest.raises(ValueError, match="partition record: "):
-        PartitionRecord.from_document(document)
+    with pytest.raises(ValueError, match="replication record: "):
+        ReplicationRecord.from_document(document)
 
 
 MEMBERS = st.sampled_from("abcde")
@@ -269,7 +269,7 @@ class Transitions(RuleBasedStateMachine):
 
     @invariant()
     def the_stored_form_comes_back(self):
-        assert PartitionRecord.from_document(self.record.to_document()) == self.record
+        assert ReplicationRecord.from_document(self.record.to_document()) == self.record
 
 
 TestTransitions = Transitions.TestCase
@@ -279,4 +279,4 @@ TestTransitions = Transitions.TestCase
 def test_a_stored_value_of_any_type_raises_nothing_else(value):
     for field in FULL.to_document():
         with suppress(ValueError):
-            PartitionRecord.from_document({**FULL.to_document(), field: value})
+            ReplicationRecord.from_document({**FULL.to_document(), field: value})

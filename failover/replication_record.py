@@ -1,4 +1,4 @@
-"""The partition record: who holds a copy of a partition, who is its master, and under which epoch.
+"""The replication record: a partition's copies, its master, its in-sync set and its epoch.
 
 There is one record per partition in the metadata store. This module has its invariants and its
 transitions. A transition takes a record and returns a new one. The caller writes the new record
@@ -58,7 +58,7 @@ class BranchUnderWay(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionRecord:
+class ReplicationRecord:
     """One partition's record. Immutable: a change returns a new record."""
 
     copies: tuple[str, ...]
@@ -102,17 +102,19 @@ class PartitionRecord:
         }
 
     @classmethod
-    def from_document(cls, document: object) -> PartitionRecord:
+    def from_document(cls, document: object) -> ReplicationRecord:
         """Return the record from its `to_document` form.
 
         Raises ValueError that says what is wrong. The caller then leaves the partition as it is.
         """
         if not isinstance(document, dict):
-            raise ValueError(f"partition record: a map is wanted, found {type(document).__name__}")
+            raise ValueError(
+                f"replication record: a map is wanted, found {type(document).__name__}"
+            )
         missing, unknown = _FIELDS - document.keys(), document.keys() - _FIELDS
         if missing or unknown:
             raise ValueError(
-                f"partition record: missing fields {sorted(missing)}, unknown fields"
+                f"replication record: missing fields {sorted(missing)}, unknown fields"
                 f" {sorted(map(str, unknown))}; another version of dcpd may have written it"
             )
         unclean = document["unclean_epoch"]
@@ -135,7 +137,7 @@ class PartitionRecord:
 
 _Pair = TypeVar("_Pair", HandedOver, BranchUnderWay)
 
-_FIELDS: Final = frozenset(PartitionRecord.__dataclass_fields__)
+_FIELDS: Final = frozenset(ReplicationRecord.__dataclass_fields__)
 
 
 def majority(count: int) -> int:
@@ -143,7 +145,7 @@ def majority(count: int) -> int:
     return count // 2 + 1
 
 
-def create(copies: Iterable[str], filling: Iterable[str] = ()) -> PartitionRecord:
+def create(copies: Iterable[str], filling: Iterable[str] = ()) -> ReplicationRecord:
     """Return the record of a new, empty partition.
 
     Its first master is the most preferred copy. All copies are empty, so all are in sync, except
@@ -152,12 +154,12 @@ def create(copies: Iterable[str], filling: Iterable[str] = ()) -> PartitionRecor
     ordered, being_filled = tuple(copies), frozenset(filling)
     isr = frozenset(ordered) - being_filled
     first = next((member for member in ordered if member in isr), None)
-    return PartitionRecord(ordered, isr, 1, first, filling=being_filled)
+    return ReplicationRecord(ordered, isr, 1, first, filling=being_filled)
 
 
 def elect(
-    record: PartitionRecord, member: str, gone: Iterable[str] = frozenset()
-) -> PartitionRecord:
+    record: ReplicationRecord, member: str, gone: Iterable[str] = frozenset()
+) -> ReplicationRecord:
     """Return the record after a clean election: `member` is master under the next epoch.
 
     `gone` are members whose nodes are known to be gone. They leave the ISR in the same transaction,
@@ -177,7 +179,7 @@ def elect(
     )
 
 
-def unclean_elect(record: PartitionRecord, member: str) -> PartitionRecord:
+def unclean_elect(record: ReplicationRecord, member: str) -> ReplicationRecord:
     """Return the record after an unclean election: `member` alone is in sync.
 
     Committed changes may be lost. The record keeps the epoch, so that members which return know
@@ -197,7 +199,7 @@ def unclean_elect(record: PartitionRecord, member: str) -> PartitionRecord:
     )
 
 
-def vacate(record: PartitionRecord) -> PartitionRecord:
+def vacate(record: ReplicationRecord) -> ReplicationRecord:
     """Return the record without a master, under the next epoch. The ISR stays as it was.
 
     For a partition whose master is gone while nobody else of the ISR can be reached.
@@ -206,12 +208,12 @@ def vacate(record: PartitionRecord) -> PartitionRecord:
     return replace(record, epoch=record.epoch + 1, master=None, handover=None)
 
 
-def want(record: PartitionRecord, member: str | None) -> PartitionRecord:
+def want(record: ReplicationRecord, member: str | None) -> ReplicationRecord:
     """Return the record with another wanted master. None, or the master itself: leave it there."""
     return replace(record, wanted_master=None if member == record.master else member)
 
 
-def add_copy(record: PartitionRecord, member: str) -> PartitionRecord:
+def add_copy(record: ReplicationRecord, member: str) -> ReplicationRecord:
     """Return the record with another copy, the least preferred one, which is to be filled."""
     assert member not in record.copies, f"{member} holds a copy already"
     return replace(
@@ -219,7 +221,7 @@ def add_copy(record: PartitionRecord, member: str) -> PartitionRecord:
     )
 
 
-def shrink(record: PartitionRecord, members: Iterable[str]) -> PartitionRecord:
+def shrink(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:
     """Return the record with these members out of the ISR. The epoch stays."""
     leaving = frozenset(members)
     assert record.master is not None, "only a master changes its ISR"
@@ -228,7 +230,7 @@ def shrink(record: PartitionRecord, members: Iterable[str]) -> PartitionRecord:
     return replace(record, isr=record.isr - leaving)
 
 
-def expand(record: PartitionRecord, members: Iterable[str]) -> PartitionRecord:
+def expand(record: ReplicationRecord, members: Iterable[str]) -> ReplicationRecord:
     """Return the record with these members in the ISR. A copy that was being filled is full now."""
     joining = frozenset(members)
     assert record.master is not None, "only a master changes its ISR"
@@ -236,11 +238,11 @@ def expand(record: PartitionRecord, members: Iterable[str]) -> PartitionRecord:
     return replace(record, isr=record.isr | joining, filling=record.filling - joining)
 
 
-def hand_over(record: PartitionRecord, end: HandedOver) -> PartitionRecord:
+def hand_over(record: ReplicationRecord, end: HandedOver) -> ReplicationRecord:
     """Return the record after a handover to the wanted master, which is in sync.
 
     `end` is the old master's newest version and its last seqno, all of it committed. The new master
-    compares them with its own (`failover.versions.takes_over`).
+    compares them with its own (`failover.promotion.takes_over`).
     """
     wanted = record.wanted_master
     assert record.master is not None, "nobody can hand over"
@@ -250,20 +252,20 @@ def hand_over(record: PartitionRecord, end: HandedOver) -> PartitionRecord:
     return replace(record, epoch=record.epoch + 1, master=wanted, wanted_master=None, handover=end)
 
 
-def start_branch(record: PartitionRecord, branch: BranchUnderWay) -> PartitionRecord:
+def start_branch(record: ReplicationRecord, branch: BranchUnderWay) -> ReplicationRecord:
     """Return the record with a branch under way, under the next epoch and the same master."""
     assert record.master is not None, "only a master branches"
     assert record.branch is None, "another branch is under way"
     return replace(record, epoch=record.epoch + 1, branch=branch, handover=None)
 
 
-def finish_branch(record: PartitionRecord) -> PartitionRecord:
+def finish_branch(record: ReplicationRecord) -> ReplicationRecord:
     """Return the record after the whole ISR has rolled back. The epoch stays."""
     assert record.branch is not None, "no branch is under way"
     return replace(record, branch=None)
 
 
-def is_master(record: PartitionRecord, member: str, first_seen_epoch: int) -> bool:
+def is_master(record: ReplicationRecord, member: str, first_seen_epoch: int) -> bool:
     """Return whether the process that holds folder `member` is master by this record.
 
     `first_seen_epoch` is the epoch that the record had when the process first read it (0: it has
@@ -273,11 +275,11 @@ def is_master(record: PartitionRecord, member: str, first_seen_epoch: int) -> bo
     return record.master == member and record.epoch > first_seen_epoch
 
 
-def _still_wanted(record: PartitionRecord, master: str) -> str | None:
+def _still_wanted(record: ReplicationRecord, master: str) -> str | None:
     return None if record.wanted_master == master else record.wanted_master
 
 
-def _problem_of(record: PartitionRecord) -> str:
+def _problem_of(record: ReplicationRecord) -> str:
     """Return what is wrong with a record, in words; "" if nothing is."""
     copies = frozenset(record.copies)
     epoch, master = record.epoch, record.master
@@ -307,14 +309,14 @@ def _problem_of(record: PartitionRecord) -> str:
     )
     for is_right, problem in checks:
         if not is_right:
-            return f"partition record: {problem}"
+            return f"replication record: {problem}"
     return ""
 
 
 def _whole(field: str, value: object) -> int:
     """Return a stored whole number, or raise ValueError."""
     if type(value) is not int or value < 0:
-        raise ValueError(f"partition record, {field}: a whole number is wanted, found {value!r}")
+        raise ValueError(f"replication record, {field}: a whole number is wanted, found {value!r}")
     return value
 
 
@@ -322,15 +324,15 @@ def _member(field: str, value: object) -> str | None:
     """Return a stored folder id or None, or raise ValueError."""
     if value is None or isinstance(value, str):
         return value
-    raise ValueError(f"partition record, {field}: a folder id or null is wanted, found {value!r}")
+    raise ValueError(f"replication record, {field}: a folder id or null is wanted, found {value!r}")
 
 
 def _members(field: str, value: object) -> tuple[str, ...]:
     """Return stored folder ids, or raise ValueError."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"partition record, {field}: a list of folder ids is wanted: {value!r}")
+        raise ValueError(f"replication record, {field}: a list of folder ids is wanted: {value!r}")
     if len(set(value)) != len(value):
-        raise ValueError(f"partition record, {field}: a folder id stands there twice: {value!r}")
+        raise ValueError(f"replication record, {field}: a folder id stands there twice: {value!r}")
     return tuple(value)
 
 
@@ -339,8 +341,12 @@ def _pair(field: str, value: object, kind: type[_Pair]) -> _Pair | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"partition record, {field}: [vb_uuid, seqno] is wanted, found {value!r}")
+        raise ValueError(
+            f"replication record, {field}: [vb_uuid, seqno] is wanted, found {value!r}"
+        )
     vb_uuid, seqno = (_whole(field, item) for item in value)
     if not 0 < vb_uuid <= VB_UUID_MAX or seqno > SEQNO_MAX:
-        raise ValueError(f"partition record, {field}: vb_uuid {vb_uuid} or seqno {seqno} too large")
+        raise ValueError(
+            f"replication record, {field}: vb_uuid {vb_uuid} or seqno {seqno} too large"
+        )
     return kind(vb_uuid, seqno)
