@@ -127,18 +127,19 @@ class Candidate(NamedTuple):
     """A sync failed there, and the end of its log has not been written anew since."""
 
 
-def may_join(candidate: Candidate, epoch: int, hw_seqno: int, version_start_seqno: int) -> bool:
+def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno: int) -> bool:
     """Return whether a master may ask the store to let a replica into the ISR.
 
-    `epoch` and `hw_seqno` are the master's own; `version_start_seqno` is where its newest version
-    began. A new master may have an HW that is too low. So nobody joins before the HW has
-    reached the start of its version, which is at or above all that was committed before.
+    `epoch` and `hw_seqno` are the master's own; `epoch_start_seqno` is its end when it became
+    master. That is at or above all that was committed before, while the HW of a new master may be
+    too low. So nobody joins before the HW has reached it. The start of the master's version is
+    not enough: after a handover the version is older than the epoch.
     """
     given = candidate.acknowledgement
     return (
         given.epoch == epoch
         and given.synced_seqno >= hw_seqno
-        and hw_seqno >= version_start_seqno
+        and hw_seqno >= epoch_start_seqno
         and candidate.is_level
         and not candidate.has_incomplete_snapshot
         and not candidate.has_failed_sync

@@ -25,6 +25,8 @@ class FirstStep(NamedTuple):
     """Roll back to here with the version of the operator's branch; None: no branch to finish."""
     version_seqno: int | None
     """Begin the new version here; None: go on in the version that was handed over."""
+    committed_seqno: int = 0
+    """The HW is at least this: whoever hands over has committed all before."""
 
 
 def takes_over(handover: HandedOver | None, log: FailoverLog, end_seqno: int) -> bool:
@@ -49,7 +51,7 @@ def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> F
             return FirstStep(branch.seqno, branch.seqno)
         return FirstStep(None, end_seqno)
     if takes_over(record.handover, log, end_seqno):
-        return FirstStep(None, None)
+        return FirstStep(None, None, end_seqno)
     return FirstStep(None, end_seqno)
 
 
@@ -64,13 +66,14 @@ def is_branch_done(record: ReplicationRecord, acknowledged_epochs: dict[str, int
     )
 
 
-def may_send_back(*, is_master: bool, hw_seqno: int, version_start_seqno: int) -> bool:
+def may_send_back(*, is_master: bool, hw_seqno: int, epoch_start_seqno: int) -> bool:
     """Return whether a consumer may be told ROLLBACK or ERANGE; otherwise it is told ETMPFAIL.
 
-    A replica, and a new master whose HW has not reached the start of its version, may be behind the
-    consumer. They send nobody back. Replicas that ask are answered from the log at once.
+    `epoch_start_seqno` is the master's end when it became master. A replica, and a new master whose
+    HW has not reached it, may be behind the consumer. They send nobody back. Replicas that ask are
+    answered from the log at once.
     """
-    return is_master and hw_seqno >= version_start_seqno
+    return is_master and hw_seqno >= epoch_start_seqno
 
 
 def may_have_been_answered(

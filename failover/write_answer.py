@@ -42,7 +42,8 @@ class WriteState(NamedTuple):
     is_confirmed: bool
     """The read fence (failover/isr.py): this master is confirmed, or alone in its ISR."""
     hw_seqno: int
-    version_start_seqno: int
+    epoch_start_seqno: int
+    """The master's end when it became master."""
 
 
 class Row(NamedTuple):
@@ -81,7 +82,7 @@ REFUSALS: Final = (
     ),
     Row(
         "the new master does not know yet what is committed; try again",
-        lambda state, _: state.hw_seqno < state.version_start_seqno,
+        lambda state, _: state.hw_seqno < state.epoch_start_seqno,
         Status.ETMPFAIL,
         Status.ETMPFAIL,
     ),
