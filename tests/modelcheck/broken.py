@@ -16,7 +16,7 @@ from .rules import RIGHT, History, Rules
 from .values import Bounds
 
 
-class Broken(NamedTuple):
+class BrokenRule(NamedTuple):
     """A wrong rule, and bounds within which it is found."""
 
     rules: Rules
@@ -106,57 +106,62 @@ def grown_when_confirmed(confirmed: frozenset[str], asked: frozenset[str] | None
     return confirmed
 
 
+def same_after_restart(record: ReplicationRecord, member: str, first_seen_epoch: int) -> bool:
+    """A process that restarts is master again, without an election."""
+    return record.master == member
+
+
 BROKEN = {
-    "cut-to-hw": Broken(
+    "cut-to-hw": BrokenRule(
         replace(RIGHT, truncation=cut_to_hw),
         Bounds(3, 1, 3, 0),
         "truncation to the HW instead of a comparison of histories",
     ),
-    "kip-101": Broken(
+    "kip-101": BrokenRule(
         replace(RIGHT, truncation=kip_101),
-        Bounds(3, 2, 3, 1),
+        Bounds(3, 2, 3, 0),
         "KIP-101 alone: one question for the end of the replica's newest epoch",
     ),
-    "kip-279": Broken(
+    "kip-279": BrokenRule(
         replace(
             RIGHT, is_same_epoch=any_epoch, high_watermark=hw_of_any_epoch, may_join=join_at_hw
         ),
         Bounds(3, 2, 3, 0),
         "KIP-279 alone: histories are compared, but nothing is fenced (the rules of KIP-320)",
     ),
-    "early-join": Broken(
+    "early-join": BrokenRule(
         replace(RIGHT, may_join=join_at_hw),
         Bounds(3, 1, 3, 0),
         "a replica joins before the HW has reached the start of the master's epoch",
     ),
-    "version-join": Broken(
+    "version-join": BrokenRule(
         replace(RIGHT, start_to_reach=version_start, first_step=no_committed_seqno),
         Bounds(3, 1, 3, 0),
         "a replica joins when the HW has reached the start of the version, not of the epoch",
     ),
-    "no-version": Broken(
+    "no-version": BrokenRule(
         replace(RIGHT, first_step=no_version),
         Bounds(3, 2, 3, 0),
         "no version at failovers",
     ),
-    "received": Broken(
+    "received": BrokenRule(
         replace(RIGHT, acknowledgeable_seqno=received),
-        Bounds(3, 1, 2, 2),
+        Bounds(3, 1, 2, 1),
         "the HW counts what was received, not what was synced",
     ),
-    "early-shrink": Broken(
+    "early-shrink": BrokenRule(
         replace(RIGHT, effective_isr=shrunk_at_once),
         Bounds(3, 1, 2, 0),
         "a shrink counts before it is confirmed",
     ),
-    "late-expand": Broken(
+    "late-expand": BrokenRule(
         replace(RIGHT, effective_isr=grown_when_confirmed),
         Bounds(3, 1, 2, 0),
         "an expansion counts only when it is confirmed",
     ),
-    "send-early": Broken(
-        replace(RIGHT, sendable_seqno=received),
-        Bounds(3, 2, 3, 1),
-        "a master sends what it has not synced",
+    "send-early": BrokenRule(
+        replace(RIGHT, sendable_seqno=received, is_master=same_after_restart),
+        Bounds(3, 2, 2, 1),
+        "a master sends what it has not synced, and goes on as master after a restart",
     ),
 }

@@ -53,8 +53,13 @@ class Model:
         self._grown: dict[tuple[int, int], int] = {}
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
-        self._cuts: dict[int, list[int]] = {}
+        self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
         self._renaming = Renaming(bounds.replicas, self.records, self.replicas)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """What the numbers of states mean."""
+        return (self.records, self.replicas, self.committed, self._renaming.looks)
 
     def first(self) -> State:
         """The state in which the first replica has become master of an empty partition."""
@@ -250,7 +255,7 @@ class Model:
         self, record: ReplicationRecord, record_number: int, replica: Replica, i: int
     ) -> Iterator[tuple]:
         new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0)
-        if not records.is_master(record, NAMES[i], replica.epoch):
+        if not self.rules.is_master(record, NAMES[i], replica.epoch):
             step = Step(f"{{0}} learns of epoch {record.epoch}", i)
             yield step, record_number, self.replicas.number(new), None
             return
@@ -317,13 +322,20 @@ class Model:
                 for told in combinations(reports, count)
             }
             self._elections[key] = [
-                (
-                    Step("the store elects {0}", NAMES.index(member)),
-                    self.records.number(records.elect(record, member)),
-                )
+                each
                 for member in sorted(filter(None, elected))
+                for each in self._elect(record, member)
             ]
         return self._elections[key]
+
+    def _elect(self, record: ReplicationRecord, member: str) -> Iterator[tuple[Step, int]]:
+        """The old master stays in the ISR, or leaves it because its node is known to be gone."""
+        i, old = NAMES.index(member), record.master
+        assert old is not None
+        yield Step("the store elects {0}", i), self.records.number(records.elect(record, member))
+        if old != member:
+            step = Step("the store elects {0}, and {1} is gone", i, NAMES.index(old))
+            yield step, self.records.number(records.elect(record, member, gone={old}))
 
     # What a master and a replica do with each other.
 
@@ -381,37 +393,41 @@ class Model:
     def _cut_steps(
         self, record: int, now: list[int], rest: tuple[int, ...]
     ) -> Iterator[tuple[Step, State]]:
-        epoch = self.records.values[record].epoch
+        outcomes = []
         for i, each in enumerate(now):
-            for new in self._after_cut(each, epoch):
-                kept = len(self.replicas.values[new].log)
-                step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
+            found = self._cuts.get((record, each, i))
+            if found is None:
+                found = self._cuts[record, each, i] = self._after_cut(record, each, i)
+            outcomes.append(found)
+            for step, new in found:
                 yield step, self._with(record, now, i, new, rest, step)
-        losing = [self._after_cut(each, epoch)[-1] for each in now]
+        losing = [found[-1][1] for found in outcomes]
         yield Step("power cut of all", 0), self._settled(record, losing, rest)
 
-    def _after_cut(self, number: int, epoch: int) -> list[int]:
+    def _after_cut(self, record_number: int, number: int, i: int) -> list[tuple[Step, int]]:
         """Return the replica after each outcome of a cut, the worst one last.
 
         It has started again and read the record. What it kept it has synced; it forgot its HW.
         """
-        key = number << 8 | epoch
-        if key not in self._cuts:
-            replica = self.replicas.values[number]
-            self._cuts[key] = [
-                self.replicas.number(
-                    replica._replace(
-                        log=replica.log[:kept],
-                        synced=kept,
-                        epoch=epoch,
-                        hw=0,
-                        is_reconciled=False,
-                        lead=None,
-                    )
-                )
-                for kept in range(len(replica.log), replica.synced - 1, -1)
-            ]
-        return self._cuts[key]
+        record, replica = self.records.values[record_number], self.replicas.values[number]
+        lead = None
+        was_master = replica.lead is not None and replica.epoch == record.epoch
+        if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
+            lead = Lead((None,) * len(self.members), record.isr, None, replica.synced)
+        outcomes = []
+        for kept in range(len(replica.log), replica.synced - 1, -1):
+            new = Replica(
+                log=replica.log[:kept],
+                synced=kept,
+                versions=replica.versions,
+                epoch=record.epoch,
+                hw=0,
+                is_reconciled=lead is not None,
+                lead=lead,
+            )
+            step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
+            outcomes.append((step, self.replicas.number(new)))
+        return outcomes
 
     # What must hold.
 

@@ -22,7 +22,7 @@ class Renaming:
         self._known_records, self._known_replicas = records, replicas
         self._orders = list(permutations(range(count)))
         self._place = {order: number for number, order in enumerate(self._orders)}
-        self._looks: Table[Any] = Table()
+        self.looks: Table[Any] = Table()
         self._look: dict[int, int] = {}
         self._seats: dict[int, tuple[int, ...]] = {}
         self._replicas: dict[tuple[int, int], int] = {}
@@ -61,7 +61,7 @@ class Renaming:
             asked = -1 if lead.asked is None else len(lead.asked)
             acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
             seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start)
-        self._look[number] = self._looks.number((*replica[:-1], seen))
+        self._look[number] = self.looks.number((*replica[:-1], seen))
         return self._look[number]
 
     def _find_seats(self, number: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from failover import election, fencing, isr, promotion
+from failover import election, fencing, isr, promotion, replication_record
 from failover.history import FailoverLog
 from failover.replication_record import ReplicationRecord
 from failover.rollback import Question, decide
@@ -58,6 +58,7 @@ class Rules:
     ] = isr.high_watermark
     may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join
     is_same_epoch: Callable[[int, int], bool] = fencing.is_same_epoch
+    is_master: Callable[[ReplicationRecord, str, int], bool] = replication_record.is_master
     master_to_elect: Callable[..., str | None] = election.master_to_elect
     truncation: Callable[[History, History], int | None] = truncation
     first_step: Callable[[ReplicationRecord, FailoverLog, int], promotion.FirstStep] = (

@@ -95,6 +95,12 @@ class Table(Generic[Value]):
             self.values.append(value)
         return found
 
+    def restore(self, values: list[Value]) -> None:
+        """Give these values the numbers that they had. The first state is known already."""
+        for value in values:
+            self.number(value)
+        assert self.values == values
+
 
 class Replicas(Table[Replica]):
     """All replicas seen so far. `masters` has the numbers of those that lead."""
