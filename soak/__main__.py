@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from soak import churn, flip, kill, power, proxy
+from soak import check, churn, flip, kill, power, proxy
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -100,6 +100,10 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
+    checking = commands.add_parser("check", help="all states of the rules of replication")
+    checking.add_argument("--minutes", type=float, help="stop after this time")
+    checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
+    checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
@@ -112,6 +116,8 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
         return 0
+    if arguments.command == "check":
+        return check.soak(arguments.folder, arguments.minutes, arguments.states)
     if arguments.command == "churn":
         plan = churn.Plan(
             arguments.keys, arguments.value_bytes, arguments.history_window, arguments.history_bytes
