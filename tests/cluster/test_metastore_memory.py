@@ -5,7 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from metastore_suite import MetaStoreSuite, Watched, run_on
+from metastore_harness import Watched, run_on
+from metastore_suite import MetaStoreSuite
 
 from dcp.cluster.metastore import (
     Compacted,
