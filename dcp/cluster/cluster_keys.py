@@ -58,7 +58,7 @@ class ClusterKeys:
         """Return the key of this kind for a member."""
         if not MEMBER_ID.fullmatch(member):
             raise ValueError(
-                f"member id {member!r}: 1 to 64 letters, digits, dots, dashes and underscores wanted"
+                f"member id {member!r}: 1 to 64 letters, digits, dots, dashes or underscores wanted"
             )
         return self.root + f"{kind}/{member}".encode()
 

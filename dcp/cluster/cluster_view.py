@@ -21,10 +21,10 @@ from dcp.cluster.cluster_records import (
     AliveRecord,
     LeaderRecord,
     MemberRecord,
+    MemberReport,
     OperatorCommand,
     RecordUnreadableError,
     StoredPartition,
-    SuspectReport,
     decode_partition,
     decode_record,
 )
@@ -50,7 +50,7 @@ class ClusterView:
         self.partitions: dict[int, Stored[StoredPartition]] = {}
         self.members: dict[str, Stored[MemberRecord]] = {}
         self.alive: dict[str, Stored[AliveRecord]] = {}
-        self.reports: dict[str, Stored[SuspectReport]] = {}
+        self.reports: dict[str, Stored[MemberReport]] = {}
         self.commands: dict[int, Stored[OperatorCommand]] = {}
         self.leader: Stored[LeaderRecord] | None = None
         self.leader_item: KeyValue | None = None
@@ -65,7 +65,7 @@ class ClusterView:
                 self.members, name.member, item, MemberRecord
             ),
             KeyKind.SUSPECT: lambda name, item: _change(
-                self.reports, name.member, item, SuspectReport
+                self.reports, name.member, item, MemberReport
             ),
             KeyKind.COMMAND: lambda name, item: _change(
                 self.commands, name.vb_id, item, OperatorCommand

@@ -134,7 +134,7 @@ class Membership:
             return LeaseGrant(LEASE_TTL_S)
         if self.state is MembershipState.ALIVE:
             return LeaseKeepAlive(self.lease_id)
-        record = AliveRecord(self.member, self.incarnation)
+        record = AliveRecord(member=self.member, incarnation=self.incarnation)
         return Txn(
             (if_unchanged(self._key, self._seen_mod_revision),),
             (Put(self._key, encode_record(record), self.lease_id),),
@@ -163,8 +163,11 @@ class Membership:
             self.state = MembershipState.ALIVE
             self._next_ns = self._asked_ns + KEEP_ALIVE_NS
             return []
+        try:
+            incarnation = decode_record(found[0], AliveRecord).incarnation if found else -1
+        except RecordUnreadableError as error:
+            return [Notice(f"cluster: member {self.member} waits for its key: {error}")]
         self._seen_mod_revision = found[0].mod_revision if found else 0
-        incarnation = _incarnation(found[0]) if found else -1
         if incarnation <= self.incarnation:
             return [self._ask(now_ns)]
         self.state = MembershipState.REPLACED
@@ -179,10 +182,3 @@ class Membership:
 
     def _is_ours(self, item: KeyValue) -> bool:
         return item.lease_id == self.lease_id
-
-
-def _incarnation(item: KeyValue) -> int:
-    try:
-        return decode_record(item, AliveRecord).incarnation
-    except RecordUnreadableError:
-        return -1  # written by who knows whom: the alive key may be replaced
