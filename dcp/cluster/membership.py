@@ -27,6 +27,7 @@ from dcp.cluster.cluster_records import (
     decode_record,
     encode_record,
 )
+from dcp.cluster.cluster_view import Stored
 from dcp.cluster.effects import (
     ANSWER_NS_MAX,
     RETRY_NS,
@@ -87,6 +88,8 @@ class Membership:
         self._asked_ns = 0
         self._next_ns = 0
         self._seen_mod_revision = 0
+        self._written_revision = 0
+        """A view at or above this revision has the alive key."""
         self._is_waiting = False
         self._tag = Tag(MEMBERSHIP, 0)
 
@@ -108,6 +111,20 @@ class Membership:
             self._next_ns = now_ns + RETRY_NS
             effects += self._answered(now_ns, event.result)
         return effects
+
+    def see(
+        self, now_ns: int, own: Stored[AliveRecord] | None, revision: int
+    ) -> list[MembershipEffect]:
+        """Take what a view at a revision has under this member's alive key."""
+        if not self.is_alive or revision < self._written_revision:
+            return []
+        if own is None:  # somebody deleted it: the lease would have told with its next renewal
+            self.state = MembershipState.ANNOUNCING
+            self._seen_mod_revision, self._next_ns = 0, now_ns
+            return [Notice(f"cluster: the key of member {self.member} is gone; writing it again")]
+        if own.content.incarnation > self.incarnation:
+            return self._replaced(own.content.incarnation)
+        return []
 
     def _check_lapse(self, now_ns: int) -> list[MembershipEffect]:
         if not self.lease_id or now_ns < self._lapses_ns:
@@ -161,6 +178,7 @@ class Membership:
         found = result.ranges[0].items if result.ranges else ()
         if result.succeeded or (found and self._is_ours(found[0])):
             self.state = MembershipState.ALIVE
+            self._written_revision = result.revision
             self._next_ns = self._asked_ns + KEEP_ALIVE_NS
             return []
         try:
@@ -170,6 +188,9 @@ class Membership:
         self._seen_mod_revision = found[0].mod_revision if found else 0
         if incarnation <= self.incarnation:
             return [self._ask(now_ns)]
+        return self._replaced(incarnation)
+
+    def _replaced(self, incarnation: int) -> list[MembershipEffect]:
         self.state = MembershipState.REPLACED
         self.lease_id = 0
         return [

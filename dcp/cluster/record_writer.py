@@ -56,13 +56,14 @@ from dcp.cluster.metastore import (
     StoreResult,
     Txn,
     TxnResult,
+    if_absent,
     if_created_at,
     if_unchanged,
 )
 from failover.replication_record import ReplicationRecord
 
-CHANGES_MAX: Final = TXN_OPERATIONS_MAX - 1
-"""Partitions in one transaction: one compare is the guard's."""
+COMPARES_MAX: Final = TXN_OPERATIONS_MAX - 1
+"""Changes and distinct `absent_key`s of one transaction together: one compare is the guard's."""
 
 
 class Guard(NamedTuple):
@@ -78,6 +79,8 @@ class RecordChange(NamedTuple):
     vb_id: int
     record: ReplicationRecord
     before: Stored[StoredPartition]
+    absent_key: bytes | None = None
+    """A key that has to be absent, because the change was decided by its absence."""
 
 
 class OutcomeKind(StrEnum):
@@ -93,10 +96,8 @@ class OutcomeKind(StrEnum):
 class WriteOutcome(NamedTuple):
     """The outcome of one change."""
 
-    vb_id: int
+    change: RecordChange
     kind: OutcomeKind
-    record: ReplicationRecord
-    """The record that was to be written."""
 
 
 WriterEffect: TypeAlias = StoreEffect | ViewChanged | WriteOutcome | Notice
@@ -136,9 +137,10 @@ class RecordWriter:
     def write(
         self, now_ns: int, changes: Sequence[RecordChange], guard: Guard | None = None
     ) -> list[WriterEffect]:
-        """Begin to write up to CHANGES_MAX records, all or none of them."""
+        """Begin to write these records, all or none of them; see COMPARES_MAX."""
         assert self.is_idle, "one transaction at a time"
-        assert 0 < len(changes) <= CHANGES_MAX
+        assert changes
+        assert compares_of(changes) <= COMPARES_MAX, "too many for one transaction"
         self._changes, self._guard = tuple(changes), guard
         self.state = WriterState.WRITING
         self._operation = self._next_operation()
@@ -172,6 +174,8 @@ class RecordWriter:
 
     def _txn(self, operation: str, *, is_fence: bool) -> Txn:
         compares = [if_created_at(*self._guard)] if self._guard is not None else []
+        if not is_fence:  # a fence has to succeed whatever the reasons of the change were
+            compares += [if_absent(key) for key in sorted(_absent_keys(self._changes))]
         puts = []
         for change in self._changes:
             item = change.before.item
@@ -246,7 +250,7 @@ class RecordWriter:
         changes, self._changes = self._changes, ()
         self.state = WriterState.IDLE
         self._is_waiting = False
-        return [WriteOutcome(change.vb_id, kind, change.record) for change in changes]
+        return [WriteOutcome(change, kind) for change in changes]
 
     # ---- The view
 
@@ -265,6 +269,15 @@ class RecordWriter:
         ]
         changed = self._view.learn(items, revision)
         return [ViewChanged(changed)] if changed else []
+
+
+def compares_of(changes: Sequence[RecordChange]) -> int:
+    """Return how many compares these changes need, the guard's not counted."""
+    return len(changes) + len(_absent_keys(changes))
+
+
+def _absent_keys(changes: Sequence[RecordChange]) -> set[bytes]:
+    return {change.absent_key for change in changes if change.absent_key is not None}
 
 
 def _first(read: RangeResult) -> KeyValue | None:

@@ -96,16 +96,26 @@ class ViewReader:
         if not isinstance(event.result, RangeResult):
             self._pause(now_ns)
             return [Notice(f"cluster view: the records were not read: {event.result}")]
+        before = self.view.unreadable.copy()
         changed = self.view.replace(event.result.items, event.result.revision)
         self._must_read = False
-        return [*self._watch(now_ns), ViewChanged(changed)]
+        return [*self._watch(now_ns), ViewChanged(changed), *self._unreadable(before)]
+
+    def _unreadable(self, before: dict[bytes, str]) -> list[ReaderEffect]:
+        """Return a notice for each record that cannot be read and was not told before."""
+        return [
+            Notice(f"cluster: a record cannot be read: {text}")
+            for key, text in self.view.unreadable.items()
+            if before.get(key) != text
+        ]
 
     def _delivered(self, now_ns: int, event: Delivered) -> list[ReaderEffect]:
         assert self.state is ReaderState.WATCHING
         message = event.message
         if isinstance(message, WatchBatch):
             self._until_ns = now_ns + REWATCH_NS
-            return [ViewChanged(self.view.apply(message))]
+            before = self.view.unreadable.copy()
+            return [ViewChanged(self.view.apply(message)), *self._unreadable(before)]
         self._watching = None
         if isinstance(message, Compacted):
             self._must_read = True
