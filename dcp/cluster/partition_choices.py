@@ -31,6 +31,9 @@ from failover.election import (
 )
 from failover.replication_record import ReplicationRecord, elect, unclean_elect, want
 
+GATHER_NS: Final = 100_000_000
+"""How long an election that is due waits for the rest of the ISR to report, so that the longest log
+wins. Members lose a dead master at about the same time."""
 UNCLEAN_WAIT_NS: Final = 1_000_000_000
 """How long nobody of the ISR has to be left before an unclean election. Members repeat reports
 every 500 ms, so by then all that are left have reported."""
@@ -56,6 +59,8 @@ class PartitionChoices:
         self._seen: dict[str, tuple[int, int]] = {}
         """Member -> mod revision of its report, and when it was first seen."""
         self._reports: dict[int, list[SuspectReport]] = {}
+        self._due_since: dict[int, tuple[int, int]] = {}
+        """Partition -> epoch, and since when an election is due under it."""
         self._nobody_since: dict[int, int] = {}
         """Partition -> since when an unclean election is the only way."""
         self._changed_ns: dict[int, int] = {}
@@ -101,8 +106,9 @@ class PartitionChoices:
             member = self._clean_choice(now_ns, vb_id, record)
             if member is not None:
                 self._nobody_since.pop(vb_id, None)
-                gone = self._gone(now_ns, vb_id, record) - {member}
-                yield self._change(vb_id, elect(record, member, gone), stored)
+                if self._is_gathered(now_ns, vb_id, record):
+                    gone = self._gone(now_ns, vb_id, record) - {member}
+                    yield self._change(vb_id, elect(record, member, gone), stored)
             elif (left := self._unclean_choice(now_ns, vb_id, record)) is not None:
                 yield self._change(vb_id, unclean_elect(record, left), stored)
         if self.settings.prefers_first:
@@ -125,9 +131,21 @@ class PartitionChoices:
             record, self._reports[vb_id], now_ns, is_lease_over=self._is_lease_over(record)
         )
 
+    def _is_gathered(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> bool:
+        """Return whether all of the ISR that live have reported, or have had time to."""
+        epoch, since_ns = self._due_since.get(vb_id, (0, 0))
+        if epoch != record.epoch:
+            self._due_since[vb_id] = (record.epoch, now_ns)
+            since_ns = now_ns
+        missing = record.isr - self._gone(now_ns, vb_id, record) - self._told(now_ns, vb_id, record)
+        return not missing or now_ns - since_ns >= GATHER_NS
+
+    def _told(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> set[str]:
+        return {report.member for report in counting(record, self._reports[vb_id], now_ns)}
+
     def _gone(self, now_ns: int, vb_id: int, record: ReplicationRecord) -> frozenset[str]:
         """Return who leaves the ISR with this election: the old master, and whose lease is over."""
-        reporters = {report.member for report in counting(record, self._reports[vb_id], now_ns)}
+        reporters = self._told(now_ns, vb_id, record)
         return frozenset(
             member
             for member in record.isr - reporters
@@ -141,7 +159,7 @@ class PartitionChoices:
         store alone is witness, and the record is judged as if the master were the whole ISR.
         """
         reports = self._reports[vb_id]
-        told = {report.member for report in counting(record, reports, now_ns)}
+        told = self._told(now_ns, vb_id, record)
         if any(member in told or member in self._view.alive for member in record.isr):
             self._nobody_since.pop(vb_id, None)
             return None

@@ -95,6 +95,8 @@ class RevisionStore:
         self._leases: dict[int, _Lease] = {}
         self._last_lease_id = 0
         self._now_ns = 0
+        self._subscribers: list[Callable[[], None]] = []
+        self._told_revision = FIRST_REVISION
         self._actions: Final[dict[type, Callable[[Any], StoreResult]]] = {
             Range: self._range,
             Txn: self._txn,
@@ -109,7 +111,19 @@ class RevisionStore:
     def apply(self, now_ns: int, request: StoreRequest) -> StoreResult:
         """Carry out one request at a time that is not before the last one."""
         self.expire(now_ns)
-        return self._actions[type(request)](request)
+        result = self._actions[type(request)](request)
+        self._tell()
+        return result
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Call `subscriber` after each call that raised the revision."""
+        self._subscribers.append(subscriber)
+
+    def _tell(self) -> None:
+        if self.revision > self._told_revision:
+            self._told_revision = self.revision
+            for subscriber in self._subscribers:
+                subscriber()
 
     def expire(self, now_ns: int) -> None:
         """End the leases whose time is over, the oldest first, each at a revision of its own."""
@@ -122,10 +136,11 @@ class RevisionStore:
         )
         for _, lease_id in over:
             self._end_lease(lease_id)
+        self._tell()
 
-    def next_expiry_ns(self) -> int | None:
-        """Return when the next lease runs out; None without leases."""
-        return min((lease.deadline_ns for lease in self._leases.values()), default=None)
+    def deadlines_ns(self) -> list[int]:
+        """Return when the leases run out, the next one first."""
+        return sorted(lease.deadline_ns for lease in self._leases.values())
 
     def restart(self, now_ns: int) -> None:
         """Do what a restart of etcd does: every lease gets its whole time again."""

@@ -14,6 +14,7 @@ from random import Random
 
 from dcp.cluster.metastore import (
     Compact,
+    LeaseResult,
     Lost,
     OutcomeUnknown,
     StoreRequest,
@@ -25,6 +26,8 @@ from dcp.cluster.metastore_memory import MemoryWatch
 from dcp.cluster.revision_store import RevisionStore
 
 MS = 1_000_000
+ABSENT_NS = 50 * MS
+"""How often a watch looks whether the store is back."""
 Schedule = Callable[[int, Callable[[], None]], None]
 
 
@@ -73,6 +76,7 @@ class FaultyMetaStore:
         self._schedule = schedule
         self._random = random
         self._watches: list[_FaultyWatch] = []
+        store.subscribe(self._wake)
 
     # ---- MetaStore
 
@@ -97,6 +101,8 @@ class FaultyMetaStore:
 
         def arrive() -> None:
             result = self.store.apply(self._now_ns(), request)
+            if isinstance(result, LeaseResult):
+                self._schedule(result.ttl_s * 1000 * MS, self._expire)
             if not is_mute:
                 self._schedule(self._delay(self.faults.answer_ns), lambda: pending.end(result))
 
@@ -126,19 +132,27 @@ class FaultyMetaStore:
     def restart(self) -> None:
         """Restart the store: leases get their whole time again, and watches end as Lost."""
         self.store.restart(self._now_ns())
+        for deadline_ns in self.store.deadlines_ns():
+            self._schedule(deadline_ns - self._now_ns(), self._expire)
         self.lose_watches()
 
     # ---- For the watches
 
     def reach(self, watch: _FaultyWatch) -> None:
         """Deliver to a watch, unless the store is away."""
-        self.store.expire(self._now_ns())
         if self.faults.absence is Absence.HERE:
             watch.inner.catch_up(self.store)
+        elif not watch.inner.is_over:
+            self._schedule(ABSENT_NS, lambda: self.reach(watch))
         if watch.inner.is_over:
             self._watches = [other for other in self._watches if other is not watch]
-        else:
+
+    def _wake(self) -> None:
+        for watch in self._watches:
             watch.poll_later()
+
+    def _expire(self) -> None:
+        self.store.expire(self._now_ns())
 
     def schedule_watch(self, action: Callable[[], None]) -> None:
         self._schedule(self._delay(self.faults.watch_ns), action)
@@ -164,14 +178,21 @@ class _Pending:
 
 
 class _FaultyWatch:
-    """A watch that asks the store again after each delay."""
+    """A watch that asks the store a delay after each change."""
 
     def __init__(self, client: FaultyMetaStore, inner: MemoryWatch) -> None:
         self._client = client
         self.inner = inner
+        self._is_scheduled = False
 
     def cancel(self) -> None:
         self.inner.cancel()
 
     def poll_later(self) -> None:
-        self._client.schedule_watch(lambda: self._client.reach(self))
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._client.schedule_watch(self._reach)
+
+    def _reach(self) -> None:
+        self._is_scheduled = False
+        self._client.reach(self)
