@@ -56,7 +56,9 @@ class StoreFaults:
     unknown_rate: float = 0.0
     """Share of requests that end as OutcomeUnknown although the store is here."""
     applied_rate: float = 0.5
-    """Share of those that are carried out; half of these late, after the caller was told."""
+    """Share of those that are carried out; half of these late."""
+    late_ns: tuple[int, int] = (500 * MS, 1500 * MS)
+    """How late. Above `deadline_ns` the caller has been told meanwhile."""
 
 
 class FaultyMetaStore:
@@ -97,7 +99,7 @@ class FaultyMetaStore:
                 return
             is_mute = True
             if self._random.random() < 0.5:
-                request_ns += faults.deadline_ns
+                request_ns += self._delay(faults.late_ns)
 
         def arrive() -> None:
             result = self.store.apply(self._now_ns(), request)
