@@ -12,11 +12,17 @@ from collections.abc import Iterable
 from random import Random
 
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
-from dcp.cluster.cluster_records import ReportedPartition, StoredPartition, encode_partition
+from dcp.cluster.cluster_records import (
+    ReportedPartition,
+    StoredPartition,
+    decode_partition,
+    encode_partition,
+)
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.coordinator import Elected
 from dcp.cluster.effects import Notice
-from dcp.cluster.metastore import Put, Range, Txn
+from dcp.cluster.metastore import Put, Range, Txn, WatchBatch, WatchEvent, WatchMessage
+from dcp.cluster.metastore_memory import MemoryWatch
 from dcp.cluster.partition_choices import CoordinatorSettings
 from dcp.cluster.record_writer import RecordChange, WriteOutcome
 from dcp.cluster.revision_store import RevisionStore
@@ -96,6 +102,10 @@ class ModelNode:
         cut = {frozenset((self.member, member))}
         return other.is_up and not other.is_paused and not cut & self.cluster.cuts
 
+    def serves(self, vb_id: int) -> bool:
+        record = self.session.view.partitions[vb_id].content.record
+        return is_master(record, self.member, self.first_epochs[vb_id])
+
     # ---- The model of replication
 
     def _tick_later(self, driver: StoreDriver) -> None:
@@ -169,6 +179,7 @@ class ModelCluster:
         self.time = VirtualTime()
         self.store = RevisionStore()
         self.cuts: set[frozenset[str]] = set()
+        self.history: list[WatchMessage] = []
         self.nodes = {member: ModelNode(self, member) for member in members}
         for vb_id in range(partitions):
             names = list(self.nodes)
@@ -190,6 +201,22 @@ class ModelCluster:
             node.start()
         return self
 
+    def keep_history(self) -> None:
+        """Remember all changes of records from now on, whatever is compacted."""
+        self._watch = MemoryWatch(ROOT, self.store.revision + 1, self.history.append)
+        self.store.subscribe(lambda: self._watch.catch_up(self.store))
+        for item in self.store.apply(0, Range(ROOT, is_prefix=True)).items:
+            self.history.append(WatchBatch(item.mod_revision, (WatchEvent(item),)))
+
+    def batches(self, key: bytes) -> list[WatchBatch]:
+        """Return the changes of one key, in order."""
+        assert all(isinstance(message, WatchBatch) for message in self.history)
+        found = [
+            WatchBatch(batch.revision, tuple(e for e in batch.events if e.item.key == key))
+            for batch in self.history
+        ]
+        return [batch for batch in found if batch.events]
+
     def run(self, seconds: float) -> None:
         self.time.run_until(self.time.now_ns + round(seconds * 1000) * MS)
 
@@ -204,8 +231,6 @@ class ModelCluster:
         return {item.key: item.value for item in read.items}
 
     def record(self, vb_id: int = 0) -> ReplicationRecord:
-        from dcp.cluster.cluster_records import decode_partition
-
         key = KEYS.of_partition(KeyKind.PARTITION, vb_id)
         (item,) = self.store.apply(self.time.now_ns, Range(key)).items
         return decode_partition(item).record
