@@ -1,0 +1,1 @@
+"""The cluster's metadata: the store that keeps it, its records, and the coordinator. Pure."""

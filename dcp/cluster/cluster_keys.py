@@ -1,0 +1,83 @@
+"""The keys of a cluster in the metadata store. Pure.
+
+    <root>leader                 the coordinator          under its member's lease
+    <root>alive/<member>         a running process        under its member's lease
+    <root>member/<member>        a member of the cluster
+    <root>partition/<vb>         one partition's record
+    <root>suspect/<member>       a member's report        under its member's lease
+    <root>command/<vb>           an operator's command for one partition
+
+A member is a data folder: its id comes from the folder, so a node with an empty disk is another
+member. <vb> has five digits, so keys sort by partition.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+MEMBER_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""What a member id may look like: it is part of keys and log lines."""
+_VB_DIGITS: Final = 5
+
+
+class KeyKind(StrEnum):
+    """The kinds of keys below the root."""
+
+    LEADER = "leader"
+    ALIVE = "alive"
+    MEMBER = "member"
+    PARTITION = "partition"
+    SUSPECT = "suspect"
+    COMMAND = "command"
+
+
+_KINDS: Final = {str(kind): kind for kind in KeyKind}
+_OF_PARTITIONS: Final = frozenset({KeyKind.PARTITION, KeyKind.COMMAND})
+
+
+class ParsedKey(NamedTuple):
+    """What a key names. Of member and partition only one is set, and none for the leader."""
+
+    kind: KeyKind
+    member: str = ""
+    vb_id: int = -1
+
+
+class ClusterKeys:
+    """The keys below one root, for example b"/dcpd/orders/"."""
+
+    def __init__(self, root: bytes) -> None:
+        if not root.endswith(b"/"):
+            raise ValueError(f"cluster keys: the root {root!r} must end with a slash")
+        self.root: Final = root
+        self.leader: Final = root + b"leader"
+
+    def of_member(self, kind: KeyKind, member: str) -> bytes:
+        """Return the key of this kind for a member."""
+        if not MEMBER_ID.fullmatch(member):
+            raise ValueError(
+                f"member id {member!r}: 1 to 64 letters, digits, dots, dashes or underscores wanted"
+            )
+        return self.root + f"{kind}/{member}".encode()
+
+    def of_partition(self, kind: KeyKind, vb_id: int) -> bytes:
+        """Return the key of this kind for a partition."""
+        assert kind in _OF_PARTITIONS
+        return self.root + f"{kind}/{vb_id:0{_VB_DIGITS}}".encode()
+
+    def parse(self, key: bytes) -> ParsedKey | None:
+        """Return what a key names; None if this version knows no such key."""
+        if not key.startswith(self.root):
+            return None
+        kind_name, _, name = key[len(self.root) :].decode("utf-8", "replace").partition("/")
+        kind = _KINDS.get(kind_name)
+        if kind is None:
+            return None
+        if kind is KeyKind.LEADER:
+            return ParsedKey(kind) if key == self.leader else None
+        if kind in _OF_PARTITIONS:
+            is_number = len(name) == _VB_DIGITS and name.isascii() and name.isdigit()
+            return ParsedKey(kind, vb_id=int(name)) if is_number else None
+        return ParsedKey(kind, member=name) if MEMBER_ID.fullmatch(name) else None

@@ -1,0 +1,146 @@
+"""The records of a cluster in the metadata store, as JSON with a format version. Pure.
+
+Every value is {"format": 1, ...}. JSON, because an operator reads it with etcd's own tools. A
+record of another format, with an unknown field or with a field of a wrong kind raises
+RecordUnreadableError, and the caller leaves what the record is about as it is.
+
+A partition's record is {"format", "operation", "partition"}: the operation id of the write that
+made it, and `ReplicationRecord.to_document`. A writer whose transaction got no answer reads the
+operation id back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from dcp.cluster.metastore import KeyValue
+from failover.replication_record import ReplicationRecord
+
+FORMAT: Final = 1
+"""The version of all records here. A higher one is written by a newer dcpd."""
+
+
+class RecordUnreadableError(Exception):
+    """A record in the metadata store cannot be read; the text says which, and why."""
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all records have."""
+
+    format: int = FORMAT
+
+
+class LeaderRecord(_Record, frozen=True, kw_only=True):
+    """The coordinator. Its term is the create revision of the key."""
+
+    member: str
+
+
+class AliveRecord(_Record, frozen=True, kw_only=True):
+    """A running process of a member."""
+
+    member: str
+    incarnation: int
+    """Grows with each start of the member's process."""
+
+
+class MemberRecord(_Record, frozen=True, kw_only=True):
+    """A member of the cluster and where other nodes reach it."""
+
+    member: str
+    address: str
+    rack: str = ""
+
+
+class ReportedPartition(NamedTuple):
+    """One partition of a report. See `failover.election.SuspectReport`."""
+
+    vb_id: int
+    epoch: int
+    vb_uuid: int
+    """The member's newest version."""
+    version_epoch: int
+    end_seqno: int
+    is_electable: bool = True
+
+
+class MemberReport(_Record, frozen=True, kw_only=True):
+    """The partitions whose master a member does not hear.
+
+    A member that restarts reports those whose master it was itself.
+    """
+
+    member: str
+    partitions: tuple[ReportedPartition, ...]
+
+
+class OperatorCommand(_Record, frozen=True, kw_only=True):
+    """An operator's command for one partition: elect uncleanly if there is no other way."""
+
+    elect_uncleanly_in_epoch: int
+    """The epoch that the operator saw. Under a later one the command is void."""
+
+
+class StoredPartition(NamedTuple):
+    """A partition's record, and the operation that wrote it."""
+
+    record: ReplicationRecord
+    operation: str
+
+
+class _PartitionEnvelope(_Record, frozen=True, kw_only=True):
+    operation: str
+    partition: Any
+
+
+_Kind = TypeVar("_Kind")
+
+
+def encode_record(record: _Record) -> bytes:
+    """Return the value of a record's key. Equal records give equal bytes."""
+    return msgspec.json.encode(record)
+
+
+def decode_record(item: KeyValue, kind: type[_Kind]) -> _Kind:
+    """Return the record of a key. Raises RecordUnreadableError."""
+    try:
+        stored_format = msgspec.json.decode(item.value, type=_FormatOnly).format
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _unreadable(item, f"it is no record of a cluster: {error}") from None
+    if stored_format != FORMAT:
+        raise _unreadable(item, f"it has format {stored_format}, this dcpd reads format {FORMAT}")
+    try:
+        return msgspec.json.decode(item.value, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _unreadable(item, str(error)) from None
+
+
+def encode_partition(stored: StoredPartition) -> bytes:
+    """Return the value of a partition's key."""
+    envelope = _PartitionEnvelope(operation=stored.operation, partition=stored.record.to_document())
+    return encode_record(envelope)
+
+
+def decode_partition(item: KeyValue) -> StoredPartition:
+    """Return a partition's record. Raises RecordUnreadableError."""
+    envelope = decode_record(item, _PartitionEnvelope)
+    try:
+        record = ReplicationRecord.from_document(envelope.partition)
+    except ValueError as error:
+        raise _unreadable(item, str(error)) from None
+    return StoredPartition(record, envelope.operation)
+
+
+class _FormatOnly(msgspec.Struct, frozen=True):
+    """The field that every format keeps."""
+
+    format: int
+
+
+def _unreadable(item: KeyValue, why: str) -> RecordUnreadableError:
+    return RecordUnreadableError(
+        f"key {item.key.decode('utf-8', 'replace')}, revision {item.mod_revision}: {why}. Nothing"
+        " is changed by it; restore the record, or run a version of dcpd that can read it"
+    )

@@ -1,0 +1,178 @@
+"""What a node knows of the metadata store: the records, as far as its watch has come. Pure.
+
+The view is a copy and may be old. Whoever decides by it writes with compares, so that an old view
+makes a refused write and not a wrong one.
+
+Who calls it: `view_reader` fills it; the coordinator, and the node for its partitions, read it.
+
+Invariants
+- the view has each key's newest state that it was told, whatever the order
+- a partition is in `partitions` or in `unreadable`, not in both. One that cannot be read keeps its
+  key's mod revision, and nobody writes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from dcp.cluster.cluster_keys import ClusterKeys, KeyKind, ParsedKey
+from dcp.cluster.cluster_records import (
+    AliveRecord,
+    LeaderRecord,
+    MemberRecord,
+    MemberReport,
+    OperatorCommand,
+    RecordUnreadableError,
+    StoredPartition,
+    decode_partition,
+    decode_record,
+)
+from dcp.cluster.metastore import KeyValue, WatchBatch
+
+_Content = TypeVar("_Content")
+
+
+class Stored(NamedTuple, Generic[_Content]):
+    """A record, and its key as the store holds it."""
+
+    content: _Content
+    item: KeyValue
+
+
+class ClusterView:
+    """See the module. All tables are read-only for callers."""
+
+    def __init__(self, keys: ClusterKeys) -> None:
+        self.keys = keys
+        self.revision = 0
+        """All changes up to here are in the view; 0: nothing was read yet."""
+        self.partitions: dict[int, Stored[StoredPartition]] = {}
+        self.members: dict[str, Stored[MemberRecord]] = {}
+        self.alive: dict[str, Stored[AliveRecord]] = {}
+        self.reports: dict[str, Stored[MemberReport]] = {}
+        self.commands: dict[int, Stored[OperatorCommand]] = {}
+        self.leader: Stored[LeaderRecord] | None = None
+        self.leader_item: KeyValue | None = None
+        """The leader's key, also where its record cannot be read."""
+        self.unreadable: dict[bytes, str] = {}
+        """Keys whose records cannot be read, with the reason."""
+        self._items: dict[bytes, KeyValue] = {}
+        self._changes: Final[dict[KeyKind, Callable[[ParsedKey, KeyValue | None], None]]] = {
+            KeyKind.LEADER: self._change_leader,
+            KeyKind.ALIVE: lambda name, item: _change(self.alive, name.member, item, AliveRecord),
+            KeyKind.MEMBER: lambda name, item: _change(
+                self.members, name.member, item, MemberRecord
+            ),
+            KeyKind.SUSPECT: lambda name, item: _change(
+                self.reports, name.member, item, MemberReport
+            ),
+            KeyKind.COMMAND: lambda name, item: _change(
+                self.commands, name.vb_id, item, OperatorCommand
+            ),
+            KeyKind.PARTITION: self._change_partition,
+        }
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the records were read at least once."""
+        return self.revision > 0
+
+    def mod_revision(self, key: bytes) -> int:
+        """Return the mod revision of a key; 0 if it does not exist."""
+        item = self._items.get(key)
+        return item.mod_revision if item is not None else 0
+
+    # ---- What the view is told
+
+    def replace(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over a read of all keys; return the partitions that changed."""
+        found = {item.key: item for item in items}
+        gone = [
+            key
+            for key, item in self._items.items()
+            if key not in found and item.mod_revision <= revision
+        ]
+        changed = [self._forget(key) for key in gone]
+        changed += [self._learn(item) for item in found.values()]
+        self.revision = max(self.revision, revision)
+        return _partitions(changed)
+
+    def apply(self, batch: WatchBatch) -> frozenset[int]:
+        """Take over a batch of the watch; return the partitions that changed."""
+        assert batch.revision > self.revision, "a watch delivers each revision once"
+        changed: list[ParsedKey | None] = []
+        for event in batch.events:
+            item = event.item
+            if not event.is_delete:
+                changed.append(self._learn(item))
+            elif self.mod_revision(item.key) < item.mod_revision:
+                changed.append(self._forget(item.key))
+        self.revision = batch.revision
+        return _partitions(changed)
+
+    def learn(self, items: Iterable[KeyValue], revision: int) -> frozenset[int]:
+        """Take over keys that were read at a revision, perhaps before the watch delivers them."""
+        if revision < self.revision:
+            return frozenset()
+        return _partitions([self._learn(item) for item in items])
+
+    # ---- Changes of one key
+
+    def _learn(self, item: KeyValue) -> ParsedKey | None:
+        if item.mod_revision <= self.mod_revision(item.key):
+            return None
+        return self._set(item.key, item)
+
+    def _forget(self, key: bytes) -> ParsedKey | None:
+        return self._set(key, None) if key in self._items else None
+
+    def _set(self, key: bytes, item: KeyValue | None) -> ParsedKey | None:
+        name = self.keys.parse(key)
+        self.unreadable.pop(key, None)
+        if item is None:
+            del self._items[key]
+        else:
+            self._items[key] = item
+        if name is None:
+            return None  # a key of a newer version: not ours to judge
+        try:
+            self._changes[name.kind](name, item)
+        except RecordUnreadableError as error:
+            self._changes[name.kind](name, None)
+            self.unreadable[key] = str(error)
+            if name.kind is KeyKind.LEADER:
+                self.leader_item = item
+        return name
+
+    def _change_leader(self, name: ParsedKey, item: KeyValue | None) -> None:
+        assert name.kind is KeyKind.LEADER
+        self.leader_item = item
+        self.leader = None
+        if item is not None:
+            self.leader = Stored(decode_record(item, LeaderRecord), item)
+
+    def _change_partition(self, name: ParsedKey, item: KeyValue | None) -> None:
+        if item is None:
+            self.partitions.pop(name.vb_id, None)
+        else:
+            self.partitions[name.vb_id] = Stored(decode_partition(item), item)
+
+
+_Name = TypeVar("_Name")
+
+
+def _change(
+    table: dict[_Name, Stored[_Content]], name: _Name, item: KeyValue | None, kind: type[_Content]
+) -> None:
+    """Set or remove one record of a table."""
+    if item is None:
+        table.pop(name, None)
+    else:
+        table[name] = Stored(decode_record(item, kind), item)
+
+
+def _partitions(changed: Iterable[ParsedKey | None]) -> frozenset[int]:
+    return frozenset(
+        name.vb_id for name in changed if name is not None and name.kind is KeyKind.PARTITION
+    )

@@ -1,0 +1,74 @@
+"""Carries out the effects of a `ClusterSession` on a `MetaStore`, and returns the answers. Pure.
+
+Who calls it: the node and the simulator, which give it a store, the time, and a function that takes
+what is left: changes of the view, elections, outcomes and notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from dcp.cluster.cluster_session import ClusterSession, SessionEffect
+from dcp.cluster.effects import Answered, CancelWatch, Delivered, Submit, Tag, Tick, Watch
+from dcp.cluster.metastore import (
+    MetaStore,
+    StoreResult,
+    WatchBatch,
+    WatchHandle,
+    WatchMessage,
+)
+
+
+class StoreDriver:
+    """See the module."""
+
+    def __init__(
+        self,
+        session: ClusterSession,
+        store: MetaStore,
+        now_ns: Callable[[], int],
+        take: Callable[[SessionEffect], None],
+    ) -> None:
+        self.session = session
+        self._store = store
+        self._now_ns = now_ns
+        self._take = take
+        self._watches: dict[Tag, WatchHandle] = {}
+        self._is_closed = False
+
+    def tick(self) -> None:
+        """Let time pass; call it at least every 100 ms."""
+        if not self._is_closed:
+            self.carry_out(self.session.on_event(self._now_ns(), Tick()))
+
+    def carry_out(self, effects: Iterable[SessionEffect]) -> None:
+        """Carry out effects, also those that `report` and `write` return."""
+        for effect in effects:
+            if isinstance(effect, Submit):
+                self._store.submit(effect.request, partial(self._answered, effect.tag))
+            elif isinstance(effect, Watch):
+                self._watches[effect.tag] = self._store.watch(
+                    effect.prefix, effect.from_revision, partial(self._delivered, effect.tag)
+                )
+            elif isinstance(effect, CancelWatch):
+                self._watches.pop(effect.tag).cancel()
+            else:
+                self._take(effect)
+
+    def close(self) -> None:
+        """End all watches and ignore all answers."""
+        self._is_closed = True
+        for handle in self._watches.values():
+            handle.cancel()
+        self._watches.clear()
+
+    def _answered(self, tag: Tag, result: StoreResult) -> None:
+        if not self._is_closed:
+            self.carry_out(self.session.on_event(self._now_ns(), Answered(tag, result)))
+
+    def _delivered(self, tag: Tag, message: WatchMessage) -> None:
+        if not isinstance(message, WatchBatch):
+            self._watches.pop(tag, None)  # it was the last message
+        if not self._is_closed:
+            self.carry_out(self.session.on_event(self._now_ns(), Delivered(tag, message)))

@@ -1,0 +1,1 @@
+"""Replication between nodes: masters, replicas, and the links between them. Sans-IO."""
