@@ -148,6 +148,11 @@ class GroupCycle:
             self._restated[vb_id] = group.number
         return Published(group, self._publish(group.high_seqnos))
 
+    def committed(self, vb_ids: Iterable[int]) -> Published:
+        """Publish what `Commits.commit` has committed in these partitions."""
+        self._commits.settle()
+        return Published(None, self._publish(vb_ids))
+
     def _publish(self, vb_ids: Iterable[int]) -> tuple[int, ...]:
         """Show streams what is committed in these partitions; return those with a new version."""
         is_committed, hub = self._commits.is_committed, self._hub

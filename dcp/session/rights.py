@@ -37,9 +37,10 @@ class Role(StrEnum):
     WRITE = "write"
     STREAM = "stream"
     ADMIN = "admin"
+    REPLICATE = "replicate"
 
 
-ROLES_WITHOUT_SCOPES: Final = frozenset({Role.STREAM, Role.ADMIN})
+ROLES_WITHOUT_SCOPES: Final = frozenset({Role.STREAM, Role.ADMIN, Role.REPLICATE})
 
 
 class Scope(NamedTuple):
@@ -245,7 +246,7 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.DCP_OPEN, Opcode.DCP_CONTROL, Opcode.DCP_STREAM_REQ, Opcode.DCP_CLOSE_STREAM,
-            Opcode.DCP_BUFFER_ACK, Opcode.DCP_ADD_STREAM,
+            Opcode.DCP_BUFFER_ACK, Opcode.DCP_ADD_STREAM, Opcode.X_REPLICA_ACK,
         ),
         _STREAM_NEED,
     ),

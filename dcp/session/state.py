@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
+from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamSender
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
@@ -85,6 +86,7 @@ class SessionState:
         "exchange",
         "facts",
         "faults",
+        "feed",
         "first_change",
         "flush",
         "has_collections",
@@ -108,6 +110,7 @@ class SessionState:
         "notes_left_out",
         "peer_is_loopback",
         "producer",
+        "replication",
         "rights",
         "scans",
         "schedule",
@@ -131,6 +134,7 @@ class SessionState:
         takes_anonymous: bool = True,
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
+        replication: ReplicationPort | None = None,
     ) -> None:
         self.engine = engine
         self.hub = hub
@@ -141,6 +145,8 @@ class SessionState:
         self.faults = FaultTable() if faults is None else faults
         self.scans = scans
         """The node's range scans; None: this session has no commands for them."""
+        self.replication = replication
+        """Where replicas' nodes come in; None: this node is alone."""
         self.buffer = b""
         """Bytes that were received and are not handled yet."""
         self.held_bytes = self.taken_bytes = 0
@@ -183,10 +189,16 @@ class SessionState:
         self.has_json = 0
         """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
         self.producer: Producer | None = None
+        self.feed: ReplicaSender | None = None
         self.schedule = _nothing_to_schedule
         """Rings the shell, which only notes it, and pumps the producer later."""
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
+
+    @property
+    def sender(self) -> StreamSender | None:
+        """What pumps messages into the connection, if anything does."""
+        return self.producer if self.producer is not None else self.feed
 
     def begin_commands(self, now_ns: int) -> None:
         """Prepare for the commands of one batch; `now_ns` is Unix time."""

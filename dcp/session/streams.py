@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp.session.controls import CONTROLS
+from dcp.session.replication_port import ReplicaSender, ReplicationError
 from dcp.session.rights import Role
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, parse_stream_value
@@ -37,6 +38,8 @@ from vbucket.model.ids import SEQNO_MAX
 Handler = Callable[[Frame], None]
 
 CONNECTION_NAME_BYTES_MAX: Final = 200
+X_REPLICATE: Final = b"x_replicate"
+"""The control with which a replica's node turns the connection into its link."""
 CONTROL_BYTES_MAX: Final = 250
 
 _OPEN_FLAGS: Final = (
@@ -89,6 +92,7 @@ class DcpCommands:
             Opcode.DCP_BUFFER_ACK: self.buffer_ack,
             Opcode.DCP_NOOP: self.noop,
             Opcode.DCP_ADD_STREAM: self.add_stream,
+            Opcode.X_REPLICA_ACK: self.replica_ack,
         }
 
     # -- the connection ------------------------------------------------------------------------
@@ -154,6 +158,9 @@ class DcpCommands:
             raise RefusedError(
                 Status.EINVAL, f"key and value of a control have at most {CONTROL_BYTES_MAX} bytes"
             )
+        if request.key == X_REPLICATE:
+            self._begin_replication(request)
+            return
         key = request.key.decode("utf-8", "replace")
         value = request.value.decode("utf-8", "replace")
         setter = CONTROLS.get(key)
@@ -163,6 +170,34 @@ class DcpCommands:
             raise RefusedError(status, f"control {key!r} does not take {value!r} here")
         self._set_codec(producer)
         state.answer(request)
+
+    def _begin_replication(self, request: Frame) -> None:
+        """Make this the link of a replica's node, instead of a producer for a consumer."""
+        state = self._state
+        producer = self._producer()
+        if state.replication is None:
+            raise RefusedError(Status.NOT_SUPPORTED, "this node is alone: it has no replicas")
+        if state.rights is None or not state.rights.has(Role.REPLICATE):
+            raise RefusedError(Status.EACCESS, f"replicas need the role {Role.REPLICATE}")
+        if producer.stream_count:
+            raise RefusedError(Status.EINVAL, "streams are open; open another connection")
+        try:
+            state.feed = state.replication.open_feed(request.value, state.schedule)
+        except ReplicationError as error:
+            raise RefusedError(Status.EINVAL, str(error)) from error
+        state.producer = None
+        producer.close()
+        state.answer(request)
+
+    def replica_ack(self, request: Frame) -> None:
+        """Take a replica's acknowledgement. Never answered."""
+        state = self._state
+        if state.feed is None:
+            raise RefusedError(Status.EINVAL, "this is no connection of a replica")
+        try:
+            state.feed.take_acknowledgement(request.extras)
+        except ReplicationError as error:
+            state.close(str(error))
 
     def buffer_ack(self, request: Frame) -> None:
         """Widen the window. Never answered."""
@@ -187,6 +222,9 @@ class DcpCommands:
         The order of checks is kv_engine's.
         """
         state = self._state
+        if state.feed is not None:
+            self._replica_stream(request, state.feed)
+            return
         producer = self._producer()
         asked = self._asked(request, producer)
         part = self._partition_of(request.vb_id, asked.flags)
@@ -220,6 +258,9 @@ class DcpCommands:
 
     def close_stream(self, request: Frame) -> None:
         """End a stream. STREAM_END follows if the client asked for it by control."""
+        if self._state.feed is not None:
+            self._state.feed.close_stream(request.vb_id)  # a replica expects no answer
+            return
         producer = self._producer()
         stream_id, terms = stream_id_of(request.framing), producer.terms
         if bool(stream_id) != terms.has_stream_ids:
@@ -236,6 +277,15 @@ class DcpCommands:
             )
         self._state.answer(request)
         producer.close_stream(request.vb_id, stream_id)
+
+    def _replica_stream(self, request: Frame, feed: ReplicaSender) -> None:
+        state = self._state
+        try:
+            answer = feed.stream_request(request)
+        except ReplicationError as error:
+            state.close(str(error))
+            return
+        state.answer(request, answer.status, value=answer.value)
 
     def _producer(self) -> Producer:
         producer = self._state.producer

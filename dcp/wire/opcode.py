@@ -81,6 +81,8 @@ class Opcode(IntEnum):
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
     DCP_SEQNO_ADVANCED = 0x64
+    X_REPLICA_ENTRIES = 0x68
+    X_REPLICA_ACK = 0x69
     DCP_PREVIOUS_VALUE = 0x6E
     DCP_SNAPSHOT_END = 0x6F
     SELECT_BUCKET = 0x89
@@ -281,5 +283,15 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
         _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"
     ),
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
+    Opcode.X_REPLICA_ENTRIES: OpSpec(
+        _DCP, "u64 number, u64 question, u32 CRC-32", "value sections",
+        "between nodes, negotiated by control x_replicate: sent to a replica's node, entries of"
+        " several partitions, or none (a heartbeat)",
+    ),
+    Opcode.X_REPLICA_ACK: OpSpec(
+        _DCP, "u64 number, u64 question", "-",
+        "between nodes: a replica's node has synced all messages up to a number, and confirms the"
+        " master. Never answered",
+    ),
 }  # fmt: skip
 """What each opcode does, in the order of the documentation."""

@@ -44,6 +44,8 @@ class Status(IntEnum):
     RANGE_SCAN_MORE = 0xA6
     RANGE_SCAN_COMPLETE = 0xA7
     RANGE_SCAN_VB_UUID_NOT_EQUAL = 0xA8
+    X_FENCED = 0xFF01
+    """Ours: the two sides of a replication stream are on different leader epochs."""
 
 
 class RefusedError(Exception):
@@ -148,6 +150,11 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         "RANGE_SCAN_VB_UUID_NOT_EQUAL",
         "the partition has another version",
         ("item-only",),
+    ),
+    Status.X_FENCED: (
+        "X_FENCED",
+        "the two nodes are on different leader epochs; read the replication record again",
+        ("internal",),
     ),
 }
 """Status -> (name, description, attributes of the error map)."""

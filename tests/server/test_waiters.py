@@ -92,7 +92,7 @@ def test_each_waits_for_its_group_and_no_other(changed: list[int], commits: list
         upto = 0
         for committed in [*commits, len(changed)]:
             upto = max(upto, min(committed, len(changed)))
-            node.engine.commits.commit(STUCK, upto)
+            node.engine.commits.commit(STUCK, changed[:upto].count(STUCK))
             waiters.committed()
             await asyncio.sleep(0)
             for vb_id, group, task in tasks:

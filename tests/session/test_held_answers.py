@@ -58,7 +58,7 @@ def node() -> MemoryNode:
 
 def commit(node: MemoryNode, vb_id: int) -> None:
     """Let the replicas of a partition have all that is synced."""
-    node.engine.commits.commit(vb_id, node.engine.commits.synced_group)
+    node.engine.commits.commit(vb_id, node.engine.partitions[vb_id].synced_seqno)
     node.engine.commits.settle()
 
 

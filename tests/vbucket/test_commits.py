@@ -52,7 +52,7 @@ def test_a_sync_commits_what_has_no_replicas_and_nothing_else() -> None:
 
 
 def test_partitions_commit_independently() -> None:
-    engine, commits = engine_with_copies(), None
+    engine = engine_with_copies()
     commits = engine.commits
     for _ in range(3):
         engine.keyspace.group_synced(write(engine, COPIED, ALSO_COPIED))
@@ -74,8 +74,9 @@ def test_a_branch_lowers_what_its_groups_commit() -> None:
     for _ in range(3):
         engine.keyspace.group_synced(write(engine, COPIED))
     engine.keyspace.branch(COPIED, 1)
-    assert engine.commits.commit(COPIED, 3)
-    assert seqnos(engine, COPIED)[2] == 1
+    assert engine.commits.commit(COPIED, 1)
+    engine.commits.settle()
+    assert engine.commits.committed_group == 3
 
 
 @given(
@@ -91,7 +92,7 @@ def test_a_branch_lowers_what_its_groups_commit() -> None:
 def test_against_a_table_of_every_group(
     steps: list[set[int] | tuple[int, int] | None],
 ) -> None:
-    """A step writes a group, commits a partition up to a group, or syncs the oldest group."""
+    """A step writes a group, commits a partition up to a seqno, or syncs the oldest group."""
     engine = engine_with_copies()
     commits = engine.commits
     taken: list[CommitGroup] = []
@@ -105,19 +106,16 @@ def test_against_a_table_of_every_group(
             taken.append(write(engine, *step))
             groups.append(dict(taken[-1].high_seqnos))
         else:
-            vb_id, number = step
-            number = min(number, commits.synced_group)
-            commits.commit(vb_id, number)
+            vb_id, seqno = step
+            seqno = min(seqno, engine.partitions[vb_id].synced_seqno)
+            commits.commit(vb_id, seqno)
             commits.settle()
-            upto[vb_id] = max(upto[vb_id], number)
+            upto[vb_id] = max(upto[vb_id], seqno)
         synced = commits.synced_group
-        upto[ALONE] = synced
-        for vb_id, number in upto.items():
-            own = [at for at in range(1, len(groups) + 1) if vb_id in groups[at - 1]]
-            done = [at for at in own if at <= number]
-            committed = groups[done[-1] - 1][vb_id] if done else 0
-            assert engine.partitions[vb_id].committed_seqno == committed
+        upto[ALONE] = engine.partitions[ALONE].synced_seqno
+        for vb_id, seqno in upto.items():
+            assert engine.partitions[vb_id].committed_seqno == seqno
             for at in range(1, len(groups) + 1):
-                waits_for = [other for other in own if other <= at]
-                expected = at <= synced and all(other <= number for other in waits_for)
+                ends = [group[vb_id] for group in groups[:at] if vb_id in group]
+                expected = at <= synced and all(end <= seqno for end in ends)
                 assert commits.is_committed(vb_id, at) == expected

@@ -3,7 +3,7 @@
     taken(group)             the group goes to the log
     synced(group)            its record is on disk. Partitions without replicas are committed up to
                              this group: answers may leave, and streams have something to send
-    commit(vb_id, number)    all in-sync replicas of a partition have it up to this group, too
+    commit(vb_id, seqno)     all in-sync replicas of a partition have it up to this seqno, too
 
 Who calls it: the keyspace, and the node core for partitions with replicas. Sessions ask
 `is_committed` before an answer leaves.
@@ -83,25 +83,23 @@ class Commits:
         for part in self._partitions:
             part.synced_seqno = part.committed_seqno
 
-    def commit(self, vb_id: int, group: int) -> bool:
-        """Commit a partition up to a group; return whether that committed anything.
-
-        After the last of several calls, call `settle`.
+    def commit(self, vb_id: int, seqno: int) -> bool:
+        """Raise a partition's high watermark to a seqno; return whether that commits anything. It
+        never falls. After the last of several calls, call `settle`.
         """
-        first = self.lagging.get(vb_id)
-        if first is None or first > group:
-            return False
-        assert group <= self.synced_group, "a master commits what it has synced itself"
         part = self._partitions[vb_id]
-        del self.lagging[vb_id]
-        for number, uncommitted in self._uncommitted.items():
-            seqno = uncommitted.high_seqnos.get(vb_id)
-            if seqno is None or number < first:
-                continue
-            if number > group:
-                self.lagging[vb_id] = number
-                break
+        assert seqno <= part.synced_seqno, "nothing is committed that this node has not synced"
+        commits = seqno > part.committed_seqno
+        if commits:
             part.committed_seqno = seqno
+        first = self.lagging.get(vb_id)
+        if first is None:
+            return commits
+        for number, group in self._uncommitted.items():
+            if number >= first and group.high_seqnos.get(vb_id, 0) > seqno:
+                self.lagging[vb_id] = number
+                return commits or number > first
+        del self.lagging[vb_id]
         return True
 
     def settle(self) -> None:

@@ -206,6 +206,30 @@ class Versions:
                 return RunBatch(pieces, last_seqno + 1, size, last_seqno)
         return RunBatch(pieces, end_seqno + 1, size, last_seqno)
 
+    def entries(
+        self, part: Partition, start_seqno: int, end_seqno: int, bytes_max: int
+    ) -> list[bytes]:
+        """Return the versions in [start, end] as the log has them, prefix included, until they
+        exceed `bytes_max`. They may be uncommitted: this is for replicas.
+        """
+        found: list[bytes] = []
+        size, seqno = 0, start_seqno
+        while seqno <= min(end_seqno, part.merged_seqno) and size < bytes_max:
+            entry = self._store.entry(part.vb_id, seqno)
+            if entry is not None:  # else it was compacted away
+                found.append(entry)
+                size += len(entry)
+            seqno += 1
+        if size >= bytes_max or seqno > end_seqno:
+            return found
+        for layer in part.layers():
+            for entry in layer.between(max(seqno, part.merged_seqno + 1), end_seqno):
+                found.append(entry)
+                size += len(entry)
+                if size >= bytes_max:
+                    return found
+        return found
+
     def backward(self, part: Partition, seqno: int) -> Iterator[tuple[int, bytes]]:
         """Yield (seqno, key) of the versions at or below `seqno`, the last one first."""
         for layer in reversed(part.layers()):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, Final, NamedTuple, ParamSpec, Protocol, cast
 
@@ -156,9 +156,9 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         """Forget the peer."""
-        producer = self.session.state.producer
-        if producer is not None:
-            producer.close()
+        sender = self.session.state.sender
+        if sender is not None:
+            sender.close()
         if self._engine.keyspace.has_pending:
             # A takeover that was given up gave its partition back, or a failed command left changes
             # of commands before it. They must not wait for the next writer.
@@ -179,8 +179,8 @@ class ClientConnection(asyncio.Protocol):
                 self.session = TextSession(self.session.state)
         self._meter.received_bytes += len(data)
         try:
-            if (producer := self.session.state.producer) is not None:
-                producer.heard(self.heard_ns)
+            if (sender := self.session.state.sender) is not None:
+                sender.heard(self.heard_ns)
             self.session.receive(data, time.time_ns())
             self._after_commands()
         except Exception as error:  # noqa: BLE001 - a named supervision point
@@ -247,8 +247,8 @@ class ClientConnection(asyncio.Protocol):
         if self._is_tls:
             self._note_received()
         reason = self._access.overdue(self, now_ns)
-        producer = self.session.state.producer
-        if producer is not None and not producer.tick(now_ns):
+        sender = self.session.state.sender
+        if sender is not None and not sender.tick(now_ns):
             reason = "nothing was heard of the DCP client"
         if reason:
             self.abort(reason)
@@ -271,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
 
     def schedule_pump(self) -> None:
         """Send stream messages in the next turn of the loop."""
-        if not self._is_pump_scheduled and self.session.state.producer is not None:
+        if not self._is_pump_scheduled and self.session.state.sender is not None:
             self._is_pump_scheduled = True
             self._loop.call_soon(self._pump)
 
@@ -320,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
         self._update_reading()
         if state.held_bytes or self._has_held:
             self._note_received()
-        if state.producer is not None:
+        if state.sender is not None:
             self.schedule_pump()
         if self._engine.keyspace.has_pending:
             if len(self._connections.open) == 1 and not (state.is_full or state.is_closing):
@@ -414,21 +414,21 @@ class ClientConnection(asyncio.Protocol):
     @_supervised
     def _pump(self) -> None:
         self._is_pump_scheduled = False
-        producer = self.session.state.producer
-        if producer is None or self._transport.is_closing():
+        sender = self.session.state.sender
+        if sender is None or self._transport.is_closing():
             return
-        if producer.is_superseded:
+        if sender.is_superseded:
             self.abort("a newer connection has the same name")
             return
         if self._held or self._is_write_paused:
             return  # release() and resume_writing() schedule the next turn
-        messages = producer.pump(PUMP_BYTES)
-        for damage in producer.damages:
+        messages = sender.pump(PUMP_BYTES)
+        for damage in sender.damages:
             self._sessions.backfill_failed(self.peer, damage)
-        producer.damages.clear()
+        sender.damages.clear()
         if messages:
             self._write_pieces(messages)
-        if producer.has_output:
+        if sender.has_output:
             self.schedule_pump()
 
     def _close_if_done(self) -> None:
@@ -443,7 +443,7 @@ class ClientConnection(asyncio.Protocol):
                 )
             self._transport.close()
 
-    def _write_pieces(self, pieces: list[Message]) -> None:
+    def _write_pieces(self, pieces: Sequence[Message]) -> None:
         sent_bytes = sum(map(len, pieces))
         if self._is_tls or sent_bytes < PIECE_BYTES_MIN * len(pieces):
             self._write(b"".join(pieces))

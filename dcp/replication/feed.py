@@ -1,0 +1,295 @@
+"""The master's side of a replication link: what one replica's node gets. Sans-IO.
+
+    IN_STEP   the partition is in every group message: it has all that is synced here
+    BEHIND    it is read from its cursor, from memory or from blocks, until it is level
+
+Who calls it: the session passes requests and acknowledgements on, the connection pumps messages
+(it is to the connection what `dcp.stream.producer` is for consumers), and the node core reports
+synced groups and answers what the feed asks (`MasterSide`).
+
+Invariants
+- only what is synced here is sent (`failover.isr.sendable_seqno`);
+- at most `window_bytes` of entries are sent and not acknowledged, and one more section. A partition
+  that finds the window full goes BEHIND: it costs a cursor, no memory, and no wait;
+- an acknowledgement counts for a partition if its stream was open when the message was made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Final, NamedTuple, Protocol
+
+from dcp.replication.messages import Position, Section, decode, pack_entries, unpack_ack
+from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.wire.frame import Frame
+from dcp.wire.message import EndReason, StreamRequest, pack_stream_end, parse_stream_request
+from vbucket.engine.engine import Engine
+from vbucket.model.entry import seqno_of
+
+WINDOW_BYTES: Final = 8 << 20
+"""Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
+SECTION_BYTES: Final = 256 << 10
+"""Entries of a partition that is behind, in one message: a fair share of a turn."""
+BEAT_NS: Final = 100_000_000
+"""Time between heartbeats, and the longest time between two questions."""
+SILENCE_NS_MAX: Final = 3_000_000_000
+"""A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
+
+
+class Pace(Enum):
+    """See the module."""
+
+    IN_STEP = auto()
+    BEHIND = auto()
+
+
+class Followed(NamedTuple):
+    """What a replica has acknowledged of a partition, in one message."""
+
+    vb_id: int
+    epoch: int
+    seqno: int
+
+
+class _Stream:
+    """One partition on the link."""
+
+    __slots__ = ("epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
+
+    def __init__(self, epoch: int, opaque: int, seqno: int) -> None:
+        self.epoch = epoch
+        self.opaque = opaque
+        self.sent_seqno = seqno
+        self.pace = Pace.BEHIND
+        self.shown_seqno = -1
+        """The high watermark that the replica was told last."""
+
+
+class MasterSide(Protocol):
+    """What the feed asks and tells the node core."""
+
+    def admit(
+        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+    ) -> FeedAnswer:
+        """Decide about a replica's stream request; open the stream if it may continue."""
+
+    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+        """A replica has synced these."""
+
+    def confirmed(self, member: str, vb_ids: Sequence[int], asked_ns: int) -> None:
+        """A replica confirms the master of these partitions, as of a question."""
+
+    def feed_closed(self, feed: ReplicaFeed) -> None:
+        """The link is gone."""
+
+
+class ReplicaFeed:
+    """See the module. `schedule` rings the connection, which pumps later."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        member: str,
+        side: MasterSide,
+        schedule: Callable[[], None],
+        *,
+        now_ns: int,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        self.member = member
+        self.is_superseded = False
+        """Whether a newer link of the same member has come: the connection closes."""
+        self.damages: list[str] = []
+        self._engine = engine
+        self._side = side
+        self._schedule = schedule
+        self._window_bytes = window_bytes
+        self._streams: dict[int, _Stream] = {}
+        self._out: list[bytes] = []
+        self._behind: deque[int] = deque()
+        """Partitions to read from their cursors, in turn."""
+        self._stale: dict[int, None] = {}
+        """Partitions whose high watermark the replica does not know, in the order they rose."""
+        self._number = 0
+        self._sent: deque[tuple[int, int, tuple[tuple[_Stream, Followed], ...]]] = deque()
+        """Messages that are not acknowledged: number, bytes, what they bring."""
+        self._sent_bytes = 0
+        self._asked: deque[tuple[int, int]] = deque()
+        """Questions that are not confirmed: question, when it was asked."""
+        self._now_ns = self._heard_ns = now_ns
+        self._next_beat_ns = now_ns
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    def stream_request(self, request: Frame) -> FeedAnswer:
+        """Answer the request for a partition. Raises ReplicationError."""
+        asked = parse_stream_request(request.extras)
+        told = decode(request.value, Position)
+        if request.vb_id >= self._engine.num_vbuckets:
+            raise ReplicationError(f"there is no vb {request.vb_id} here")
+        return self._side.admit(self, request.vb_id, asked, told, request.opaque)
+
+    def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
+        """Feed a partition to the replica, which has everything up to `seqno`."""
+        self._streams[vb_id] = _Stream(epoch, opaque, seqno)
+        self._behind.append(vb_id)
+        self._stale[vb_id] = None
+        self._side.acknowledged(self.member, (Followed(vb_id, epoch, seqno),))
+        self._schedule()
+
+    def close_stream(self, vb_id: int) -> None:
+        """The replica does not follow a partition any more."""
+        self._streams.pop(vb_id, None)
+
+    def end(self, vb_id: int) -> None:
+        """Tell the replica that this node is not the partition's master any more."""
+        stream = self._streams.pop(vb_id, None)
+        if stream is not None:
+            self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
+            self._schedule()
+
+    # -- what the node core tells ------------------------------------------------------------------
+
+    def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
+        """Send a synced group: partition -> its entries for replicas, floors included."""
+        sections: list[Section] = []
+        followed: list[tuple[_Stream, Followed]] = []
+        room = self._window_bytes - self._sent_bytes
+        partitions = self._engine.partitions
+        for vb_id, entries in changes.items():
+            stream = self._streams.get(vb_id)
+            if stream is None or stream.pace is Pace.BEHIND:
+                continue
+            if room <= 0:
+                stream.pace = Pace.BEHIND
+                self._behind.append(vb_id)
+                continue
+            part = partitions[vb_id]
+            sections.append(Section(vb_id, stream.epoch, part.committed_seqno, entries))
+            stream.shown_seqno = part.committed_seqno
+            stream.sent_seqno = part.synced_seqno
+            followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
+            room -= sum(map(len, entries))
+        if sections:
+            self._send(sections, followed)
+        if self._behind:
+            self._schedule()
+
+    def hw_rose(self, vb_ids: Sequence[int]) -> None:
+        """High watermarks have risen; the replica is told with the next message."""
+        for vb_id in vb_ids:
+            if vb_id in self._streams:
+                self._stale[vb_id] = None
+        if self._stale:
+            self._schedule()
+
+    def _send(
+        self, sections: Sequence[Section], followed: Sequence[tuple[_Stream, Followed]]
+    ) -> None:
+        self._number += 1
+        question = self._number
+        self._asked.append((question, self._now_ns))
+        message = pack_entries(self._number, question, sections)
+        self._out.append(message)
+        self._sent.append((self._number, len(message), tuple(followed)))
+        self._sent_bytes += len(message)
+        self._schedule()
+
+    # -- the connection ----------------------------------------------------------------------------
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `pump` would return anything now."""
+        return bool(self._out or self._stale or (self._behind and self._has_room))
+
+    @property
+    def _has_room(self) -> bool:
+        return self._sent_bytes < self._window_bytes
+
+    def pump(self, bytes_max: int) -> list[bytes]:
+        """Return messages to send, about `bytes_max` of them."""
+        begun = len(self._out)
+        while self._behind and self._has_room and bytes_max > 0:
+            bytes_max -= self._catch_up(self._behind.popleft())
+        if self._stale and len(self._out) == begun:
+            self._send(self._watermarks(), ())
+        self._stale.clear()
+        out, self._out = self._out, []
+        return out
+
+    def _catch_up(self, vb_id: int) -> int:
+        """Send the next entries of a partition that is behind; return their bytes."""
+        stream = self._streams.get(vb_id)
+        if stream is None or stream.pace is Pace.IN_STEP:
+            return 0
+        part = self._engine.partitions[vb_id]
+        entries = self._engine.versions.entries(
+            part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
+        )
+        if entries:
+            stream.sent_seqno = seqno_of(entries[-1])
+            section = Section(vb_id, stream.epoch, part.committed_seqno, entries)
+            stream.shown_seqno = part.committed_seqno
+            brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
+            self._send([section], ((stream, brought),))
+        if stream.sent_seqno == part.synced_seqno:
+            stream.pace = Pace.IN_STEP
+        else:
+            self._behind.append(vb_id)
+        return sum(map(len, entries))
+
+    def _watermarks(self) -> list[Section]:
+        """Return sections without entries for the partitions whose high watermark rose."""
+        sections = []
+        for vb_id in self._stale:
+            stream = self._streams.get(vb_id)
+            committed_seqno = self._engine.partitions[vb_id].committed_seqno
+            if stream is not None and stream.shown_seqno != committed_seqno:
+                stream.shown_seqno = committed_seqno
+                sections.append(Section(vb_id, stream.epoch, committed_seqno, ()))
+        return sections
+
+    def heard(self, now_ns: int) -> None:
+        """Bytes have come from the replica; monotonic nanoseconds."""
+        self._now_ns = self._heard_ns = now_ns
+
+    def tick(self, now_ns: int) -> bool:
+        """Ask whether this node is still the master, every BEAT_NS; False: disconnect."""
+        self._now_ns = now_ns
+        if now_ns >= self._next_beat_ns:
+            self._next_beat_ns = now_ns + BEAT_NS
+            self._send((), ())
+        return now_ns - self._heard_ns < SILENCE_NS_MAX
+
+    def take_acknowledgement(self, extras: bytes) -> None:
+        """Take an X_REPLICA_ACK. Raises ReplicationError."""
+        number, question = unpack_ack(extras)
+        if number > self._number or question > self._number:
+            raise ReplicationError(
+                f"member {self.member} acknowledges message {number} and question {question}; "
+                f"the last one sent is {self._number}"
+            )
+        newest: dict[int, Followed] = {}
+        while self._sent and self._sent[0][0] <= number:
+            _, size, followed = self._sent.popleft()
+            self._sent_bytes -= size
+            for stream, each in followed:
+                # A stream that was closed and opened again may have left this message out.
+                if self._streams.get(each.vb_id) is stream:
+                    newest[each.vb_id] = each
+        asked_ns = 0
+        while self._asked and self._asked[0][0] <= question:
+            asked_ns = self._asked.popleft()[1]
+        if asked_ns:
+            self._side.confirmed(self.member, tuple(self._streams), asked_ns)
+        if newest:
+            self._side.acknowledged(self.member, tuple(newest.values()))
+        if self._behind and self._has_room:
+            self._schedule()
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._streams.clear()
+        self._side.feed_closed(self)

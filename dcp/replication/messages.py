@@ -1,0 +1,207 @@
+"""The messages between a replica's node and a master's node. Pure.
+
+One connection for each ordered pair of nodes carries all partitions. The replica opens it like a
+DCP client (DCP_OPEN under a name that stays the same, DCP_CONTROL `x_replicate`). Then it sends
+
+    DCP_STREAM_REQ      for each partition: position, all its versions, and the leader epoch (JSON)
+    DCP_CLOSE_STREAM    it does not follow a partition here any more
+    X_REPLICA_ACK       how many messages are synced here, and which question it confirms
+
+and the master sends
+
+    the answers         OK with a `Welcome`, ROLLBACK, or X_FENCED with both epochs in words
+    X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
+    DCP_STREAM_END      it is not this partition's master any more
+
+A section has the partition, the leader epoch, the high watermark, and entries as the log stores
+them, prefix included. A message without sections is a heartbeat.
+
+Invariants
+- numbers have no gaps; an acknowledgement covers all messages up to its number;
+- a message is taken wholly or not at all: `unpack_entries` checks checksum and lengths, and
+  `problem_of` that the entries follow what the replica has.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.frame import Frame, pack_request
+from dcp.wire.opcode import Opcode
+from failover.history import EPOCH_MAX, FailoverLog
+from vbucket.log.record import LogDamagedError, split_entries
+from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
+from vbucket.model.ids import SEQNO_MAX
+
+FORMAT: Final = 1
+"""Version of these messages; nodes with different ones do not replicate."""
+_ENTRIES_EXTRAS: Final = Struct(">QQI")
+"""Number, question, CRC-32 of the value."""
+_ACK_EXTRAS: Final = Struct(">QQ")
+"""Number, question."""
+_SECTION: Final = Struct(">HIQI")
+"""Partition, leader epoch, high watermark, bytes of entries."""
+MESSAGE_BYTES_MAX: Final = 24 << 20
+"""A section holds at least one entry, and a value may have 20 MiB."""
+
+
+class Section(NamedTuple):
+    """Entries of one partition, and its high watermark at the master."""
+
+    vb_id: int
+    epoch: int
+    committed_seqno: int
+    entries: Sequence[bytes]
+
+
+class Message(NamedTuple):
+    """A numbered message of a master."""
+
+    number: int
+    question: int
+    """What an acknowledgement confirms: that the master was still the master when it asked."""
+    sections: tuple[Section, ...]
+
+
+class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The value of the control `x_replicate`: who wants to replicate."""
+
+    format: int
+    cluster: str
+    member: str
+    incarnation: int
+
+
+class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON value of a replica's stream request."""
+
+    epoch: int
+    versions: list[tuple[str, str, int]]
+    """vb_uuid, seqno (decimal text, because 64 bits are more than a JSON number holds), epoch."""
+
+    def failover_log(self) -> FailoverLog:
+        """Return the replica's versions. Raises ValueError."""
+        return FailoverLog.from_document(
+            [[int(vb_uuid), int(seqno), epoch] for vb_uuid, seqno, epoch in self.versions]
+        )
+
+
+class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON value of the answer OK: what the replica takes over before anything else."""
+
+    epoch: int
+    versions: list[tuple[str, str, int]]
+    history_floor: int
+    purge_seqno: int
+    committed_seqno: int
+
+    def failover_log(self) -> FailoverLog:
+        """Return the master's versions. Raises ValueError."""
+        return Position(self.epoch, self.versions).failover_log()
+
+
+def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
+    """Return a failover log as `Position` and `Welcome` carry it."""
+    return [(str(entry.vb_uuid), str(entry.seqno), entry.epoch) for entry in log.entries]
+
+
+def pack_entries(number: int, question: int, sections: Iterable[Section]) -> bytes:
+    """Return a message of a master."""
+    pieces: list[bytes] = []
+    for section in sections:
+        entries = b"".join(section.entries)
+        pieces += (
+            _SECTION.pack(section.vb_id, section.epoch, section.committed_seqno, len(entries)),
+            entries,
+        )
+    value = b"".join(pieces)
+    extras = _ENTRIES_EXTRAS.pack(number, question, crc32(value))
+    return pack_request(Opcode.X_REPLICA_ENTRIES, extras=extras, value=value)
+
+
+def unpack_entries(frame: Frame) -> Message:
+    """Return a message of a master. Raises ReplicationError."""
+    try:
+        number, question, checksum = _ENTRIES_EXTRAS.unpack(frame.extras)
+    except struct.error:
+        raise ReplicationError(f"a message has {_ENTRIES_EXTRAS.size} bytes of extras") from None
+    value = frame.value
+    if crc32(value) != checksum:
+        raise ReplicationError(f"message {number}: the checksum of its {len(value)} bytes is wrong")
+    sections: list[Section] = []
+    position, end = 0, len(value)
+    while position < end:
+        if end - position < _SECTION.size:
+            raise ReplicationError(f"message {number}: its last section is cut")
+        vb_id, epoch, committed_seqno, size = _SECTION.unpack_from(value, position)
+        position += _SECTION.size
+        if size > end - position:
+            raise ReplicationError(
+                f"message {number}, vb {vb_id}: {size} bytes of entries, fewer follow"
+            )
+        try:
+            entries = split_entries(value[position : position + size])
+        except LogDamagedError as error:
+            raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
+        sections.append(Section(vb_id, epoch, committed_seqno, entries))
+        position += size
+    return Message(number, question, tuple(sections))
+
+
+def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
+    """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is."""
+    if not 0 < section.epoch <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
+        return f"leader epoch {section.epoch} or seqno {section.committed_seqno} cannot be"
+    for entry in section.entries:
+        head = head_of(entry)
+        if head.vb_id != section.vb_id:
+            return f"an entry of vb {head.vb_id} in the section of vb {section.vb_id}"
+        if head.opcode == LOG_CONTROL:
+            if control_document(entry).get("kind") != "floor":
+                return "a control entry that is no floor"
+            continue
+        seqno = seqno_of(entry)
+        if seqno != high_seqno + 1:
+            return f"seqno {seqno} follows {high_seqno}"
+        if head.epoch > section.epoch:
+            return f"seqno {seqno} has leader epoch {head.epoch}, above {section.epoch}"
+        if head.body_bytes > value_bytes_max + 1024:
+            return f"seqno {seqno} has {head.body_bytes} bytes, more than allowed"
+        high_seqno = seqno
+    return ""
+
+
+def pack_ack(number: int, question: int) -> bytes:
+    """Return an acknowledgement."""
+    return pack_request(Opcode.X_REPLICA_ACK, extras=_ACK_EXTRAS.pack(number, question))
+
+
+def unpack_ack(extras: bytes) -> tuple[int, int]:
+    """Return number and question. Raises ReplicationError."""
+    try:
+        number, question = _ACK_EXTRAS.unpack(extras)
+    except struct.error:
+        raise ReplicationError(
+            f"an acknowledgement has {_ACK_EXTRAS.size} bytes of extras"
+        ) from None
+    return number, question
+
+
+def decode(value: bytes, kind: Any) -> Any:
+    """Return a JSON value as a `kind`. Raises ReplicationError."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ReplicationError(f"not a {kind.__name__}: {error}") from None
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """Return a Greeting, Position or Welcome as JSON."""
+    return msgspec.json.encode(value)

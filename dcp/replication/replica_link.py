@@ -1,0 +1,305 @@
+"""The replica's side of a replication link: one connection to one master's node. Sans-IO.
+
+    OPENING ── DCP_OPEN and the control are answered ──> READY ── closed ──> CLOSED
+
+and for each partition that this node follows there
+
+    ASKED ── OK ───────> OPEN         its messages are applied
+    ASKED ── ROLLBACK ─> ASKED        what the master does not have is cut off, then asked again
+    ASKED ── X_FENCED ─> WAITING      until the replication record or the time has moved
+
+Who calls it: the node core makes links and tells what to follow (`follow`, `leave`); the shell
+moves bytes. The core of the node carries out what needs the engine (`ReplicaSide`).
+
+Invariants
+- a message is applied wholly or not at all, and only for streams that are OPEN, in the epoch in
+  which they were opened;
+- a message is acknowledged after the commit group that holds its entries is synced here, and all
+  messages before it;
+- a question is confirmed at once, for the streams that are open then. `confirmed_ns` is when that
+  happened last: a member that becomes master waits until that has lapsed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import Final, Protocol
+
+from dcp.replication.messages import (
+    MESSAGE_BYTES_MAX,
+    Greeting,
+    Position,
+    Section,
+    Welcome,
+    decode,
+    encode,
+    pack_ack,
+    problem_of,
+    unpack_entries,
+)
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_request
+from dcp.wire.message import (
+    OPEN_EXTRAS,
+    U64,
+    OpenFlag,
+    StreamRequest,
+    pack_stream_request,
+)
+from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
+from vbucket.model.ids import SEQNO_MAX
+
+RETRY_NS: Final = 100_000_000
+"""Pause before a request that was refused is repeated, unless the record has changed."""
+HEARD_NS_MAX: Final = 3_000_000_000
+"""A link without a word for so long is closed; heartbeats come ten times a second."""
+
+
+class LinkState(Enum):
+    """See the module."""
+
+    OPENING = auto()
+    READY = auto()
+    CLOSED = auto()
+
+
+class _Step(Enum):
+    ASKED = auto()
+    OPEN = auto()
+    WAITING = auto()
+
+
+class _Stream:
+    """A partition that is followed on the link."""
+
+    __slots__ = ("epoch", "opaque", "retry_ns", "step")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.opaque = 0
+        self.step = _Step.WAITING
+        self.retry_ns = 0
+
+
+class ReplicaSide(Protocol):
+    """What a link needs of its node's core."""
+
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+        """Return where this replica is, for a stream request."""
+
+    def welcomed(self, vb_id: int, welcome: Welcome) -> None:
+        """The master goes on from there: take over its versions. Raises ReplicationError."""
+
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+        """The master does not have what lies above a seqno: cut it off."""
+
+    def high_seqno(self, vb_id: int) -> int:
+        """Return the last seqno that was applied."""
+
+    def apply(self, section: Section) -> None:
+        """Apply a section that was checked."""
+
+    @property
+    def open_group(self) -> int:
+        """The commit group that what is applied now belongs to."""
+
+
+class ReplicaLink:
+    """See the module. `bytes_to_send` holds what the shell has to send."""
+
+    def __init__(
+        self, side: ReplicaSide, greeting: Greeting, *, now_ns: int, value_bytes_max: int
+    ) -> None:
+        self.state = LinkState.OPENING
+        self._side = side
+        self._value_bytes_max = value_bytes_max
+        self._decoder = FrameDecoder(MESSAGE_BYTES_MAX)
+        self._streams: dict[int, _Stream] = {}
+        self._next_opaque = 0
+        self._number = 0
+        """The last message that was applied."""
+        self._question = 0
+        self._acked = (0, 0)
+        self._unsynced: deque[tuple[int, int]] = deque()
+        """Applied messages that are not synced here: commit group, number."""
+        self._synced_number = 0
+        self.heard_ns = now_ns
+        self.confirmed_ns = 0
+        """When a question was confirmed last; 0: none was."""
+        self.problem = ""
+        """Why the link was closed by this side."""
+        self._out = [
+            pack_request(
+                Opcode.DCP_OPEN,
+                extras=OPEN_EXTRAS.pack(0, OpenFlag.PRODUCER),
+                key=f"replica:{greeting.member}".encode(),
+            ),
+            pack_request(Opcode.DCP_CONTROL, key=b"x_replicate", value=encode(greeting)),
+        ]
+
+    # -- what the node core tells ------------------------------------------------------------------
+
+    def follow(self, vb_id: int, epoch: int, now_ns: int) -> None:
+        """Follow a partition whose master is there, in this epoch."""
+        stream = self._streams.get(vb_id)
+        if stream is None or stream.epoch != epoch:
+            self.leave(vb_id)
+            self._streams[vb_id] = _Stream(epoch)
+        self._ask_what_is_due(now_ns)
+
+    def leave(self, vb_id: int) -> None:
+        """Do not follow a partition here any more. No later answer confirms its master."""
+        stream = self._streams.pop(vb_id, None)
+        if stream is not None and stream.step is not _Step.WAITING:
+            self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
+
+    def is_open(self, vb_id: int) -> bool:
+        """Whether a partition is followed, and the master has agreed."""
+        stream = self._streams.get(vb_id)
+        return stream is not None and stream.step is _Step.OPEN
+
+    def synced(self, group: int) -> None:
+        """A commit group of this node is on disk."""
+        unsynced = self._unsynced
+        while unsynced and unsynced[0][0] <= group:
+            self._synced_number = unsynced.popleft()[1]
+        self._acknowledge()
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; monotonic nanoseconds."""
+        if self.state is not LinkState.CLOSED and now_ns - self.heard_ns >= HEARD_NS_MAX:
+            self._close("nothing was heard of the master's node")
+        self._ask_what_is_due(now_ns)
+
+    # -- bytes -------------------------------------------------------------------------------------
+
+    def bytes_to_send(self) -> bytes:
+        """Return what the shell has to send now."""
+        data = b"".join(self._out)
+        self._out.clear()
+        return data
+
+    def receive(self, data: bytes, now_ns: int) -> None:
+        """Take bytes from the master's node. A peer that breaks the rules closes the link."""
+        self.heard_ns = now_ns
+        try:
+            for frame in self._decoder.feed(data):
+                if self.state is not LinkState.CLOSED:
+                    self._take(frame, now_ns)
+        except (ReplicationError, RemoteProtocolError) as error:
+            self._close(str(error))
+
+    def closed(self) -> None:
+        """The connection is gone."""
+        self._close("the connection was closed")
+
+    def _close(self, problem: str) -> None:
+        if self.state is not LinkState.CLOSED:
+            self.state = LinkState.CLOSED
+            self.problem = problem
+        self._streams.clear()
+        self._out.clear()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _take(self, frame: Frame, now_ns: int) -> None:
+        if frame.magic == Magic.RESPONSE:
+            self._answered(frame, now_ns)
+        elif frame.opcode == Opcode.X_REPLICA_ENTRIES:
+            self._message(frame, now_ns)
+        elif frame.opcode == Opcode.DCP_STREAM_END:
+            stream = self._streams.get(frame.vb_id)
+            if stream is not None and stream.opaque == frame.opaque:
+                stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+        else:
+            raise ReplicationError(f"opcode 0x{frame.opcode:02x} does not belong here")
+
+    def _answered(self, frame: Frame, now_ns: int) -> None:
+        if frame.opcode in {Opcode.DCP_OPEN, Opcode.DCP_CONTROL}:
+            if frame.status:
+                raise ReplicationError(
+                    f"the master's node refuses the link (status 0x{frame.status:x}): "
+                    f"{frame.value[:200].decode('utf-8', 'replace')}"
+                )
+            if frame.opcode == Opcode.DCP_CONTROL:
+                self.state = LinkState.READY
+                self._ask_what_is_due(now_ns)
+            return
+        if frame.opcode != Opcode.DCP_STREAM_REQ:
+            return
+        for vb_id, stream in self._streams.items():
+            if stream.opaque == frame.opaque and stream.step is _Step.ASKED:
+                self._stream_answered(vb_id, stream, frame, now_ns)
+                return
+
+    def _stream_answered(self, vb_id: int, stream: _Stream, frame: Frame, now_ns: int) -> None:
+        if frame.status == Status.OK:
+            welcome = decode(frame.value, Welcome)
+            if welcome.epoch != stream.epoch:
+                raise ReplicationError(
+                    f"vb {vb_id}: asked in leader epoch {stream.epoch}, answered in {welcome.epoch}"
+                )
+            self._side.welcomed(vb_id, welcome)
+            stream.step = _Step.OPEN
+        elif frame.status == Status.ROLLBACK:
+            if len(frame.value) < U64.size:
+                raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
+            self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
+            stream.step, stream.retry_ns = _Step.WAITING, now_ns
+            self._ask_what_is_due(now_ns)
+        else:
+            stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+
+    def _ask_what_is_due(self, now_ns: int) -> None:
+        if self.state is not LinkState.READY:
+            return
+        for vb_id, stream in self._streams.items():
+            if stream.step is _Step.WAITING and stream.retry_ns <= now_ns:
+                asked, position = self._side.position(vb_id, stream.epoch)
+                self._next_opaque += 1
+                stream.opaque, stream.step = self._next_opaque, _Step.ASKED
+                self._out.append(pack_stream_request(vb_id, asked, stream.opaque, encode(position)))
+
+    def _message(self, frame: Frame, now_ns: int) -> None:
+        message = unpack_entries(frame)
+        if message.number != self._number + 1:
+            raise ReplicationError(f"message {message.number} follows message {self._number}")
+        taken: list[Section] = []
+        for section in message.sections:
+            stream = self._streams.get(section.vb_id)
+            if stream is None or stream.step is not _Step.OPEN:
+                continue  # it was left meanwhile
+            if stream.epoch != section.epoch:
+                raise ReplicationError(
+                    f"vb {section.vb_id} is followed in leader epoch {stream.epoch}; "
+                    f"message {message.number} has epoch {section.epoch}"
+                )
+            high_seqno = self._side.high_seqno(section.vb_id)
+            if problem := problem_of(section, high_seqno, self._value_bytes_max):
+                raise ReplicationError(f"message {message.number}, vb {section.vb_id}: {problem}")
+            taken.append(section)
+        for section in taken:
+            self._side.apply(section)
+        self._number = message.number
+        if any(section.entries for section in taken):
+            self._unsynced.append((self._side.open_group, message.number))
+        elif not self._unsynced:
+            self._synced_number = message.number
+        else:
+            self._unsynced.append((self._unsynced[-1][0], message.number))
+        self._question = message.question
+        self.confirmed_ns = now_ns
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        told = self._synced_number, self._question
+        if told != self._acked and self.state is LinkState.READY:
+            self._acked = told
+            self._out.append(pack_ack(*told))
+
+
+def from_here(seqno: int, vb_uuid: int) -> StreamRequest:
+    """Return the stream request of a replica that holds everything up to a seqno."""
+    return StreamRequest(0, seqno, SEQNO_MAX, vb_uuid, seqno, seqno)

@@ -1,0 +1,69 @@
+"""What a session needs of replication: a replica's node may connect. Pure.
+
+`dcp.replication` implements both. A node alone has no port, and refuses such connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from dcp.stream.snapshots import Message
+from dcp.wire.frame import Frame
+
+
+class FeedAnswer(NamedTuple):
+    """The answer to a replica's stream request."""
+
+    status: int
+    value: bytes
+
+
+class StreamSender(Protocol):
+    """What pumps messages into a connection: a producer for consumers, a feed for replicas."""
+
+    is_superseded: bool
+    damages: list[str]
+    """Why streams ended whose stored data is damaged, since the connection took them last."""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether `pump` would return anything now."""
+
+    def pump(self, bytes_max: int) -> Sequence[Message]:
+        """Return messages to send, about `bytes_max` of them."""
+
+    def heard(self, now_ns: int) -> None:
+        """Bytes have come from the peer; monotonic nanoseconds."""
+
+    def tick(self, now_ns: int) -> bool:
+        """Let time pass; False: disconnect."""
+
+    def close(self) -> None:
+        """The connection is gone."""
+
+
+class ReplicaSender(StreamSender, Protocol):
+    """The feed of one replica's node."""
+
+    def stream_request(self, request: Frame) -> FeedAnswer:
+        """Answer the request for a partition. Raises ReplicationError."""
+
+    def close_stream(self, vb_id: int) -> None:
+        """The replica does not follow a partition any more."""
+
+    def take_acknowledgement(self, extras: bytes) -> None:
+        """Take an X_REPLICA_ACK. Raises ReplicationError."""
+
+
+class ReplicationPort(Protocol):
+    """Where replicas' nodes come in."""
+
+    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaSender:
+        """Begin to feed the node that sends this greeting. Raises ReplicationError."""
+
+
+class ReplicationError(Exception):
+    """A peer broke the rules of replication, or is no member; the text says how. The connection is
+    closed.
+    """
