@@ -1,0 +1,89 @@
+"""What a new master does before it serves, and what a deposed one keeps of what it cuts off.
+
+Who calls it: the master and replica cores, the simulator and the model checker.
+
+Every failover makes a new version at the new master's end, also if the new master was in sync.
+Otherwise a dead master that had written further comes back, both sides call their histories by one
+name, and `failover.rollback.decide` finds no difference: the histories diverge. A new version is
+durable before its master serves.
+
+Only a handover makes none, because the old master says where it ended.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from failover.history import FailoverLog
+from failover.replication_record import HandedOver, ReplicationRecord
+
+
+class FirstStep(NamedTuple):
+    """What a new master does to its own history first, in this order."""
+
+    branch_seqno: int | None
+    """Roll back to here with the version of the operator's branch; None: no branch to finish."""
+    version_seqno: int | None
+    """Begin the new version here; None: go on in the version that was handed over."""
+    committed_seqno: int = 0
+    """The HW is at least this: whoever hands over has committed all before."""
+
+
+def takes_over(handover: HandedOver | None, log: FailoverLog, end_seqno: int) -> bool:
+    """Return whether a new master goes on in the version that was handed over to it.
+
+    It does so only if its own newest version and its own last seqno are the ones in the record.
+    """
+    return handover is not None and handover == (log.current.vb_uuid, end_seqno)
+
+
+def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> FirstStep:
+    """Return what a new master does before it serves; `log` and `end_seqno` are its own.
+
+    A branch that the record names is finished here if this member has not rolled back yet. The
+    branch's own version may have been used by the old master already. So the new master makes a
+    version of its own on top of it.
+    """
+    branch = record.branch
+    if branch is not None and log.upper_of(branch.vb_uuid, end_seqno) is None:
+        # A member that ends below the branch has nothing to roll back.
+        if branch.seqno < end_seqno:
+            return FirstStep(branch.seqno, branch.seqno)
+        return FirstStep(None, end_seqno)
+    if takes_over(record.handover, log, end_seqno):
+        return FirstStep(None, None, end_seqno)
+    return FirstStep(None, end_seqno)
+
+
+def is_branch_done(record: ReplicationRecord, acknowledged_epochs: dict[str, int]) -> bool:
+    """Return whether every ISR member has rolled back for the branch that is under way.
+
+    `acknowledged_epochs` has the epoch under which each member last reconciled with this master;
+    the master counts itself. A member that has reconciled under the record's epoch has rolled back.
+    """
+    return record.branch is not None and all(
+        acknowledged_epochs.get(member) == record.epoch for member in record.isr
+    )
+
+
+def may_send_back(*, is_master: bool, hw_seqno: int, epoch_start_seqno: int) -> bool:
+    """Return whether a consumer may be told ROLLBACK or ERANGE; otherwise it is told ETMPFAIL.
+
+    `epoch_start_seqno` is the master's end when it became master. A replica, and a new master whose
+    HW has not reached it, may be behind the consumer. They send nobody back. Replicas that ask are
+    answered from the log at once.
+    """
+    return is_master and hw_seqno >= epoch_start_seqno
+
+
+def may_have_been_answered(
+    record: ReplicationRecord, reconciled_epoch: int, *, acknowledges_as_master: bool
+) -> bool:
+    """Return whether what a member cuts off may have been answered, and goes into quarantine first.
+
+    `reconciled_epoch` is the last epoch under which the member reconciled, or was master. After
+    clean elections only changes that no client was told of are cut off, unless this node answers
+    when only its own disk has a change.
+    """
+    unclean = record.unclean_epoch
+    return acknowledges_as_master or (unclean is not None and reconciled_epoch < unclean)

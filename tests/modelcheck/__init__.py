@@ -1,0 +1,1 @@
+"""A breadth-first model checker over the rules of replication (docs/replication.md)."""

@@ -1,0 +1,460 @@
+"""The model: a few replicas of one partition, their logs, the store's record, and what can happen.
+
+A state is a tuple of small integers: (record, replica, replica, ..., committed, writes, cuts). Each
+number but the last two stands for a value in a table of the model, where equal values have equal
+numbers. So a state is hashed fast, and what one step does to a replica, or to a pair of them, is
+worked out once and then looked up. A replica that does nothing stands for one that is slow, cut off
+or down. Names of replicas mean nothing, so states that differ only in names count as one.
+
+Left out: reads, consumers, branches, unclean elections and purges. The simulator has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from failover import replication_record as records
+from failover.election import SuspectReport
+from failover.history import FailoverLog
+from failover.isr import Acknowledgement, Candidate
+from failover.replication_record import HandedOver, ReplicationRecord, majority
+
+from .renaming import Renaming
+from .rules import RIGHT, Entry, Rules
+from .values import (
+    NAMES,
+    Bounds,
+    Lead,
+    Replica,
+    Replicas,
+    State,
+    Step,
+    Table,
+    ViolationError,
+)
+
+
+class Model:
+    """The states that follow a state, under given rules and bounds."""
+
+    def __init__(self, bounds: Bounds, rules: Rules = RIGHT) -> None:
+        self.bounds, self.rules = bounds, rules
+        self.members = NAMES[: bounds.replicas]
+        self.min_in_sync = bounds.min_in_sync or majority(bounds.replicas)
+        self.records: Table[ReplicationRecord] = Table()
+        self.replicas = Replicas()
+        self.committed: Table[tuple[Entry, ...]] = Table()
+        self._alone: dict[tuple[int, int], list] = {}
+        self._writes: dict[tuple[int, int], int] = {}
+        self._pairs: dict[tuple[int, int, int, int], list] = {}
+        self._with_record: dict[tuple[int, int, int], list] = {}
+        self._elections: dict[tuple, list] = {}
+        self._grown: dict[tuple[int, int], int] = {}
+        self._agree: dict[tuple[int, int], str] = {}
+        self._heard: dict[tuple[int, ...], int] = {}
+        self._cuts: dict[int, list[int]] = {}
+        self._renaming = Renaming(bounds.replicas, self.records, self.replicas)
+
+    def first(self) -> State:
+        """The state in which the first replica has become master of an empty partition."""
+        record = records.create(self.members)
+        versions = FailoverLog.create(1, 1)
+        nobody = (None,) * len(self.members)
+        lead = Lead(nobody, record.isr, None, 0)
+        empty = Replica((), 0, versions, 1, 0, is_reconciled=True, lead=None)
+        master, other = (self.replicas.number(each) for each in (empty._replace(lead=lead), empty))
+        others = (other,) * (len(self.members) - 1)
+        nothing = self.committed.number(())
+        return self.canonical((self.records.number(record), master, *others, nothing, 0, 0))
+
+    def canonical(self, state: State) -> State:
+        """The state under the names that stand for all states that differ in names only."""
+        return self._renaming.canonical(state)
+
+    def successors(self, state: State) -> Iterator[tuple[Step, State]]:
+        """Yield each step that can be next and its state, not canonical; raise ViolationError."""
+        count = self.bounds.replicas
+        record, *now = state[: count + 1]
+        committed, writes, cuts = state[count + 1 :]
+        is_write_left = writes < self.bounds.writes
+        masters = self.replicas.masters
+        for i, each in enumerate(now):
+            alone = self._alone.get((each, i))
+            for step, new, told in self._find_alone(each, i) if alone is None else alone:
+                rest = (committed, writes, cuts)
+                if told is not None:
+                    rest = (self._grow(committed, told, step), writes, cuts)
+                yield step, self._with(record, now, i, new, rest, step)
+            if is_write_left and each in masters:
+                step = Step("{0} writes a record", i)
+                new = self._written(each, writes + 1)
+                rest = (committed, writes + 1, cuts)
+                yield step, self._with(record, now, i, new, rest, step)
+            key = (record, each, i)
+            told = self._with_record.get(key)
+            for step, new_record, new, hw in self._find_with(*key) if told is None else told:
+                if hw is not None:
+                    self._check_promoted(committed, new, step)
+                    if hw > len(self.committed.values[committed]):
+                        continue
+                yield step, self._with(new_record, now, i, new, (committed, writes, cuts), step)
+            if each in masters:
+                yield from self._pair_steps(record, now, i, (committed, writes, cuts))
+        if cuts < self.bounds.cuts:
+            yield from self._cut_steps(record, now, (committed, writes, cuts + 1))
+        for step, new_record in self._election_steps(record, now):
+            yield step, self._settled(new_record, list(now), (committed, writes, cuts))
+
+    def _with(
+        self, record: int, now: list[int], i: int, new: int, rest: tuple[int, ...], step: Step
+    ) -> State:
+        """The state with one replica changed, after its history was compared with the others'."""
+        changed = list(now)
+        changed[i] = new
+        if new != now[i]:
+            self._check_agreement(changed, i, step)
+        return self._settled(record, changed, rest)
+
+    def _settled(self, record: int, now: list[int], rest: tuple[int, ...]) -> State:
+        """The state after what happens at once: masters hear what replicas acknowledge.
+
+        An acknowledgement that arrives late permits less: the HW rises later, and by one seqno at a
+        time. So nothing that could go wrong is left out.
+        """
+        masters = self.replicas.masters
+        for i, each in enumerate(now):
+            if each in masters:
+                for j, other in enumerate(now):
+                    if j != i:
+                        key = (now[i], other, j)
+                        new = self._heard.get(key)
+                        now[i] = self._hear(*key) if new is None else new
+                key = (record, now[i])
+                new = self._heard.get(key)
+                now[i] = self._depose(*key) if new is None else new
+        return (record, *now, *rest)
+
+    def _hear(self, master_number: int, number: int, j: int) -> int:
+        """Return the master after the replica's acknowledgement."""
+        master, replica = self.replicas.values[master_number], self.replicas.values[number]
+        new = master_number
+        if (
+            replica.lead is None
+            and replica.is_reconciled
+            and self.rules.is_same_epoch(master.epoch, replica.epoch)
+        ):
+            assert master.lead is not None
+            acks = list(master.lead.acknowledged)
+            end = self.rules.acknowledgeable_seqno(replica.synced, len(replica.log))
+            acks[j] = Acknowledgement(replica.epoch, end)
+            lead = master.lead._replace(acknowledged=tuple(acks))
+            new = self.replicas.number(master._replace(lead=lead))
+        self._heard[master_number, number, j] = new
+        return new
+
+    def _depose(self, record_number: int, number: int) -> int:
+        """Return a master, which if it is deposed hears nothing more of what it has asked for."""
+        record, master = self.records.values[record_number], self.replicas.values[number]
+        lead, new = master.lead, number
+        assert lead is not None
+        if master.epoch < record.epoch and lead.asked is not None:
+            members = self.rules.effective_isr(lead.confirmed, lead.asked)
+            new = self.replicas.number(
+                master._replace(lead=lead._replace(confirmed=members, asked=None))
+            )
+        self._heard[record_number, number] = new
+        return new
+
+    # What a replica does alone.
+
+    def _find_alone(self, number: int, i: int) -> list:
+        """Return (step, new replica, committed prefix or None)."""
+        replica, found = self.replicas.values[number], []
+        lead = replica.lead
+        if replica.synced < len(replica.log):
+            synced = replica._replace(synced=len(replica.log))
+            found.append((Step("{0} syncs its log", i), self.replicas.number(synced), None))
+        if lead is not None:
+            found += self._raise_hw(replica, lead, i)
+            if lead.asked is None:
+                found += self._ask(replica, lead, i)
+        self._alone[number, i] = found
+        return found
+
+    def _written(self, number: int, value: int) -> int:
+        new = self._writes.get((number, value))
+        if new is None:
+            replica = self.replicas.values[number]
+            entry = Entry(replica.versions.current.vb_uuid, replica.epoch, value)
+            new = self.replicas.number(replica._replace(log=(*replica.log, entry)))
+            self._writes[number, value] = new
+        return new
+
+    def _raise_hw(self, replica: Replica, lead: Lead, i: int) -> Iterator[tuple]:
+        """The HW rises by one seqno at a time, because acknowledgements may arrive late."""
+        given = {
+            member: ack
+            for member, ack in zip(self.members, lead.acknowledged, strict=True)
+            if ack is not None
+        }
+        own = self.rules.acknowledgeable_seqno(replica.synced, len(replica.log))
+        given[NAMES[i]] = Acknowledgement(replica.epoch, own)
+        members = self.rules.effective_isr(lead.confirmed, lead.asked)
+        hw = self.rules.high_watermark(replica.hw, replica.epoch, members, given, self.min_in_sync)
+        if hw > replica.hw:
+            new = replica._replace(hw=replica.hw + 1)
+            told = self.committed.number(replica.log[: replica.hw + 1])
+            yield Step(f"{{0}} commits up to seqno {new.hw}", i), self.replicas.number(new), told
+
+    def _ask(self, replica: Replica, lead: Lead, i: int) -> Iterator[tuple]:
+        for j, member in enumerate(self.members):
+            if j == i:
+                continue
+            if member in lead.confirmed:
+                asked, word = lead.confirmed - {member}, "without"
+            elif self._may_join(replica, lead.acknowledged[j]):
+                asked, word = lead.confirmed | {member}, "with"
+            else:
+                continue
+            new = replica._replace(lead=lead._replace(asked=asked))
+            step = Step(f"{{0}} asks the store for an in-sync set {word} {{1}}", i, j)
+            yield step, self.replicas.number(new), None
+
+    def _may_join(self, replica: Replica, ack: Acknowledgement | None) -> bool:
+        assert replica.lead is not None
+        start = self.rules.start_to_reach(replica.versions.current.seqno, replica.lead.epoch_start)
+        return ack is not None and self.rules.may_join(
+            Candidate(ack, is_level=True), replica.epoch, replica.hw, start
+        )
+
+    # What a replica does with the record.
+
+    def _find_with(self, record_number: int, number: int, i: int) -> list:
+        """Return (step, new record, new replica, log of one that became master or None)."""
+        record = self.records.values[record_number]
+        replica = self.replicas.values[number]
+        found: list[tuple] = []
+        if replica.epoch < record.epoch:
+            found += self._learn(record, record_number, replica, i)
+        lead = replica.lead
+        if lead is not None and replica.epoch == record.epoch:
+            if lead.asked is not None:
+                found += self._change_isr(record, record_number, replica, lead, i)
+            elif record.epoch < self.bounds.epochs:
+                found += self._hand_over(record, replica, lead, i)
+        self._with_record[record_number, number, i] = found
+        return found
+
+    def _learn(
+        self, record: ReplicationRecord, record_number: int, replica: Replica, i: int
+    ) -> Iterator[tuple]:
+        new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0)
+        if not records.is_master(record, NAMES[i], replica.epoch):
+            step = Step(f"{{0}} learns of epoch {record.epoch}", i)
+            yield step, record_number, self.replicas.number(new), None
+            return
+        end = len(replica.log)
+        _, start, committed = self.rules.first_step(record, replica.versions, end)
+        versions = replica.versions
+        if start is not None:
+            versions = versions.branch(record.epoch, start, record.epoch)
+        lead = Lead((None,) * len(self.members), record.isr, None, end)
+        new = new._replace(synced=end, versions=versions, is_reconciled=True, lead=lead)
+        kept = "in the version handed over" if start is None else f"with a version from {start}"
+        for hw in sorted({committed, end}):
+            words = f"{{0}} learns of epoch {record.epoch} and is master, {kept}, HW {hw}"
+            yield Step(words, i), record_number, self.replicas.number(new._replace(hw=hw)), hw
+
+    def _change_isr(
+        self, record: ReplicationRecord, number: int, replica: Replica, lead: Lead, i: int
+    ) -> Iterator[tuple]:
+        assert lead.asked is not None
+        if record.isr == lead.confirmed:
+            leaving, joining = lead.confirmed - lead.asked, lead.asked - lead.confirmed
+            new = records.expand(records.shrink(record, leaving), joining)
+            step = Step("the store has the in-sync set that {0} asked for", i)
+            yield step, self.records.number(new), self.replicas.number(replica), None
+        if record.isr == lead.asked:
+            heard = replica._replace(lead=lead._replace(confirmed=lead.asked, asked=None))
+            step = Step("{0} hears that its in-sync set is confirmed", i)
+            yield step, number, self.replicas.number(heard), None
+
+    def _hand_over(
+        self, record: ReplicationRecord, replica: Replica, lead: Lead, i: int
+    ) -> Iterator[tuple]:
+        """All is committed, and writers are held back: this is one transaction."""
+        end = len(replica.log)
+        if replica.hw != end or record.isr != lead.confirmed:
+            return
+        handed = HandedOver(replica.versions.current.vb_uuid, end)
+        for j, member in enumerate(self.members):
+            if j != i and member in record.isr:
+                new = records.hand_over(records.want(record, member), handed)
+                resigned = replica._replace(lead=None, is_reconciled=False, hw=0)
+                step = Step("{0} hands over to {1}", i, j)
+                yield step, self.records.number(new), self.replicas.number(resigned), None
+
+    def _election_steps(self, number: int, now: list[int]) -> list:
+        """Any members of the ISR may have reported, and the store may see the lease as over."""
+        record = self.records.values[number]
+        if record.epoch >= self.bounds.epochs:
+            return []
+        key = (number, *now)
+        reports = []
+        for i, each in enumerate(now):
+            replica = self.replicas.values[each]
+            if replica.epoch == record.epoch and replica.lead is None:
+                version = replica.versions.current
+                reports.append(
+                    SuspectReport(NAMES[i], record.epoch, version.epoch, replica.synced, 0)
+                )
+        key = (number, *reports)
+        if key not in self._elections:
+            elected = {
+                self.rules.master_to_elect(record, told, 0, is_lease_over=True)
+                for count in range(1, len(reports) + 1)
+                for told in combinations(reports, count)
+            }
+            self._elections[key] = [
+                (
+                    Step("the store elects {0}", NAMES.index(member)),
+                    self.records.number(records.elect(record, member)),
+                )
+                for member in sorted(filter(None, elected))
+            ]
+        return self._elections[key]
+
+    # What a master and a replica do with each other.
+
+    def _pair_steps(
+        self, record: int, now: list[int], i: int, rest: tuple[int, ...]
+    ) -> Iterator[tuple[Step, State]]:
+        for j, other in enumerate(now):
+            if j == i:
+                continue
+            key = (now[i], other, i, j)
+            found = self._pairs.get(key)
+            if found is None:
+                found = self._pairs[key] = list(self._find_pair(*key))
+            for step, new_i, new_j in found:
+                changed = list(now)
+                changed[i], changed[j] = new_i, new_j
+                if new_j != other:
+                    self._check_agreement(changed, j, step)
+                yield step, self._settled(record, changed, rest)
+
+    def _find_pair(self, master_number: int, number: int, i: int, j: int) -> Iterator[tuple]:
+        master, replica = self.replicas.values[master_number], self.replicas.values[number]
+        if replica.lead is not None:
+            return
+        if not self.rules.is_same_epoch(master.epoch, replica.epoch):
+            return
+        if not replica.is_reconciled:
+            yield self._reconcile(master, master_number, replica, i, j)
+            return
+        if len(replica.log) < self.rules.sendable_seqno(master.synced, len(master.log)):
+            entry = master.log[len(replica.log)]
+            new = replica._replace(log=(*replica.log, entry))
+            step = Step(f"{{1}} receives seqno {len(new.log)} from {{0}}", i, j)
+            yield step, master_number, self.replicas.number(new)
+
+    def _reconcile(
+        self, master: Replica, master_number: int, replica: Replica, i: int, j: int
+    ) -> tuple:
+        back = self.rules.truncation(replica.history, master.history)
+        if back is None:
+            new = replica._replace(versions=master.versions, is_reconciled=True)
+            return Step("{1} reconciles with {0}", i, j), master_number, self.replicas.number(new)
+        kept = tuple(each for each in replica.versions.entries if each.seqno <= back)
+        new = replica._replace(
+            log=replica.log[:back],
+            synced=min(replica.synced, back),
+            versions=FailoverLog(kept),
+            hw=min(replica.hw, back),
+        )
+        step = Step(f"{{1}} cuts its log back to {back} to follow {{0}}", i, j)
+        return step, master_number, self.replicas.number(new)
+
+    # Power cuts.
+
+    def _cut_steps(
+        self, record: int, now: list[int], rest: tuple[int, ...]
+    ) -> Iterator[tuple[Step, State]]:
+        epoch = self.records.values[record].epoch
+        for i, each in enumerate(now):
+            for new in self._after_cut(each, epoch):
+                kept = len(self.replicas.values[new].log)
+                step = Step(f"power cut of {{0}}, which keeps {kept} records", i)
+                yield step, self._with(record, now, i, new, rest, step)
+        losing = [self._after_cut(each, epoch)[-1] for each in now]
+        yield Step("power cut of all", 0), self._settled(record, losing, rest)
+
+    def _after_cut(self, number: int, epoch: int) -> list[int]:
+        """Return the replica after each outcome of a cut, the worst one last.
+
+        It has started again and read the record. What it kept it has synced; it forgot its HW.
+        """
+        key = number << 8 | epoch
+        if key not in self._cuts:
+            replica = self.replicas.values[number]
+            self._cuts[key] = [
+                self.replicas.number(
+                    replica._replace(
+                        log=replica.log[:kept],
+                        synced=kept,
+                        epoch=epoch,
+                        hw=0,
+                        is_reconciled=False,
+                        lead=None,
+                    )
+                )
+                for kept in range(len(replica.log), replica.synced - 1, -1)
+            ]
+        return self._cuts[key]
+
+    # What must hold.
+
+    def _grow(self, committed: int, told: int, step: Step) -> int:
+        """Return the longer of two committed histories; they must agree."""
+        key = (committed, told)
+        if key not in self._grown:
+            old, new = self.committed.values[committed], self.committed.values[told]
+            shorter = min(len(old), len(new))
+            is_same = old[:shorter] == new[:shorter]
+            self._grown[key] = (committed if len(old) >= len(new) else told) if is_same else -1
+        if self._grown[key] < 0:
+            raise ViolationError("two different records are committed with one seqno", step)
+        return self._grown[key]
+
+    def _check_promoted(self, committed: int, new: int, step: Step) -> None:
+        kept = self.committed.values[committed]
+        if self.replicas.values[new].log[: len(kept)] != kept:
+            raise ViolationError("a committed record is lost: the new master lacks it", step)
+
+    def _check_agreement(self, now: list[int], i: int, step: Step) -> None:
+        mine = now[i]
+        for j, other in enumerate(now):
+            if j != i and other != mine:
+                problem = self._agree.get((mine, other))
+                if problem is None:
+                    problem = self._disagreement(mine, other)
+                    self._agree[mine, other] = self._agree[other, mine] = problem
+                if problem:
+                    raise ViolationError(problem, step)
+
+    def _disagreement(self, one: int, other: int) -> str:
+        """Return in which version two replicas differ; "" if in none."""
+        mine, theirs = self.replicas.values[one], self.replicas.values[other]
+        if mine.lead and theirs.lead and mine.epoch == theirs.epoch:
+            return f"epoch {mine.epoch} has two masters"
+        for version in mine.versions.entries:
+            upper = theirs.versions.upper_of(version.vb_uuid, len(theirs.log))
+            if upper is None:
+                continue
+            own = mine.versions.upper_of(version.vb_uuid, len(mine.log))
+            assert own is not None
+            upto = min(upper, own, len(mine.log), len(theirs.log))
+            if mine.log[:upto] != theirs.log[:upto]:
+                return f"two replicas differ within version {version.vb_uuid}, up to seqno {upto}"
+        return ""

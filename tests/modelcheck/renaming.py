@@ -1,0 +1,105 @@
+"""States that differ only in the names of replicas count as one."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+from failover.replication_record import ReplicationRecord
+
+from .values import NAMES, Replicas, State, Table
+
+
+class Renaming:
+    """Finds the one state that stands for all that differ in names only.
+
+    Replicas are sorted by what can be seen of them without names. If two look alike, all their
+    orders are tried, and the smallest state stands for them.
+    """
+
+    def __init__(self, count: int, records: Table[ReplicationRecord], replicas: Replicas) -> None:
+        self._count, self._members = count, NAMES[:count]
+        self._known_records, self._known_replicas = records, replicas
+        self._orders = list(permutations(range(count)))
+        self._place = {order: number for number, order in enumerate(self._orders)}
+        self._looks: Table[Any] = Table()
+        self._look: dict[int, int] = {}
+        self._seats: dict[int, tuple[int, ...]] = {}
+        self._replicas: dict[tuple[int, int], int] = {}
+        self._records: dict[tuple[int, int], int] = {}
+
+    def canonical(self, state: State) -> State:
+        count = self._count
+        record = state[0]
+        seats = self._seats.get(record) or self._find_seats(record)
+        look = self._look
+        keys = [
+            (look[each] if each in look else self._find_look(each)) * 4 + seat
+            for each, seat in zip(state[1 : count + 1], seats, strict=True)
+        ]
+        order = tuple(sorted(range(count), key=keys.__getitem__))
+        if len(set(keys)) == count:
+            return self._renamed(state, self._place[order])
+        ranked = [keys[each] for each in order]
+        return min(
+            self._renamed(state, place)
+            for place, each in enumerate(self._orders)
+            if [keys[index] for index in each] == ranked
+        )
+
+    def _renamed(self, state: State, place: int) -> State:
+        order = self._orders[place]
+        changed = [self._record(state[0], place)]
+        changed += [self._replica(state[index + 1], place) for index in order]
+        return (*changed, *state[len(order) + 1 :])
+
+    def _find_look(self, number: int) -> int:
+        replica = self._known_replicas.values[number]
+        lead = replica.lead
+        seen = None
+        if lead is not None:
+            asked = -1 if lead.asked is None else len(lead.asked)
+            acks = sorted((-1, -1) if each is None else each for each in lead.acknowledged)
+            seen = (tuple(acks), len(lead.confirmed), asked, lead.epoch_start)
+        self._look[number] = self._looks.number((*replica[:-1], seen))
+        return self._look[number]
+
+    def _find_seats(self, number: int) -> tuple[int, ...]:
+        record = self._known_records.values[number]
+        self._seats[number] = tuple(
+            (member in record.isr) * 2 + (member == record.master) for member in self._members
+        )
+        return self._seats[number]
+
+    def _names(self, place: int) -> dict[str, str]:
+        return {NAMES[old]: NAMES[new] for new, old in enumerate(self._orders[place])}
+
+    def _record(self, number: int, place: int) -> int:
+        key = (number, place)
+        if key not in self._records:
+            record, names = self._known_records.values[number], self._names(place)
+            new = ReplicationRecord(
+                copies=tuple(self._members),
+                isr=frozenset(names[each] for each in record.isr),
+                epoch=record.epoch,
+                master=None if record.master is None else names[record.master],
+                handover=record.handover,
+            )
+            self._records[key] = self._known_records.number(new)
+        return self._records[key]
+
+    def _replica(self, number: int, place: int) -> int:
+        replica = self._known_replicas.values[number]
+        if replica.lead is None:
+            return number
+        key = (number, place)
+        if key not in self._replicas:
+            lead, names = replica.lead, self._names(place)
+            asked = lead.asked
+            new = lead._replace(
+                acknowledged=tuple(lead.acknowledged[old] for old in self._orders[place]),
+                confirmed=frozenset(names[each] for each in lead.confirmed),
+                asked=None if asked is None else frozenset(names[each] for each in asked),
+            )
+            self._replicas[key] = self._known_replicas.number(replica._replace(lead=new))
+        return self._replicas[key]

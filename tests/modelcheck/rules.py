@@ -1,0 +1,69 @@
+"""The rules that the model runs: the product's own functions, handed in as one object.
+
+`RIGHT` is the product. modelcheck/broken.py replaces single functions. The product has no switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from failover import election, fencing, isr, promotion
+from failover.history import FailoverLog
+from failover.replication_record import ReplicationRecord
+from failover.rollback import Question, decide
+
+
+class Entry(NamedTuple):
+    """One change in a log: the version and epoch that it was written in, and which change it is."""
+
+    vb_uuid: int
+    epoch: int
+    value: int
+
+
+class History(NamedTuple):
+    """One side of a reconciliation: log, versions, HW."""
+
+    log: tuple[Entry, ...]
+    versions: FailoverLog
+    hw_seqno: int
+
+
+def truncation(replica: History, master: History) -> int | None:
+    """Return the seqno that a replica cuts its log back to; None: it goes on at its end."""
+    end = len(replica.log)
+    newest = replica.versions.current.vb_uuid
+    question = Question(end, newest, end, end, tuple(replica.versions.pairs()))
+    return decide(question, master.versions, len(master.log), 0).rollback_seqno
+
+
+def start_to_reach(version_start_seqno: int, epoch_start_seqno: int) -> int:
+    """Return what a master's HW must have reached before anybody joins."""
+    return epoch_start_seqno
+
+
+@dataclass(frozen=True)
+class Rules:
+    """One function per rule."""
+
+    sendable_seqno: Callable[[int, int], int] = isr.sendable_seqno
+    acknowledgeable_seqno: Callable[[int, int], int] = isr.acknowledgeable_seqno
+    effective_isr: Callable[[frozenset[str], frozenset[str] | None], frozenset[str]] = (
+        isr.effective_isr
+    )
+    high_watermark: Callable[
+        [int, int, Iterable[str], Mapping[str, isr.Acknowledgement], int], int
+    ] = isr.high_watermark
+    may_join: Callable[[isr.Candidate, int, int, int], bool] = isr.may_join
+    is_same_epoch: Callable[[int, int], bool] = fencing.is_same_epoch
+    master_to_elect: Callable[..., str | None] = election.master_to_elect
+    truncation: Callable[[History, History], int | None] = truncation
+    first_step: Callable[[ReplicationRecord, FailoverLog, int], promotion.FirstStep] = (
+        promotion.first_step
+    )
+    start_to_reach: Callable[[int, int], int] = start_to_reach
+
+
+RIGHT = Rules()

@@ -1,0 +1,110 @@
+"""The values that states of the model are made of, and their tables."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+from failover.history import FailoverLog
+from failover.isr import Acknowledgement
+
+from .rules import Entry, History
+
+State = tuple[int, ...]
+NAMES = "abcde"
+
+
+class Bounds(NamedTuple):
+    """How large the model is."""
+
+    replicas: int = 3
+    writes: int = 2
+    epochs: int = 3
+    cuts: int = 1
+    min_in_sync: int = 0
+    """0: a majority."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.replicas} replicas, {self.writes} records, {self.epochs} epochs,"
+            f" {self.cuts} power cuts"
+        )
+        return text + (f", min in-sync {self.min_in_sync}" if self.min_in_sync else "")
+
+
+class Lead(NamedTuple):
+    """What a master knows beside its log. It is in memory only."""
+
+    acknowledged: tuple[Acknowledgement | None, ...]
+    """By replica, its own left out (None)."""
+    confirmed: frozenset[str]
+    asked: frozenset[str] | None
+    epoch_start: int
+    """Its end when it became master."""
+
+
+class Replica(NamedTuple):
+    """One replica. `log[:synced]` survives a power cut."""
+
+    log: tuple[Entry, ...]
+    synced: int
+    versions: FailoverLog
+    epoch: int
+    hw: int
+    is_reconciled: bool
+    lead: Lead | None
+
+    @property
+    def history(self) -> History:
+        return History(self.log, self.versions, self.hw)
+
+
+class Step(NamedTuple):
+    """What happened, in words when formatted with replicas' names."""
+
+    words: str
+    first: int
+    second: int = -1
+
+    def __str__(self) -> str:
+        names = [NAMES[each] if each >= 0 else "" for each in (self.first, self.second)]
+        return self.words.format(*names)
+
+
+class ViolationError(Exception):
+    """A step broke a promise."""
+
+    def __init__(self, words: str, step: Step) -> None:
+        super().__init__(words)
+        self.words, self.step = words, step
+
+
+Value = TypeVar("Value")
+
+
+class Table(Generic[Value]):
+    """Values and their numbers."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self._numbers: dict[Value, int] = {}
+
+    def number(self, value: Value) -> int:
+        found = self._numbers.get(value)
+        if found is None:
+            found = self._numbers[value] = len(self.values)
+            self.values.append(value)
+        return found
+
+
+class Replicas(Table[Replica]):
+    """All replicas seen so far. `masters` has the numbers of those that lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masters: set[int] = set()
+
+    def number(self, value: Replica) -> int:
+        number = super().number(value)
+        if value.lead is not None:
+            self.masters.add(number)
+        return number
