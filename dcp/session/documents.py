@@ -224,8 +224,8 @@ class DocumentCommands:
         one. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
-        if not state.has_collections:
-            return {}
+        if not state.has_collections or self._engine.locks.held:
+            return {}  # a run does not look for locks
         return self._runs if state.has_mutation_tokens else self._reading_runs
 
     def store_run(self, position: int, end: int) -> int:
@@ -378,7 +378,9 @@ class DocumentCommands:
             if opcode not in _QUIET_READS:
                 self.refuse_outcome(opcode, opaque, Status.KEY_ENOENT, vb_id)
             return
-        _, key_bytes, datatype, _, document_cas, _, _ = _unpack_meta(entry)
+        _, key_bytes, datatype, _, document_cas, seqno, _ = _unpack_meta(entry)
+        if engine.locks.held:
+            document_cas = engine.locks.shown_cas(part, key, seqno, document_cas)
         value = entry[MUTATION_KEY_AT + key_bytes :]
         flags = entry[FLAGS_AT : FLAGS_AT + 4]
         if opcode == _GET:

@@ -89,6 +89,7 @@ class ConnectionCommands:
         state.has_collections = Feature.COLLECTIONS in granted
         state.has_json = int(Feature.JSON in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.has_durability = Feature.SYNC_REPLICATION in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted
         state.has_fit_meta = Feature.X_FIT_META in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted

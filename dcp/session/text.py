@@ -76,6 +76,7 @@ _COMMON_ANSWERS: Final[dict[int, bytes]] = {
     Status.NOT_STORED: _NOT_STORED,
     Status.E2BIG: _TOO_LARGE,
     Status.NOT_MY_VBUCKET: _NOT_HERE,
+    Status.LOCKED: b"SERVER_ERROR another client locked the document\r\n",
     Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
 }
 """Status of a change that failed -> answer."""

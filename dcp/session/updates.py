@@ -142,8 +142,10 @@ class UpdateCommands:
         extras = META_EXTRAS.pack(is_deleted, meta.flags, expiry & 0xFFFF_FFFF, meta.rev_seqno)
         if request.extras:
             extras += bytes([meta.datatype])
+        part = state.engine.partitions[vb_id]
+        cas = state.engine.locks.shown_cas(part, key, meta.seqno, meta.cas)
         state.answers.append(
-            pack_response(request.opcode, opaque=request.opaque, cas=meta.cas, extras=extras)
+            pack_response(request.opcode, opaque=request.opaque, cas=cas, extras=extras)
         )
 
     def flush(self, request: Frame) -> None:

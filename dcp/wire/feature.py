@@ -39,6 +39,7 @@ GRANTED: Final = frozenset(
         Feature.SELECT_BUCKET,
         Feature.JSON,
         Feature.ALT_REQUEST,
+        Feature.SYNC_REPLICATION,
         Feature.COLLECTIONS,
         Feature.PRESERVE_TTL,
         Feature.GET_CLUSTER_CONFIG_WITH_KNOWN_VERSION,

@@ -18,7 +18,9 @@ class Status(IntEnum):
     DELTA_BADVAL = 0x06
     NOT_MY_VBUCKET = 0x07
     NO_BUCKET = 0x08
+    LOCKED = 0x09
     DCP_STREAM_NOT_FOUND = 0x0A
+    NOT_LOCKED = 0x0E
     CAS_VALUE_INVALID = 0x0F
     AUTH_STALE = 0x1F
     AUTH_ERROR = 0x20
@@ -37,6 +39,8 @@ class Status(IntEnum):
     CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x89
     UNKNOWN_SCOPE = 0x8C
     DCP_STREAMID_INVALID = 0x8D
+    DURABILITY_INVALID_LEVEL = 0xA0
+    DURABILITY_IMPOSSIBLE = 0xA1
     RANGE_SCAN_CANCELLED = 0xA5
     RANGE_SCAN_MORE = 0xA6
     RANGE_SCAN_COMPLETE = 0xA7
@@ -80,6 +84,12 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("fetch-config", "invalid-input"),
     ),
     Status.NO_BUCKET: ("NO_BUCKET", "no bucket is selected", ("conn-state-invalidated",)),
+    Status.LOCKED: (
+        "LOCKED",
+        "another client locked the document",
+        ("item-only", "item-locked", "retry-now"),
+    ),
+    Status.NOT_LOCKED: ("NOT_LOCKED", "the document is not locked", ("item-only",)),
     Status.DCP_STREAM_NOT_FOUND: (
         "DCP_STREAM_NOT_FOUND",
         "no such stream on this connection",
@@ -115,6 +125,16 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("internal",),
     ),
     Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
+    Status.DURABILITY_INVALID_LEVEL: (
+        "DURABILITY_INVALID_LEVEL",
+        "no such durability level",
+        ("item-only", "invalid-input"),
+    ),
+    Status.DURABILITY_IMPOSSIBLE: (
+        "DURABILITY_IMPOSSIBLE",
+        "the server cannot give this durability",
+        ("item-only",),
+    ),
     Status.RANGE_SCAN_CANCELLED: (
         "RANGE_SCAN_CANCELLED",
         "the scan cannot go on: its state was rolled back, or it was open for too long",
@@ -134,7 +154,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
 }
 """Status -> (name, description, attributes of the error map)."""
 
-ERROR_MAP_REVISION: Final = 1
+ERROR_MAP_REVISION: Final = 2
 
 
 def error_map_document() -> dict[str, Any]:

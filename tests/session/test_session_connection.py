@@ -262,7 +262,7 @@ def test_a_known_version_of_another_length_is_einval(peer: Peer) -> None:
 def test_the_error_map_has_lowercase_hexadecimal_keys(peer: Peer) -> None:
     answer = peer.ask(Opcode.GET_ERROR_MAP, value=b"\0\2")
     document = json.loads(answer.value)
-    assert (document["version"], document["revision"]) == (2, 1)
+    assert (document["version"], document["revision"]) == (2, 2)
     assert {int(key, 16) for key in document["errors"]} == set(ERROR_TABLE)
     for key, entry in document["errors"].items():
         assert key == f"{int(key, 16):x}"
