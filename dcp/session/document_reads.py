@@ -22,6 +22,7 @@ from vbucket.engine.engine import StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.partition import Partition, VbState
 from vbucket.model.manifest import DEFAULT_COLLECTION, collection_of
+from vbucket.store.plain_value import shown
 
 Handler = Callable[[Frame], None]
 
@@ -165,10 +166,11 @@ class DocumentReadCommands:
 
     def _answer(self, request: Frame, document: StoredDocument, key: bytes = b"") -> None:
         state = self._state
+        datatype, value = shown(document.datatype, document.value, state.datatypes)
         state.send(
             pack_response(
                 request.opcode, opaque=request.opaque, cas=document.cas, extras=document.flags,
-                key=key, value=document.value, datatype=document.datatype & state.has_json,
+                key=key, value=value, datatype=datatype,
             )
         )  # fmt: skip
 

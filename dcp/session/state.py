@@ -81,6 +81,7 @@ class SessionState:
         "bucket",
         "buffer",
         "close_reason",
+        "datatypes",
         "engine",
         "exchange",
         "facts",
@@ -182,8 +183,8 @@ class SessionState:
         self.has_collections = self.has_mutation_tokens = False
         self.has_preserve_ttl = self.has_xerror = False
         self.has_put_frames = self.has_fit_meta = self.has_durability = False
-        self.has_json = 0
-        """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
+        self.datatypes = self.has_json = 0
+        """Masks: the bits of datatypes that HELLO granted; JSON alone."""
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
         """Rings the shell, which only notes it, and pumps the producer later."""

@@ -33,6 +33,7 @@ from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import plain
 
 LINE_BYTES_MAX: Final = 64 * 1024
 """Longest command line: a get of 250 keys of the longest kind."""
@@ -349,6 +350,8 @@ class TextSession:
             if found is None:
                 found = outcome[0]
         self.state.observes(vb_id)
+        if isinstance(found, StoredDocument):
+            found = found._replace(value=plain(found.datatype, found.value)[1])
         return found
 
     # -- other changes -------------------------------------------------------------------------

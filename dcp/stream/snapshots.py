@@ -31,6 +31,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
+from vbucket.store.plain_value import shown
 from vbucket.store.runs import ALL_PLAIN
 from vbucket.store.store import FrameBatch
 
@@ -216,7 +217,7 @@ class SnapshotWriter:
         if found is None:
             return None
         prev_seqno, datatype, value = found
-        datatype = datatype if self._terms.has_json else 0
+        datatype, value = shown(datatype, value, self._terms.datatypes)
         message = pack_previous_value(
             stream.vb_id, stream.opaque, by_seqno, prev_seqno, value, datatype
         )

@@ -22,8 +22,9 @@ class Terms:
     """See the module."""
 
     __slots__ = (
+        "datatypes",
+        "forces_compression",
         "has_history",
-        "has_json",
         "has_key_prefixes",
         "has_previous_values",
         "has_snapshot_ends",
@@ -52,8 +53,10 @@ class Terms:
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True
         """DCP_OPEN did not ask for streams without values."""
-        self.has_json = False
-        """HELLO 0x0b: the client knows the datatype bit JSON."""
+        self.datatypes = 0
+        """HELLO: the bits of datatypes that the client knows."""
+        self.forces_compression = False
+        """force_value_compression: values are compressed that are stored plain."""
         self.marker_version = MarkerVersion.V1
         self.skips_deletions = False
         """DCP_OPEN flag 0x200: the backlog of a stream from seqno 0 leaves out deletions."""

@@ -37,6 +37,7 @@ GRANTED: Final = frozenset(
         Feature.MUTATION_SEQNO,
         Feature.XERROR,
         Feature.SELECT_BUCKET,
+        Feature.SNAPPY,
         Feature.JSON,
         Feature.ALT_REQUEST,
         Feature.SYNC_REPLICATION,

@@ -16,7 +16,9 @@ from dcp.wire.status import Status
 from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import MUTATION
+from vbucket.model.datatype import SNAPPY
 from vbucket.store.key_record import StoredMeta
+from vbucket.store.plain_value import plain
 
 COUNTER_MODULUS: Final = 2**64
 _COUNTER_DIGITS_MAX: Final = 20
@@ -71,7 +73,8 @@ def count(
         return Counted((Status.DELTA_BADVAL, 0, 0), 0)
     number = (number + delta) % COUNTER_MODULUS if delta >= 0 else max(0, number + delta)
     body = key + b"%d" % number
-    outcome = engine.store(SET, vb_id, key, body, meta.flags, meta.expiry, meta.datatype, cas)
+    datatype = meta.datatype & ~SNAPPY
+    outcome = engine.store(SET, vb_id, key, body, meta.flags, meta.expiry, datatype, cas)
     return Counted(outcome, number)
 
 
@@ -136,7 +139,7 @@ def _refusal(engine: Engine, vb_id: int, key: bytes, meta: StoredMeta, cas: int)
 def _value_of(engine: Engine, vb_id: int, key: bytes) -> bytes:
     found = engine.get(vb_id, key)
     assert not isinstance(found, int), "its metadata said that it is there"
-    return found.value
+    return plain(found.datatype, found.value)[1]
 
 
 def _number_of(value: bytes) -> int | None:
