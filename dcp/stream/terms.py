@@ -26,6 +26,8 @@ class Terms:
         "forces_compression",
         "has_history",
         "has_key_prefixes",
+        "has_oso",
+        "has_oso_advances",
         "has_previous_values",
         "has_snapshot_ends",
         "has_stream_ids",
@@ -49,6 +51,11 @@ class Terms:
         """x_previous_value: the value that a change replaced is sent right before the change."""
         self.has_key_prefixes = False
         """x_key_prefix: a request may list key prefixes. The client knows SEQNO_ADVANCED."""
+        self.has_oso = False
+        """enable_out_of_order_snapshots: the first snapshot of one collection is framed by
+        OSO_SNAPSHOT."""
+        self.has_oso_advances = False
+        """The same with true_with_seqno_advanced: SEQNO_ADVANCED may end such a snapshot."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True

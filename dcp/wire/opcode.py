@@ -81,6 +81,7 @@ class Opcode(IntEnum):
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
     DCP_SEQNO_ADVANCED = 0x64
+    DCP_OSO_SNAPSHOT = 0x65
     DCP_PREVIOUS_VALUE = 0x6E
     DCP_SNAPSHOT_END = 0x6F
     GET_REPLICA = 0x83
@@ -293,6 +294,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_SEQNO_ADVANCED: OpSpec(
         _DCP, "u64 seqno", "-", "sent: nothing more for this filter up to this seqno"
+    ),
+    Opcode.DCP_OSO_SNAPSHOT: OpSpec(
+        _DCP, "u32 1 or 2", "-",
+        "sent instead of a marker, with control enable_out_of_order_snapshots: the first snapshot"
+        " of one collection begins (1) or is complete (2). Until then, resume from 0",
     ),
     Opcode.DCP_PREVIOUS_VALUE: OpSpec(
         _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"
