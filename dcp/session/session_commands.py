@@ -29,6 +29,7 @@ from dcp.wire.status import (
     error_map_document,
 )
 from vbucket.engine.partition import Partition, VbState
+from vbucket.model.datatype import SNAPPY
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
@@ -88,7 +89,9 @@ class ConnectionCommands:
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
         state.has_json = int(Feature.JSON in granted)
+        state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.has_durability = Feature.SYNC_REPLICATION in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted
         state.has_fit_meta = Feature.X_FIT_META in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted

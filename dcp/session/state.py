@@ -67,6 +67,8 @@ class Limits(NamedTuple):
     login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
     login_failures_max: int = 5
     """Failed logins after which a connection is closed."""
+    syncs_writes: bool = True
+    """Whether a change is on disk before its answer (setting durability)."""
 
 
 class SessionState:
@@ -81,6 +83,7 @@ class SessionState:
         "bucket",
         "buffer",
         "close_reason",
+        "datatypes",
         "engine",
         "exchange",
         "facts",
@@ -88,6 +91,7 @@ class SessionState:
         "first_change",
         "flush",
         "has_collections",
+        "has_durability",
         "has_fit_meta",
         "has_json",
         "has_mutation_tokens",
@@ -179,9 +183,10 @@ class SessionState:
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_xerror = self.has_put_frames = self.has_fit_meta = False
-        self.has_json = 0
-        """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
+        self.has_preserve_ttl = self.has_xerror = False
+        self.has_put_frames = self.has_fit_meta = self.has_durability = False
+        self.datatypes = self.has_json = 0
+        """Masks: the bits of datatypes that HELLO granted; JSON alone."""
         self.producer: Producer | None = None
         self.schedule = _nothing_to_schedule
         """Rings the shell, which only notes it, and pumps the producer later."""

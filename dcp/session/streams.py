@@ -12,7 +12,7 @@ from dcp.session.controls import CONTROLS
 from dcp.session.rights import Role
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, parse_stream_value
-from dcp.stream.codec import frame_codec, plain_frames
+from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.stream.filter import StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
@@ -32,6 +32,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from failover.rollback import Decision, Question, decide
 from vbucket.engine.partition import Partition, VbState
+from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.ids import SEQNO_MAX
 
 Handler = Callable[[Frame], None]
@@ -116,19 +117,18 @@ class DcpCommands:
 
     def _set_codec(self, producer: Producer) -> None:
         """Set the format of the frames after the negotiated features have changed."""
-        producer.terms.has_json = bool(self._state.has_json)
-        producer.terms.has_values = not self._open_flags & _NO_VALUES
-        producer.snapshots.plain = plain_frames(
-            self._open_flags,
-            has_collections=self._state.has_collections,
-            has_json=bool(self._state.has_json),
-        )
-        producer.snapshots.codec = frame_codec(
-            self._open_flags,
-            has_collections=self._state.has_collections,
-            has_json=bool(self._state.has_json),
+        state, terms = self._state, producer.terms
+        terms.datatypes = state.datatypes
+        terms.has_values = not self._open_flags & _NO_VALUES
+        known = Known(
+            has_collections=state.has_collections,
+            has_json=bool(state.datatypes & JSON),
+            has_snappy=bool(state.datatypes & SNAPPY),
             has_expiry_opcode=producer.has_expiry_opcode,
+            wants_compression=terms.forces_compression,
         )
+        producer.snapshots.plain = plain_frames(self._open_flags, known)
+        producer.snapshots.codec = frame_codec(self._open_flags, known)
 
     def _problem_of_open(self, request: Frame) -> str:
         if len(request.extras) != OPEN_EXTRAS.size:

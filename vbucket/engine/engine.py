@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from dcp.wire.status import Status
 from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
+from vbucket.engine.locks import Locks
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
     DELETION_ENTRY,
@@ -61,6 +62,7 @@ _COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
 _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
 _CAS_INVALID: Final[Outcome] = (Status.CAS_VALUE_INVALID, 0, 0)
+_LOCKED: Final[Outcome] = (Status.LOCKED, 0, 0)
 _ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
 """The metadata of a key that does not exist, and of a document that has just expired."""
 
@@ -96,6 +98,7 @@ class Engine:
         self.item_cache = keyspace.item_cache
         self.due = keyspace.due
         self.versions = keyspace.versions
+        self.locks = Locks()
         self._store = store
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
@@ -149,6 +152,7 @@ class Engine:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
         self._cas_floor = now_ns & ~0xFFFF
         self._now_s = now_ns // 1_000_000_000
+        self.locks.begin_batch(now_ns)
 
     def store(
         self,
@@ -169,11 +173,15 @@ class Engine:
         if part.state != 1 or part.is_backed_up:
             return _unwritable(part)
         known: StoredMeta | None = None
-        if mode or cas:
+        if mode or cas or self.locks.held:
             known = self._meta_to_change(part, key)
+            cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
+            if cas < 0 and mode != ADD:
+                return _LOCKED
             refusal = _refusal(mode, cas, known.cas, is_live=known.opcode == MUTATION)
             if refusal is not None:
                 return refusal
+            self.locks.unlock(part, key)
         return 0, self.put(part, key, body, flags, expiry, datatype, known), part.high_seqno
 
     def put(
@@ -226,8 +234,12 @@ class Engine:
         known = self._meta_to_change(part, key)
         if known.opcode != MUTATION:
             return _MISSING
+        cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
+        if cas < 0:
+            return _LOCKED
         if cas and cas != known.cas:
             return _EXISTS
+        self.locks.unlock(part, key)
         self.item_cache.take(part, key)
         return self._delete(part, key, known.seqno, known.rev_seqno)
 
@@ -269,6 +281,9 @@ class Engine:
         entry = part.newest.get(key)
         known = _UNPACK_META(entry) if entry else self.versions.meta_below(part, key, entry)
         old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
+        cas = self.locks.cas_to_match(part, key, prev_seqno, old_cas, cas)
+        if cas < 0:
+            return _LOCKED
         if cas:
             if old_opcode != MUTATION:
                 return _MISSING
@@ -406,13 +421,22 @@ class Engine:
         entry = self.document_entry(part, key)
         if entry is None:
             return Status.KEY_ENOENT
+        _, key_bytes, datatype, _, cas, seqno, _ = _UNPACK_META(entry)
+        if self.locks.held:
+            cas = self.locks.shown_cas(part, key, seqno, cas)
+        value = entry[MUTATION_KEY_AT + key_bytes :]
+        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+
+    def get_from_replica(self, part: Partition, key: bytes) -> StoredDocument | None:
+        """Return a document whatever the partition's state; None: there is none, or it is due."""
+        entry: bytes | None = part.newest.get(key)
+        if entry is None:
+            entry = self.versions.entry_below(part, key)
+        if not entry or entry[OPCODE_AT] != MUTATION or self._due_meta(part, key) is not None:
+            return None
         _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        return StoredDocument(
-            cas,
-            entry[FLAGS_AT : FLAGS_AT + 4],
-            entry[MUTATION_KEY_AT + key_bytes :],
-            datatype,
-        )
+        value = entry[MUTATION_KEY_AT + key_bytes :]
+        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be

@@ -108,7 +108,7 @@ class Keyspace:
         assert 0 < num_vbuckets <= NUM_VBUCKETS, "more than the wire has"
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
-        self._draw_uuid = draw_uuid
+        self.draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
@@ -303,7 +303,7 @@ class Keyspace:
         return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
 
     def _begin_version(self, part: Partition, seqno: int) -> None:
-        failover = part.failover.branch(self._draw_uuid(), seqno, part.epoch)
+        failover = part.failover.branch(self.draw_uuid(), seqno, part.epoch)
         part.set_failover(failover)
         document: dict[str, object] = {
             "kind": "failover",
