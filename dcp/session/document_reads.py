@@ -17,7 +17,7 @@ from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import U32
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from dcp.wire.status import RefusedError, Status, UnknownNameError
 from vbucket.engine.engine import StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.partition import Partition, VbState
@@ -96,6 +96,9 @@ class DocumentReadCommands:
     def _found(self, request: Frame) -> tuple[Partition, bytes, StoredDocument, int] | None:
         """Return partition, stored key, document and seqno. None: a refusal is answered."""
         vb_id, key = self._documents.locate(request.vb_id, request.key)
+        part = self._engine.partitions[vb_id]
+        if part.state != VbState.ACTIVE:
+            raise self._state.elsewhere(part)
         self._state.observes(vb_id)
         found = self._engine.get(vb_id, key)
         meta = self._engine.newest_meta(vb_id, key)
@@ -104,7 +107,7 @@ class DocumentReadCommands:
             self._documents.refuse_outcome(request.opcode, request.opaque, status, vb_id)
             return None
         self._state.observes(vb_id)  # again: the document may have expired just now
-        return self._engine.partitions[vb_id], key, found, meta.seqno
+        return part, key, found, meta.seqno
 
     # -- other reads ---------------------------------------------------------------------------
 
@@ -114,9 +117,9 @@ class DocumentReadCommands:
             raise RefusedError(Status.EINVAL, "GET_REPLICA has a key and nothing else")
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state, part = self._state, self._engine.partitions[vb_id]
-        state.observes(vb_id)
         if part.state != VbState.REPLICA:
-            raise WrongVbucketError
+            raise state.elsewhere(part)
+        state.observes(vb_id)
         found = self._engine.get_from_replica(part, key)
         if found is None:
             status = Status.KEY_ENOENT
@@ -150,6 +153,9 @@ class DocumentReadCommands:
         if not left > 0:
             why = f"there is no document among {WALK_KEYS_MAX} keys; try again"
             raise RefusedError(Status.ETMPFAIL, why)
+        for part in engine.partitions:
+            if part.state == VbState.FENCED:
+                raise self._state.elsewhere(part)
         raise RefusedError(Status.KEY_ENOENT, "there is no document")
 
     def _has_answered_one_of(self, request: Frame, part: Partition, keys: list[bytes]) -> bool:

@@ -16,7 +16,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.compressed_values import check_datatype, packed_body
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState, fence_text
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (
@@ -28,6 +28,7 @@ from dcp.wire.status import (
 )
 from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import expiry_of
 from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
@@ -374,8 +375,7 @@ class DocumentCommands:
         engine = self._engine
         part = engine.partitions[vb_id]
         if part.state != 1:
-            state.observes(vb_id)
-            raise WrongVbucketError
+            raise state.elsewhere(part)
         entry = engine.document_entry(part, key)
         if part.last_group > engine.commits.committed_group:
             state.observes_version(part, key)
@@ -512,8 +512,9 @@ class DocumentCommands:
             state.answer_error(opcode, opaque, vb_id, WrongVbucketError())
             return
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
-            holds = self._engine.partitions[vb_id].holds
-            state.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
+            part = self._engine.partitions[vb_id]
+            default = fence_text(part) if part.state == VbState.FENCED else _COME_BACK
+            state.refuse(opcode, opaque, status, next(iter(part.holds.values()), default))
             return
         state.observes(vb_id)
         if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost

@@ -215,6 +215,7 @@ class ScanCommands:
         if len(request.extras) != CONTINUE_EXTRAS.size or request.key or request.value:
             raise RefusedError(Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
         scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
+        self._check_fence(request)
         scan = self._find(request, scan_id)
         scans = state.scans
         assert scans is not None
@@ -270,7 +271,16 @@ class ScanCommands:
             part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
+            raise self._state.elsewhere(part)
         raise WrongVbucketError
+
+    def _check_fence(self, request: Frame) -> None:
+        """Raise RefusedError if the partition may not answer now. The scan stays open."""
+        engine = self._state.engine
+        if request.vb_id < engine.num_vbuckets:
+            part = engine.partitions[request.vb_id]
+            if part.state == VbState.FENCED:
+                raise self._state.elsewhere(part)
 
 
 def _bounds_of(prefix: bytes, asked: _Range) -> tuple[bytes, bytes, bytes]:

@@ -236,7 +236,10 @@ class ConnectionCommands:
         seqno_of = self._seqno_of(extras)
         states = _ALIVE_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
-        parts = [part for part in engine.partitions if part.state in states]
+        parts = [part for part in engine.partitions if part.durable_state in states]
+        for part in parts:
+            if part.state == VbState.FENCED:
+                raise state.elsewhere(part)
         for part in parts:
             if part.branch_group > engine.commits.committed_group:
                 # The branch has lowered its committed_seqno already.
@@ -269,9 +272,11 @@ class ConnectionCommands:
         state = self._state
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
+        part = state.engine.partitions[request.vb_id]
+        if part.state == VbState.FENCED:
+            raise state.elsewhere(part)
         state.observes_history(request.vb_id)
-        log = state.engine.partitions[request.vb_id].failover
-        state.answer(request, value=pack_failover_log(log.pairs()))
+        state.answer(request, value=pack_failover_log(part.failover.pairs()))
 
     def observe_seqno(self, request: Frame) -> None:
         """Answer the current seqnos of a version, or where it ended if it is an older one."""
@@ -281,6 +286,8 @@ class ConnectionCommands:
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[request.vb_id]
+        if part.state == VbState.FENCED:
+            raise state.elsewhere(part)
         state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]
         ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)

@@ -15,7 +15,7 @@ from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
 from vbucket.store.environment import StoreDamagedError
@@ -364,9 +364,16 @@ class SessionState:
 
     def observes_manifest(self) -> None:
         """Let the answers wait until the collections manifest, which they tell of, is committed."""
-        keyspace = self.engine.keyspace
-        if keyspace.manifest_group > keyspace.commits.synced_group:
-            self.wait_group = max(self.wait_group, keyspace.manifest_group)
+        self._await_sync(self.engine.keyspace.manifest_group)
+
+    def elsewhere(self, part: Partition) -> RefusedError:
+        """Return the refusal of a command that needs an active partition. An answer that tells the
+        partition's state waits until that is in this node's log.
+        """
+        if part.state == VbState.FENCED:
+            return RefusedError(Status.ETMPFAIL, fence_text(part))
+        self._await_sync(part.state_group)
+        return WrongVbucketError()
 
     def observes(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes, which they tell of, are committed."""
@@ -385,12 +392,24 @@ class SessionState:
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
 
+    def _await_sync(self, group: int) -> None:
+        if group > self.engine.commits.synced_group:
+            self.wait_group = max(self.wait_group, group)
+
     def _await(self, vb_id: int, group: int) -> None:
         if group > self.engine.commits.committed_group and not self.engine.commits.is_committed(
             vb_id, group
         ):
             self.wait_group = max(self.wait_group, group)
             self.awaited[vb_id] = max(group, self.awaited.get(vb_id, 0))
+
+
+def fence_text(part: Partition) -> str:
+    """Return why a fenced partition does not answer."""
+    return (
+        f"vb {part.vb_id}: its replicas have not confirmed for a while that this node is its master"
+        "; try again"
+    )
 
 
 def _nothing_to_schedule() -> None:

@@ -184,13 +184,25 @@ class DcpCommands:
     def stream_request(self, request: Frame) -> None:
         """Answer OK and the failover log, or ROLLBACK. Every other answer is a RefusedError.
 
-        The order of checks is kv_engine's.
+        A partition that may be behind the client sends nobody back: ETMPFAIL.
         """
-        state = self._state
         producer = self._producer()
         asked = self._asked(request, producer)
         part = self._partition_of(request.vb_id, asked.flags)
-        state.observes_history(part.vb_id)
+        try:
+            self._answer_stream(request, asked, part, producer)
+        except RefusedError as error:
+            if error.status == Status.ERANGE and not part.may_send_back:
+                raise RefusedError(Status.ETMPFAIL, _behind_text(part)) from error
+            if error.status != Status.ETMPFAIL:  # it tells nothing about the partition
+                self._state.observes_history(part.vb_id)
+            raise
+
+    def _answer_stream(
+        self, request: Frame, asked: StreamRequest, part: Partition, producer: Producer
+    ) -> None:
+        """Decide and answer a stream request. The order of checks is kv_engine's."""
+        state = self._state
         if asked.flags & _FROM_LATEST:
             asked = _from_latest(asked, part)
         self._check_range(asked, producer)
@@ -200,6 +212,9 @@ class DcpCommands:
         decision = self._decide(asked, part, told, stream_filter)
         log = part.failover.pairs()
         if decision.rollback_seqno is not None:
+            if not part.may_send_back:
+                raise RefusedError(Status.ETMPFAIL, _behind_text(part))
+            state.observes_history(part.vb_id)
             state.note(
                 "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
                 kind=str(decision.kind), reason=decision.reason,
@@ -213,6 +228,7 @@ class DcpCommands:
         if producer.stream_count >= state.limits.streams_max:
             limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
             raise RefusedError(Status.ENOMEM, limit)
+        state.observes_history(part.vb_id)
         state.answer(request, value=pack_failover_log(log if told.wants_version_log else log[:1]))
         producer.add_stream(
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
@@ -266,6 +282,8 @@ class DcpCommands:
                 return part
             if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
                 return part
+            if part.state == VbState.FENCED:
+                raise self._state.elsewhere(part)
         raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
@@ -320,6 +338,11 @@ class DcpCommands:
             ),
             default=0,
         )
+
+
+def _behind_text(part: Partition) -> str:
+    """Return why a partition sends no consumer back."""
+    return f"vb {part.vb_id} does not know yet what is committed, and may be behind; try again"
 
 
 def _check_takeover(state: SessionState, producer: Producer) -> None:

@@ -349,7 +349,8 @@ class TextSession:
             outcome, found = touch(self._engine, vb_id, key, expiry)
             if found is None:
                 found = outcome[0]
-        self.state.observes_version(self._engine.partitions[vb_id], key)
+        if found != Status.ETMPFAIL:  # it tells nothing about stored data
+            self.state.observes_version(self._engine.partitions[vb_id], key)
         if isinstance(found, StoredDocument):
             found = found._replace(value=plain(found.datatype, found.value)[1])
         return found

@@ -21,6 +21,7 @@ from dcp.wire.message import U32, U64
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.datatype import SNAPPY
 from vbucket.model.ids import time_ns_from_cas
@@ -135,8 +136,11 @@ class UpdateCommands:
             raise RefusedError(Status.EINVAL, "GET_META has a key, and no extras or one byte 2")
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
+        part = state.engine.partitions[vb_id]
+        if part.state != VbState.ACTIVE:
+            raise state.elsewhere(part)
         meta = state.engine.meta(vb_id, key)
-        state.observes_version(state.engine.partitions[vb_id], key)
+        state.observes_version(part, key)
         if meta == Status.KEY_ENOENT:
             state.answers.append(pack_miss(request.opcode, request.opaque))
             return
@@ -148,7 +152,6 @@ class UpdateCommands:
         extras = META_EXTRAS.pack(is_deleted, meta.flags, expiry & 0xFFFF_FFFF, meta.rev_seqno)
         if request.extras:
             extras += bytes([meta.datatype & (state.datatypes | ~SNAPPY)])
-        part = state.engine.partitions[vb_id]
         cas = state.engine.locks.shown_cas(part, key, meta.seqno, meta.cas)
         state.answers.append(
             pack_response(request.opcode, opaque=request.opaque, cas=cas, extras=extras)

@@ -405,7 +405,7 @@ def test_all_vb_seqnos_of_a_state(
 ) -> None:
     for part in node.engine.partitions[4:]:
         part.state = VbState.DEAD
-    for vb_id, state in enumerate(VbState):
+    for vb_id, state in enumerate(list(VbState)[:4]):
         node.engine.partitions[vb_id].state = state
     seqnos = all_seqnos(peer, asked.to_bytes(4, "big"))
     assert {vb_id + 1 for vb_id, _ in seqnos if vb_id < 4} == found

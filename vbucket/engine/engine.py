@@ -171,7 +171,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         known: StoredMeta | None = None
         if mode or cas or self.locks.held:
             known = self._meta_to_change(part, key)
@@ -230,7 +230,7 @@ class Engine:
         """Delete a document, leaving a tombstone with a seqno of its own."""
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         known = self._meta_to_change(part, key)
         if known.opcode != MUTATION:
             return _MISSING
@@ -272,7 +272,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         if keeps_cas and new_cas > self.cas_max:
             if not fits_meta:
                 return _CAS_INVALID
@@ -331,7 +331,7 @@ class Engine:
         """
         part = self.partitions[frames.vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)[0], 0, 0, 0
+            return _unusable(part)[0], 0, 0, 0
         has_far = max(frames.cas) > self.cas_max
         if has_far and not fits_meta:
             return Status.CAS_VALUE_INVALID, 0, 0, 0
@@ -417,7 +417,7 @@ class Engine:
         """Return the newest version of a document, or the status that says why there is none."""
         part = self.partitions[vb_id]
         if part.state != 1:
-            return Status.NOT_MY_VBUCKET
+            return _unusable(part)[0]
         entry = self.document_entry(part, key)
         if entry is None:
             return Status.KEY_ENOENT
@@ -457,7 +457,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1:
-            return Status.NOT_MY_VBUCKET
+            return _unusable(part)[0]
         if self.expire_if_due(part, key) and part.is_backed_up:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
@@ -580,9 +580,9 @@ def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
     )
 
 
-def _unwritable(part: Partition) -> Outcome:
-    """Return why a partition takes no writes."""
-    return _COME_BACK if part.state == VbState.ACTIVE else _NOT_MY_VBUCKET
+def _unusable(part: Partition) -> Outcome:
+    """Return why a partition takes no commands now, or no writes."""
+    return _COME_BACK if part.durable_state == VbState.ACTIVE else _NOT_MY_VBUCKET
 
 
 def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:

@@ -287,18 +287,18 @@ class Keyspace:
                 f"floor; older ones may be compacted away); it cannot go back to {at_seqno}, but "
                 f"to {part.history_floor} and above, or to 0"
             )
-        if at_seqno and part.state == VbState.ACTIVE:
+        if at_seqno and part.durable_state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
         undone_keys = self.roll_back(part, at_seqno)
         self._begin_version(part, at_seqno)
         if not at_seqno and vb_id in self.quarantined:
             # Merges left out the partition's earlier state entry, so write it again.
-            state = {"kind": "state", "state": int(part.state)}
+            state = {"kind": "state", "state": int(part.durable_state)}
             self.pending.append(pack_control(vb_id, state))
         part.undo_group = self.group
         self.commits.cut(vb_id, at_seqno)
-        if part.state == VbState.ACTIVE:
+        if part.durable_state == VbState.ACTIVE:
             self.tell_missing_events(part)
         return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
 
@@ -319,6 +319,7 @@ class Keyspace:
         self.pending.append(pack_control(part.vb_id, document))
         if document["kind"] == "state":
             self._restated.append(part.vb_id)
+            part.state_group = self.group
         if part.last_group != self.group:
             part.last_group = self.group
             self.touched.append(part)
@@ -394,7 +395,7 @@ class Keyspace:
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
         self.pending.append(pack_control(NODE_VB_ID, document))
         for part in self.partitions:
-            if part.state == VbState.ACTIVE:
+            if part.durable_state == VbState.ACTIVE:
                 for event in events:
                     self._tell(part, event)
 
