@@ -11,7 +11,7 @@ never gets NOT_MY_VBUCKET or ETMPFAIL: the client would send it again, and a cou
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from dcp.wire.status import Status
 from failover.replication_record import majority
@@ -44,6 +44,13 @@ class WriteState(NamedTuple):
     hw_seqno: int
     epoch_start_seqno: int
     """The master's end when it became master."""
+
+
+class WriteGuard(Protocol):
+    """What sessions ask about a partition with replicas. Pure: it reads no clock."""
+
+    def write_state(self, durability: Durability | None) -> WriteState:
+        """Return what the master knows now, for a write with this durability frame."""
 
 
 class Row(NamedTuple):

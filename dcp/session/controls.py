@@ -13,6 +13,7 @@ from dcp.session.state import SessionState
 from dcp.stream.producer import Producer
 from dcp.stream.terms import MarkerVersion, Terms
 from dcp.wire.status import Status
+from vbucket.model.datatype import SNAPPY
 
 NOOP_INTERVAL_MIN_S: Final = 0.1
 WINDOW_BYTES_MAX: Final = 2**32 - 1
@@ -73,6 +74,23 @@ def _previous_values(producer: Producer, _state: SessionState, value: str) -> in
     return Status.OK
 
 
+def _value_compression(producer: Producer, state: SessionState, value: str) -> int:
+    """Refused on connections without Snappy (HELLO 0x0a), as in kv_engine."""
+    if value not in _BOOLEANS or not state.datatypes & SNAPPY:
+        return Status.EINVAL
+    producer.terms.forces_compression = value == "true"
+    return Status.OK
+
+
+def _out_of_order(producer: Producer, _state: SessionState, value: str) -> int:
+    """It cannot be turned off again, as in kv_engine."""
+    if value not in {"true", "true_with_seqno_advanced"}:
+        return Status.EINVAL
+    producer.terms.has_oso = True
+    producer.terms.has_oso_advances = value != "true"
+    return Status.OK
+
+
 def _switch(name: str) -> Setter:
     """Return a setter that turns an attribute of the producer on and off."""
 
@@ -122,6 +140,8 @@ CONTROLS: Final[dict[str, Setter]] = {
     "enable_expiry_opcode": _switch("has_expiry_opcode"),
     "enable_stream_id": _stream_ids,
     "change_streams": _term("has_history"),
+    "force_value_compression": _value_compression,
+    "enable_out_of_order_snapshots": _out_of_order,
     "max_marker_version": _marker_version,
     "v7_dcp_status_codes": _term("has_v7_status_codes"),
     "consumer_name": _accept(),
@@ -135,7 +155,6 @@ CONTROLS: Final[dict[str, Setter]] = {
     "x_key_prefix": _term("has_key_prefixes"),
     "stream_buffer_size": _not_supported,
     "enable_sync_writes": _not_supported,
-    "enable_out_of_order_snapshots": _not_supported,
     "flatbuffers_system_events": _not_supported,
     "cache_transfer": _not_supported,
 }

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
-from dcp.session.state import ANSWER_BYTES_MAX, SessionState
+from dcp.session.compressed_values import check_datatype, packed_body
+from dcp.session.state import ANSWER_BYTES_MAX, SessionState, fence_text
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
 from dcp.wire.status import (
@@ -27,11 +28,13 @@ from dcp.wire.status import (
 )
 from vbucket.engine.engine import ADD, FLAGS_AT, REPLACE, SET, Outcome
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import expiry_of
 from vbucket.model.entry import META, MUTATION_KEY_AT, OPCODE_AT
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.model.manifest import Collection, collection_of, decode_leb128
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import shown
 
 Handler = Callable[[int, int, int, int, int, int, int, int, int], None]
 """opcode, key length, extras length, datatype, vbucket, opaque, CAS, body start, body end."""
@@ -58,9 +61,9 @@ RELATIVE_EXPIRY_MAX_S: Final = 30 * 24 * 3600
 _EXPIRY_MAX: Final = 0xFFFF_FFFF
 
 DATATYPE_JSON: Final = 0x01
-"""The only datatype that is accepted. It is stored if the client negotiated it; checking the bytes,
-as kv_engine does, would cost every SET. Otherwise it is dropped. Snappy and XATTR are refused: they
-say how to read the value, and this server does not negotiate them."""
+"""It is stored if the client negotiated it, otherwise dropped. Checking the bytes, as kv_engine
+does, would cost every SET. Other bits say how to read the value, and are refused unless they were
+negotiated."""
 
 _STORE_FORMS: Final = {
     Opcode.SET: SET,
@@ -146,8 +149,7 @@ class DocumentCommands:
         if extras_len != 8 or not key_len or key_at + key_len > end:
             raise RefusedError(Status.EINVAL, "a store has 8 bytes of extras and a key")
         if datatype > DATATYPE_JSON:
-            # Stored, such a bit would mislead whoever streams the document.
-            raise RefusedError(Status.EINVAL, f"datatype 0x{datatype:02x} was not negotiated")
+            check_datatype(state, datatype)
         buffer = state.buffer
         key = buffer[key_at : key_at + key_len]
         body = buffer[key_at:end]
@@ -165,6 +167,8 @@ class DocumentCommands:
                 vb_id = vbucket_of(key, self._num_vbuckets)
             key = DEFAULT_COLLECTION_PREFIX + key
             body = DEFAULT_COLLECTION_PREFIX + body
+        if datatype > DATATYPE_JSON:
+            datatype, body = packed_body(state, datatype, body, len(key))
         if len(body) - len(key) > state.limits.value_bytes_max:
             limit = f"a value has at most {state.limits.value_bytes_max} bytes"
             raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
@@ -174,7 +178,7 @@ class DocumentCommands:
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s
         outcome = self._engine.store(
-            mode, vb_id, key, body, flags, expiry, datatype & state.has_json, cas
+            mode, vb_id, key, body, flags, expiry, datatype & state.datatypes, cas
         )
         self.answer_change(opcode, opaque, vb_id, outcome)
 
@@ -227,8 +231,8 @@ class DocumentCommands:
         one. Which opcodes have one depends on what the client negotiated.
         """
         state = self._state
-        if not state.has_collections:
-            return {}
+        if not state.has_collections or self._engine.locks.held:
+            return {}  # a run does not look for locks
         return self._runs if state.has_mutation_tokens else self._reading_runs
 
     def store_run(self, position: int, end: int) -> int:
@@ -371,8 +375,7 @@ class DocumentCommands:
         engine = self._engine
         part = engine.partitions[vb_id]
         if part.state != 1:
-            state.observes(vb_id)
-            raise WrongVbucketError
+            raise state.elsewhere(part)
         entry = engine.document_entry(part, key)
         if part.last_group > engine.commits.committed_group:
             state.observes_version(part, key)
@@ -380,12 +383,16 @@ class DocumentCommands:
             if opcode not in _QUIET_READS:
                 state.answers.append(pack_miss(opcode, opaque))
             return
-        _, key_bytes, datatype, _, document_cas, _, _ = _unpack_meta(entry)
+        _, key_bytes, datatype, _, document_cas, seqno, _ = _unpack_meta(entry)
+        if engine.locks.held:
+            document_cas = engine.locks.shown_cas(part, key, seqno, document_cas)
         value = entry[MUTATION_KEY_AT + key_bytes :]
         flags = entry[FLAGS_AT : FLAGS_AT + 4]
+        if datatype > DATATYPE_JSON:
+            datatype, value = shown(datatype, value, state.datatypes)
         if opcode == _GET:
             response = _pack_get(
-                0x81, _GET, 0, 4, datatype & state.has_json, 0, 4 + len(value), opaque,
+                0x81, _GET, 0, 4, datatype & state.datatypes, 0, 4 + len(value), opaque,
                 document_cas, flags,
             )  # fmt: skip
             state.answers.append(response + value)
@@ -393,7 +400,7 @@ class DocumentCommands:
             if opcode not in _READS_WITH_KEY:
                 wire_key = b""
             response = _pack_get(
-                0x81, opcode, len(wire_key), 4, datatype & state.has_json, 0,
+                0x81, opcode, len(wire_key), 4, datatype & state.datatypes, 0,
                 4 + len(wire_key) + len(value), opaque, document_cas, flags,
             )  # fmt: skip
             state.answers.append(response + wire_key + value)
@@ -411,7 +418,7 @@ class DocumentCommands:
         state, engine = self._state, self._engine
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        has_json = state.has_json
+        datatypes = state.datatypes
         committed_group = engine.commits.committed_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
@@ -449,10 +456,12 @@ class DocumentCommands:
                 answer(pack_miss(_GET, int.from_bytes(opaque, "big")))
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
+            if datatype > DATATYPE_JSON:
+                datatype, value = shown(datatype, value, datatypes)
             value_bytes = len(value)
             answer(
                 _pack_get_answer(
-                    _GET_ANSWER_MARK, _GET_EXTRAS_MARK | (datatype & has_json) << 16,
+                    _GET_ANSWER_MARK, _GET_EXTRAS_MARK | (datatype & datatypes) << 16,
                     4 + value_bytes, opaque, cas, flags,
                 ) + value
             )  # fmt: skip
@@ -503,8 +512,9 @@ class DocumentCommands:
             state.answer_error(opcode, opaque, vb_id, WrongVbucketError())
             return
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
-            holds = self._engine.partitions[vb_id].holds
-            state.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
+            part = self._engine.partitions[vb_id]
+            default = fence_text(part) if part.state == VbState.FENCED else _COME_BACK
+            state.refuse(opcode, opaque, status, next(iter(part.holds.values()), default))
             return
         state.observes(vb_id)
         if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost

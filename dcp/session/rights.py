@@ -203,7 +203,11 @@ NEEDS: Final[dict[int, Need]] = {
         _NO_NEED,
     ),
     **dict.fromkeys(
-        (Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META), _READ_NEED
+        (
+            Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META,
+            Opcode.GET_REPLICA,
+        ),
+        _READ_NEED,
     ),
     **dict.fromkeys(
         (
@@ -216,14 +220,14 @@ NEEDS: Final[dict[int, Need]] = {
         (
             Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ,
             Opcode.DELETE, Opcode.DELETEQ, Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND,
-            Opcode.PREPENDQ, Opcode.TOUCH,
+            Opcode.PREPENDQ, Opcode.TOUCH, Opcode.UNLOCK,
         ),
         _WRITE_NEED,
     ),
     **dict.fromkeys(
         (
             Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ, Opcode.GAT,
-            Opcode.GATQ,
+            Opcode.GATQ, Opcode.GET_AND_LOCK,
         ),
         _BOTH_NEED,
     ),
@@ -234,6 +238,7 @@ NEEDS: Final[dict[int, Need]] = {
         ),
         _META_WRITE_NEED,
     ),
+    Opcode.GET_RANDOM_KEY: Need(((Role.READ,),), concerns_keys=True, concerns_all_keys=True),
     Opcode.X_PUT_FRAMES: _PUT_FRAMES_NEED,
     **dict.fromkeys((Opcode.FLUSH, Opcode.FLUSHQ), _FLUSH_NEED),
     **dict.fromkeys(

@@ -27,6 +27,7 @@ from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_view import STEP_BYTES, Shown, TooManyViewsError, ViewInvalidError
 from vbucket.model.manifest import DEFAULT_COLLECTION, decode_leb128, encode_leb128
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import plain
 
 Handler = Callable[[Frame], None]
 
@@ -214,6 +215,7 @@ class ScanCommands:
         if len(request.extras) != CONTINUE_EXTRAS.size or request.key or request.value:
             raise RefusedError(Status.EINVAL, "RANGE_SCAN_CONTINUE has 28 bytes of extras")
         scan_id, documents_max, _, bytes_max = CONTINUE_EXTRAS.unpack(request.extras)
+        self._check_fence(request)
         scan = self._find(request, scan_id)
         scans = state.scans
         assert scans is not None
@@ -269,7 +271,16 @@ class ScanCommands:
             part = engine.partitions[request.vb_id]
             if part.state == VbState.ACTIVE:
                 return part
+            raise self._state.elsewhere(part)
         raise WrongVbucketError
+
+    def _check_fence(self, request: Frame) -> None:
+        """Raise RefusedError if the partition may not answer now. The scan stays open."""
+        engine = self._state.engine
+        if request.vb_id < engine.num_vbuckets:
+            part = engine.partitions[request.vb_id]
+            if part.state == VbState.FENCED:
+                raise self._state.elsewhere(part)
 
 
 def _bounds_of(prefix: bytes, asked: _Range) -> tuple[bytes, bytes, bytes]:
@@ -312,8 +323,9 @@ def _packed_key(shown: Shown) -> bytes:
 
 
 def _packed_document(shown: Shown) -> bytes:
-    meta, key, value = shown.meta, _logical(shown.key), shown.value
-    head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, meta.datatype)
+    meta, key = shown.meta, _logical(shown.key)
+    datatype, value = plain(meta.datatype, shown.value)
+    head = DOCUMENT_META.pack(meta.flags, meta.expiry, meta.seqno, meta.cas, datatype)
     return head + encode_leb128(len(key)) + key + encode_leb128(len(value)) + value
 
 

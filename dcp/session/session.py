@@ -25,10 +25,12 @@ from typing import Final
 
 from dcp.session.auth import AuthStep
 from dcp.session.collections import CollectionCommands
+from dcp.session.document_reads import DocumentReadCommands
 from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
 from dcp.session.put_frames import PutFramesCommand
+from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
 from dcp.session.rights import NEEDS, Role
 from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
@@ -41,10 +43,7 @@ from dcp.wire.frame import (
     HEADER,
     HEADER_BYTES,
     Frame,
-    RemoteProtocolError,
-    frame_infos,
 )
-from dcp.wire.message import STREAM_ID_FRAME
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
 from vbucket.store.environment import StoreDamagedError
@@ -72,9 +71,6 @@ _BEFORE_LOGIN: Final = frozenset(
     }
 )
 
-BARRIER_FRAME_ID: Final = 0
-PRESERVE_TTL_FRAME_ID: Final = 5
-_KNOWN_FRAMES: Final = frozenset({BARRIER_FRAME_ID, PRESERVE_TTL_FRAME_ID})
 _PRESERVE_EXPIRY: Final = frozenset({Opcode.SET, Opcode.SETQ, Opcode.REPLACE, Opcode.REPLACEQ})
 """Commands that keep a document's expiry if frame info 5 asks for it."""
 _KEEP_THEIR_EXPIRY: Final = frozenset(
@@ -108,6 +104,7 @@ class Session:
             connection.handlers()
             | CollectionCommands(state).handlers()
             | updates.handlers()
+            | DocumentReadCommands(state, self._documents).handlers()
             | ScanCommands(state, self._documents).handlers()
             | PutFramesCommand(state, self._documents).handlers()
             | DcpCommands(state).handlers()
@@ -324,11 +321,11 @@ class Session:
         try:
             if value_at > body_end:
                 raise RefusedError(Status.EINVAL, "extras and key are longer than the body")
-            frame_ids = self._frame_ids(request) if request.framing else _NO_FRAME_IDS
+            frames = self._frames_of(request) if request.framing else NO_FRAMES
             if opcode not in _BEFORE_LOGIN:
                 self._check_rights(request)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
-            if PRESERVE_TTL_FRAME_ID in frame_ids and opcode not in _KEEP_THEIR_EXPIRY:
+            if frames.preserves_expiry and opcode not in _KEEP_THEIR_EXPIRY:
                 if opcode not in _PRESERVE_EXPIRY:
                     raise RefusedError(Status.EINVAL, "this command has no expiry to preserve")
                 self._documents.store_preserving_expiry(request)
@@ -357,29 +354,23 @@ class Session:
         if why := state.denial(opcode, request.key):
             raise RefusedError(Status.EACCESS, why)
 
-    def _frame_ids(self, request: Frame) -> frozenset[int]:
-        """Return the ids of the frame infos of a flex request. Raises RefusedError."""
-        known = _KNOWN_FRAMES if self.state.has_preserve_ttl else {BARRIER_FRAME_ID}
-        frame_ids: set[int] = set()
-        try:
-            for frame_id, _ in frame_infos(request.framing):
-                frame_ids.add(frame_id)
-                names_stream = (
-                    frame_id == STREAM_ID_FRAME and request.opcode == Opcode.DCP_CLOSE_STREAM
-                )
-                if frame_id not in known and not names_stream:
-                    why = f"frame info {frame_id} is not known here"
-                    raise RefusedError(Status.UNKNOWN_FRAME_INFO, why)
-        except RemoteProtocolError as error:
-            raise RefusedError(Status.EINVAL, str(error)) from error
-        return frozenset(frame_ids)
+    def _frames_of(self, request: Frame) -> RequestFrames:
+        """Return what the frame infos of a flex request ask for. Raises RefusedError."""
+        state = self.state
+        frames = parse_frames(
+            request.framing, request.opcode, has_preserve_ttl=state.has_preserve_ttl,
+            has_durability=state.has_durability,
+        )  # fmt: skip
+        if frames.durability is not None and not state.limits.syncs_writes:
+            why = "this server answers before a write is on disk (setting durability)"
+            raise RefusedError(Status.DURABILITY_IMPOSSIBLE, why)
+        return frames
 
 
 _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
-_NO_FRAME_IDS: Final[frozenset[int]] = frozenset()
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(

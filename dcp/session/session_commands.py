@@ -29,6 +29,7 @@ from dcp.wire.status import (
     error_map_document,
 )
 from vbucket.engine.partition import Partition, VbState
+from vbucket.model.datatype import SNAPPY
 from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
@@ -88,7 +89,9 @@ class ConnectionCommands:
         state.hashes_keys = False
         state.has_collections = Feature.COLLECTIONS in granted
         state.has_json = int(Feature.JSON in granted)
+        state.datatypes = state.has_json | SNAPPY * (Feature.SNAPPY in granted)
         state.has_preserve_ttl = Feature.PRESERVE_TTL in granted
+        state.has_durability = Feature.SYNC_REPLICATION in granted
         state.has_put_frames = Feature.X_PUT_FRAMES in granted
         state.has_fit_meta = Feature.X_FIT_META in granted
         state.has_mutation_tokens = Feature.MUTATION_SEQNO in granted
@@ -233,7 +236,10 @@ class ConnectionCommands:
         seqno_of = self._seqno_of(extras)
         states = _ALIVE_STATES if wanted == _ANY_STATE else {VbState(wanted)}
         engine = state.engine
-        parts = [part for part in engine.partitions if part.state in states]
+        parts = [part for part in engine.partitions if part.durable_state in states]
+        for part in parts:
+            if part.state == VbState.FENCED:
+                raise state.elsewhere(part)
         for part in parts:
             if part.branch_group > engine.commits.committed_group:
                 # The branch has lowered its committed_seqno already.
@@ -268,9 +274,11 @@ class ConnectionCommands:
         state = self._state
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
+        part = state.engine.partitions[request.vb_id]
+        if part.state == VbState.FENCED:
+            raise state.elsewhere(part)
         state.observes_history(request.vb_id)
-        log = state.engine.partitions[request.vb_id].failover
-        producer = state.producer
+        log, producer = part.failover, state.producer
         pairs = log.shown_pairs() if producer is None else producer.terms.log_for_client(log)
         state.answer(request, value=pack_failover_log(pairs))
 
@@ -282,6 +290,8 @@ class ConnectionCommands:
         if request.vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         part = state.engine.partitions[request.vb_id]
+        if part.state == VbState.FENCED:
+            raise state.elsewhere(part)
         state.observes_history(request.vb_id)
         vb_uuid = U64.unpack(request.value)[0]
         ended_at = part.failover.upper_of(vb_uuid, part.committed_seqno)

@@ -16,7 +16,7 @@ from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
 from vbucket.engine.engine import Engine
-from vbucket.engine.partition import Partition
+from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
 from vbucket.store.environment import StoreDamagedError
@@ -68,6 +68,8 @@ class Limits(NamedTuple):
     login_body_bytes_max: int = BODY_BYTES_MAX_BEFORE_LOGIN
     login_failures_max: int = 5
     """Failed logins after which a connection is closed."""
+    syncs_writes: bool = True
+    """Whether a change is on disk before its answer (setting durability)."""
 
 
 class SessionState:
@@ -82,6 +84,7 @@ class SessionState:
         "bucket",
         "buffer",
         "close_reason",
+        "datatypes",
         "engine",
         "exchange",
         "facts",
@@ -90,6 +93,7 @@ class SessionState:
         "first_change",
         "flush",
         "has_collections",
+        "has_durability",
         "has_fit_meta",
         "has_json",
         "has_mutation_tokens",
@@ -185,9 +189,10 @@ class SessionState:
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
         self.has_collections = self.has_mutation_tokens = False
-        self.has_preserve_ttl = self.has_xerror = self.has_put_frames = self.has_fit_meta = False
-        self.has_json = 0
-        """A mask: 1 if the datatype bit JSON was negotiated (HELLO 0x0b), else 0."""
+        self.has_preserve_ttl = self.has_xerror = False
+        self.has_put_frames = self.has_fit_meta = self.has_durability = False
+        self.datatypes = self.has_json = 0
+        """Masks: the bits of datatypes that HELLO granted; JSON alone."""
         self.producer: Producer | None = None
         self.feed: ReplicaSender | None = None
         self.schedule = _nothing_to_schedule
@@ -371,9 +376,16 @@ class SessionState:
 
     def observes_manifest(self) -> None:
         """Let the answers wait until the collections manifest, which they tell of, is committed."""
-        keyspace = self.engine.keyspace
-        if keyspace.manifest_group > keyspace.commits.synced_group:
-            self.wait_group = max(self.wait_group, keyspace.manifest_group)
+        self._await_sync(self.engine.keyspace.manifest_group)
+
+    def elsewhere(self, part: Partition) -> RefusedError:
+        """Return the refusal of a command that needs an active partition. An answer that tells the
+        partition's state waits until that is in this node's log.
+        """
+        if part.state == VbState.FENCED:
+            return RefusedError(Status.ETMPFAIL, fence_text(part))
+        self._await_sync(part.state_group)
+        return WrongVbucketError()
 
     def observes(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes, which they tell of, are committed."""
@@ -392,12 +404,24 @@ class SessionState:
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
 
+    def _await_sync(self, group: int) -> None:
+        if group > self.engine.commits.synced_group:
+            self.wait_group = max(self.wait_group, group)
+
     def _await(self, vb_id: int, group: int) -> None:
         if group > self.engine.commits.committed_group and not self.engine.commits.is_committed(
             vb_id, group
         ):
             self.wait_group = max(self.wait_group, group)
             self.awaited[vb_id] = max(group, self.awaited.get(vb_id, 0))
+
+
+def fence_text(part: Partition) -> str:
+    """Return why a fenced partition does not answer."""
+    return (
+        f"vb {part.vb_id}: its replicas have not confirmed for a while that this node is its master"
+        "; try again"
+    )
 
 
 def _nothing_to_schedule() -> None:

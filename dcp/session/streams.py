@@ -13,7 +13,7 @@ from dcp.session.replication_port import ReplicaSender, ReplicationError
 from dcp.session.rights import Role
 from dcp.session.state import SessionState
 from dcp.session.stream_value import StreamValue, parse_stream_value
-from dcp.stream.codec import frame_codec, plain_frames
+from dcp.stream.codec import Known, frame_codec, plain_frames
 from dcp.stream.filter import StreamFilter, filter_of, unfiltered
 from dcp.stream.producer import Producer
 from dcp.wire.frame import Frame
@@ -33,6 +33,7 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, WrongVbucketError
 from failover.rollback import Decision, Question, decide
 from vbucket.engine.partition import Partition, VbState
+from vbucket.model.datatype import JSON, SNAPPY
 from vbucket.model.ids import SEQNO_MAX
 
 Handler = Callable[[Frame], None]
@@ -120,19 +121,18 @@ class DcpCommands:
 
     def _set_codec(self, producer: Producer) -> None:
         """Set the format of the frames after the negotiated features have changed."""
-        producer.terms.has_json = bool(self._state.has_json)
-        producer.terms.has_values = not self._open_flags & _NO_VALUES
-        producer.snapshots.plain = plain_frames(
-            self._open_flags,
-            has_collections=self._state.has_collections,
-            has_json=bool(self._state.has_json),
-        )
-        producer.snapshots.codec = frame_codec(
-            self._open_flags,
-            has_collections=self._state.has_collections,
-            has_json=bool(self._state.has_json),
+        state, terms = self._state, producer.terms
+        terms.datatypes = state.datatypes
+        terms.has_values = not self._open_flags & _NO_VALUES
+        known = Known(
+            has_collections=state.has_collections,
+            has_json=bool(state.datatypes & JSON),
+            has_snappy=bool(state.datatypes & SNAPPY),
             has_expiry_opcode=producer.has_expiry_opcode,
+            wants_compression=terms.forces_compression,
         )
+        producer.snapshots.plain = plain_frames(self._open_flags, known)
+        producer.snapshots.codec = frame_codec(self._open_flags, known)
 
     def _problem_of_open(self, request: Frame) -> str:
         if len(request.extras) != OPEN_EXTRAS.size:
@@ -219,7 +219,7 @@ class DcpCommands:
     def stream_request(self, request: Frame) -> None:
         """Answer OK and the failover log, or ROLLBACK. Every other answer is a RefusedError.
 
-        The order of checks is kv_engine's.
+        A partition that may be behind the client sends nobody back: ETMPFAIL.
         """
         state = self._state
         if state.feed is not None:
@@ -228,7 +228,20 @@ class DcpCommands:
         producer = self._producer()
         asked = self._asked(request, producer)
         part = self._partition_of(request.vb_id, asked.flags)
-        state.observes_history(part.vb_id)
+        try:
+            self._answer_stream(request, asked, part, producer)
+        except RefusedError as error:
+            if error.status == Status.ERANGE and not part.may_send_back:
+                raise RefusedError(Status.ETMPFAIL, _behind_text(part)) from error
+            if error.status != Status.ETMPFAIL:  # it tells nothing about the partition
+                self._state.observes_history(part.vb_id)
+            raise
+
+    def _answer_stream(
+        self, request: Frame, asked: StreamRequest, part: Partition, producer: Producer
+    ) -> None:
+        """Decide and answer a stream request. The order of checks is kv_engine's."""
+        state = self._state
         if asked.flags & _FROM_LATEST:
             asked = _from_latest(asked, part)
         self._check_range(asked, producer)
@@ -238,6 +251,9 @@ class DcpCommands:
         decision = self._decide(asked, part, told, stream_filter)
         log = producer.terms.log_for_client(part.failover)
         if decision.rollback_seqno is not None:
+            if not part.may_send_back:
+                raise RefusedError(Status.ETMPFAIL, _behind_text(part))
+            state.observes_history(part.vb_id)
             state.note(
                 "rollback", vb_id=part.vb_id, to_seqno=decision.rollback_seqno,
                 kind=str(decision.kind), reason=decision.reason,
@@ -251,6 +267,7 @@ class DcpCommands:
         if producer.stream_count >= state.limits.streams_max:
             limit = f"{producer.stream_count} streams are open, the limit (setting streams_max)"
             raise RefusedError(Status.ENOMEM, limit)
+        state.observes_history(part.vb_id)
         state.answer(request, value=pack_failover_log(log if told.wants_version_log else log[:1]))
         producer.add_stream(
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
@@ -316,6 +333,8 @@ class DcpCommands:
                 return part
             if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
                 return part
+            if part.state == VbState.FENCED:
+                raise self._state.elsewhere(part)
         raise WrongVbucketError
 
     def _check_range(self, asked: StreamRequest, producer: Producer) -> None:
@@ -370,6 +389,11 @@ class DcpCommands:
             ),
             default=0,
         )
+
+
+def _behind_text(part: Partition) -> str:
+    """Return why a partition sends no consumer back."""
+    return f"vb {part.vb_id} does not know yet what is committed, and may be behind; try again"
 
 
 def _check_takeover(state: SessionState, producer: Producer) -> None:

@@ -33,6 +33,7 @@ from vbucket.engine.engine import ADD, REPLACE, SET, Outcome, StoredDocument
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vbucket_of
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import plain
 
 LINE_BYTES_MAX: Final = 64 * 1024
 """Longest command line: a get of 250 keys of the longest kind."""
@@ -76,6 +77,7 @@ _COMMON_ANSWERS: Final[dict[int, bytes]] = {
     Status.NOT_STORED: _NOT_STORED,
     Status.E2BIG: _TOO_LARGE,
     Status.NOT_MY_VBUCKET: _NOT_HERE,
+    Status.LOCKED: b"SERVER_ERROR another client locked the document\r\n",
     Status.DELTA_BADVAL: (b"CLIENT_ERROR cannot increment or decrement non-numeric value\r\n"),
 }
 """Status of a change that failed -> answer."""
@@ -347,7 +349,10 @@ class TextSession:
             outcome, found = touch(self._engine, vb_id, key, expiry)
             if found is None:
                 found = outcome[0]
-        self.state.observes_version(self._engine.partitions[vb_id], key)
+        if found != Status.ETMPFAIL:  # it tells nothing about stored data
+            self.state.observes_version(self._engine.partitions[vb_id], key)
+        if isinstance(found, StoredDocument):
+            found = found._replace(value=plain(found.datatype, found.value)[1])
         return found
 
     # -- other changes -------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import Final
 
+from dcp.session.compressed_values import plain_addition
 from dcp.session.documents import DocumentCommands, pack_miss
 from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
@@ -20,9 +21,12 @@ from dcp.wire.message import U32, U64
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import VbState
 from vbucket.engine.read_modify_write import Flush, count, extend, touch
+from vbucket.model.datatype import SNAPPY
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import shown
 
 Handler = Callable[[Frame], None]
 
@@ -101,7 +105,7 @@ class UpdateCommands:
             self._state.engine,
             vb_id,
             key,
-            request.value,
+            plain_addition(self._state, request.datatype, request.value),
             is_prepended=request.opcode in _PREPENDS,
             cas=request.cas,
             value_bytes_max=self._state.limits.value_bytes_max,
@@ -120,8 +124,8 @@ class UpdateCommands:
             state.observes(vb_id)
         value, flags, datatype = b"", b"", 0
         if document is not None and request.opcode != Opcode.TOUCH:
-            value, flags = document.value, document.flags
-            datatype = document.datatype & state.has_json
+            flags = document.flags
+            datatype, value = shown(document.datatype, document.value, state.datatypes)
         self._documents.answer_change(
             request.opcode, request.opaque, vb_id, outcome, value, flags, datatype
         )
@@ -132,8 +136,11 @@ class UpdateCommands:
             raise RefusedError(Status.EINVAL, "GET_META has a key, and no extras or one byte 2")
         vb_id, key = self._documents.locate(request.vb_id, request.key)
         state = self._state
+        part = state.engine.partitions[vb_id]
+        if part.state != VbState.ACTIVE:
+            raise state.elsewhere(part)
         meta = state.engine.meta(vb_id, key)
-        state.observes_version(state.engine.partitions[vb_id], key)
+        state.observes_version(part, key)
         if meta == Status.KEY_ENOENT:
             state.answers.append(pack_miss(request.opcode, request.opaque))
             return
@@ -144,9 +151,10 @@ class UpdateCommands:
         expiry = time_ns_from_cas(meta.cas) // 1_000_000_000 if is_deleted else meta.expiry
         extras = META_EXTRAS.pack(is_deleted, meta.flags, expiry & 0xFFFF_FFFF, meta.rev_seqno)
         if request.extras:
-            extras += bytes([meta.datatype])
+            extras += bytes([meta.datatype & (state.datatypes | ~SNAPPY)])
+        cas = state.engine.locks.shown_cas(part, key, meta.seqno, meta.cas)
         state.answers.append(
-            pack_response(request.opcode, opaque=request.opaque, cas=meta.cas, extras=extras)
+            pack_response(request.opcode, opaque=request.opaque, cas=cas, extras=extras)
         )
 
     def flush(self, request: Frame) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
+from dcp.session.compressed_values import check_datatype, packed_body
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
@@ -94,6 +95,7 @@ class WithMetaCommands:
             problem = _problem_of(options, known, *numbers, is_removal=is_removal)
             if problem:
                 raise RefusedError(Status.EINVAL, problem)
+            check_datatype(state, datatype)
         key = buffer[key_at : key_at + key_len]
         assert state.rights is not None
         is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
@@ -109,13 +111,15 @@ class WithMetaCommands:
         else:
             vb_id, key = documents.locate(vb_id, key)
             body = key + buffer[key_at + key_len : end]
+        if datatype > DATATYPE_JSON:
+            datatype, body = packed_body(state, datatype, body, len(key))
         if vb_id >= state.engine.num_vbuckets:
             raise WrongVbucketError
         stored = MUTATION
         if is_removal:
             stored = EXPIRATION if options & IS_EXPIRATION else DELETION
         outcome = state.engine.put_with_meta(
-            stored, vb_id, key, body, flags, expiry, datatype & state.has_json, rev_seqno,
+            stored, vb_id, key, body, flags, expiry, datatype & state.datatypes, rev_seqno,
             meta_cas, cas, resolves_conflict=not options & SKIP_CONFLICT_RESOLUTION,
             keeps_cas=not options & REGENERATE_CAS, fits_meta=bool(options & FIT_META),
         )  # fmt: skip
@@ -163,6 +167,6 @@ def _problem_of(
         return f"a revision is 1 to {REV_SEQNO_MAX}, not {rev_seqno}"
     if not 0 < cas < CAS_SPECIAL:
         return f"a document has no CAS {cas}"
-    if datatype > DATATYPE_JSON:
-        return f"datatype 0x{datatype:02x} was not negotiated"
+    if is_removal and datatype > DATATYPE_JSON:
+        return f"a removal has no value of datatype 0x{datatype:02x}"
     return ""

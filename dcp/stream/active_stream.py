@@ -64,6 +64,7 @@ class ActiveStream:
         "is_active_only",
         "is_backlog",
         "is_history",
+        "is_oso",
         "limit_seqno",
         "next_seqno",
         "opaque",
@@ -110,6 +111,8 @@ class ActiveStream:
         may end before."""
         self.is_history = False
         """Whether the snapshot under way has every version."""
+        self.is_oso = False
+        """Whether the snapshot under way is framed by OSO_SNAPSHOT."""
         self.skip: Collection[int] = ()
         self.skips_deletions = False
         """Whether its backlog leaves out deletions, because the client has nothing to delete."""

@@ -1,7 +1,8 @@
 """Converts stored frames into the form that a connection negotiated.
 
-A connection with collections, JSON and the expiry opcode gets frames as they are stored. Every
-other form is derived here, one frame at a time. Each step changes only what it has to.
+A connection with collections, JSON, Snappy and the expiry opcode gets frames as they are stored.
+Every other form is derived here, one frame at a time. Each step changes only what it has to. A step
+raises StoreDamagedError if it cannot inflate a value.
 
 Rules (kv_engine): an expiry is a DCP_EXPIRATION iff DCP_OPEN had flag 0x20 and the control
 enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DCP_OPEN had flag
@@ -11,16 +12,20 @@ enable_expiry_opcode is on, else a DCP_DELETION; a deletion has version 2 iff DC
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp.wire.frame import HEADER, HEADER_BYTES
 from dcp.wire.message import DELETION_EXTRAS, DELETION_V2_EXTRAS, EXPIRATION_EXTRAS, OpenFlag
 from dcp.wire.opcode import Opcode
+from vbucket.model.datatype import JSON, SNAPPY, compressed
 from vbucket.model.ids import time_ns_from_cas
 from vbucket.model.manifest import SYSTEM_KEY
-from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW
+from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, ONLY_UNPACKED
+from vbucket.store.plain_value import plain
 
 _DATATYPE_AT: Final = 5
+_BODY_AT: Final = 8
+_MUTATION: Final = int(Opcode.DCP_MUTATION)
 _DELETION: Final = int(Opcode.DCP_DELETION)
 _EXPIRATION: Final = int(Opcode.DCP_EXPIRATION)
 _SYSTEM_EVENT: Final = int(Opcode.DCP_SYSTEM_EVENT)
@@ -29,23 +34,40 @@ _DELETE_TIME_MAX: Final = 0xFFFF_FFFF
 FrameStep = Callable[[bytes], bytes]
 
 
-def frame_codec(
-    open_flags: int, *, has_collections: bool, has_json: bool, has_expiry_opcode: bool
-) -> FrameStep:
+class Known(NamedTuple):
+    """What a client knows about frames, from HELLO and its controls."""
+
+    has_collections: bool
+    has_json: bool
+    has_snappy: bool = False
+    has_expiry_opcode: bool = False
+    wants_compression: bool = False
+    """Whether values are compressed that are stored plain (control force_value_compression)."""
+
+
+def frame_codec(open_flags: int, known: Known) -> FrameStep:
     """Return the function that converts stored frames for a connection."""
     steps: list[FrameStep] = []
     if not open_flags & OpenFlag.INCLUDE_DELETE_TIMES:
         steps.append(expiry_as_deletion)
-    elif has_expiry_opcode:
+    elif known.has_expiry_opcode:
         steps.append(deletion_with_time)
     else:
         steps.append(removal_with_time)
-    if not has_collections:
+    if not known.has_collections:
         steps.append(without_collection)
     if open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
         steps.append(without_value)
-    if not has_json or open_flags & OpenFlag.NO_VALUE:
+        if not known.has_snappy:
+            steps.append(without_snappy_bit)
+    elif known.wants_compression:
+        steps.append(with_snappy)
+    elif not known.has_snappy:
+        steps.append(without_snappy)
+    if open_flags & OpenFlag.NO_VALUE:
         steps.append(without_datatype)
+    elif not known.has_json:
+        steps.append(without_json)
     if len(steps) == 1:
         return steps[0]
     if len(steps) == 2:
@@ -60,14 +82,17 @@ def frame_codec(
     return apply
 
 
-def plain_frames(open_flags: int, *, has_collections: bool, has_json: bool) -> int | None:
+def plain_frames(open_flags: int, known: Known) -> int | None:
     """Return which stored frames `frame_codec` does not change, as flags of vbucket.store.block.
 
     None: it may change any frame.
     """
-    if not has_collections or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE):
+    has_no_values = open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE)
+    if not known.has_collections or has_no_values or known.wants_compression:
         return None
-    return ONLY_MUTATIONS if has_json else ONLY_MUTATIONS | ONLY_RAW
+    if not known.has_json:
+        return ONLY_MUTATIONS | ONLY_RAW
+    return ONLY_MUTATIONS if known.has_snappy else ONLY_MUTATIONS | ONLY_UNPACKED
 
 
 def without_collection(frame: bytes) -> bytes:
@@ -99,6 +124,51 @@ def without_datatype(frame: bytes) -> bytes:
     if not frame[_DATATYPE_AT]:
         return frame
     return frame[:_DATATYPE_AT] + b"\0" + frame[_DATATYPE_AT + 1 :]
+
+
+def without_json(frame: bytes) -> bytes:
+    """Return the frame without the datatype bit JSON."""
+    datatype = frame[_DATATYPE_AT]
+    return _with_datatype(frame, datatype & ~JSON) if datatype & JSON else frame
+
+
+def without_snappy_bit(frame: bytes) -> bytes:
+    """Return a frame without value as that of a plain value."""
+    datatype = frame[_DATATYPE_AT]
+    return _with_datatype(frame, datatype & ~SNAPPY) if datatype & SNAPPY else frame
+
+
+def without_snappy(frame: bytes) -> bytes:
+    """Return the frame with its value inflated. Raises StoreDamagedError."""
+    datatype = frame[_DATATYPE_AT]
+    if not datatype & SNAPPY:
+        return frame
+    value_at = HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+    datatype, value = plain(datatype, frame[value_at:])
+    return _with_datatype(_with_value(frame, value_at, value), datatype)
+
+
+def with_snappy(frame: bytes) -> bytes:
+    """Return a mutation with its value compressed, if that is smaller."""
+    datatype = frame[_DATATYPE_AT]
+    if datatype & SNAPPY or frame[1] != _MUTATION:
+        return frame
+    value_at = HEADER_BYTES + frame[4] + (frame[2] << 8 | frame[3])
+    value = frame[value_at:]
+    smaller = compressed(value)
+    if smaller is value:
+        return frame
+    return _with_datatype(_with_value(frame, value_at, smaller), datatype | SNAPPY)
+
+
+def _with_datatype(frame: bytes, datatype: int) -> bytes:
+    return frame[:_DATATYPE_AT] + bytes((datatype,)) + frame[_DATATYPE_AT + 1 :]
+
+
+def _with_value(frame: bytes, value_at: int, value: bytes) -> bytes:
+    """Return the frame with another value, which begins at `value_at`."""
+    body = value_at - HEADER_BYTES + len(value)
+    return frame[:_BODY_AT] + body.to_bytes(4, "big") + frame[_BODY_AT + 4 : value_at] + value
 
 
 def expiry_as_deletion(frame: bytes) -> bytes:

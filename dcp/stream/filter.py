@@ -65,6 +65,11 @@ class StreamFilter:
         return is_chosen or bool(self._prefixes)
 
     @property
+    def is_one_collection(self) -> bool:
+        """Whether the client asked for exactly one collection."""
+        return self._collections is not None and len(self._collections) == 1
+
+    @property
     def may_advance(self) -> bool:
         """Whether a snapshot may end on SEQNO_ADVANCED, because the client knows the message."""
         return self.has_events or bool(self._prefixes)

@@ -25,6 +25,9 @@ class Follower(Protocol):
     def restated(self, vb_id: int) -> None:
         """The state of this partition changed."""
 
+    def fenced(self, vb_id: int) -> None:
+        """The partition may not answer now."""
+
     def supersede(self) -> None:
         """Another connection took this one's name: this one closes."""
 
@@ -106,3 +109,10 @@ class StreamHub:
         """The partition's state changed: end the streams that the new state does not allow."""
         for follower in tuple(self._followers.get(vb_id, ())):
             follower.restated(vb_id)
+
+    def fenced(self, vb_id: int) -> None:
+        """The partition may not answer now: end its streams with reason 2. A consumer that reaches
+        only a deposed master must notice that it stands still.
+        """
+        for follower in tuple(self._followers.get(vb_id, ())):
+            follower.fenced(vb_id)

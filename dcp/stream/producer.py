@@ -169,6 +169,12 @@ class Producer:
         self._hub.follow(vb_id, self)
         self._settle(stream, _READY)
 
+    def withdraw_stream(self, vb_id: int, stream_id: int) -> None:
+        """Forget a stream whose request was refused after all, before anything of it was sent."""
+        stream = self._streams.get(stream_id << 16 | vb_id)
+        if stream is not None:
+            self._forget(stream)
+
     def close_stream(self, vb_id: int, stream_id: int = 0) -> bool:
         """End a stream because the client asks for it; False: there is none."""
         stream = self._streams.get(stream_id << 16 | vb_id)
@@ -261,6 +267,11 @@ class Producer:
                 continue
             if state != VbState.ACTIVE and (state != VbState.REPLICA or stream.is_active_only):
                 self.end(stream, EndReason.STATE_CHANGED)
+
+    def fenced(self, vb_id: int) -> None:
+        """The partition may not answer now: end its streams."""
+        for stream in self._by_vb[vb_id]:
+            self.end(stream, EndReason.STATE_CHANGED)
 
     def supersede(self) -> None:
         """A newer connection has this one's name."""

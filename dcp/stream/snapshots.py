@@ -17,12 +17,15 @@ from dcp.stream.active_stream import ActiveStream
 from dcp.stream.terms import MarkerVersion, Terms
 from dcp.wire.frame import HEADER_BYTES
 from dcp.wire.message import (
+    OSO_BEGIN,
+    OSO_END,
     U64,
     MarkerFlag,
     SnapshotMarker,
     pack_marker,
     pack_marker_v2_0,
     pack_marker_v2_2,
+    pack_oso_snapshot,
     pack_previous_value,
     pack_seqno_advanced,
     pack_snapshot_end,
@@ -31,6 +34,7 @@ from dcp.wire.message import (
 from dcp.wire.opcode import Opcode
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition
+from vbucket.store.plain_value import shown
 from vbucket.store.runs import ALL_PLAIN
 from vbucket.store.store import FrameBatch
 
@@ -87,9 +91,27 @@ class SnapshotWriter:
             stream.takeover.has_open_marker = True
         stream.held_seqno = start_seqno - 1
         stream.snap_end_seqno = end_seqno
+        stream.is_oso = self._is_oso(stream)
+        if stream.is_oso:
+            begin = pack_oso_snapshot(stream.vb_id, stream.opaque, OSO_BEGIN)
+            return self.put(stream, out, begin)
         marker = SnapshotMarker(stream.snap_start_seqno, end_seqno, flags)
         pack = MARKER_FORMS[self._terms.marker_version]
         return self.put(stream, out, pack(stream.vb_id, stream.opaque, marker, part.purge_seqno))
+
+    def _is_oso(self, stream: ActiveStream) -> bool:
+        """Whether a snapshot is framed by OSO_SNAPSHOT: the first one of a client that holds
+        nothing and wants one collection, as in kv_engine.
+
+        The changes come in seqno order, which is one of those that the message allows: the store
+        has them in that order, and no other is cheaper.
+        """
+        is_first = stream.is_backlog and not stream.held_seqno
+        has_rules_of_its_own = stream.is_history or stream.takeover is not None
+        return (
+            self._terms.has_oso and is_first and not has_rules_of_its_own
+            and stream.filter.is_one_collection
+        )  # fmt: skip
 
     def send(self, stream: ActiveStream, out: list[Message], bytes_max: int) -> int:
         """Send changes of the snapshot under way; return the bytes sent."""
@@ -141,6 +163,8 @@ class SnapshotWriter:
         if next_seqno <= end_seqno or last_seqno == end_seqno:
             return 0
         assert stream.filter.may_advance, "other clients get snapshots that end on items"
+        if stream.is_oso and not self._terms.has_oso_advances:
+            return 0
         return self.put(stream, out, pack_seqno_advanced(stream.vb_id, stream.opaque, end_seqno))
 
     def _note_events(self, stream: ActiveStream, batch: FrameBatch) -> None:
@@ -190,9 +214,15 @@ class SnapshotWriter:
         stream.snap_end_seqno = None
         stream.snap_start_seqno = end_seqno + 1
         stream.skip = ()
-        if not self._terms.has_snapshot_ends:
-            return 0
-        return self.put(stream, out, pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno))
+        sent = 0
+        if stream.is_oso:
+            stream.is_oso = False
+            end = pack_oso_snapshot(stream.vb_id, stream.opaque, OSO_END)
+            sent = self.put(stream, out, end)
+        if self._terms.has_snapshot_ends:
+            end = pack_snapshot_end(stream.vb_id, stream.opaque, end_seqno)
+            sent += self.put(stream, out, end)
+        return sent
 
     def put(self, stream: ActiveStream, out: list[Message], message: bytes) -> int:
         """Send a message of a stream; return its length."""
@@ -216,7 +246,7 @@ class SnapshotWriter:
         if found is None:
             return None
         prev_seqno, datatype, value = found
-        datatype = datatype if self._terms.has_json else 0
+        datatype, value = shown(datatype, value, self._terms.datatypes)
         message = pack_previous_value(
             stream.vb_id, stream.opaque, by_seqno, prev_seqno, value, datatype
         )

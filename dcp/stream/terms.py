@@ -24,9 +24,12 @@ class Terms:
     """See the module."""
 
     __slots__ = (
+        "datatypes",
+        "forces_compression",
         "has_history",
-        "has_json",
         "has_key_prefixes",
+        "has_oso",
+        "has_oso_advances",
         "has_previous_values",
         "has_snapshot_ends",
         "has_stream_ids",
@@ -50,12 +53,19 @@ class Terms:
         """x_previous_value: the value that a change replaced is sent right before the change."""
         self.has_key_prefixes = False
         """x_key_prefix: a request may list key prefixes. The client knows SEQNO_ADVANCED."""
+        self.has_oso = False
+        """enable_out_of_order_snapshots: the first snapshot of one collection is framed by
+        OSO_SNAPSHOT."""
+        self.has_oso_advances = False
+        """The same with true_with_seqno_advanced: SEQNO_ADVANCED may end such a snapshot."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True
         """DCP_OPEN did not ask for streams without values."""
-        self.has_json = False
-        """HELLO 0x0b: the client knows the datatype bit JSON."""
+        self.datatypes = 0
+        """HELLO: the bits of datatypes that the client knows."""
+        self.forces_compression = False
+        """force_value_compression: values are compressed that are stored plain."""
         self.marker_version = MarkerVersion.V1
         self.skips_deletions = False
         """DCP_OPEN flag 0x200: the backlog of a stream from seqno 0 leaves out deletions."""

@@ -334,6 +334,15 @@ def pack_seqno_advanced(vb_id: int, opaque: int, seqno: int) -> bytes:
     )
 
 
+OSO_BEGIN: Final = 1
+OSO_END: Final = 2
+
+
+def pack_oso_snapshot(vb_id: int, opaque: int, flag: int) -> bytes:
+    """Return DCP_OSO_SNAPSHOT: a snapshot whose changes may come in any order begins or ends."""
+    return pack_request(Opcode.DCP_OSO_SNAPSHOT, vb_id=vb_id, opaque=opaque, extras=U32.pack(flag))
+
+
 def pack_stream_end(vb_id: int, opaque: int, reason: EndReason) -> bytes:
     """Return STREAM_END; the opaque is always that of the stream request."""
     return pack_request(Opcode.DCP_STREAM_END, vb_id=vb_id, opaque=opaque, extras=U32.pack(reason))

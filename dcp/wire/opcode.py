@@ -81,12 +81,16 @@ class Opcode(IntEnum):
     DCP_CONTROL = 0x5E
     DCP_SYSTEM_EVENT = 0x5F
     DCP_SEQNO_ADVANCED = 0x64
+    DCP_OSO_SNAPSHOT = 0x65
     X_REPLICA_ENTRIES = 0x68
     X_REPLICA_ACK = 0x69
     DCP_PREVIOUS_VALUE = 0x6E
     DCP_SNAPSHOT_END = 0x6F
+    GET_REPLICA = 0x83
     SELECT_BUCKET = 0x89
     OBSERVE_SEQNO = 0x91
+    GET_AND_LOCK = 0x94
+    UNLOCK = 0x95
     GET_FAILOVER_LOG = 0x96
     GET_META = 0xA0
     SET_WITH_META = 0xA2
@@ -94,6 +98,7 @@ class Opcode(IntEnum):
     DEL_WITH_META = 0xA8
     DELQ_WITH_META = 0xA9
     GET_CLUSTER_CONFIG = 0xB5
+    GET_RANDOM_KEY = 0xB6
     SET_COLLECTIONS_MANIFEST = 0xB9
     GET_COLLECTIONS_MANIFEST = 0xBA
     GET_COLLECTION_ID = 0xBB
@@ -199,6 +204,19 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.TOUCH: OpSpec(_D, "u32 expiry", "key", "set a document's expiry"),
     Opcode.GAT: OpSpec(_D, "u32 expiry", "key", "TOUCH and GET in one"),
     Opcode.GATQ: OpSpec(_D, "u32 expiry", "key", "GAT, silent on a miss"),
+    Opcode.GET_AND_LOCK: OpSpec(
+        _D, "- or u32 seconds", "key",
+        "GET, and lock the document for 1 to 30 seconds, by default 15. Changes need the CAS of"
+        " this answer until then, others get LOCKED, and reads show a CAS of 2^64 - 1. A restart"
+        " and a new version of the partition end all locks",
+    ),
+    Opcode.UNLOCK: OpSpec(_D, "-", "key", "end a lock; the header carries its CAS"),
+    Opcode.GET_REPLICA: OpSpec(
+        _D, "-", "key", "GET from a partition that is a replica here; else NOT_MY_VBUCKET"
+    ),
+    Opcode.GET_RANDOM_KEY: OpSpec(
+        _D, "- or u32 collection", "-", "some document of the collection, with its key"
+    ),
     Opcode.GET_META: OpSpec(
         _D, "- or u8 2", "key", "revision, flags and expiry of a document, also of a deleted one"
     ),
@@ -278,6 +296,11 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_SEQNO_ADVANCED: OpSpec(
         _DCP, "u64 seqno", "-", "sent: nothing more for this filter up to this seqno"
+    ),
+    Opcode.DCP_OSO_SNAPSHOT: OpSpec(
+        _DCP, "u32 1 or 2", "-",
+        "sent instead of a marker, with control enable_out_of_order_snapshots: the first snapshot"
+        " of one collection begins (1) or is complete (2). Until then, resume from 0",
     ),
     Opcode.DCP_PREVIOUS_VALUE: OpSpec(
         _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"

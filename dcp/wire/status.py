@@ -18,7 +18,9 @@ class Status(IntEnum):
     DELTA_BADVAL = 0x06
     NOT_MY_VBUCKET = 0x07
     NO_BUCKET = 0x08
+    LOCKED = 0x09
     DCP_STREAM_NOT_FOUND = 0x0A
+    NOT_LOCKED = 0x0E
     CAS_VALUE_INVALID = 0x0F
     AUTH_STALE = 0x1F
     AUTH_ERROR = 0x20
@@ -85,6 +87,12 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("fetch-config", "invalid-input"),
     ),
     Status.NO_BUCKET: ("NO_BUCKET", "no bucket is selected", ("conn-state-invalidated",)),
+    Status.LOCKED: (
+        "LOCKED",
+        "another client locked the document",
+        ("item-only", "item-locked", "retry-now"),
+    ),
+    Status.NOT_LOCKED: ("NOT_LOCKED", "the document is not locked", ("item-only",)),
     Status.DCP_STREAM_NOT_FOUND: (
         "DCP_STREAM_NOT_FOUND",
         "no such stream on this connection",
@@ -159,7 +167,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
 }
 """Status -> (name, description, attributes of the error map)."""
 
-ERROR_MAP_REVISION: Final = 1
+ERROR_MAP_REVISION: Final = 2
 
 
 def error_map_document() -> dict[str, Any]:

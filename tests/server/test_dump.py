@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cramjam import snappy
 
 from clients.cli.dcpctl import run
 from clients.testing import DcpServer
@@ -228,3 +229,15 @@ def test_restricted_readers_are_told_why(tmp_path: Path) -> None:
         assert response.status == 403
         assert "user:" in json.loads(response.read())["error"]["why"]
         connection.close()
+
+
+def test_a_value_that_came_compressed_is_dumped_plain(client: RawClient, ctl: Ctl) -> None:
+    value = b"again and " * 20
+    client.ask(Opcode.HELLO, key=b"test", value=b"\0\x0a\0\x0b")
+    answer = client.ask(
+        Opcode.SET, vb_id=VB + 1, key=b"packed", extras=bytes(8), datatype=3,
+        value=bytes(snappy.compress_raw(value)),
+    )  # fmt: skip
+    assert answer.status == Status.OK
+    _, (line,), _ = ctl(str(VB + 1))
+    assert (line["value"], line["datatype"]) == (value.decode(), 1)

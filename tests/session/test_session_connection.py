@@ -75,7 +75,7 @@ def features(frame: Frame) -> list[int]:
 
 
 def test_hello_grants_what_was_asked_and_is_known_in_the_order_asked(peer: Peer) -> None:
-    answer = peer.hello(0x12, 0x0A, 0x04, 0x0E, 0x07, 0xFFFF)
+    answer = peer.hello(0x12, 0x0C, 0x04, 0x0E, 0x07, 0xFFFF)
     assert answer.status == Status.OK
     assert features(answer) == [0x12, 0x04, 0x07]
 
@@ -86,7 +86,7 @@ def test_hello_never_echoes_what_was_not_asked(peer: Peer) -> None:
         assert features(peer.hello(code)) == ([code] if code in GRANTED else [])
 
 
-@pytest.mark.parametrize("code", [Feature.SNAPPY, Feature.UNORDERED_EXECUTION, Feature.DUPLEX])
+@pytest.mark.parametrize("code", [Feature.UNORDERED_EXECUTION, Feature.DUPLEX])
 def test_hello_does_not_grant_what_the_server_cannot_do(peer: Peer, code: int) -> None:
     assert features(peer.hello(code)) == []
 
@@ -262,7 +262,7 @@ def test_a_known_version_of_another_length_is_einval(peer: Peer) -> None:
 def test_the_error_map_has_lowercase_hexadecimal_keys(peer: Peer) -> None:
     answer = peer.ask(Opcode.GET_ERROR_MAP, value=b"\0\2")
     document = json.loads(answer.value)
-    assert (document["version"], document["revision"]) == (2, 1)
+    assert (document["version"], document["revision"]) == (2, 2)
     assert {int(key, 16) for key in document["errors"]} == set(ERROR_TABLE)
     for key, entry in document["errors"].items():
         assert key == f"{int(key, 16):x}"
@@ -405,7 +405,7 @@ def test_all_vb_seqnos_of_a_state(
 ) -> None:
     for part in node.engine.partitions[4:]:
         part.state = VbState.DEAD
-    for vb_id, state in enumerate(VbState):
+    for vb_id, state in enumerate(list(VbState)[:4]):
         node.engine.partitions[vb_id].state = state
     seqnos = all_seqnos(peer, asked.to_bytes(4, "big"))
     assert {vb_id + 1 for vb_id, _ in seqnos if vb_id < 4} == found

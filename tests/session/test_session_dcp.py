@@ -178,6 +178,7 @@ def test_documents_are_served_on_a_dcp_connection_too(peer: Peer) -> None:
         ("change_streams", ["true", "false"], ["x"]),
         ("v7_dcp_status_codes", ["true", "false"], ["x"]),
         ("consumer_name", ["any"], []),
+        ("enable_out_of_order_snapshots", ["true", "true_with_seqno_advanced"], ["false", "1"]),
         ("x_version_log", ["true", "false"], ["1"]),
         ("x_snapshot_end", ["true", "false"], ["1"]),
         ("x_previous_value", ["true", "false"], ["1"]),
@@ -195,7 +196,6 @@ def test_controls_that_are_taken(peer: Peer, key: str, good: list[str], bad: lis
     [
         "stream_buffer_size",
         "enable_sync_writes",
-        "enable_out_of_order_snapshots",
         "flatbuffers_system_events",
         "max_marker_version",
         "cache_transfer",

@@ -7,6 +7,7 @@ from base64 import b64encode
 from typing import Any
 
 import pytest
+from cramjam import snappy
 
 from dcp.session.rights import EVERYTHING, Rights, Role, Scope
 from dcp.session.scans import BOUND_BYTES_MAX, CONTINUE_EXTRAS, DOCUMENT_META
@@ -374,3 +375,15 @@ def test_frames_that_are_no_scans_are_refused(peer: Peer, node: MemoryNode) -> N
     for opcode in (Opcode.RANGE_SCAN_CONTINUE, Opcode.RANGE_SCAN_CANCEL):
         assert peer.ask(opcode, vb_id=VB, extras=bytes(15)).status == Status.EINVAL
     assert peer.ask(Opcode.RANGE_SCAN_CANCEL, vb_id=VB, extras=bytes(16)).status == 1
+
+
+def test_values_that_came_compressed_are_scanned_plain(node: MemoryNode) -> None:
+    value = b"again and " * 20
+    writer = node.connect()
+    writer.hello(Feature.JSON, Feature.COLLECTIONS, Feature.SNAPPY)
+    sent = bytes(snappy.compress_raw(value))
+    stored = writer.ask(Opcode.SET, vb_id=VB, key=b"\0k", value=sent, extras=bytes(8), datatype=3)
+    assert stored.status == Status.OK
+    for peer in (writer, connect(node)):
+        ((_, scanned, meta),) = documents_of(go_on(peer, created(peer, *ALL)))
+        assert (scanned, meta[-1]) == (value, 1)

@@ -6,10 +6,21 @@ from itertools import product
 
 import pytest
 
-from dcp.stream.codec import frame_codec, plain_frames
+from dcp.stream.codec import Known, frame_codec, plain_frames
+from dcp.wire.frame import FrameDecoder
 from dcp.wire.message import OpenFlag
+from vbucket.model.datatype import compressed
 from vbucket.model.entry import PREFIX_BYTES, pack_deletion, pack_mutation
-from vbucket.store.block import ONLY_MUTATIONS, ONLY_RAW, kinds_of
+from vbucket.store.block import (
+    ONLY_MUTATIONS,
+    ONLY_RAW,
+    ONLY_UNPACKED,
+    Block,
+    build_blocks,
+    kinds_of,
+)
+from vbucket.store.plain_value import plain
+from vbucket.store.runs import are_plain
 
 FLAGS = [
     OpenFlag.PRODUCER,
@@ -17,29 +28,63 @@ FLAGS = [
     OpenFlag.PRODUCER | OpenFlag.NO_VALUE,
     OpenFlag.PRODUCER | OpenFlag.NO_VALUE_WITH_DATATYPE,
 ]
+VALUES = {0: b"v" * 64, 1: b"v" * 64, 2: compressed(b"v" * 64), 3: compressed(b"v" * 64)}
+"""Datatype -> a value of it."""
 FRAMES = [
-    pack_mutation(vb_id=1, key=b"\0k", value=b"v", cas=1 << 40, seqno=1, rev_seqno=1, datatype=kind)
-    for kind in (0, 1)
+    pack_mutation(
+        vb_id=1, key=b"\0k", value=value, cas=1 << 40, seqno=1, rev_seqno=1, datatype=kind
+    )
+    for kind, value in VALUES.items()
 ] + [pack_deletion(vb_id=1, key=b"\0k", cas=1 << 40, seqno=1, rev_seqno=1)]
+ALL_KNOWN = [Known(*flags) for flags in product((False, True), repeat=5)]
 
 
 @pytest.mark.parametrize("open_flags", FLAGS)
 def test_a_plain_frame_is_one_that_the_codec_leaves_alone(open_flags: OpenFlag) -> None:
-    for has_collections, has_json, has_expiry in product((False, True), repeat=3):
-        codec = frame_codec(
-            open_flags, has_collections=has_collections, has_json=has_json,
-            has_expiry_opcode=has_expiry,
-        )  # fmt: skip
-        plain = plain_frames(open_flags, has_collections=has_collections, has_json=has_json)
+    taken = 0
+    for known in ALL_KNOWN:
+        codec, plain = frame_codec(open_flags, known), plain_frames(open_flags, known)
         for entry in FRAMES:
             frame = entry[PREFIX_BYTES:]
             is_taken = plain is not None and not plain & ~kinds_of(frame, [len(frame)])
+            assert is_taken == (plain is not None and are_plain([entry], plain))
+            taken += is_taken
             if is_taken:
                 assert codec(frame) == frame
+    assert taken or open_flags & (OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE)
+
+
+@pytest.mark.parametrize("open_flags", FLAGS)
+def test_a_client_gets_the_value_in_a_datatype_that_it_knows(open_flags: OpenFlag) -> None:
+    for known in ALL_KNOWN:
+        mask = known.has_json | known.has_snappy << 1
+        for kind, entry in zip(VALUES, FRAMES, strict=False):
+            sent = frame_codec(open_flags, known)(entry[PREFIX_BYTES:])
+            (frame,) = FrameDecoder().feed(sent)
+            wanted = known.wants_compression and not open_flags & (
+                OpenFlag.NO_VALUE | OpenFlag.NO_VALUE_WITH_DATATYPE
+            )
+            assert frame.datatype & ~(mask | wanted << 1) == 0
+            if open_flags & OpenFlag.NO_VALUE:
+                assert (frame.datatype, frame.value) == (0, b"")
+            elif open_flags & OpenFlag.NO_VALUE_WITH_DATATYPE:
+                assert (frame.datatype, frame.value) == (kind & mask, b"")
+            else:
+                assert plain(frame.datatype, frame.value)[1] == VALUES[0]
+                assert bool(frame.datatype & 2) == bool(wanted or kind & mask & 2)
 
 
 def test_what_our_consumer_asks_for_leaves_in_runs() -> None:
-    plain = plain_frames(OpenFlag.PRODUCER, has_collections=True, has_json=False)
+    known = Known(has_collections=True, has_json=False)
+    plain = plain_frames(OpenFlag.PRODUCER, known)
     assert plain == ONLY_MUTATIONS | ONLY_RAW
     frame = FRAMES[0][PREFIX_BYTES:]
-    assert kinds_of(frame + frame, [len(frame), 2 * len(frame)]) == plain
+    kinds = kinds_of(frame + frame, [len(frame), 2 * len(frame)])
+    assert kinds == plain | ONLY_UNPACKED
+
+
+def test_blocks_of_versions_without_snappy_promise_that_there_is_none() -> None:
+    for entry, flag in ((FRAMES[0], 0), (FRAMES[1], 0), (FRAMES[2], ONLY_UNPACKED)):
+        ((key, value),) = build_blocks(1, [entry], seqno_before=0)
+        assert value[1] & ONLY_UNPACKED == flag, "the flag is set for packed values only"
+        assert Block(key, value).kinds & ONLY_UNPACKED == ONLY_UNPACKED - flag

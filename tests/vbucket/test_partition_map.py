@@ -35,7 +35,15 @@ def test_the_configuration_that_sdks_accept():
         "nodeLocator": "vbucket",
         "bucketType": "membase",
         "bucketCapabilitiesVer": "",
-        "bucketCapabilities": ["collections", "dcp", "cbhello", "cccp", "nodesExt", "rangeScan"],
+        "bucketCapabilities": [
+            "collections",
+            "dcp",
+            "cbhello",
+            "cccp",
+            "nodesExt",
+            "rangeScan",
+            "durableWrite",
+        ],
         "nodes": [{"hostname": "$HOST:8091", "ports": {"direct": 11210}}],
         "nodesExt": [{"services": {"mgmt": 8091, "kv": 11210}, "thisNode": True}],
         "vBucketServerMap": {
@@ -55,8 +63,8 @@ def test_the_global_configuration_is_the_nodes_only():
 
 
 def test_nothing_is_promised_that_is_not_there():
-    """Clients act on these: durable writes, xattrs and the like fail late where promised."""
-    absent = {"durableWrite", "xattr", "tombstonedUserXAttrs", "couchapi", "touch"}
+    """Clients act on these: xattrs and the like fail late where promised."""
+    absent = {"xattr", "tombstonedUserXAttrs", "couchapi", "touch"}
     assert not absent & set(bucket_document(loopback_map())["bucketCapabilities"])
 
 

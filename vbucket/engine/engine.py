@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from dcp.wire.status import Status
 from vbucket.engine.bulk import REV_SEQNO_MAX, Frames
 from vbucket.engine.keyspace import DELETION, EXPIRATION, MUTATION, Keyspace
+from vbucket.engine.locks import Locks
 from vbucket.engine.partition import Hold, Partition, VbState
 from vbucket.model.entry import (
     DELETION_ENTRY,
@@ -61,6 +62,7 @@ _COME_BACK: Final[Outcome] = (Status.ETMPFAIL, 0, 0)
 _MISSING: Final[Outcome] = (Status.KEY_ENOENT, 0, 0)
 _EXISTS: Final[Outcome] = (Status.KEY_EEXISTS, 0, 0)
 _CAS_INVALID: Final[Outcome] = (Status.CAS_VALUE_INVALID, 0, 0)
+_LOCKED: Final[Outcome] = (Status.LOCKED, 0, 0)
 _ABSENT: Final = StoredMeta(DELETION, 0, 0, 0, 0, 0, 0)
 """The metadata of a key that does not exist, and of a document that has just expired."""
 
@@ -96,6 +98,7 @@ class Engine:
         self.item_cache = keyspace.item_cache
         self.due = keyspace.due
         self.versions = keyspace.versions
+        self.locks = Locks()
         self._store = store
         self.write_refusal = ""
         """Why no partition takes writes now, "" if they do."""
@@ -149,6 +152,7 @@ class Engine:
         """Set the time of the operations that follow; `now_ns` since the Unix epoch."""
         self._cas_floor = now_ns & ~0xFFFF
         self._now_s = now_ns // 1_000_000_000
+        self.locks.begin_batch(now_ns)
 
     def store(
         self,
@@ -167,13 +171,17 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         known: StoredMeta | None = None
-        if mode or cas:
+        if mode or cas or self.locks.held:
             known = self._meta_to_change(part, key)
+            cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
+            if cas < 0 and mode != ADD:
+                return _LOCKED
             refusal = _refusal(mode, cas, known.cas, is_live=known.opcode == MUTATION)
             if refusal is not None:
                 return refusal
+            self.locks.unlock(part, key)
         return 0, self.put(part, key, body, flags, expiry, datatype, known), part.high_seqno
 
     def put(
@@ -222,12 +230,16 @@ class Engine:
         """Delete a document, leaving a tombstone with a seqno of its own."""
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         known = self._meta_to_change(part, key)
         if known.opcode != MUTATION:
             return _MISSING
+        cas = self.locks.cas_to_match(part, key, known.seqno, known.cas, cas)
+        if cas < 0:
+            return _LOCKED
         if cas and cas != known.cas:
             return _EXISTS
+        self.locks.unlock(part, key)
         self.item_cache.take(part, key)
         return self._delete(part, key, known.seqno, known.rev_seqno)
 
@@ -260,7 +272,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)
+            return _unusable(part)
         if keeps_cas and new_cas > self.cas_max:
             if not fits_meta:
                 return _CAS_INVALID
@@ -269,6 +281,9 @@ class Engine:
         entry = part.newest.get(key)
         known = _UNPACK_META(entry) if entry else self.versions.meta_below(part, key, entry)
         old_opcode, _, _, _, old_cas, prev_seqno, old_rev_seqno = known
+        cas = self.locks.cas_to_match(part, key, prev_seqno, old_cas, cas)
+        if cas < 0:
+            return _LOCKED
         if cas:
             if old_opcode != MUTATION:
                 return _MISSING
@@ -317,7 +332,7 @@ class Engine:
         """
         part = self.partitions[frames.vb_id]
         if part.state != 1 or part.is_backed_up:
-            return _unwritable(part)[0], 0, 0, 0
+            return _unusable(part)[0], 0, 0, 0
         has_far = max(frames.cas) > self.cas_max
         if has_far and not fits_meta:
             return Status.CAS_VALUE_INVALID, 0, 0, 0
@@ -403,17 +418,26 @@ class Engine:
         """Return the newest version of a document, or the status that says why there is none."""
         part = self.partitions[vb_id]
         if part.state != 1:
-            return Status.NOT_MY_VBUCKET
+            return _unusable(part)[0]
         entry = self.document_entry(part, key)
         if entry is None:
             return Status.KEY_ENOENT
+        _, key_bytes, datatype, _, cas, seqno, _ = _UNPACK_META(entry)
+        if self.locks.held:
+            cas = self.locks.shown_cas(part, key, seqno, cas)
+        value = entry[MUTATION_KEY_AT + key_bytes :]
+        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
+
+    def get_from_replica(self, part: Partition, key: bytes) -> StoredDocument | None:
+        """Return a document whatever the partition's state; None: there is none, or it is due."""
+        entry: bytes | None = part.newest.get(key)
+        if entry is None:
+            entry = self.versions.entry_below(part, key)
+        if not entry or entry[OPCODE_AT] != MUTATION or self._due_meta(part, key) is not None:
+            return None
         _, key_bytes, datatype, _, cas, _, _ = _UNPACK_META(entry)
-        return StoredDocument(
-            cas,
-            entry[FLAGS_AT : FLAGS_AT + 4],
-            entry[MUTATION_KEY_AT + key_bytes :],
-            datatype,
-        )
+        value = entry[MUTATION_KEY_AT + key_bytes :]
+        return StoredDocument(cas, entry[FLAGS_AT : FLAGS_AT + 4], value, datatype)
 
     def document_entry(self, part: Partition, key: bytes) -> bytes | None:
         """Return the newest version of a key, None if it is not a document. The partition must be
@@ -434,7 +458,7 @@ class Engine:
         """
         part = self.partitions[vb_id]
         if part.state != 1:
-            return Status.NOT_MY_VBUCKET
+            return _unusable(part)[0]
         if self.expire_if_due(part, key) and part.is_backed_up:
             return Status.KEY_ENOENT
         return self._newest_meta(part, key) or Status.KEY_ENOENT
@@ -558,9 +582,9 @@ def _are_new(part: Partition, keys: Sequence[bytes]) -> bool:
     )
 
 
-def _unwritable(part: Partition) -> Outcome:
-    """Return why a partition takes no writes."""
-    return _COME_BACK if part.state == VbState.ACTIVE else _NOT_MY_VBUCKET
+def _unusable(part: Partition) -> Outcome:
+    """Return why a partition takes no commands now, or no writes."""
+    return _COME_BACK if part.durable_state == VbState.ACTIVE else _NOT_MY_VBUCKET
 
 
 def _refusal(mode: int, cas: int, old_cas: int, *, is_live: bool) -> Outcome | None:

@@ -87,7 +87,7 @@ class Keyspace:
         assert 0 < num_vbuckets <= NUM_VBUCKETS, "more than the wire has"
         assert not num_vbuckets & (num_vbuckets - 1), "partitions are bits of a key's hash"
         self._store = store
-        self._draw_uuid = draw_uuid
+        self.draw_uuid = draw_uuid
         self._memtable_bytes_max = memtable_bytes_max
         self.num_vbuckets = num_vbuckets
         records = store.partitions()
@@ -261,12 +261,12 @@ class Keyspace:
         began_in = part.leader_epoch if epoch is None else epoch
         assert began_in >= part.leader_epoch, "a leader epoch never falls"
         check_undo(part, at_seqno)
-        if at_seqno and part.state == VbState.ACTIVE:
+        if at_seqno and part.durable_state == VbState.ACTIVE:
             self.check_system_events(part)
         before = part.high_seqno
-        failover = part.failover.branch(self._draw_uuid(), at_seqno, began_in)
+        failover = part.failover.branch(self.draw_uuid(), at_seqno, began_in)
         undone_keys = self.replace_history(part, failover, began_in, rollback_to=at_seqno)
-        if part.state == VbState.ACTIVE:
+        if part.durable_state == VbState.ACTIVE:
             self.tell_missing_events(part)
         return Branch(vb_id, part.failover, at_seqno, before - at_seqno, undone_keys)
 
@@ -282,7 +282,7 @@ class Keyspace:
         self._put_history(part, failover, epoch, rollback_to)
         if rollback_to == 0 and part.vb_id in self.quarantined:
             # Merges left out the partition's earlier state entry, so write it again.
-            state = {"kind": "state", "state": int(part.state)}
+            state = {"kind": "state", "state": int(part.durable_state)}
             self.pending.append(pack_control(part.vb_id, state))
         if rollback_to is not None:
             part.undo_group = self.group
@@ -310,6 +310,7 @@ class Keyspace:
         self.pending.append(pack_control(part.vb_id, document))
         if document["kind"] == "state":
             self._restated.append(part.vb_id)
+            part.state_group = self.group
         if part.last_group != self.group:
             part.last_group = self.group
             self.touched.append(part)
@@ -385,7 +386,7 @@ class Keyspace:
         document: dict[str, object] = {"kind": "manifest", "manifest": manifest.to_document()}
         self.pending.append(pack_control(NODE_VB_ID, document))
         for part in self.partitions:
-            if part.state == VbState.ACTIVE:
+            if part.durable_state == VbState.ACTIVE:
                 for event in events:
                     self._tell(part, event)
 
@@ -556,7 +557,7 @@ class Keyspace:
         for vb_id in changed:
             part = self.partitions[vb_id]
             last_group = part.last_group
-            failover = part.failover.branch(self._draw_uuid(), part.high_seqno, part.leader_epoch)
+            failover = part.failover.branch(self.draw_uuid(), part.high_seqno, part.leader_epoch)
             self._put_history(part, failover, part.leader_epoch, part.high_seqno)
             part.last_group = last_group  # documents are what they were: reads need not wait
         return changed

@@ -48,7 +48,7 @@ def set_state(engine: Engine, vb_id: int, state: VbState) -> Branch | None:
     Raises StoreDamagedError, before anything is changed.
     """
     part = engine.partitions[vb_id]
-    becomes_active = state == VbState.ACTIVE != part.state
+    becomes_active = state == VbState.ACTIVE != part.durable_state
     if becomes_active:
         engine.keyspace.check_system_events(part)
     put_state(engine, vb_id, state)
@@ -87,6 +87,7 @@ def purge(engine: Engine, vb_id: int, upto_seqno: int | None = None) -> int:
 
 def put_state(engine: Engine, vb_id: int, state: VbState) -> None:
     """Change the state of a partition without a new version, as takeovers need it."""
+    assert state != VbState.FENCED, "a fence is in memory only"
     part = engine.partitions[vb_id]
     if state != part.state:
         part.state = state

@@ -33,6 +33,7 @@ from typing import Final
 from sortedcontainers import SortedList
 
 from failover.history import FailoverLog
+from failover.write_answer import WriteGuard
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import seqno_of
 from vbucket.store.records import Mended
@@ -47,6 +48,10 @@ class VbState(IntEnum):
     REPLICA = 2
     PENDING = 3
     DEAD = 4
+    FENCED = 5
+    """Active, but it may not answer now: its replicas have not confirmed this master for a while.
+    Only in memory: the log, the store and the wire know it as active (`Partition.durable_state`).
+    """
 
 
 class Hold(Enum):
@@ -58,6 +63,9 @@ class Hold(Enum):
     """Merging is so far behind that the memtables are full."""
     QUARANTINE = auto()
     """The stored data of this partition is damaged; merges leave it out."""
+    REPLICATION = auto()
+    """The partition cannot commit a change now: too few replicas are in sync, or this master is not
+    confirmed."""
 
 
 class Layer:
@@ -113,6 +121,7 @@ class Partition:
         "cut_seqno",
         "failover",
         "frozen",
+        "guard",
         "has_copies",
         "high_seqno",
         "history_floor",
@@ -122,6 +131,7 @@ class Partition:
         "last_group",
         "leader_epoch",
         "max_cas",
+        "may_send_back",
         "mended",
         "merged_seqno",
         "newest",
@@ -132,6 +142,7 @@ class Partition:
         "recent",
         "recent_bytes",
         "state",
+        "state_group",
         "synced_seqno",
         "tally",
         "undo_group",
@@ -168,8 +179,16 @@ class Partition:
         """The commit group that began the newest version, 0 if it is older than this process."""
         self.undo_group = 0
         """The commit group of the last branch that may have undone changes; readers wait for it."""
+        self.state_group = 0
+        """The last commit group that changed the state, 0 if it is older than this process."""
         self.has_copies = False
         """Whether replicas must have a change before it is committed (see `Keyspace`)."""
+        self.guard: WriteGuard | None = None
+        """Says whether a change with a durability frame may be applied, and whether it is done;
+        None: the partition has no replicas."""
+        self.may_send_back = True
+        """Whether a consumer may be told to roll back. A master that does not know yet what is
+        committed, and a replica, may be behind the consumer."""
         self.cut_seqno: int | None = None
         """Lowest rollback seqno since the last freeze; the running merge does not know it."""
         self.active = Layer()
@@ -184,6 +203,11 @@ class Partition:
         self.older: dict[bytes, bytes] = {}
         self.recent_bytes = 0
         self.older_bytes = 0
+
+    @property
+    def durable_state(self) -> VbState:
+        """The state as the log, the store and other nodes know it."""
+        return VbState.ACTIVE if self.state == VbState.FENCED else self.state
 
     @property
     def persisted_seqno(self) -> int:

@@ -16,7 +16,9 @@ from dcp.wire.status import Status
 from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import MUTATION
+from vbucket.model.datatype import SNAPPY
 from vbucket.store.key_record import StoredMeta
+from vbucket.store.plain_value import plain
 
 COUNTER_MODULUS: Final = 2**64
 _COUNTER_DIGITS_MAX: Final = 20
@@ -63,7 +65,7 @@ def count(
             return Counted((status, 0, 0), 0)
         text = b"%d" % initial
         return Counted(engine.store(SET, vb_id, key, key + text, 0, expiry, 0, 0), initial)
-    refusal = _refusal(meta, cas)
+    refusal = _refusal(engine, vb_id, key, meta, cas)
     if refusal:
         return Counted((refusal, 0, 0), 0)
     number = _number_of(_value_of(engine, vb_id, key))
@@ -71,7 +73,8 @@ def count(
         return Counted((Status.DELTA_BADVAL, 0, 0), 0)
     number = (number + delta) % COUNTER_MODULUS if delta >= 0 else max(0, number + delta)
     body = key + b"%d" % number
-    outcome = engine.store(SET, vb_id, key, body, meta.flags, meta.expiry, meta.datatype, 0)
+    datatype = meta.datatype & ~SNAPPY
+    outcome = engine.store(SET, vb_id, key, body, meta.flags, meta.expiry, datatype, cas)
     return Counted(outcome, number)
 
 
@@ -92,7 +95,7 @@ def extend(
         status = Status.NOT_STORED if is_missing else meta
         assert isinstance(status, int)
         return status, 0, 0
-    refusal = _refusal(meta, cas)
+    refusal = _refusal(engine, vb_id, key, meta, cas)
     if refusal:
         return refusal, 0, 0
     value = _value_of(engine, vb_id, key)
@@ -100,7 +103,7 @@ def extend(
         return Status.E2BIG, 0, 0
     value = addition + value if is_prepended else value + addition
     # Two concatenated JSON documents are not JSON.
-    return engine.store(SET, vb_id, key, key + value, meta.flags, meta.expiry, _DATATYPE_RAW, 0)
+    return engine.store(SET, vb_id, key, key + value, meta.flags, meta.expiry, _DATATYPE_RAW, cas)
 
 
 def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
@@ -111,6 +114,8 @@ def touch(engine: Engine, vb_id: int, key: bytes, expiry: int) -> Touched:
     found = engine.get(vb_id, key)
     if isinstance(found, int):
         return Touched((found, 0, 0), None)
+    if refusal := _refusal(engine, vb_id, key, meta, 0):
+        return Touched((refusal, 0, 0), None)
     if expiry == meta.expiry:
         return Touched((Status.OK, meta.cas, meta.seqno), found)
     outcome = engine.store(SET, vb_id, key, key + found.value, meta.flags, expiry, meta.datatype, 0)
@@ -123,14 +128,18 @@ def expiry_of(engine: Engine, vb_id: int, key: bytes) -> int | None:
     return None if isinstance(meta, int) or meta.opcode != MUTATION else meta.expiry
 
 
-def _refusal(meta: StoredMeta, cas: int) -> int:
+def _refusal(engine: Engine, vb_id: int, key: bytes, meta: StoredMeta, cas: int) -> int:
+    part = engine.partitions[vb_id]
+    cas = engine.locks.cas_to_match(part, key, meta.seqno, meta.cas, cas)
+    if cas < 0:
+        return Status.LOCKED
     return Status.KEY_EEXISTS if cas and cas != meta.cas else Status.OK
 
 
 def _value_of(engine: Engine, vb_id: int, key: bytes) -> bytes:
     found = engine.get(vb_id, key)
     assert not isinstance(found, int), "its metadata said that it is there"
-    return found.value
+    return plain(found.datatype, found.value)[1]
 
 
 def _number_of(value: bytes) -> int | None:

@@ -52,7 +52,11 @@ ONLY_MUTATIONS: Final = 0x02
 """Flag: every frame is a DCP_MUTATION. Older versions do not set it."""
 ONLY_RAW: Final = 0x04
 """Flag: every frame has datatype raw."""
-_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW
+ONLY_UNPACKED: Final = 0x08
+"""Every frame has datatype raw or JSON. The flag of a block is the opposite, because older versions
+stored nothing else and set no flag."""
+_KINDS: Final = ONLY_MUTATIONS | ONLY_RAW | ONLY_UNPACKED
+_JSON: Final = 0x01
 _MUTATION: Final = int(Opcode.DCP_MUTATION)
 _opcode_of: Final = itemgetter(1)
 _datatype_of: Final = itemgetter(5)
@@ -128,8 +132,8 @@ class Block:
             if flags & _HAS_SEQNOS
             else range(first_seqno, first_seqno + count)
         )
-        self.kinds: int = flags & _KINDS
-        """Which of ONLY_MUTATIONS and ONLY_RAW the block promises."""
+        self.kinds: int = (flags ^ ONLY_UNPACKED) & _KINDS
+        """Which of ONLY_MUTATIONS, ONLY_RAW and ONLY_UNPACKED the block promises."""
         self.body = value[body_at:]
 
     @property
@@ -214,7 +218,7 @@ def _packed_block(
         + _packed("Q", prev_seqnos)
         + (b"" if is_dense else _packed("Q", seqnos))
     )
-    flags = kinds | (0 if is_dense else _HAS_SEQNOS)
+    flags = kinds ^ ONLY_UNPACKED | (0 if is_dense else _HAS_SEQNOS)
     key = BLOCK_KEY.pack(vb_id, first)
     header = BLOCK_HEADER.pack(
         BLOCK_FORMAT, flags, 0, count, epoch, seqno_before, first, last,
@@ -262,13 +266,16 @@ def find_frame(
 
 
 def kinds_of(body: bytes, ends: Sequence[int]) -> int:
-    """Return which of ONLY_MUTATIONS and ONLY_RAW hold for frames that stand one after another."""
+    """Return which kinds hold for frames that stand one after another."""
     return _kinds([body[start:end] for start, end in pairwise((0, *ends))])
 
 
 def _kinds(frames: Sequence[bytes]) -> int:
     kinds = ONLY_MUTATIONS if set(map(_opcode_of, frames)) == {_MUTATION} else 0
-    return kinds if any(map(_datatype_of, frames)) else kinds | ONLY_RAW
+    highest = max(map(_datatype_of, frames), default=0)
+    if highest > _JSON:
+        return kinds
+    return kinds | ONLY_UNPACKED | (0 if highest else ONLY_RAW)
 
 
 class _Columns:

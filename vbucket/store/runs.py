@@ -24,7 +24,13 @@ from typing import Final, NamedTuple
 
 from dcp.wire.opcode import Opcode
 from vbucket.model.entry import DATATYPE_AT, OPCODE_AT, PREFIX_BYTES
-from vbucket.store.block import BODY_BYTES_TARGET, ONLY_MUTATIONS, ONLY_RAW, Block
+from vbucket.store.block import (
+    BODY_BYTES_TARGET,
+    ONLY_MUTATIONS,
+    ONLY_RAW,
+    ONLY_UNPACKED,
+    Block,
+)
 
 ALL_PLAIN: Final = 0
 """All stored frames are sent unchanged."""
@@ -37,7 +43,8 @@ _frame_of: Final = itemgetter(slice(PREFIX_BYTES, None))
 _FEW: Final = 4
 """Up to this many entries, as on a live stream, joining costs more than it saves."""
 _MUTATIONS: Final = frozenset({int(Opcode.DCP_MUTATION)})
-_RAW: Final = frozenset({0})
+_DATATYPES: Final = {ONLY_RAW: frozenset({0}), ONLY_UNPACKED: frozenset({0, 1})}
+"""Flag -> the datatypes that it allows."""
 
 
 class RunBatch(NamedTuple):
@@ -108,7 +115,8 @@ def are_plain(entries: list[bytes], plain: int) -> bool:
     """Whether the frames of these entries can be sent unchanged."""
     if plain & ONLY_MUTATIONS and not _MUTATIONS.issuperset(map(_opcode_of, entries)):
         return False
-    return not plain & ONLY_RAW or _RAW.issuperset(map(_datatype_of, entries))
+    allowed = _DATATYPES.get(plain & ~ONLY_MUTATIONS)
+    return allowed is None or allowed.issuperset(map(_datatype_of, entries))
 
 
 def entries_within(entries: list[bytes], bytes_max: int) -> tuple[list[bytes], int]:

@@ -69,6 +69,7 @@ class Access:
             streams_max=settings.streams_max,
             login_body_bytes_max=settings.login_body_bytes_max,
             login_failures_max=settings.login_failures_max,
+            syncs_writes=settings.durability == "commit",
         )
         files = tls_files(settings)
         self._tls = None if files is None else ServerTls(files)

@@ -112,7 +112,8 @@ def routes(operations: Operations) -> list[RouteSpec]:
     ]
 
 
-_STATES: Final = {state.name.lower(): state for state in VbState}
+_STATES: Final = {state.name.lower(): state for state in VbState if state is not VbState.FENCED}
+"""What an operator can set. A fence is the node's own."""
 
 
 async def _done(change: Awaitable[dict[str, Any]], what: str) -> Response:

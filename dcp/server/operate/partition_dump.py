@@ -21,6 +21,7 @@ from vbucket.engine.engine import Engine
 from vbucket.engine.read_view import ReadView, Shown, ViewInvalidError, ViewRefusedError, Views
 from vbucket.model.manifest import collection_of, decode_leb128
 from vbucket.store.environment import StoreDamagedError
+from vbucket.store.plain_value import plain
 
 SLICE_DOCUMENTS: Final = 100
 """Documents converted in one turn of the loop: 1 to 2 ms."""
@@ -80,6 +81,7 @@ class Dumps:
         if not engine.keyspace.is_reachable(shown.key):
             return b""
         meta = shown.meta
+        datatype, value = plain(meta.datatype, shown.value)
         decoded = decode_leb128(shown.key)
         assert decoded is not None, "stored keys begin with a collection's id"
         return _packed(
@@ -87,13 +89,13 @@ class Dumps:
                 "v": SCHEMA_VERSION,
                 "collection": engine.keyspace.manifest.path_of(collection_of(shown.key)),
                 **_text("key", shown.key[decoded[1] :]),
-                **_text("value", shown.value),
+                **_text("value", value),
                 "seqno": meta.seqno,
                 "rev": meta.rev_seqno,
                 "cas": str(meta.cas),
                 "flags": meta.flags,
                 "expiry": meta.expiry,
-                "datatype": meta.datatype,
+                "datatype": datatype,
             }
         )
 

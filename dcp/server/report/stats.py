@@ -5,6 +5,7 @@ expect. Also the status that the admin interface shows.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -118,14 +119,24 @@ class Stats:
             ("ep_cas_ahead_vbuckets", str(len(cas_ahead(engine)))),
             ("ep_dcp_producers", str(self._hub.connection_count)),
             ("ep_dcp_streams", str(self._hub.stream_count)),
-            *((f"vb_{state.name.lower()}_num", str(self._count(state))) for state in VbState),
+            *((f"vb_{name}_num", str(count)) for name, count in self._durable_states().items()),
         ]
 
     def _count(self, state: VbState) -> int:
         return sum(part.state == state for part in self._engine.partitions)
 
+    def _durable_states(self) -> dict[str, int]:
+        """Return how many partitions are in each state that clients know."""
+        states = Counter(part.durable_state for part in self._engine.partitions)
+        return {
+            state.name.lower(): states[state] for state in VbState if state is not VbState.FENCED
+        }
+
     def _vbucket(self) -> Rows:
-        return [(f"vb_{part.vb_id}", part.state.name.lower()) for part in self._engine.partitions]
+        return [
+            (f"vb_{part.vb_id}", part.durable_state.name.lower())
+            for part in self._engine.partitions
+        ]
 
     def _settings(self) -> Rows:
         return [(name, str(value)) for name, value in self._about.settings().items()]

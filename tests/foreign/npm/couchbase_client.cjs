@@ -36,6 +36,20 @@ async function main(address) {
   await collection.remove("node:1");
   await assert.rejects(collection.get("node:1"), couchbase.DocumentNotFoundError);
 
+  await collection.upsert("node:lock", { n: 1 });
+  const locked = await collection.getAndLock("node:lock", 20);
+  assert.deepEqual(locked.content, { n: 1 });
+  await assert.rejects(collection.upsert("node:lock", {}, { timeout: 500 }));
+  await collection.replace("node:lock", { n: 2 }, { cas: locked.cas });
+  const again = await collection.getAndLock("node:lock", 20);
+  await collection.unlock("node:lock", again.cas);
+  await collection.upsert("node:lock", { n: 3 });
+
+  for (const durabilityLevel of [1, 2, 3]) {
+    await collection.upsert("node:durable", { durabilityLevel }, { durabilityLevel });
+    await collection.remove("node:durable", { durabilityLevel });
+  }
+
   const many = Array.from({ length: 300 }, (_, number) => `node:many:${number}`);
   await Promise.all(many.map((key, number) => collection.upsert(key, { number })));
   const values = await Promise.all(many.map((key) => collection.get(key)));

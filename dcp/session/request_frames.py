@@ -1,0 +1,83 @@
+"""The frame infos of flex requests: barrier, durability, stream id, preserve TTL. Pure.
+
+`parse_frames` is the only place that reads them. Rules: kv_engine's.
+
+Durability: level 1 is a majority of the copies in memory, 2 the same and the active copy on disk,
+3 a majority on disk. A timeout of 0 or 0xffff is invalid. All three levels mean the same here: the
+change is on the disks of the whole in-sync set before its answer, and of a majority of the copies
+(failover/write_answer.py). A node alone has the only copy.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from dcp.wire.frame import RemoteProtocolError, frame_infos
+from dcp.wire.message import STREAM_ID_FRAME
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import RefusedError, Status
+from failover.write_answer import LEVEL_MAX, LEVEL_MIN, TIMEOUT_INVALID, Durability
+
+BARRIER_FRAME_ID: Final = 0
+DURABILITY_FRAME_ID: Final = 1
+PRESERVE_TTL_FRAME_ID: Final = 5
+
+DURABLE: Final = frozenset(
+    {
+        Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ, Opcode.REPLACE, Opcode.REPLACEQ,
+        Opcode.DELETE, Opcode.DELETEQ, Opcode.APPEND, Opcode.APPENDQ, Opcode.PREPEND,
+        Opcode.PREPENDQ, Opcode.INCREMENT, Opcode.INCREMENTQ, Opcode.DECREMENT, Opcode.DECREMENTQ,
+    }
+)  # fmt: skip
+"""Commands that may ask for durability."""
+
+
+class RequestFrames(NamedTuple):
+    """What the frame infos of a request ask for."""
+
+    preserves_expiry: bool = False
+    durability: Durability | None = None
+
+
+NO_FRAMES: Final = RequestFrames()
+
+
+def parse_frames(
+    framing: bytes, opcode: int, *, has_preserve_ttl: bool, has_durability: bool
+) -> RequestFrames:
+    """Return what the framing extras of a request ask for. Raises RefusedError.
+
+    The last two arguments say what HELLO granted.
+    """
+    frames = NO_FRAMES
+    try:
+        for frame_id, data in frame_infos(framing):
+            if frame_id == PRESERVE_TTL_FRAME_ID and has_preserve_ttl:
+                frames = frames._replace(preserves_expiry=True)
+            elif frame_id == DURABILITY_FRAME_ID and has_durability:
+                frames = frames._replace(durability=_durability_of(data, opcode))
+            elif frame_id != BARRIER_FRAME_ID and not (
+                frame_id == STREAM_ID_FRAME and opcode == Opcode.DCP_CLOSE_STREAM
+            ):
+                why = f"frame info {frame_id} is not known here, or not negotiated (HELLO)"
+                raise RefusedError(Status.UNKNOWN_FRAME_INFO, why)
+    except RemoteProtocolError as error:
+        raise RefusedError(Status.EINVAL, str(error)) from error
+    return frames
+
+
+def _durability_of(data: bytes, opcode: int) -> Durability:
+    """Return what a durability frame asks for. Raises RefusedError."""
+    if len(data) not in {1, 3}:
+        why = f"durability is a level, or a level and a timeout: 1 or 3 bytes, not {len(data)}"
+        raise RefusedError(Status.EINVAL, why)
+    if not LEVEL_MIN <= data[0] <= LEVEL_MAX:
+        why = f"there is no durability level {data[0]}; there are {LEVEL_MIN} to {LEVEL_MAX}"
+        raise RefusedError(Status.DURABILITY_INVALID_LEVEL, why)
+    timeout_ms = int.from_bytes(data[1:], "big") if len(data) > 1 else None
+    if timeout_ms in TIMEOUT_INVALID:
+        why = f"a durability timeout is 1 to 65534 ms, not {timeout_ms}"
+        raise RefusedError(Status.EINVAL, why)
+    if opcode not in DURABLE:
+        raise RefusedError(Status.EINVAL, "this command has no durability")
+    return Durability(data[0], timeout_ms)
