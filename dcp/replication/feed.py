@@ -56,9 +56,11 @@ class Followed(NamedTuple):
 class _Stream:
     """One partition on the link."""
 
-    __slots__ = ("epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
+    __slots__ = ("confirmations", "epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
 
-    def __init__(self, epoch: int, opaque: int, seqno: int) -> None:
+    def __init__(self, epoch: int, opaque: int, seqno: int, confirmations: int) -> None:
+        self.confirmations = confirmations
+        """How many confirmations the link had when the stream was opened."""
         self.epoch = epoch
         self.opaque = opaque
         self.sent_seqno = seqno
@@ -77,9 +79,6 @@ class MasterSide(Protocol):
 
     def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
         """A replica has synced these."""
-
-    def confirmed(self, member: str, vb_ids: Sequence[int], asked_ns: int) -> None:
-        """A replica confirms the master of these partitions, as of a question."""
 
     def feed_closed(self, feed: ReplicaFeed) -> None:
         """The link is gone."""
@@ -118,6 +117,9 @@ class ReplicaFeed:
         self._sent_bytes = 0
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
+        self._confirmations = 0
+        self._confirmed_ns = 0
+        """When the question was asked that was confirmed last."""
         self._now_ns = self._heard_ns = now_ns
         self._next_beat_ns = now_ns
 
@@ -133,10 +135,9 @@ class ReplicaFeed:
 
     def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`."""
-        self._streams[vb_id] = _Stream(epoch, opaque, seqno)
+        self._streams[vb_id] = _Stream(epoch, opaque, seqno, self._confirmations)
         self._behind.append(vb_id)
         self._stale[vb_id] = None
-        self._side.acknowledged(self.member, (Followed(vb_id, epoch, seqno),))
         self._schedule()
 
     def close_stream(self, vb_id: int) -> None:
@@ -149,6 +150,18 @@ class ReplicaFeed:
         if stream is not None:
             self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.STATE_CHANGED))
             self._schedule()
+
+    def confirmed_ns(self, vb_id: int) -> int | None:
+        """Return when the question was asked with which the replica last confirmed this master of
+        a partition; None: it has not.
+
+        The replica closes a stream before it confirms another master of the partition. So every
+        confirmation that arrives while the stream is open is for this master.
+        """
+        stream = self._streams.get(vb_id)
+        if stream is None or stream.confirmations == self._confirmations:
+            return None
+        return self._confirmed_ns
 
     # -- what the node core tells ------------------------------------------------------------------
 
@@ -210,12 +223,10 @@ class ReplicaFeed:
 
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
-        begun = len(self._out)
         while self._behind and self._has_room and bytes_max > 0:
             bytes_max -= self._catch_up(self._behind.popleft())
-        if self._stale and len(self._out) == begun:
-            self._send(self._watermarks(), ())
-        self._stale.clear()
+        if self._stale:
+            self._send_watermarks()
         out, self._out = self._out, []
         return out
 
@@ -240,16 +251,22 @@ class ReplicaFeed:
             self._behind.append(vb_id)
         return sum(map(len, entries))
 
-    def _watermarks(self) -> list[Section]:
-        """Return sections without entries for the partitions whose high watermark rose."""
-        sections = []
+    def _send_watermarks(self) -> None:
+        """Tell the replica the high watermarks that it does not know. What it acknowledges then is
+        what it has, also where nothing was left to send.
+        """
+        sections: list[Section] = []
+        followed: list[tuple[_Stream, Followed]] = []
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
             committed_seqno = self._engine.partitions[vb_id].committed_seqno
             if stream is not None and stream.shown_seqno != committed_seqno:
                 stream.shown_seqno = committed_seqno
                 sections.append(Section(vb_id, stream.epoch, committed_seqno, ()))
-        return sections
+                followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))
+        self._stale.clear()
+        if sections:
+            self._send(sections, followed)
 
     def heard(self, now_ns: int) -> None:
         """Bytes have come from the replica; monotonic nanoseconds."""
@@ -279,11 +296,9 @@ class ReplicaFeed:
                 # A stream that was closed and opened again may have left this message out.
                 if self._streams.get(each.vb_id) is stream:
                     newest[each.vb_id] = each
-        asked_ns = 0
         while self._asked and self._asked[0][0] <= question:
-            asked_ns = self._asked.popleft()[1]
-        if asked_ns:
-            self._side.confirmed(self.member, tuple(self._streams), asked_ns)
+            self._confirmed_ns = self._asked.popleft()[1]
+            self._confirmations += 1
         if newest:
             self._side.acknowledged(self.member, tuple(newest.values()))
         if self._behind and self._has_room:

@@ -101,9 +101,10 @@ class ReplicaSide(Protocol):
     def apply(self, section: Section) -> None:
         """Apply a section that was checked."""
 
-    @property
-    def open_group(self) -> int:
-        """The commit group that what is applied now belongs to."""
+    def unsynced_group(self, vb_id: int) -> int:
+        """Return the commit group that must be synced before all that a partition has is; 0: it is
+        synced.
+        """
 
 
 class ReplicaLink:
@@ -155,10 +156,9 @@ class ReplicaLink:
         if stream is not None and stream.step is not _Step.WAITING:
             self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
 
-    def is_open(self, vb_id: int) -> bool:
-        """Whether a partition is followed, and the master has agreed."""
-        stream = self._streams.get(vb_id)
-        return stream is not None and stream.step is _Step.OPEN
+    def follows(self, vb_id: int) -> bool:
+        """Whether a partition is followed here."""
+        return vb_id in self._streams
 
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk."""
@@ -283,12 +283,13 @@ class ReplicaLink:
         for section in taken:
             self._side.apply(section)
         self._number = message.number
-        if any(section.entries for section in taken):
-            self._unsynced.append((self._side.open_group, message.number))
-        elif not self._unsynced:
-            self._synced_number = message.number
+        group = max((self._side.unsynced_group(each.vb_id) for each in taken), default=0)
+        if self._unsynced:
+            group = max(group, self._unsynced[-1][0])
+        if group:
+            self._unsynced.append((group, message.number))
         else:
-            self._unsynced.append((self._unsynced[-1][0], message.number))
+            self._synced_number = message.number
         self._question = message.question
         self.confirmed_ns = now_ns
         self._acknowledge()

@@ -217,6 +217,7 @@ class Keyspace:
             self._branched,
             self._restated,
             len(self.pending),
+            self.pending,
             self.manifest if self.manifest_group == self.group else None,
         )
         self.active_bytes += len(payload)

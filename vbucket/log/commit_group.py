@@ -5,6 +5,7 @@ Who calls it: the keyspace makes groups; the committer writes them to the log an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vbucket.model.manifest import Manifest
@@ -23,5 +24,7 @@ class CommitGroup(NamedTuple):
     restated: list[int]
     """Partitions whose state the group changed."""
     entries: int
+    changes: Sequence[bytes] = ()
+    """The entries one by one, for replicas."""
     manifest: Manifest | None = None
     """The collections manifest if the group changed it."""

@@ -1,0 +1,208 @@
+"""One partition whose master this node is, in one leader epoch. Sans-IO.
+
+    PREPARING   its version of this epoch is not on disk yet: nobody is served, no replica either
+    REPLAYING   replicas are fed; the high watermark has not reached the start of the epoch, or
+                replicas that confirmed the former master may still do so
+    SERVING     clients are served, as long as the in-sync set confirms this master
+    HANDING     writers are held back: the wanted master gets the partition next
+
+Who calls it: `dcp.replication.node_core`, which carries out what it decides.
+
+Invariants
+- the high watermark is the smallest synced seqno over the effective in-sync set, each acknowledged
+  in this epoch (`failover.isr.high_watermark`), and it never falls;
+- nothing is answered that claims to be current without the confirmation of the in-sync set;
+- one change of the record is under way at a time. `asked` is the in-sync set that it asks for, from
+  the moment when it is asked for until its outcome is in the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import NamedTuple
+
+from failover.isr import (
+    Acknowledgement,
+    Candidate,
+    confirmed_until_ns,
+    effective_isr,
+    high_watermark,
+    may_answer_reads,
+    may_join,
+    min_in_sync_of,
+    must_leave,
+)
+from failover.replication_record import ReplicationRecord, expand, shrink
+from failover.write_answer import Durability, WriteState
+from vbucket.engine.partition import Partition
+
+
+class Service(Enum):
+    """See the module."""
+
+    PREPARING = auto()
+    REPLAYING = auto()
+    SERVING = auto()
+    HANDING = auto()
+
+
+class ReplicationSettings(NamedTuple):
+    """What an operator decides about replication."""
+
+    min_in_sync: int | None = None
+    """Members that must be in sync for a write to be taken; None: a majority of the copies."""
+    replica_lag_max_ns: int = 1_000_000_000
+    acknowledges_as_master: bool = False
+    """Answer writes when this node's disk has them (`acknowledge=master`)."""
+    value_bytes_max: int = 20 << 20
+
+
+class Mastership:
+    """See the module. It is the partition's `WriteGuard`."""
+
+    def __init__(
+        self,
+        part: Partition,
+        record: ReplicationRecord,
+        member: str,
+        settings: ReplicationSettings,
+        *,
+        now_ns: int,
+        ready_group: int,
+        serves_from_ns: int,
+    ) -> None:
+        self.part = part
+        self.record = record
+        self.epoch = record.epoch
+        self.epoch_start_seqno = part.high_seqno
+        self.ready_group = ready_group
+        """The commit group that begins this epoch here."""
+        self.serves_from_ns = serves_from_ns
+        self.is_ready = False
+        self.asked: frozenset[str] | None = None
+        self.is_writing = False
+        """Whether a change of the record is under way."""
+        self.handing_since_ns = 0
+        self.has_handed = False
+        """Whether the handover is written, or may be: nobody serves until that is decided."""
+        self._member = member
+        self._settings = settings
+        self._acknowledged: dict[str, Acknowledgement] = {}
+        self._level_ns = dict.fromkeys(record.copies, now_ns)
+        self._synced_at_tick = part.high_seqno
+        self._failed_sync: set[str] = set()
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def isr(self) -> frozenset[str]:
+        """The effective in-sync set."""
+        return effective_isr(self.record.isr, self.asked)
+
+    @property
+    def min_in_sync(self) -> int:
+        """How many members must be in sync for the high watermark to rise."""
+        return min_in_sync_of(self._settings.min_in_sync, self.record.counted_copies)
+
+    def acknowledged(self, member: str, epoch: int, seqno: int) -> None:
+        """A member has synced everything up to a seqno, in an epoch."""
+        before = self._acknowledged.get(member)
+        if before is None or before.epoch < epoch or before.synced_seqno < seqno:
+            self._acknowledged[member] = Acknowledgement(epoch, seqno)
+
+    def acknowledged_epochs(self) -> dict[str, int]:
+        """Return the epoch under which each member last reconciled with this node."""
+        return {member: given.epoch for member, given in self._acknowledged.items()}
+
+    def hw_seqno(self) -> int:
+        """Return the high watermark as of now."""
+        part = self.part
+        if not self.is_ready:
+            return part.committed_seqno
+        self.acknowledged(self._member, self.epoch, part.synced_seqno)
+        return high_watermark(
+            part.committed_seqno, self.epoch, self.isr, self._acknowledged, self.min_in_sync
+        )
+
+    def write_state(self, durability: Durability | None) -> WriteState:
+        """Return what the master knows now, for a write with this durability frame."""
+        return WriteState(
+            durability, len(self.record.isr), self.record.counted_copies, self.min_in_sync,
+            is_confirmed=True, hw_seqno=self.part.committed_seqno,
+            epoch_start_seqno=self.epoch_start_seqno,
+        )  # fmt: skip
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    def confirmed_until_ns(self, confirmed: Callable[[str], int | None]) -> int | None:
+        """Return until when reads may be answered; `confirmed` gives when a member was asked the
+        question that it confirmed last, None: it has confirmed none.
+        """
+        asked = {
+            member: asked_ns for member in self.isr if (asked_ns := confirmed(member)) is not None
+        }
+        return confirmed_until_ns(self._member, self.isr, asked)
+
+    def service(self, now_ns: int, until_ns: int | None) -> Service | None:
+        """Return what may be served now; None: nothing, because this master is not confirmed."""
+        if not self.is_ready:
+            return Service.PREPARING
+        if now_ns < self.serves_from_ns or self.part.committed_seqno < self.epoch_start_seqno:
+            return Service.REPLAYING
+        if self.has_handed or not may_answer_reads(now_ns, until_ns):
+            return None
+        return Service.HANDING if self.handing_since_ns else Service.SERVING
+
+    @property
+    def why_writes_wait(self) -> str:
+        """Why no write can be committed now; "" if writes are taken."""
+        if self.handing_since_ns:
+            return "another node becomes the partition's master"
+        if len(self.isr) < self.min_in_sync:
+            return (
+                f"{len(self.isr)} of {self.record.counted_copies} copies are in sync; "
+                f"{self.min_in_sync} must be"
+            )
+        return ""
+
+    def changed_isr(self, now_ns: int, alive: Mapping[str, object]) -> ReplicationRecord | None:
+        """Return the record with another in-sync set, if it has to change; None: it need not.
+
+        Call it at every tick. `alive` are the members whose nodes are not known to be gone.
+        """
+        self._note_levels(now_ns)
+        if self.is_writing or not self.is_ready or self.record.master != self._member:
+            return None
+        record = self.record
+        leaving = [
+            member
+            for member in sorted(record.isr - {self._member})
+            if must_leave(
+                self._level_ns.get(member, now_ns), now_ns, is_node_gone=member not in alive,
+                has_failed_sync=member in self._failed_sync,
+                lag_max_ns=self._settings.replica_lag_max_ns,
+            )
+        ]  # fmt: skip
+        if leaving:
+            return shrink(record, leaving)
+        joining = [
+            member
+            for member in record.copies
+            if member not in record.isr and member in alive and self._may_join(member, now_ns)
+        ]
+        return expand(record, joining) if joining else None
+
+    def _may_join(self, member: str, now_ns: int) -> bool:
+        given = self._acknowledged.get(member)
+        if given is None:
+            return False
+        candidate = Candidate(given, is_level=self._level_ns.get(member) == now_ns)
+        return may_join(candidate, self.epoch, self.part.committed_seqno, self.epoch_start_seqno)
+
+    def _note_levels(self, now_ns: int) -> None:
+        """A member is level if it has all that was synced here at the last tick."""
+        for member, given in self._acknowledged.items():
+            if given.epoch == self.epoch and given.synced_seqno >= self._synced_at_tick:
+                self._level_ns[member] = now_ns
+        self._synced_at_tick = self.part.synced_seqno
