@@ -10,6 +10,7 @@ Invariant: replies come in the order of the requests, each with its request's op
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from types import TracebackType
 from typing import Final
@@ -21,6 +22,8 @@ from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
 READ_BYTES: Final = 256 * 1024
+TIMEOUT_CHANGE_S: Final = 0.01
+"""A change of the timeout below this is not worth a system call."""
 
 
 class SyncLink:
@@ -31,6 +34,8 @@ class SyncLink:
         self.address = address
         self.node = address.node
         self._timeout_s = timeout_s
+        self._deadline_s: float | None = time.monotonic() + timeout_s
+        """When the request under way has to be done; None: each read has the timeout."""
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
         self._next_opaque = 1
@@ -53,6 +58,7 @@ class SyncLink:
             self._socket.close()
             raise
         self.has_collections = self.handshake.has_collections
+        self._deadline_s = None
 
     def __enter__(self) -> SyncLink:
         """Return itself."""
@@ -70,6 +76,13 @@ class SyncLink:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Bound the next request, however many reads it takes."""
+        self._deadline_s = time.monotonic() + timeout_s
+        if not 0 <= self._timeout_s - timeout_s < TIMEOUT_CHANGE_S:
+            self._timeout_s = timeout_s
+            self._socket.settimeout(timeout_s)
 
     def take_opaque(self) -> int:
         """Return the opaque for the next request."""
@@ -148,7 +161,11 @@ class SyncLink:
         return frame
 
     def _next_frame(self) -> Frame:
+        is_first = True
         while not self._frames:
+            if self._deadline_s is not None and not is_first:
+                self._bound(self._deadline_s)
+            is_first = False
             data = self._receive(READ_BYTES)
             try:
                 self._frames += self._decoder.feed(data)
@@ -157,6 +174,13 @@ class SyncLink:
                     f"the peer does not speak the protocol: {error}", node=self.node
                 ) from error
         return self._frames.popleft()
+
+    def _bound(self, deadline_s: float) -> None:
+        """Give the next read what is left of the request's time."""
+        self._timeout_s = deadline_s - time.monotonic()
+        if self._timeout_s <= 0:
+            raise OperationTimeoutError("no complete answer in time", node=self.node)
+        self._socket.settimeout(self._timeout_s)
 
     def _receive(self, bytes_max: int) -> bytes:
         """Return received bytes, at least one."""

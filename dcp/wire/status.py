@@ -37,6 +37,9 @@ class Status(IntEnum):
     CANNOT_APPLY_COLLECTIONS_MANIFEST = 0x89
     UNKNOWN_SCOPE = 0x8C
     DCP_STREAMID_INVALID = 0x8D
+    DURABILITY_INVALID_LEVEL = 0xA0
+    DURABILITY_IMPOSSIBLE = 0xA1
+    SYNC_WRITE_AMBIGUOUS = 0xA3
     RANGE_SCAN_CANCELLED = 0xA5
     RANGE_SCAN_MORE = 0xA6
     RANGE_SCAN_COMPLETE = 0xA7
@@ -115,6 +118,21 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
         ("internal",),
     ),
     Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "unknown scope", ("item-only",)),
+    Status.DURABILITY_INVALID_LEVEL: (
+        "DURABILITY_INVALID_LEVEL",
+        "the durability level is not known",
+        ("item-only", "invalid-input"),
+    ),
+    Status.DURABILITY_IMPOSSIBLE: (
+        "DURABILITY_IMPOSSIBLE",
+        "too few copies are in sync; nothing was changed",
+        ("item-only",),
+    ),
+    Status.SYNC_WRITE_AMBIGUOUS: (
+        "SYNC_WRITE_AMBIGUOUS",
+        "the change was applied, but not confirmed in time",
+        ("item-only",),
+    ),
     Status.RANGE_SCAN_CANCELLED: (
         "RANGE_SCAN_CANCELLED",
         "the scan cannot go on: its state was rolled back, or it was open for too long",
