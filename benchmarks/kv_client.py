@@ -35,7 +35,7 @@ from dcp.wire.status import Status
 BATCH: Final = 4096
 TASKS: Final = 64
 VALUE: Final = b"v" * 128
-SINGLE_SHARE: Final = 10
+SINGLE_SHARE: Final = 4
 """Single operations cost many times as much as those of a batch, so there are fewer of them."""
 
 

@@ -10,6 +10,8 @@
         if call.is_done: break                # `results` has a result or an error for each
         ... pause until call.wake_s(), or until something has finished
 
+`Router.direct` sends operations that one node serves without a Call, until something fails.
+
 One `Router` (`clients.kv.routing`) belongs to a client: it has the map. One `Call` belongs to a
 call of the client: one operation or a batch. Parts of a batch that go to different nodes, or fail
 differently, proceed independently.
@@ -42,7 +44,7 @@ from contextlib import suppress
 from typing import Final
 
 from clients.errors import DcpdError, NotMyVbucketError, OperationTimeoutError, TopologyError
-from clients.kv.reaction import Reaction, final_error, reaction_to
+from clients.kv.reaction import Reaction, final_error, is_answer, reaction_to
 from clients.kv.routing import (
     FETCH_STAGGER_S,
     Action,
@@ -103,7 +105,9 @@ class Call:
         *,
         vb_id: int | None = None,
         node: ClusterNode | None = None,
+        direct: Send | None = None,
     ) -> None:
+        """Take the operations. `direct` is their first attempt, if `Router.direct` began it."""
         self.results: list[Result | None] = [None] * len(operations)
         self._router = router
         self._operations = operations
@@ -115,8 +119,12 @@ class Call:
         """Operations without a result."""
         self._topology = router.topology
         """The map at the last step."""
-        self._held = [_Held(range(len(operations)), 0, now_s, awaits_map=False)]
+        self._held: list[_Held] = []
         self._flights: list[Send] = []
+        if direct is None:
+            self._held.append(_Held(range(len(operations)), 0, now_s, awaits_map=False))
+        else:
+            self._flights.append(direct)
         self._fetches = 0
         self._last: dict[int, DcpdError] = {}
         """The last error of each operation that is tried again."""
@@ -127,11 +135,6 @@ class Call:
     def is_done(self) -> bool:
         """Whether every operation has its result."""
         return not self._left
-
-    @property
-    def is_in_one(self) -> bool:
-        """Whether all that is left is in one Send."""
-        return len(self._flights) == 1 and not self._held and not self._fetches
 
     @property
     def deadline_s(self) -> float:
@@ -342,7 +345,7 @@ class Call:
         failed = [
             position
             for position, outcome in enumerate(outcomes)
-            if outcome is None or isinstance(outcome, DcpdError)
+            if outcome is None or (isinstance(outcome, DcpdError) and not is_answer(outcome))
         ]
         if self._is_all(send.indexes):
             self.results = outcomes

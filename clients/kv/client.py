@@ -38,6 +38,7 @@ from clients.errors import (
     error_from_status,
 )
 from clients.kv.call import Call
+from clients.kv.reaction import is_answer
 from clients.kv.routing import Action, FetchMap, Place, Result, Router, Send, place_of
 from clients.link.pipelined_link import Link
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -302,8 +303,21 @@ class KvClient:
         return (await self._documents([operation]))[0]
 
     async def _documents(self, operations: list[Operation]) -> list[Outcome]:
-        now_s = asyncio.get_running_loop().time()
-        call = Call(self._router, operations, now_s, self.timeout_s)
+        loop = asyncio.get_running_loop()
+        begun_s, timeout_s = loop.time(), self.timeout_s
+        send = self._router.direct(operations)
+        if send is not None and self._is_open(send.node):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(begun_s + timeout_s):
+                    await self._transmit(operations, send)
+            if all(map(is_answer, send.outcomes)):
+                self._router.note_up(send.node)
+                return cast("list[Outcome]", send.outcomes)
+        else:
+            send = None
+        call = Call(self._router, operations, begun_s, timeout_s, direct=send)
+        if send is not None:
+            call.finish(send, loop.time(), _jitter())
         await self._run(call, lambda send: self._transmit(operations, send))
         return cast("list[Outcome]", call.results)
 
@@ -337,27 +351,16 @@ class KvClient:
         tasks: dict[asyncio.Task[Any], Action] = {}
         try:
             while not call.is_done:
-                actions = call.step(loop.time(), _jitter())
-                if not tasks and len(actions) == 1 and call.is_in_one:
-                    send = actions[0]
-                    assert isinstance(send, Send)
-                    link = self._links.get(place_of(send.node))
-                    if link is not None and not link.is_closed:
-                        # The usual case takes no task.
-                        with suppress(TimeoutError):
-                            async with asyncio.timeout_at(call.deadline_s):
-                                await transmit(send)
-                        call.finish(send, loop.time(), _jitter())
-                        continue
-                for action in actions:
+                for action in call.step(loop.time(), _jitter()):
                     work = transmit(action) if isinstance(action, Send) else self._fetch(action)
                     tasks[asyncio.create_task(work)] = action
                 if not call.is_done:
                     await self._wait(call, tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     @staticmethod
     async def _wait(call: Call, tasks: dict[asyncio.Task[Any], Action]) -> None:
@@ -475,6 +478,10 @@ class KvClient:
             await self._link((self.address.host, self.address.port))
         assert self._router.topology is not None
         return self._router.topology.nodes
+
+    def _is_open(self, node: ClusterNode) -> bool:
+        link = self._links.get(place_of(node))
+        return link is not None and not link.is_closed
 
     async def _link(self, place: Place) -> Link:
         """Return the connection to a node; reconnect if it broke.

@@ -20,9 +20,12 @@ from enum import Enum, auto
 from typing import Final
 
 from clients.errors import (
+    CasMismatchError,
     ConnectError,
     ConnectionLostError,
     DcpdError,
+    ExistsError,
+    NotFoundError,
     NotMyVbucketError,
     OperationTimeoutError,
     StatusError,
@@ -48,6 +51,16 @@ RETRY_STATUSES: Final = frozenset(
     status for status, (_, _, attributes) in ERROR_TABLE.items() if RETRY_ATTRIBUTES & {*attributes}
 )
 """Statuses after which the error map lets a client send the request again. Nothing was changed."""
+
+ANSWERS: Final = (NotFoundError, ExistsError, CasMismatchError)
+"""Errors that clients meet in normal work: they cost no more than a result."""
+
+
+def is_answer(outcome: object) -> bool:
+    """Whether an outcome needs no reaction: a result, or one of the errors that are answers."""
+    return outcome is not None and (
+        not isinstance(outcome, DcpdError) or isinstance(outcome, ANSWERS)
+    )
 
 
 class Reaction(Enum):

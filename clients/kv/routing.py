@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 from clients.errors import DcpdError
 from clients.link.topology import ClusterNode, Topology, parse_topology
-from clients.operation import Outcome
+from clients.operation import Operation, Outcome, partitions_of
 from dcp.wire.frame import Frame
+from vbucket.model.ids import NUM_VBUCKETS
 
 BACKOFF_FIRST_S: Final = 0.02
 BACKOFF_MAX_S: Final = 0.5
@@ -157,6 +158,29 @@ class Router:
     def is_serving(self, node: ClusterNode) -> bool:
         """Whether a node is in the map."""
         return self.topology is not None and node in self.topology.nodes
+
+    def direct(self, operations: Sequence[Operation]) -> Send | None:
+        """Return the Send of operations that all go to one node: the usual case, without a Call.
+
+        If an outcome is no answer (`clients.kv.reaction.is_answer`), a Call takes over. None: they
+        need a Call from the beginning.
+        """
+        topology = self.topology
+        if self._down or (topology is None and self.needs_map):
+            return None
+        if topology is None:
+            node, vb_ids = self.seed, partitions_of(operations, NUM_VBUCKETS)
+        else:
+            index = self._sole
+            if index is None and len(operations) != 1:
+                return None
+            vb_ids = partitions_of(operations, len(topology.vbucket_map))
+            if index is None:
+                index = topology.vbucket_map[vb_ids[0]]
+                if index < 0:
+                    return None
+            node = topology.nodes[index]
+        return Send(node, range(len(operations)), vb_ids, 0, 0.0)
 
     # -- used by Call --------------------------------------------------------------------------
 

@@ -20,8 +20,9 @@ from typing import Final, TypeVar
 from clients.address import ServerAddress
 from clients.errors import DcpdError, OperationTimeoutError, error_from_status
 from clients.kv.call import Call
+from clients.kv.reaction import is_answer
 from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
-from clients.link.blocking_link import SyncLink
+from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
 from clients.operation import (
     Document,
@@ -39,8 +40,6 @@ from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
-TIMEOUT_MIN_S: Final = 0.001
-"""A socket takes a timeout of 0 for "do not wait at all"."""
 CONNECT_LIMIT_S: Final = 5.0
 """How long one connection attempt may take. Meanwhile nobody can be asked whether the partition has
 moved, so this is less than the usual timeout of a call."""
@@ -156,13 +155,29 @@ class SyncKv:
         return router.topology
 
     def _execute(self, operation: Operation) -> Document | MutationResult:
-        call = Call(self._router, [operation], time.monotonic(), self._timeout_s)
-        self._run(call, lambda send: self._transmit(operation, call.deadline_s, send))
-        outcome = call.results[0]
-        if isinstance(outcome, DcpdError):
-            raise outcome
-        assert isinstance(outcome, Document | MutationResult)
-        return outcome
+        begun_s, timeout_s = time.monotonic(), self._timeout_s
+        deadline_s = begun_s + timeout_s
+
+        def transmit(send: Send) -> Result:
+            link = self._link(send.node, deadline_s)
+            opaque = link.take_opaque()
+            packet = pack_operations(
+                [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections
+            )
+            send.sent = 1
+            return outcome_of(operation, send.vb_ids[0], link.exchange(packet, opaque), link.node)
+
+        direct = self._router.direct([operation])
+        if direct is not None:
+            self._attempt(direct, transmit, deadline_s)
+            if is_answer(direct.outcomes[0]):
+                self._router.note_up(direct.node)
+                return _document(direct.outcomes[0])
+        call = Call(self._router, [operation], begun_s, timeout_s, direct=direct)
+        if direct is not None:
+            call.finish(direct, time.monotonic(), _jitter())
+        self._run(call, transmit)
+        return _document(call.results[0])
 
     def _command(
         self,
@@ -211,26 +226,22 @@ class SyncKv:
                 if isinstance(action, FetchMap):
                     call.mapped(action, self._fetch(action, call.deadline_s), time.monotonic())
                     continue
-                try:
-                    action.outcomes[0] = transmit(action)
-                except OperationTimeoutError as error:
-                    # With the time over, the call says what was not answered.
-                    if time.monotonic() < call.deadline_s:
-                        action.outcomes[0] = error
-                except DcpdError as error:
-                    action.outcomes[0] = error
+                self._attempt(action, transmit, call.deadline_s)
                 call.finish(action, time.monotonic(), _jitter())
             if not actions:
                 time.sleep(max(0.0, call.wake_s() - time.monotonic()))
 
-    def _transmit(self, operation: Operation, deadline_s: float, send: Send) -> Result:
-        link = self._link(send.node, deadline_s)
-        opaque = link.take_opaque()
-        packet = pack_operations(
-            [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections
-        )
-        send.sent = 1
-        return outcome_of(operation, send.vb_ids[0], link.exchange(packet, opaque), link.node)
+    @staticmethod
+    def _attempt(send: Send, transmit: Callable[[Send], Result], deadline_s: float) -> None:
+        """Send one operation; fill in its outcome."""
+        try:
+            send.outcomes[0] = transmit(send)
+        except OperationTimeoutError as error:
+            # If the time is over, the call says what was not answered.
+            if time.monotonic() < deadline_s:
+                send.outcomes[0] = error
+        except DcpdError as error:
+            send.outcomes[0] = error
 
     def _fetch(self, fetch: FetchMap, deadline_s: float) -> bytes | DcpdError:
         """Return the configuration of a node, b"" if it has none."""
@@ -251,14 +262,21 @@ class SyncKv:
         if link is not None and not link.is_usable:
             link.close()
             link = None
-        left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
         if link is None:
+            left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
             link = self._links[place] = SyncLink(
                 self.address.at(*place), timeout_s=min(left_s, CONNECT_LIMIT_S)
             )
-            left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
-        link.set_timeout(left_s)
+        link.set_deadline(deadline_s)
         return link
+
+
+def _document(outcome: object) -> Document | MutationResult:
+    """Return the outcome of a document operation; raise it if it is an error."""
+    if isinstance(outcome, DcpdError):
+        raise outcome
+    assert isinstance(outcome, Document | MutationResult)
+    return outcome
 
 
 def _expect(kind: type[_T], outcome: object) -> _T:

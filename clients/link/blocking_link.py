@@ -21,6 +21,8 @@ from clients.link.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
+TIMEOUT_MIN_S: Final = 0.001
+"""A socket takes a timeout of 0 for "do not wait at all"."""
 READ_BYTES: Final = 256 * 1024
 TIMEOUT_CHANGE_S: Final = 0.01
 """A change of the timeout below this is not worth a system call."""
@@ -77,9 +79,10 @@ class SyncLink:
         """Close the connection."""
         self._socket.close()
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Bound the next request, however many reads it takes."""
-        self._deadline_s = time.monotonic() + timeout_s
+    def set_deadline(self, deadline_s: float) -> None:
+        """Bound the next request, however many reads it takes (time.monotonic)."""
+        self._deadline_s = deadline_s
+        timeout_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
         if not 0 <= self._timeout_s - timeout_s < TIMEOUT_CHANGE_S:
             self._timeout_s = timeout_s
             self._socket.settimeout(timeout_s)
