@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from clients.address import ServerAddress
 from clients.errors import DcpdError, OperationTimeoutError, error_from_status
 from clients.kv.call import Call
-from clients.kv.reaction import is_answer
+from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
@@ -145,10 +145,9 @@ class SyncKv:
         if router.topology is None:
             seed = router.seed
             reply = self._command(Opcode.GET_CLUSTER_CONFIG, "get cluster config", node=seed)
-            if isinstance(reply, Frame) and reply.value:
-                router.learn(reply.value, seed.host)
-            elif isinstance(reply, DcpdError) and reply.status is None:
-                raise reply
+            frame = _expect(Frame, reply)
+            if frame.status == Status.OK and frame.value:
+                router.learn(frame.value, seed.host)
             else:
                 router.adopt(single_node(seed.host, seed.kv_port))
         assert router.topology is not None
@@ -207,7 +206,8 @@ class SyncKv:
             else:
                 frames = [link.request(opcode, vb_id=vb_id or 0, extras=extras, key=key)]
             status, name = frames[-1].status if frames else 0, send.node.name
-            if status:
+            has_none = opcode == Opcode.GET_CLUSTER_CONFIG and status not in RETRY_STATUSES
+            if status and not has_none:
                 return error_from_status(
                     status, what, body=frames[-1].value, vb_id=vb_id, node=name
                 )
