@@ -442,8 +442,8 @@ class Call:
         """The time is over: everything that has no result gets an error."""
         flights, self._flights = self._flights, []
         for send in flights:
-            send.outcomes = list(send.outcomes)  # later answers do not change the results
             self._take(send, now_s, 0.0)
+            self.results = list(self.results)  # later answers do not change them
         held, self._held = self._held, []
         for waiting in held:
             note = f"; {waiting.attempt} attempts in {self._timeout_s:g} s"
