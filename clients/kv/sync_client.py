@@ -228,7 +228,7 @@ class SyncKv:
                     continue
                 self._attempt(action, transmit, call.deadline_s)
                 call.finish(action, time.monotonic(), _jitter())
-            if not actions:
+            if not actions and not call.is_done:
                 time.sleep(max(0.0, call.wake_s() - time.monotonic()))
 
     @staticmethod
