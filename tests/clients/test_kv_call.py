@@ -1,7 +1,5 @@
 """The core that routes and repeats key-value operations: tables, and a model with random faults."""
 
-import itertools
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -31,7 +29,13 @@ from clients.kv.routing import (
     place_of,
 )
 from clients.link.topology import ClusterNode
-from clients.operation import Document, MutationResult, get_operation, store_operation
+from clients.operation import (
+    Document,
+    MutationResult,
+    get_operation,
+    partitions_of,
+    store_operation,
+)
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 
@@ -39,6 +43,12 @@ PORTS = [9001, 9002, 9003]
 NODES = [ClusterNode("127.0.0.1", port, 8091 + n) for n, port in enumerate(PORTS)]
 FOUND = Document(b"v", 1)
 STORED = MutationResult(1, 0, 5, 1)
+
+
+def stored(index):
+    return MutationResult(1, 0, 5, index)
+
+
 GET = get_operation(b"k")
 SET = store_operation(Opcode.SET, b"k", b"v")
 JITTER = 0.0  # the longest pause
@@ -169,12 +179,12 @@ def test_the_newer_map_of_a_refusal_is_followed_at_once():
 
 @pytest.mark.parametrize("body", [b"", b"{", config(2, rev=0), config(0, rev=1)])
 def test_without_a_newer_map_the_refusing_node_is_asked_first_and_others_later(body):
-    call = Call(router_of(0), [SET], 0.0, 10.0)
+    call = Call(router_of(1), [SET], 0.0, 10.0)
     answer(call, only(call, 0.0), refusal(Status.NOT_MY_VBUCKET, body))
     first = only(call, 0.0, FetchMap)
-    assert first.node == NODES[0]
+    assert first.node == NODES[1]
     assert call.step(BACKOFF_FIRST_S, JITTER) == [], "the map that was asked for may say where"
-    call.mapped(first, config(0, rev=1), 0.03)
+    call.mapped(first, config(1, rev=1), 0.03)
     now_s, asked = 0.03, []
     while len(asked) < 3:
         for action in call.step(now_s, JITTER):
@@ -219,7 +229,7 @@ def test_ever_newer_maps_do_not_end_every_pause():
     """A node that lies about the map gets no requests without pauses."""
     call = Call(router_of(0), [SET], 0.0, 10.0)
     sends = 0
-    for rev in itertools.count(2):
+    for rev in range(2, 50):
         actions = call.step(0.0, JITTER)
         if not actions:
             break
@@ -237,6 +247,32 @@ def test_a_node_that_cannot_be_reached_is_tried_by_one_call_at_a_time():
     assert second.step(0.01, JITTER) == [], "neither the node nor a second request for the map"
     first.mapped(fetch, unreachable(fetch.node), 0.01)
     assert only(second, second.wake_s()).node == NODES[0]
+
+
+def test_calls_that_fail_together_lengthen_the_pause_of_a_node_once():
+    router = router_of(0)
+    calls = [Call(router, [SET], 0.0, 10.0) for _ in range(3)]
+    sends = [only(call, 0.0) for call in calls]
+    for call, send in zip(calls, sends, strict=True):
+        answer(call, send, unreachable(), 0.1, sent=0)
+    assert {call.wake_s() for call in calls} == {0.1 + BACKOFF_FIRST_S}
+
+
+def test_operations_keep_their_results_when_parts_are_repeated_together():
+    keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
+    operations = [store_operation(Opcode.SET, key, b"v") for key in keys]
+    call = Call(router_of([0, 1, 0, 1]), operations, 0.0, 10.0)
+    for send in call.step(0.0, JITTER):
+        send.sent = len(send.indexes)
+        send.outcomes[:] = [refusal(Status.ETMPFAIL)] * len(send.indexes)
+        call.finish(send, 0.0, JITTER)
+    call._router.learn(config(2, rev=2), "127.0.0.1")
+    again = only(call, BACKOFF_FIRST_S)
+    assert sorted(again.indexes) == [*range(6)] != list(again.indexes)
+    again.sent = 6
+    again.outcomes[:] = [stored(index) for index in again.indexes]
+    call.finish(again, 0.1, JITTER)
+    assert call.results == [stored(index) for index in range(6)]
 
 
 def test_a_slow_connection_is_left_when_the_partition_moves():
@@ -391,6 +427,8 @@ class RoutingMachine(RuleBasedStateMachine):
                 self.fetches.append((tracked, action))
                 continue
             topology = self.router.topology
+            asked = [tracked.operations[index] for index in action.indexes]
+            assert list(action.vb_ids) == partitions_of(asked, topology.num_vbuckets)
             for index, vb_id in zip(action.indexes, action.vb_ids, strict=True):
                 assert index not in tracked.unrepeatable, "sent again after it may be applied"
                 assert call.results[index] is None
@@ -472,7 +510,7 @@ class RoutingMachine(RuleBasedStateMachine):
             tracked.unrepeatable.discard(index)  # the server says that nothing was changed
         is_read = tracked.operations[index][0] == Opcode.GET
         return {
-            "ok": FOUND if is_read else STORED,
+            "ok": FOUND if is_read else stored(index),
             "busy": refusal(Status.ETMPFAIL, node=send.node),
             "moved": refusal(Status.NOT_MY_VBUCKET, body, node=send.node),
             "missing": refusal(Status.KEY_ENOENT, node=send.node),
@@ -512,6 +550,8 @@ class RoutingMachine(RuleBasedStateMachine):
             for index, result in enumerate(tracked.call.results):
                 known = tracked.final.get(index)
                 assert known is None or result is known, "a result has changed"
+                if isinstance(result, MutationResult):
+                    assert result.seqno == index, "the result of another operation"
                 if result is not None:
                     tracked.final[index] = result
 
@@ -544,7 +584,7 @@ class RoutingMachine(RuleBasedStateMachine):
                 if not send.is_abandoned:
                     send.sent = len(send.indexes)
                 send.outcomes[:] = [
-                    FOUND if tracked.operations[index][0] == Opcode.GET else STORED
+                    FOUND if tracked.operations[index][0] == Opcode.GET else stored(index)
                     for index in send.indexes
                 ]
                 tracked.call.finish(send, self.now_s, 0.5)
