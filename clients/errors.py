@@ -21,6 +21,7 @@
         ├── NoAccessError       0x24
         ├── UnknownCollectionError 0x88, 0x8c
         ├── UnsupportedError    0x81, 0x83
+        ├── AmbiguousWriteError 0xa3: the change was applied, and may yet be lost
         ├── TemporaryError      0x82, 0x85, 0x86: nothing was changed, try again later
         └── ServerError         any other status
 
@@ -49,6 +50,8 @@ class DcpdError(Exception):
 
     retry: ClassVar[bool] = False
     default_hint: ClassVar[str] = ""
+    may_have_applied: bool = False
+    """Whether the change of this operation may have been applied. Read the document to find out."""
 
     def __init__(
         self,
@@ -211,6 +214,13 @@ class UnsupportedError(StatusError):
     """The server does not know the command."""
 
 
+class AmbiguousWriteError(StatusError):
+    """The change was applied, but not confirmed in time. It may be kept, or lost in a failover."""
+
+    default_hint = "Read the document back before you repeat a write."
+    may_have_applied = True
+
+
 class TemporaryError(StatusError):
     """The server cannot do it now. Nothing was changed."""
 
@@ -247,6 +257,7 @@ _CLASSES: dict[int, type[StatusError]] = {
     Status.ENOMEM: TemporaryError,
     Status.EBUSY: TemporaryError,
     Status.ETMPFAIL: TemporaryError,
+    Status.SYNC_WRITE_AMBIGUOUS: AmbiguousWriteError,
 }
 TEMPORARY_STATUSES: Final = frozenset(
     status for status, error_class in _CLASSES.items() if error_class is TemporaryError

@@ -254,8 +254,8 @@ MUTATIONS = (
     ),
     Mutation(
         "writes-sent-twice-after-a-lost-connection",
-        "    return isinstance(outcome, ConnectionLostError) and operation[0] == Opcode.GET\n",
-        "    return isinstance(outcome, ConnectionLostError)\n",
+        "        return Reaction.LOST if opcode in READS or not was_sent else Reaction.END\n",
+        "        return Reaction.LOST\n",
         ("test_kv",),
     ),
     # -- backup --------------------------------------------------------------------------------

@@ -9,41 +9,39 @@
         failed = [r for r in batch.results if isinstance(r, DcpdError)]
 
 What it does
-- Every operation goes to the node that serves its partition. After NOT_MY_VBUCKET the client gets a
-  newer configuration, from the answer or with a request, and sends the operation again.
-- If a node cannot be reached, it asks another node for a newer configuration.
-- After a TemporaryError nothing was changed, so it sends the operation again after a pause. An
-  operation is sent up to `ATTEMPTS_MAX` times within the timeout.
-- After a lost connection only reads are repeated. A write without a reply raises
-  ConnectionLostError: it may or may not have been applied.
+- Every operation goes to the node that serves its partition. If that node is gone, refuses for a
+  while, or no longer serves it, the operation is repeated until `timeout_s` is over, with growing
+  pauses and newer maps of the cluster. `clients.kv.call` has the rules.
+- A write that was sent, and whose connection broke before the reply, is not repeated: it raises
+  ConnectionLostError, because it may have been applied. So do OperationTimeoutError and
+  AmbiguousWriteError; `may_have_applied` of an error says so.
 - A batch returns a result or a DcpdError for each operation, in the order of the operations.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from copy import copy
-from typing import Any, Final, TypeVar
+from random import Random
+from typing import Any, Final, TypeVar, cast
 
 from clients.address import ServerAddress, parse_address
 from clients.errors import (
-    TEMPORARY_STATUSES,
-    ConnectError,
-    ConnectionLostError,
     DcpdError,
     NotFoundError,
-    NotMyVbucketError,
     OperationTimeoutError,
-    TemporaryError,
     TopologyError,
     UnknownCollectionError,
     UnsupportedError,
     error_from_status,
 )
+from clients.kv.call import Call
+from clients.kv.reaction import is_answer
+from clients.kv.routing import Action, FetchMap, Place, Result, Router, Send, place_of
 from clients.link.pipelined_link import Link
-from clients.link.topology import ClusterNode, Topology, parse_topology, single_node
+from clients.link.topology import ClusterNode, Topology, single_node
 from clients.operation import (
     Document,
     MutationResult,
@@ -56,7 +54,6 @@ from clients.operation import (
     outcome_of,
     pack_operations,
     parsed,
-    partitions_of,
     store_operation,
 )
 from dcp.wire.frame import Frame
@@ -66,17 +63,14 @@ from dcp.wire.status import Status
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX
 from vbucket.model.manifest import encode_leb128
 
-ATTEMPTS_MAX: Final = 6
-"""Maximum attempts per operation."""
-BACKOFF_S: Final = 0.02
-"""Pause before the second attempt. It doubles with each attempt (0.02 to 0.32 s)."""
 BATCH_OPERATIONS_MAX: Final = 4096
 """Operations in one write: large enough for one fsync per batch, small enough for memory."""
 BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
 CHUNKS_IN_FLIGHT: Final = 4
 
-_T = TypeVar("_T", Document, MutationResult)
-_R = TypeVar("_R")
+_jitter: Final = Random().random  # noqa: S311 - not for secrets
+
+_T = TypeVar("_T")
 
 
 class Pipeline:
@@ -129,12 +123,18 @@ class KvClient:
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
-        self.topology: Topology | None = None
         self.collection_name: str | None = None
         """scope.collection of the documents; None: the default one."""
         self._collection_ids: dict[str, int] = {}
-        self._links: dict[tuple[str, int], Link] = {}
-        self._dialing: dict[tuple[str, int], asyncio.Lock] = {}
+        seed = ClusterNode(address.host, address.port)
+        self._router = Router(seed, is_tls=address.is_tls, needs_map=True)
+        self._links: dict[Place, Link] = {}
+        self._dials: dict[Place, asyncio.Task[Link]] = {}
+
+    @property
+    def topology(self) -> Topology | None:
+        """The newest known configuration of the cluster."""
+        return self._router.topology
 
     @classmethod
     @asynccontextmanager
@@ -172,6 +172,10 @@ class KvClient:
 
     async def close(self) -> None:
         """Close all connections."""
+        dials = list(self._dials.values())
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
         links, self._links = self._links, {}
         for link in links.values():
             link.close()
@@ -248,13 +252,17 @@ class KvClient:
     async def execute(self, operations: list[Operation]) -> list[Outcome]:
         """Send operations together; return one result or error per operation, in order.
 
-        An operation without a reply gets OperationTimeoutError or ConnectionLostError.
+        The operations are independent: if one of two operations on the same key has to be repeated,
+        they may change places. An operation without a reply gets OperationTimeoutError or
+        ConnectionLostError.
         """
-        results: list[Outcome | None] = [None] * len(operations)
-        for start in range(0, len(operations), BATCH_OPERATIONS_MAX * CHUNKS_IN_FLIGHT):
-            stop = min(start + BATCH_OPERATIONS_MAX * CHUNKS_IN_FLIGHT, len(operations))
-            await self._execute_window(operations, range(start, stop), results)
-        return [_assigned(outcome) for outcome in results]
+        window = BATCH_OPERATIONS_MAX * CHUNKS_IN_FLIGHT
+        if len(operations) <= window:
+            return await self._documents(operations)
+        results: list[Outcome] = []
+        for start in range(0, len(operations), window):
+            results += await self._documents(operations[start : start + window])
+        return results
 
     # -- partitions ----------------------------------------------------------------------------
 
@@ -262,121 +270,126 @@ class KvClient:
         """Return the high seqno of every active partition, by partition, over all nodes."""
         seqnos: dict[int, int] = {}
         active = (1).to_bytes(4, "big")
-        for node in await self._nodes():
-            frame = await self._ask(node, Opcode.GET_ALL_VB_SEQNOS, extras=active)
-            self._check(frame, "get all vbucket seqnos", node)
-            seqnos.update(parsed(parse_vb_seqnos, frame.value, node.name))
+        deadline_s = asyncio.get_running_loop().time() + self.timeout_s
+        await self._nodes()
+        asked: dict[ClusterNode, tuple[int, int]] = {}
+        while (node := self._router.next_node(asked)) is not None:
+            reply = await self._command(
+                Opcode.GET_ALL_VB_SEQNOS, "get all vbucket seqnos", extras=active, node=node,
+                deadline_s=deadline_s,
+            )  # fmt: skip
+            if isinstance(reply, Frame):
+                seqnos.update(parsed(parse_vb_seqnos, reply.value, node.name))
+            elif self._router.is_serving(node):
+                _expect(Frame, reply)
         return dict(sorted(seqnos.items()))
 
     async def failover_log(self, vb_id: int) -> list[tuple[int, int]]:
         """Return a partition's versions as (vb_uuid, seqno at which it began), newest first."""
-        for attempt in range(ATTEMPTS_MAX):
-            topology = await self._topology()
-            node = topology.node_of(vb_id)
-            frame = await self._ask(node, Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
-            if frame.status != Status.NOT_MY_VBUCKET or attempt == ATTEMPTS_MAX - 1:
-                break
-            await self._learn(frame.value, node)
-            await asyncio.sleep(BACKOFF_S * 2**attempt)
-        self._check(frame, "get failover log", node, vb_id)
-        return parsed(parse_failover_log, frame.value, node.name)
+        reply = await self._command(Opcode.GET_FAILOVER_LOG, "get failover log", vb_id=vb_id)
+        frame = _expect(Frame, reply)
+        return parsed(parse_failover_log, frame.value, self._router.name_of(vb_id))
 
     async def stats(self, group: str = "", *, node: ClusterNode | None = None) -> dict[str, str]:
         """Return the statistics of a node (default: the first one), name -> value."""
         at = node or (await self._nodes())[0]
-        link = await self._link((at.host, at.kv_port))
-        frames = await self._in_time(link.request_stat(group.encode()), at.name)
-        if frames and frames[-1].status:
-            self._check(frames[-1], f"stat {group!r}", at)
+        reply = await self._command(Opcode.STAT, f"stat {group!r}", key=group.encode(), node=at)
+        frames = _expect(list, reply)
         return {frame.key.decode(): frame.value.decode(errors="replace") for frame in frames}
 
     # -- inside --------------------------------------------------------------------------------
 
     async def _one(self, operation: Operation) -> Outcome:
-        results: list[Outcome | None] = [None]
-        await self._execute_window([operation], range(1), results)
-        return _assigned(results[0])
+        return (await self._documents([operation]))[0]
 
-    async def _execute_window(
-        self, operations: list[Operation], indexes: range, results: list[Outcome | None]
-    ) -> None:
-        """Send the operations at `indexes`, repeat those that may be repeated, fill `results`."""
-        pending: list[int] = list(indexes)
+    async def _documents(self, operations: list[Operation]) -> list[Outcome]:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timeout_s
-        for attempt in range(ATTEMPTS_MAX):
-            try:
-                async with asyncio.timeout_at(deadline):
-                    if attempt:
-                        await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
-                    await self._send_to_nodes(operations, pending, results)
-            except TimeoutError:
-                for index in pending:
-                    if results[index] is None:
-                        results[index] = OperationTimeoutError(
-                            f"no answer within {self.timeout_s:g} s", key=operations[index][1]
-                        )
-            pending = [index for index in pending if _may_repeat(operations[index], results[index])]
-            if not pending or attempt == ATTEMPTS_MAX - 1 or loop.time() >= deadline:
-                return
-            # If this fails, the next attempt may fail too, but every operation keeps its outcome.
-            with suppress(DcpdError, TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._learn_from(results, pending)
-
-    async def _send_to_nodes(
-        self, operations: list[Operation], pending: list[int], results: list[Outcome | None]
-    ) -> None:
-        """Send each operation to the node of its partition and store the outcomes."""
-        try:
-            topology = await self._topology()
-        except DcpdError as error:
-            for index in pending:
-                results[index] = error
-            return
-        vb_ids = partitions_of([operations[index] for index in pending], topology.num_vbuckets)
-        groups: dict[int, list[int]] = {}
-        for place, vb_id in enumerate(vb_ids):
-            groups.setdefault(topology.vbucket_map[vb_id], []).append(place)
-        sends = []
-        for node_index, places in groups.items():
-            group = [pending[place] for place in places]
-            if node_index < 0:
-                for index, place in zip(group, places, strict=True):
-                    results[index] = TopologyError(
-                        "no node is active for this partition", vb_id=vb_ids[place]
-                    )
-                continue
-            group_vb_ids = [vb_ids[place] for place in places]
-            node = topology.nodes[node_index]
-            sends.append(self._send_group(node, operations, group, group_vb_ids, results))
-        if len(sends) == 1:
-            await sends[0]
+        begun_s, timeout_s = loop.time(), self.timeout_s
+        send = self._router.direct(operations)
+        if send is not None and self._is_open(send.node):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(begun_s + timeout_s):
+                    await self._transmit(operations, send)
+            if all(map(is_answer, send.outcomes)):
+                self._router.note_up(send.node)
+                return cast("list[Outcome]", send.outcomes)
         else:
-            await asyncio.gather(*sends)
+            send = None
+        call = Call(self._router, operations, begun_s, timeout_s, direct=send)
+        if send is not None:
+            call.finish(send, loop.time(), _jitter())
+        await self._run(call, lambda send: self._transmit(operations, send))
+        return cast("list[Outcome]", call.results)
 
-    async def _send_group(
+    async def _command(
         self,
-        node: ClusterNode,
-        operations: list[Operation],
-        indexes: list[int],
-        vb_ids: list[int],
-        results: list[Outcome | None],
-    ) -> None:
-        """Send operations to one node in chunks, several in flight."""
-        for index in indexes:
-            results[index] = None
+        opcode: Opcode,
+        what: str,
+        *,
+        key: bytes = b"",
+        extras: bytes = b"",
+        vb_id: int | None = None,
+        node: ClusterNode | None = None,
+        deadline_s: float | None = None,
+    ) -> Result:
+        """Send a command to the node of a partition, or to a node; return its reply or an error.
+
+        `what` names it in errors.
+        """
+        now_s = asyncio.get_running_loop().time()
+        timeout_s = self.timeout_s if deadline_s is None else max(0.0, deadline_s - now_s)
+        operation = (opcode, key, extras, b"", 0)
+        call = Call(self._router, [operation], now_s, timeout_s, vb_id=vb_id, node=node)
+        await self._run(call, lambda send: self._transmit_command(operation, what, vb_id, send))
+        result = call.results[0]
+        assert result is not None, "every operation has an outcome"
+        return result
+
+    async def _run(self, call: Call, transmit: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+        """Do what the call says until it is done."""
+        loop = asyncio.get_running_loop()
+        tasks: dict[asyncio.Task[Any], Action] = {}
         try:
-            link = await self._link((node.host, node.kv_port))
-        except DcpdError as error:
-            for index in indexes:
-                results[index] = error
+            while not call.is_done:
+                for action in call.step(loop.time(), _jitter()):
+                    work = transmit(action) if isinstance(action, Send) else self._fetch(action)
+                    tasks[asyncio.create_task(work)] = action
+                if not call.is_done:
+                    await self._wait(call, tasks)
+        finally:
+            if tasks:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    @staticmethod
+    async def _wait(call: Call, tasks: dict[asyncio.Task[Any], Action]) -> None:
+        """Wait until a task has ended or the call has to go on; tell the call what has ended."""
+        loop = asyncio.get_running_loop()
+        for task, action in tasks.items():
+            if isinstance(action, Send) and action.is_abandoned:
+                task.cancel()
+        pause_s = max(0.0, call.wake_s() - loop.time())
+        if not tasks:
+            await asyncio.sleep(pause_s)
             return
+        done, _ = await asyncio.wait(tasks, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            action = tasks.pop(task)
+            if isinstance(action, FetchMap):
+                call.mapped(action, task.result(), loop.time())
+            elif not action.is_abandoned:
+                task.result()
+                call.finish(action, loop.time(), _jitter())
+
+    async def _transmit(self, operations: list[Operation], send: Send) -> None:
+        """Send operations to one node in chunks, several in flight; fill in the outcomes."""
+        indexes, vb_ids, outcomes = send.indexes, send.vb_ids, send.outcomes
         try:
+            link = await self._link(place_of(send.node))
             prefix = await self._prefix(link)
         except DcpdError as error:
-            for index in indexes:
-                results[index] = error
+            outcomes[:] = [error] * len(outcomes)
             return
         flights: list[tuple[int, int, asyncio.Future[list[Frame]]]] = []
         for start, stop in _chunks(operations, indexes):
@@ -389,18 +402,60 @@ class KvClient:
                 has_collections=link.has_collections,
                 collection_prefix=prefix,
             )
-            flights.append((start, stop, link.send_batch(packets, opaque, stop - start)))
+            future = link.send_batch(packets, opaque, stop - start)
+            if not future.done():  # otherwise the connection broke before
+                send.sent = stop
+            flights.append((start, stop, future))
             await link.drain()
+        name = send.node.name
         for start, stop, future in flights:
             try:
                 frames = await future
             except DcpdError as error:
-                for index in indexes[start:stop]:
-                    results[index] = error
+                outcomes[start:stop] = [error] * (stop - start)
                 continue
             for place, frame in zip(range(start, stop), frames, strict=True):
-                index = indexes[place]
-                results[index] = outcome_of(operations[index], vb_ids[place], frame, node.name)
+                outcomes[place] = outcome_of(operations[indexes[place]], vb_ids[place], frame, name)
+        if self.collection_name is not None and any(
+            isinstance(outcome, UnknownCollectionError) for outcome in outcomes
+        ):
+            self._collection_ids.pop(self.collection_name, None)
+
+    async def _transmit_command(
+        self, operation: Operation, what: str, vb_id: int | None, send: Send
+    ) -> None:
+        """Send a command that only reads; fill in its reply or the error that it means."""
+        opcode, key, extras, _, _ = operation
+        try:
+            link = await self._link(place_of(send.node))
+            send.sent = 1
+            if opcode == Opcode.STAT:
+                frames = await link.request_stat(key)
+            else:
+                request = link.request(Opcode(opcode), vb_id=vb_id or 0, extras=extras, key=key)
+                frames = [await request]
+        except DcpdError as error:
+            send.outcomes[0] = error
+            return
+        status, node = frames[-1].status if frames else 0, send.node.name
+        if status:
+            send.outcomes[0] = error_from_status(
+                status, what, body=frames[-1].value, vb_id=vb_id, node=node
+            )
+        else:
+            send.outcomes[0] = frames if opcode == Opcode.STAT else frames[0]
+
+    async def _fetch(self, fetch: FetchMap) -> bytes | DcpdError:
+        """Return the configuration of a node, b"" if it has none."""
+        try:
+            async with asyncio.timeout_at(fetch.until_s):
+                link = await self._link(place_of(fetch.node))
+                frame = await link.request(Opcode.GET_CLUSTER_CONFIG)
+        except DcpdError as error:
+            return error
+        except TimeoutError:
+            return OperationTimeoutError("no configuration in time", node=fetch.node.name)
+        return frame.value if frame.status == Status.OK else b""
 
     async def _prefix(self, link: Link) -> bytes:
         """Return the collection prefix of keys.
@@ -418,128 +473,55 @@ class KvClient:
             found = self._collection_ids[name] = collection_id_of(frame, name, link.node)
         return encode_leb128(found)
 
-    async def _learn_from(self, results: list[Outcome | None], pending: list[int]) -> None:
-        """Get a newer configuration from the refusals, or ask for one."""
-        if any(isinstance(results[index], UnknownCollectionError) for index in pending):
-            assert self.collection_name is not None, "the default collection always exists"
-            self._collection_ids.pop(self.collection_name, None)
-        refusals = [
-            outcome for index in pending if isinstance(outcome := results[index], NotMyVbucketError)
-        ]
-        if refusals:
-            body = next((refusal.config for refusal in refusals if refusal.config), b"")
-            topology = await self._topology()
-            named = refusals[0].node
-            node = next((n for n in topology.nodes if n.name == named), topology.nodes[0])
-            await self._learn(body, node)
-        lost = {
-            outcome.node
-            for index in pending
-            if isinstance(outcome := results[index], ConnectError | ConnectionLostError)
-        }
-        if lost:
-            await self._learn_elsewhere(lost)
-
-    async def _learn_elsewhere(self, lost: Collection[str | None]) -> None:
-        """Ask another node for the configuration: partitions of a lost node may have moved."""
-        for node in await self._nodes():
-            if node.name not in lost:
-                with suppress(DcpdError):
-                    await self._learn(b"", node)
-                    return
-
-    async def _learn(self, body: bytes, node: ClusterNode) -> None:
-        """Adopt the configuration in a NOT_MY_VBUCKET body, or fetch the node's own."""
-        raw = body
-        if not raw:
-            frame = await self._ask(node, Opcode.GET_CLUSTER_CONFIG)
-            raw = frame.value if frame.status == Status.OK else b""
-        if raw:
-            topology = parse_topology(raw, node.host, is_tls=self.address.is_tls)
-            if topology.is_newer_than(self.topology):
-                self.topology = topology
-
-    async def _topology(self) -> Topology:
-        if self.topology is None:
-            await self._link((self.address.host, self.address.port))
-        assert self.topology is not None
-        return self.topology
-
     async def _nodes(self) -> tuple[ClusterNode, ...]:
-        return (await self._topology()).nodes
+        if self._router.topology is None:
+            await self._link((self.address.host, self.address.port))
+        assert self._router.topology is not None
+        return self._router.topology.nodes
 
-    async def _link(self, place: tuple[str, int]) -> Link:
-        """Return the connection to a node; reconnect if it broke."""
+    def _is_open(self, node: ClusterNode) -> bool:
+        link = self._links.get(place_of(node))
+        return link is not None and not link.is_closed
+
+    async def _link(self, place: Place) -> Link:
+        """Return the connection to a node; reconnect if it broke.
+
+        All who wait for the same node share one attempt. It goes on if they give up.
+        """
         link = self._links.get(place)
         if link is not None and not link.is_closed:
             return link
-        async with self._dialing.setdefault(place, asyncio.Lock()):
-            link = self._links.get(place)
-            if link is not None and not link.is_closed:
-                return link
-            address = self.address.at(*place)
-            link = await Link.connect(address, timeout_s=self.timeout_s)
+        dial = self._dials.get(place)
+        if dial is None:
+            dial = self._dials[place] = asyncio.create_task(self._dial(place))
+        await asyncio.wait([dial])
+        return dial.result()
+
+    async def _dial(self, place: Place) -> Link:
+        try:
+            link = await Link.connect(self.address.at(*place), timeout_s=self.timeout_s)
             self._links[place] = link
             self._adopt_config(link)
             return link
+        finally:
+            del self._dials[place]
 
     def _adopt_config(self, link: Link) -> None:
+        """Adopt the configuration of a new connection. Raises TopologyError if none is known."""
         assert link.handshake is not None
         host, port = link.address.host, link.address.port
         config = link.handshake.config
-        topology = (
-            parse_topology(config, host, is_tls=link.address.is_tls)
-            if config
-            else single_node(host, port)
-        )
-        if topology.is_newer_than(self.topology):
-            self.topology = topology
-
-    async def _ask(
-        self, node: ClusterNode, opcode: Opcode, *, vb_id: int = 0, extras: bytes = b""
-    ) -> Frame:
-        """Send an idempotent command; retry after a lost connection or a temporary refusal."""
-        for attempt in range(ATTEMPTS_MAX):
-            try:
-                link = await self._link((node.host, node.kv_port))
-                request = link.request(opcode, vb_id=vb_id, extras=extras)
-                frame = await self._in_time(request, node.name)
-            except (ConnectionLostError, ConnectError):
-                if attempt == ATTEMPTS_MAX - 1:
-                    raise
-            else:
-                if frame.status not in TEMPORARY_STATUSES or attempt == ATTEMPTS_MAX - 1:
-                    return frame
-            await asyncio.sleep(BACKOFF_S * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
-
-    async def _in_time(self, request: Awaitable[_R], node: str) -> _R:
+        if not config:
+            self._router.adopt(single_node(host, port))
+            return
         try:
-            async with asyncio.timeout(self.timeout_s):
-                return await request
-        except TimeoutError:
-            raise OperationTimeoutError(
-                f"no answer within {self.timeout_s:g} s", node=node
-            ) from None
-
-    @staticmethod
-    def _check(frame: Frame, operation: str, node: ClusterNode, vb_id: int | None = None) -> None:
-        if frame.status:
-            raise error_from_status(
-                frame.status, operation, body=frame.value, vb_id=vb_id, node=node.name
-            )
+            self._router.learn(config, host)
+        except TopologyError:
+            if self._router.topology is None:
+                raise
 
 
-def _may_repeat(operation: Operation, outcome: Outcome | None) -> bool:
-    """Whether an operation may be repeated: nothing was changed, or it only reads."""
-    if isinstance(outcome, NotMyVbucketError | TemporaryError | ConnectError):
-        return True
-    if isinstance(outcome, UnknownCollectionError):
-        return outcome.key is not None  # the id was refused; the name may have a new id now
-    return isinstance(outcome, ConnectionLostError) and operation[0] == Opcode.GET
-
-
-def _chunks(operations: list[Operation], indexes: list[int]) -> list[tuple[int, int]]:
+def _chunks(operations: list[Operation], indexes: Sequence[int]) -> list[tuple[int, int]]:
     """Split a batch into writes with a bounded number of operations and bytes."""
     chunks = []
     start = size = 0
@@ -553,14 +535,9 @@ def _chunks(operations: list[Operation], indexes: list[int]) -> list[tuple[int, 
     return chunks
 
 
-def _expect(kind: type[_T], outcome: Outcome) -> _T:
+def _expect(kind: type[_T], outcome: Any) -> _T:
     """Return the outcome as the expected type; raise it if it is an error."""
     if isinstance(outcome, DcpdError):
         raise outcome
     assert isinstance(outcome, kind)
-    return outcome
-
-
-def _assigned(outcome: Outcome | None) -> Outcome:
-    assert outcome is not None, "every operation has an outcome"
     return outcome

@@ -3,28 +3,27 @@
     with SyncKv(parse_address("127.0.0.1:11210")) as kv:
         kv.set(b"user:1", b"Ada")
 
-An operation goes to the named server first. If another node serves the partition (NOT_MY_VBUCKET),
-the configuration says which, and the operation goes there. After a temporary refusal it is sent
-again, with growing pauses. There are up to `ATTEMPTS_MAX` attempts. If a node cannot be reached,
-the next operation starts at the named server again, because partitions may have moved.
+The first operation goes to the named server. If another node serves the partition, or a node is
+gone or refuses for a while, the operation is repeated until `timeout_s` is over, with growing
+pauses and newer maps of the cluster. `clients.kv.call` has the rules. A write that may have been
+applied is not repeated.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import (
-    ConnectError,
-    DcpdError,
-    NotMyVbucketError,
-    OperationTimeoutError,
-    TemporaryError,
-    error_from_status,
-)
-from clients.link.blocking_link import SyncLink
+from clients.errors import DcpdError, OperationTimeoutError, error_from_status
+from clients.kv.call import Call
+from clients.kv.reaction import RETRY_STATUSES, is_answer
+from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
+from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
+from clients.link.topology import ClusterNode, Topology, single_node
 from clients.operation import (
     Document,
     MutationResult,
@@ -40,14 +39,13 @@ from dcp.wire.frame import Frame
 from dcp.wire.message import parse_failover_log, parse_vb_seqnos
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
-from vbucket.model.ids import vbucket_of
 
-if TYPE_CHECKING:
-    from clients.link.topology import ClusterNode, Topology
+CONNECT_LIMIT_S: Final = 5.0
+"""How long one connection attempt may take. Meanwhile nobody can be asked whether the partition has
+moved, so this is less than the usual timeout of a call."""
 
-ATTEMPTS_MAX: Final = 6
-BACKOFF_S: Final = 0.02
-"""Pause before the second attempt; doubles with each."""
+_jitter: Final = Random().random  # noqa: S311 - not for secrets
+_T = TypeVar("_T")
 
 
 class SyncKv:
@@ -56,8 +54,8 @@ class SyncKv:
     def __init__(self, address: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._links: dict[tuple[str, int], SyncLink] = {}
-        self._topology: Topology | None = None
+        self._links: dict[Place, SyncLink] = {}
+        self._router = Router(ClusterNode(address.host, address.port), is_tls=address.is_tls)
 
     def __enter__(self) -> SyncKv:
         """Return itself."""
@@ -111,108 +109,179 @@ class SyncKv:
 
     def failover_log(self, vb_id: int) -> list[tuple[int, int]]:
         """Return a partition's versions as (vb_uuid, seqno at which it began), newest first."""
-        node = self.topology().node_of(vb_id)
-        frame = self._link((node.host, node.kv_port)).request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
-        _check(frame, "get failover log", node.name, vb_id)
-        return parsed(parse_failover_log, frame.value, node.name)
+        reply = self._command(Opcode.GET_FAILOVER_LOG, "get failover log", vb_id=vb_id)
+        frame = _expect(Frame, reply)
+        return parsed(parse_failover_log, frame.value, self._router.name_of(vb_id))
 
     def get_all_vb_seqnos(self) -> dict[int, int]:
         """Return the high seqno of every active partition, over all nodes."""
         seqnos: dict[int, int] = {}
-        for node in self.topology().nodes:
-            frame = self._link((node.host, node.kv_port)).request(
-                Opcode.GET_ALL_VB_SEQNOS, extras=(1).to_bytes(4, "big")
-            )
-            _check(frame, "get all vbucket seqnos", node.name)
-            seqnos.update(parsed(parse_vb_seqnos, frame.value, node.name))
+        active = (1).to_bytes(4, "big")
+        deadline_s = time.monotonic() + self._timeout_s
+        self.topology()
+        asked: dict[ClusterNode, tuple[int, int]] = {}
+        while (node := self._router.next_node(asked)) is not None:
+            reply = self._command(
+                Opcode.GET_ALL_VB_SEQNOS, "get all vbucket seqnos", extras=active, node=node,
+                deadline_s=deadline_s,
+            )  # fmt: skip
+            if isinstance(reply, Frame):
+                seqnos.update(parsed(parse_vb_seqnos, reply.value, node.name))
+            elif self._router.is_serving(node):
+                _expect(Frame, reply)
         return dict(sorted(seqnos.items()))
 
     def stats(self, group: str = "") -> dict[str, str]:
         """Return the statistics of the named server."""
-        frames = self._seed().request_stat(group.encode())
-        if frames and frames[-1].status:
-            _check(frames[-1], f"stat {group!r}", self.address.node)
+        reply = self._command(
+            Opcode.STAT, f"stat {group!r}", key=group.encode(), node=self._router.seed
+        )
+        frames = _expect(list, reply)
         return {frame.key.decode(): frame.value.decode(errors="replace") for frame in frames}
 
     def topology(self) -> Topology:
-        """Return the cluster configuration. It is fetched once."""
-        if self._topology is None:
-            from clients.link.topology import parse_topology, single_node
-
-            host, port = self.address.host, self.address.port
-            frame = self._seed().request(Opcode.GET_CLUSTER_CONFIG)
-            known = frame.status == Status.OK and frame.value
-            self._topology = (
-                parse_topology(frame.value, host, is_tls=self.address.is_tls)
-                if known
-                else single_node(host, port)
-            )
-        return self._topology
+        """Return the cluster configuration. It is fetched once, and replaced by newer ones."""
+        router = self._router
+        if router.topology is None:
+            seed = router.seed
+            reply = self._command(Opcode.GET_CLUSTER_CONFIG, "get cluster config", node=seed)
+            frame = _expect(Frame, reply)
+            if frame.status == Status.OK and frame.value:
+                router.learn(frame.value, seed.host)
+            else:
+                router.adopt(single_node(seed.host, seed.kv_port))
+        assert router.topology is not None
+        return router.topology
 
     def _execute(self, operation: Operation) -> Document | MutationResult:
-        place = (self.address.host, self.address.port)
-        if self._topology is not None:
-            place = self._place_of(operation)
-        for attempt in range(ATTEMPTS_MAX):
-            if attempt:
-                time.sleep(BACKOFF_S * 2 ** (attempt - 1))
-            outcome = self._send(place, operation)
-            if isinstance(outcome, NotMyVbucketError):
-                self._learn(outcome, place[0])
-                place = self._place_of(operation)
-            elif not isinstance(outcome, TemporaryError):
-                break
-        if isinstance(outcome, DcpdError):
-            raise outcome
-        return outcome
+        begun_s, timeout_s = time.monotonic(), self._timeout_s
+        deadline_s = begun_s + timeout_s
 
-    def _send(
-        self, place: tuple[str, int], operation: Operation
-    ) -> Document | MutationResult | DcpdError:
-        link = self._link(place)
-        count = self._topology.num_vbuckets if self._topology is not None else None
-        vb_id = vbucket_of(operation[1], count) if count else vbucket_of(operation[1])
-        opaque = link.take_opaque()
-        packet = pack_operations(
-            [operation], [vb_id], opaque=opaque, has_collections=link.has_collections
-        )
-        return outcome_of(operation, vb_id, link.exchange(packet, opaque), link.node)
+        def transmit(send: Send) -> Result:
+            link = self._link(send.node, deadline_s)
+            opaque = link.take_opaque()
+            packet = pack_operations(
+                [operation], send.vb_ids, opaque=opaque, has_collections=link.has_collections
+            )
+            send.sent = 1
+            return outcome_of(operation, send.vb_ids[0], link.exchange(packet, opaque), link.node)
 
-    def _learn(self, refusal: NotMyVbucketError, host: str) -> None:
-        """Adopt the configuration in a refusal, or fetch it."""
-        from clients.link.topology import parse_topology
+        direct = self._router.direct([operation])
+        if direct is not None:
+            self._attempt(direct, transmit, deadline_s)
+            if is_answer(direct.outcomes[0]):
+                self._router.note_up(direct.node)
+                return _document(direct.outcomes[0])
+        call = Call(self._router, [operation], begun_s, timeout_s, direct=direct)
+        if direct is not None:
+            call.finish(direct, time.monotonic(), _jitter())
+        self._run(call, transmit)
+        return _document(call.results[0])
 
-        if not refusal.config:
-            self._topology = None
-            self.topology()
-            return
-        topology = parse_topology(refusal.config, host, is_tls=self.address.is_tls)
-        if topology.is_newer_than(self._topology):
-            self._topology = topology
+    def _command(
+        self,
+        opcode: Opcode,
+        what: str,
+        *,
+        key: bytes = b"",
+        extras: bytes = b"",
+        vb_id: int | None = None,
+        node: ClusterNode | None = None,
+        deadline_s: float | None = None,
+    ) -> Result:
+        """Send a command to the node of a partition, or to a node; return its reply or an error.
 
-    def _place_of(self, operation: Operation) -> tuple[str, int]:
-        topology = self.topology()
-        node: ClusterNode = topology.node_of(vbucket_of(operation[1], topology.num_vbuckets))
-        return node.host, node.kv_port
+        `what` names it in errors.
+        """
+        now_s = time.monotonic()
+        timeout_s = self._timeout_s if deadline_s is None else max(0.0, deadline_s - now_s)
+        operation = (opcode, key, extras, b"", 0)
+        call = Call(self._router, [operation], now_s, timeout_s, vb_id=vb_id, node=node)
 
-    def _seed(self) -> SyncLink:
-        return self._link((self.address.host, self.address.port))
+        def transmit(send: Send) -> Result:
+            link = self._link(send.node, call.deadline_s)
+            send.sent = 1
+            if opcode == Opcode.STAT:
+                frames = link.request_stat(key)
+            else:
+                frames = [link.request(opcode, vb_id=vb_id or 0, extras=extras, key=key)]
+            status, name = frames[-1].status if frames else 0, send.node.name
+            has_none = opcode == Opcode.GET_CLUSTER_CONFIG and status not in RETRY_STATUSES
+            if status and not has_none:
+                return error_from_status(
+                    status, what, body=frames[-1].value, vb_id=vb_id, node=name
+                )
+            return frames if opcode == Opcode.STAT else frames[0]
 
-    def _link(self, place: tuple[str, int]) -> SyncLink:
+        self._run(call, transmit)
+        result = call.results[0]
+        assert result is not None, "every operation has an outcome"
+        return result
+
+    def _run(self, call: Call, transmit: Callable[[Send], Result]) -> None:
+        """Do what the call says until it is done."""
+        while not call.is_done:
+            actions = call.step(time.monotonic(), _jitter())
+            for action in actions:
+                if isinstance(action, FetchMap):
+                    call.mapped(action, self._fetch(action, call.deadline_s), time.monotonic())
+                    continue
+                self._attempt(action, transmit, call.deadline_s)
+                call.finish(action, time.monotonic(), _jitter())
+            if not actions and not call.is_done:
+                time.sleep(max(0.0, call.wake_s() - time.monotonic()))
+
+    @staticmethod
+    def _attempt(send: Send, transmit: Callable[[Send], Result], deadline_s: float) -> None:
+        """Send one operation; fill in its outcome."""
+        try:
+            send.outcomes[0] = transmit(send)
+        except OperationTimeoutError as error:
+            # If the time is over, the call says what was not answered.
+            if time.monotonic() < deadline_s:
+                send.outcomes[0] = error
+        except DcpdError as error:
+            send.outcomes[0] = error
+
+    def _fetch(self, fetch: FetchMap, deadline_s: float) -> bytes | DcpdError:
+        """Return the configuration of a node, b"" if it has none."""
+        try:
+            link = self._link(fetch.node, min(fetch.until_s, deadline_s))
+            frame = link.request(Opcode.GET_CLUSTER_CONFIG)
+        except DcpdError as error:
+            return error
+        return frame.value if frame.status == Status.OK else b""
+
+    def _link(self, node: ClusterNode, deadline_s: float) -> SyncLink:
+        """Return the connection to a node, whose next request may take until the deadline.
+
+        Raises ConnectError, OperationTimeoutError, AuthenticationError.
+        """
+        place = place_of(node)
         link = self._links.get(place)
         if link is not None and not link.is_usable:
             link.close()
             link = None
         if link is None:
-            try:
-                link = SyncLink(self.address.at(*place), timeout_s=self._timeout_s)
-            except (ConnectError, OperationTimeoutError):
-                self._topology = None
-                raise
-            self._links[place] = link
+            left_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
+            link = self._links[place] = SyncLink(
+                self.address.at(*place), timeout_s=min(left_s, CONNECT_LIMIT_S)
+            )
+        link.set_deadline(deadline_s)
         return link
 
 
-def _check(frame: Frame, operation: str, node: str, vb_id: int | None = None) -> None:
-    if frame.status:
-        raise error_from_status(frame.status, operation, body=frame.value, vb_id=vb_id, node=node)
+def _document(outcome: object) -> Document | MutationResult:
+    """Return the outcome of a document operation; raise it if it is an error."""
+    if isinstance(outcome, DcpdError):
+        raise outcome
+    assert isinstance(outcome, Document | MutationResult)
+    return outcome
+
+
+def _expect(kind: type[_T], outcome: object) -> _T:
+    """Return the outcome as the expected type; raise it if it is an error."""
+    if isinstance(outcome, DcpdError):
+        raise outcome
+    assert isinstance(outcome, kind)
+    return outcome

@@ -10,6 +10,7 @@ Invariant: replies come in the order of the requests, each with its request's op
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from types import TracebackType
 from typing import Final
@@ -20,7 +21,11 @@ from clients.link.handshake import Handshake
 from dcp.wire.frame import Frame, FrameDecoder, ProtocolError, pack_request
 from dcp.wire.opcode import Opcode
 
+TIMEOUT_MIN_S: Final = 0.001
+"""A socket takes a timeout of 0 for "do not wait at all"."""
 READ_BYTES: Final = 256 * 1024
+TIMEOUT_CHANGE_S: Final = 0.01
+"""A change of the timeout below this is not worth a system call."""
 
 
 class SyncLink:
@@ -31,6 +36,8 @@ class SyncLink:
         self.address = address
         self.node = address.node
         self._timeout_s = timeout_s
+        self._deadline_s: float | None = time.monotonic() + timeout_s
+        """When the request under way has to be done; None: each read has the timeout."""
         self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
         self._next_opaque = 1
@@ -53,6 +60,7 @@ class SyncLink:
             self._socket.close()
             raise
         self.has_collections = self.handshake.has_collections
+        self._deadline_s = None
 
     def __enter__(self) -> SyncLink:
         """Return itself."""
@@ -70,6 +78,14 @@ class SyncLink:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Bound the next request, however many reads it takes (time.monotonic)."""
+        self._deadline_s = deadline_s
+        timeout_s = max(deadline_s - time.monotonic(), TIMEOUT_MIN_S)
+        if not 0 <= self._timeout_s - timeout_s < TIMEOUT_CHANGE_S:
+            self._timeout_s = timeout_s
+            self._socket.settimeout(timeout_s)
 
     def take_opaque(self) -> int:
         """Return the opaque for the next request."""
@@ -148,7 +164,11 @@ class SyncLink:
         return frame
 
     def _next_frame(self) -> Frame:
+        is_first = True
         while not self._frames:
+            if self._deadline_s is not None and not is_first:
+                self._bound(self._deadline_s)
+            is_first = False
             data = self._receive(READ_BYTES)
             try:
                 self._frames += self._decoder.feed(data)
@@ -157,6 +177,13 @@ class SyncLink:
                     f"the peer does not speak the protocol: {error}", node=self.node
                 ) from error
         return self._frames.popleft()
+
+    def _bound(self, deadline_s: float) -> None:
+        """Give the next read what is left of the request's time."""
+        self._timeout_s = deadline_s - time.monotonic()
+        if self._timeout_s <= 0:
+            raise OperationTimeoutError("no complete answer in time", node=self.node)
+        self._socket.settimeout(self._timeout_s)
 
     def _receive(self, bytes_max: int) -> bytes:
         """Return received bytes, at least one."""

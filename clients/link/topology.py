@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from clients.errors import TopologyError
@@ -89,6 +88,8 @@ def parse_topology(raw: bytes, origin_host: str, *, is_tls: bool = False) -> Top
 
     Raises TopologyError, which says what is wrong.
     """
+    import json  # here, because dcpctl's usual commands need no configuration
+
     host = f"[{origin_host}]" if ":" in origin_host else origin_host
     try:
         document = json.loads(raw.replace(b"$HOST", host.encode()))

@@ -14,7 +14,7 @@ class Dial(NamedTuple):
 
 
 class Deposed(NamedTuple):
-    """The node is no longer the master of these partitions: what waits in connections is answered as
+    """The node is not the master of these partitions any more: what waits is answered as
     ambiguous.
     """
 

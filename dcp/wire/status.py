@@ -135,7 +135,7 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
     ),
     Status.DURABILITY_IMPOSSIBLE: (
         "DURABILITY_IMPOSSIBLE",
-        "too few copies are in sync for the durability level",
+        "too few copies are in sync; nothing was changed",
         ("item-only",),
     ),
     Status.SYNC_WRITE_AMBIGUOUS: (

@@ -27,6 +27,8 @@ class ScriptedPeer:
         self.handlers: dict[int, Callable[[Frame], Answer]] = {}
         self.config: bytes | None = b""
         """b"" = the peer itself holds everything; None = it has no configuration."""
+        self.trickles = False
+        """Answers come byte by byte, with pauses."""
         self.connections = 0
         self.held = asyncio.Event()
         """Answers wait for it."""
@@ -75,7 +77,12 @@ class ScriptedPeer:
                     answer = handler(frame)
                     if answer is None:
                         return
-                    writer.write(answer)
+                    pieces = [bytes([byte]) for byte in answer] if self.trickles else [answer]
+                    for piece in pieces:
+                        writer.write(piece)
+                        if self.trickles:
+                            await writer.drain()
+                            await asyncio.sleep(0.05)
         except ConnectionError:
             return
         finally:

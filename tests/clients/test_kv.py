@@ -16,7 +16,7 @@ from clients.errors import (
     OperationTimeoutError,
     TemporaryError,
 )
-from clients.kv.client import ATTEMPTS_MAX, BATCH_OPERATIONS_MAX, KvClient
+from clients.kv.client import BATCH_OPERATIONS_MAX, KvClient
 from clients.kv.sync_client import SyncKv
 from clients.operation import Document, MutationResult
 from dcp.wire.opcode import Opcode
@@ -136,12 +136,12 @@ async def test_a_configuration_is_not_waited_for_longer_than_the_operation_has(p
                 await kv.set("a", b"1")
 
 
-async def test_partition_that_nobody_holds_is_given_up(peer):
+async def test_partition_that_nobody_holds_is_given_up_with_the_timeout(peer):
     peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET)
-    async with KvClient.connect(peer.address) as kv:
-        with pytest.raises(NotMyVbucketError):
+    async with KvClient.connect(peer.address, timeout_s=0.3) as kv:
+        with pytest.raises(NotMyVbucketError, match=r"attempts in 0\.3 s; nothing was changed"):
             await kv.set("a", b"1")
-        assert peer.opcodes().count(Opcode.SET) == ATTEMPTS_MAX
+        assert peer.opcodes().count(Opcode.SET) > 2
 
 
 async def test_temporary_refusal_is_repeated(peer):
@@ -155,8 +155,10 @@ async def test_temporary_refusal_is_repeated(peer):
         await kv.set("a", b"1")
         assert peer.opcodes().count(Opcode.SET) == 3
         peer.handlers[Opcode.SET] = lambda f: reply(f, Status.ENOMEM)
-        with pytest.raises(TemporaryError):
+        kv.timeout_s = 0.3
+        with pytest.raises(TemporaryError, match="nothing was changed") as caught:
             await kv.set("a", b"1")
+        assert not caught.value.may_have_applied
 
 
 async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(peer):
@@ -172,8 +174,10 @@ async def test_reads_are_repeated_after_a_lost_connection_and_writes_are_not(pee
         assert peer.connections == 2
         lose.append(True)
         peer.handlers[Opcode.SET] = lose_once
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(ConnectionLostError, match="may have been applied") as caught:
             await kv.set("a", b"2")
+        assert caught.value.may_have_applied
+        assert caught.value.key == b"a"
         await kv.set("a", b"3")
         assert peer.connections == 3
         assert peer.documents == {b"a": b"3"}
@@ -250,7 +254,7 @@ async def test_answers_that_are_cut_short_are_errors_of_ours(peer):
     }
     for opcode in cut:
         peer.handlers[opcode] = lambda frame: reply(frame, value=b"cut", extras=b"cut")
-    async with KvClient.connect(peer.address) as kv:
+    async with KvClient.connect(peer.address, timeout_s=0.5) as kv:
         for opcode, ask in cut.items():
             with pytest.raises(ConnectError, match=r"cannot be read|extras of 3 bytes"):
                 await ask(kv)
@@ -293,9 +297,9 @@ async def test_peer_that_closes_in_the_handshake(peer):
 # -- the blocking twin -----------------------------------------------------------------------------
 
 
-async def in_thread(peer, work):
+async def in_thread(peer, work, timeout_s=5):
     def run():
-        with SyncKv(parse_address(peer.address), timeout_s=5) as kv:
+        with SyncKv(parse_address(peer.address), timeout_s=timeout_s) as kv:
             return work(kv)
 
     return await asyncio.to_thread(run)
@@ -328,44 +332,46 @@ async def test_blocking_client_repeats_what_was_refused_for_now(peer):
 
 async def test_blocking_client_connects_again_after_an_error(peer):
     """Also where an answer was late: it must not meet the next request."""
-    peer.handlers[Opcode.GET] = lambda _: None
+    peer.handlers[Opcode.SET] = lambda _: None
 
     def work(kv):
-        with pytest.raises(ConnectionLostError):
-            kv.get(b"a")
+        with pytest.raises(ConnectionLostError, match="may have been applied"):
+            kv.set(b"a", b"1")
         assert kv.stats()["uptime"] == "3"
-        kv._links[next(iter(kv._links))]._socket.settimeout(0.05)
         peer.handlers[Opcode.STAT] = lambda _: b""
         with pytest.raises(OperationTimeoutError):
             kv.stats()
         del peer.handlers[Opcode.STAT]
         assert kv.stats()["uptime"] == "3"
 
-    await in_thread(peer, work)
+    await in_thread(peer, work, timeout_s=0.5)
     assert peer.connections == 3
 
 
 async def test_blocking_client_asks_anew_where_a_node_is_gone(peer, unused_tcp_port):
-    moved = config_of([peer.port, unused_tcp_port], [1] * 1024, rev=2)
+    ports = [peer.port, unused_tcp_port]
+    moved = config_of(ports, [1] * 1024, rev=2)
     peer.handlers[Opcode.SET] = lambda f: reply(f, Status.NOT_MY_VBUCKET, value=moved)
 
     def work(kv):
-        with pytest.raises(ConnectError):
+        with pytest.raises(ConnectError, match="nothing was changed") as caught:
             kv.set(b"a", b"1")
+        assert caught.value.node == f"127.0.0.1:{unused_tcp_port}"
         del peer.handlers[Opcode.SET]  # the other's partitions came here
+        peer.config = config_of(ports, [0] * 1024, rev=3)
         kv.set(b"a", b"2")
 
-    await in_thread(peer, work)
+    await in_thread(peer, work, timeout_s=1)
     assert peer.documents == {b"a": b"2"}
 
 
 async def test_blocking_client_says_what_went_wrong(peer):
     peer.handlers[Opcode.GET] = lambda _: None
-    with pytest.raises(ConnectionLostError):
-        await in_thread(peer, lambda kv: kv.get(b"a"))
+    with pytest.raises(ConnectionLostError, match=r"attempts in 0\.3 s"):
+        await in_thread(peer, lambda kv: kv.get(b"a"), timeout_s=0.3)
     peer.handlers[Opcode.GET] = lambda f: reply(f._replace(opaque=f.opaque + 1))
     with pytest.raises(ConnectionLostError, match="opaque"):
-        await in_thread(peer, lambda kv: kv.get(b"a"))
+        await in_thread(peer, lambda kv: kv.get(b"a"), timeout_s=0.3)
     peer.handlers[Opcode.HELLO] = lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n"
     with pytest.raises(ConnectError, match="does not speak the protocol"):
         await in_thread(peer, lambda kv: kv.get(b"a"))

@@ -9,9 +9,12 @@ from time import monotonic
 
 import pytest
 
+from clients.address import parse_address
 from clients.consumer.consumer import Consumer
 from clients.errors import ConnectionLostError, NotMyVbucketError, TemporaryError
 from clients.event import Mutation, Rollback, StreamEnded
+from clients.kv.sync_client import SyncKv
+from clients.link.blocking_link import SyncLink
 from clients.testing import DcpServer, ServerRefusedError, ServerStartError, dcp_server
 from dcp.wire.frame import pack_request
 from dcp.wire.opcode import Opcode
@@ -31,8 +34,8 @@ def write(server: DcpServer, count: int) -> None:
 
 
 def status_of(server: DcpServer, opcode: Opcode = Opcode.GET) -> int:
-    with server.connect() as kv:
-        return kv._seed().request(opcode, vb_id=VB, key=b"\0" + KEY).status
+    with SyncLink(parse_address(server.address)) as link:
+        return link.request(opcode, vb_id=VB, key=b"\0" + KEY).status
 
 
 def dcpctl(server: DcpServer, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -223,24 +226,24 @@ def test_a_client_retries_what_a_fault_says_is_temporary(dcp_server):
     dcp_server.fault(opcode="SET", status="EBUSY", count=2)
     write(dcp_server, 1)
     dcp_server.fault(opcode="SET", status="EBUSY")
-    with pytest.raises(TemporaryError):
-        write(dcp_server, 1)
-    dcp_server.clear_faults()
-    dcp_server.fault(opcode="GET", status="NOT_MY_VBUCKET")
-    with dcp_server.connect() as kv, pytest.raises(NotMyVbucketError):
-        kv.get(KEY)
+    with SyncKv(parse_address(dcp_server.address), timeout_s=0.5) as kv:
+        with pytest.raises(TemporaryError, match=r"attempts in 0\.5 s; nothing was changed"):
+            kv.set(KEY, b"1")
+        dcp_server.clear_faults()
+        dcp_server.fault(opcode="GET", status="NOT_MY_VBUCKET")
+        with pytest.raises(NotMyVbucketError, match=r"attempts in 0\.5 s"):
+            kv.get(KEY)
 
 
 def test_a_delayed_connection_holds_up_no_other(dcp_server):
     write(dcp_server, 1)
     dcp_server.fault(opcode="GET", delay_ms=60_000, count=1)
-    with dcp_server.connect() as slow, dcp_server.connect() as quick:
-        link = slow._seed()
-        quick_link = quick._seed()
-        link._write(pack_request(Opcode.GET, vb_id=VB, key=b"\0" + KEY))
+    address = parse_address(dcp_server.address)
+    with SyncLink(address) as slow, SyncLink(address) as quick:
+        slow._write(pack_request(Opcode.GET, vb_id=VB, key=b"\0" + KEY))
         while dcp_server.faults():
             pass  # until the request has met it
-        assert quick_link.request(Opcode.GET, vb_id=VB, key=b"\0" + KEY).status == 0
+        assert quick.request(Opcode.GET, vb_id=VB, key=b"\0" + KEY).status == 0
     assert dcp_server.stop() == 0, "it holds up the end of the server neither"
 
 
@@ -299,8 +302,7 @@ def test_dcpctl_explains_as_the_server_does(dcp_server):
 
 
 def test_refusals_are_logged_with_their_reason_and_never_flood(dcp_server):
-    with dcp_server.connect() as kv:
-        link = kv._seed()
+    with SyncLink(parse_address(dcp_server.address)) as link:
         for _ in range(200):
             assert link.request(Opcode.GET, vb_id=1, extras=b"x", key=b"k").status == 4
     metrics = dcp_server.metrics()

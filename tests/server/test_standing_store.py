@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clients.consumer.consumer import Consumer
-from clients.errors import DcpdError
+from clients.errors import TemporaryError
 from clients.kv.client import KvClient
 from clients.operation import MutationResult
 from dcp.wire.frame import pack_request
@@ -55,7 +55,8 @@ def standing(pid: int) -> Iterator[None]:
 async def write_until_refused(server: DcpdProcess) -> set[bytes]:
     """Write until the server refuses it; return the keys of what it has answered."""
     stored: set[bytes] = set()
-    async with KvClient.connect(server.address, timeout_s=30) as kv:
+    # The client repeats what is refused until this timeout.
+    async with KvClient.connect(server.address, timeout_s=1) as kv:
         for first in range(0, 100_000, 200):
             keys = [b"key-%06d" % number for number in range(first, first + 200)]
             results = await kv.set_many(dict.fromkeys(keys, bytes(1000)))
@@ -64,7 +65,7 @@ async def write_until_refused(server: DcpdProcess) -> set[bytes]:
                 for key, result in zip(keys, results, strict=True)
                 if isinstance(result, MutationResult)
             }
-            if any(isinstance(result, DcpdError) for result in results):
+            if any(isinstance(result, TemporaryError) for result in results):
                 return stored
     raise AssertionError("nothing was ever refused")
 

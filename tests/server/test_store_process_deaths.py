@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from clients.address import parse_address
 from clients.errors import TemporaryError
+from clients.kv.sync_client import SyncKv
 from support.server import DcpdProcess
 from support.waiting import until
 
@@ -35,7 +37,7 @@ def kill_children(pid: int, until_set: threading.Event) -> None:
 
 def write_until_refused(server: DcpdProcess) -> int:
     """Return how many writes were answered."""
-    with server.connect() as kv:
+    with SyncKv(parse_address(server.address), timeout_s=1) as kv:
         for number in count():
             try:
                 kv.set(f"key:{number}", VALUE)

@@ -64,7 +64,7 @@ def take_over(port: int) -> tuple[list[int], list[int]]:
 async def test_a_partition_is_handed_over_while_it_is_written(tmp_path: Path) -> None:
     with DcpdProcess(tmp_path / "data") as server:
         acknowledged = 0
-        async with KvClient.connect(server.address) as kv:
+        async with KvClient.connect(server.address, timeout_s=1) as kv:
             log = await kv.failover_log(VB)
             for _ in range(20):
                 acknowledged = (await kv.set(KEY, b"before")).seqno

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from clients.address import parse_address
 from clients.errors import ServerError, TemporaryError
 from clients.kv.sync_client import SyncKv
 from clients.testing import ServerStartError
@@ -227,7 +228,7 @@ def test_a_merge_that_needs_damaged_data_sets_the_partition_aside(folder: Path) 
     key = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) == vb_id).decode()
     other = next(k for n in numbers if vbucket_of(k := b"new:%d" % n) != vb_id).decode()
     with DcpdProcess(folder, "--memtable-bytes", "1MiB") as server:
-        with server.connect() as kv:
+        with SyncKv(parse_address(server.address), timeout_s=1) as kv:
             with pytest.raises(
                 TemporaryError, match=f"vb {vb_id} is in quarantine.*block of seqno"
             ):
@@ -240,7 +241,7 @@ def test_a_merge_that_needs_damaged_data_sets_the_partition_aside(folder: Path) 
         assert list(server.status()["quarantined"]) == [str(vb_id)]
         assert server.metrics()["dcpd_vbuckets_quarantined"] == 1
         server.restart_after_kill()
-        with server.connect() as kv:
+        with SyncKv(parse_address(server.address), timeout_s=1) as kv:
             assert kv.get(key) == newest
             with pytest.raises(TemporaryError, match="is in quarantine"):
                 kv.set(key, VALUE)
@@ -251,11 +252,11 @@ def test_a_merge_that_needs_damaged_data_sets_the_partition_aside(folder: Path) 
         server.branch(vb_id, 0)
         server.compact()
         assert server.status()["quarantined"] == {}
-        with server.connect() as kv:
+        with SyncKv(parse_address(server.address), timeout_s=1) as kv:
             kv.set(key, b"anew")
         server.compact()
         server.restart_after_kill()
-        with server.connect() as kv:
+        with SyncKv(parse_address(server.address), timeout_s=1) as kv:
             assert kv.get(key).value == b"anew"
         assert server.stop() == 0
     assert run(folder).returncode == 0

@@ -1,0 +1,250 @@
+"""What the calls of a client share: the map, and which nodes cannot be reached. Pure.
+
+Used by `clients.kv.call`, which says what happens when. `Send` and `FetchMap` are what a call asks
+its client to do.
+
+Invariants
+- a newer map, the one with the higher (revEpoch, rev), replaces the known one. Nothing else does;
+- a node that could not be reached is not tried before its pause is over, by any call;
+- one node at a time is asked for its map. If it does not answer within FETCH_STAGGER_S, the next
+  one may be asked too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from clients.errors import DcpdError
+from clients.link.topology import ClusterNode, Topology, parse_topology
+from clients.operation import Operation, Outcome, partitions_of
+from dcp.wire.frame import Frame
+from vbucket.model.ids import NUM_VBUCKETS
+
+BACKOFF_FIRST_S: Final = 0.02
+BACKOFF_MAX_S: Final = 0.5
+"""Pause before an operation is repeated: it doubles from the first to the longest. Each is cut by
+up to half at random, so that clients that failed together do not return together."""
+DOUBLINGS_MAX: Final = 8
+FETCH_STAGGER_S: Final = 0.25
+"""How long a node has to send its map before another one may be asked too (as in
+`clients.consumer.dials`)."""
+FETCH_GAP_S: Final = 0.05
+"""Pause between two requests for the map: a thousand operations that fail together ask once."""
+FETCH_LIMIT_S: Final = 2.0
+"""How long one request for the map may take."""
+
+Place = tuple[str, int]
+"""Host and port of a node."""
+Result = Outcome | Frame | list[Frame]
+"""Of a document operation, or of another command the reply (STAT: the replies)."""
+
+
+class Send:
+    """Write these operations to a node.
+
+    Put the answers into `outcomes`, in the order of `indexes`. Before bytes leave, set `sent` to
+    the number of operations whose bytes may have left, counted from the first.
+    """
+
+    __slots__ = ("asked_s", "attempt", "indexes", "is_abandoned", "node", "outcomes", "sent",
+                 "vb_ids")  # fmt: skip
+
+    def __init__(
+        self,
+        node: ClusterNode,
+        indexes: Sequence[int],
+        vb_ids: Sequence[int],
+        attempt: int,
+        now_s: float,
+    ) -> None:
+        self.node = node
+        self.indexes = indexes
+        self.vb_ids = vb_ids
+        self.attempt = attempt
+        """How often these operations were tried before."""
+        self.outcomes: list[Result | None] = [None] * len(indexes)
+        self.sent = 0
+        self.is_abandoned = False
+        """The operations go elsewhere now: write nothing."""
+        self.asked_s = now_s
+        """When it began, or when another node was last asked for a map because it takes long."""
+
+
+class FetchMap(NamedTuple):
+    """Ask a node for its configuration. Report an error if there is none until `until_s`."""
+
+    node: ClusterNode
+    until_s: float
+
+
+Action = Send | FetchMap
+
+
+class _Down(NamedTuple):
+    """A node that could not be reached."""
+
+    failures: int
+    until_s: float
+    error: DcpdError
+
+
+def backoff_s(attempt: int, jitter: float) -> float:
+    """Return the pause after an attempt (the first is 0). `jitter` is from 0 up to 1."""
+    longest_s = min(BACKOFF_FIRST_S * (1 << min(attempt, DOUBLINGS_MAX)), BACKOFF_MAX_S)
+    return longest_s * (1 - jitter / 2)
+
+
+class Router:
+    """What all calls of a client share; see the module."""
+
+    def __init__(self, seed: ClusterNode, *, is_tls: bool = False, needs_map: bool = False) -> None:
+        self.seed = seed
+        """The node that the user named."""
+        self.needs_map = needs_map
+        """Whether nothing is sent before the map is known. Otherwise the seed is tried first."""
+        self.topology: Topology | None = None
+        self.was_reached = False
+        """A node has answered."""
+        self._is_tls = is_tls
+        self._sole: int | None = None
+        """Index of the node that serves all partitions, if there is one."""
+        self._down: dict[Place, _Down] = {}
+        self._fetch_after_s = 0.0
+        self._turn = 0
+
+    def adopt(self, topology: Topology) -> bool:
+        """Replace the known map if this one is newer; return whether it is."""
+        if not topology.is_newer_than(self.topology):
+            return False
+        self.topology = topology
+        self.was_reached = True
+        owners = set(topology.vbucket_map)
+        self._sole = owners.pop() if len(owners) == 1 and -1 not in owners else None
+        known = {place_of(node) for node in topology.nodes}
+        self._down = {place: down for place, down in self._down.items() if place in known}
+        return True
+
+    def learn(self, raw: bytes, host: str) -> bool:
+        """Adopt a configuration that the node at `host` sent, if it is newer.
+
+        Raises TopologyError if it cannot be read.
+        """
+        return self.adopt(parse_topology(raw, host, is_tls=self._is_tls))
+
+    def nodes(self) -> dict[Place, ClusterNode]:
+        """Return the nodes of the map, and the seed."""
+        nodes = (*self.topology.nodes, self.seed) if self.topology is not None else (self.seed,)
+        return {place_of(node): node for node in reversed(nodes)}
+
+    def next_node(self, asked: dict[ClusterNode, tuple[int, int]]) -> ClusterNode | None:
+        """Return a node that has to be asked where all nodes are; None: all were.
+
+        The caller notes in `asked` at which revision of the map it asked each. A newer map makes it
+        ask all again: a partition that moved may have been missed at both nodes.
+        """
+        assert self.topology is not None
+        for node in self.topology.nodes:
+            if asked.get(node) != self.topology.revision:
+                asked[node] = self.topology.revision
+                return node
+        return None
+
+    def name_of(self, vb_id: int) -> str:
+        """Return the name of the node that serves a partition, for errors."""
+        place = self.topology.place_of(vb_id) if self.topology is not None else None
+        return (ClusterNode(*place) if place is not None else self.seed).name
+
+    def is_serving(self, node: ClusterNode) -> bool:
+        """Whether a node is in the map."""
+        return self.topology is not None and node in self.topology.nodes
+
+    def direct(self, operations: Sequence[Operation]) -> Send | None:
+        """Return the Send of operations that all go to one node: the usual case, without a Call.
+
+        If an outcome is no answer (`clients.kv.reaction.is_answer`), a Call takes over. None: they
+        need a Call from the beginning.
+        """
+        topology = self.topology
+        if self._down or (topology is None and self.needs_map):
+            return None
+        if topology is None:
+            node, vb_ids = self.seed, partitions_of(operations, NUM_VBUCKETS)
+        else:
+            index = self._sole
+            if index is None and len(operations) != 1:
+                return None
+            vb_ids = partitions_of(operations, len(topology.vbucket_map))
+            if index is None:
+                index = topology.vbucket_map[vb_ids[0]]
+                if index < 0:
+                    return None
+            node = topology.nodes[index]
+        return Send(node, range(len(operations)), vb_ids, 0, 0.0)
+
+    # -- used by Call --------------------------------------------------------------------------
+
+    def group(self, vb_ids: Sequence[int]) -> dict[int, list[int]] | None:
+        """Return index of a node -> positions of its partitions; None: one node has all."""
+        assert self.topology is not None
+        if self._sole is not None:
+            return None
+        groups: dict[int, list[int]] = {}
+        vbucket_map = self.topology.vbucket_map
+        for position, vb_id in enumerate(vb_ids):
+            groups.setdefault(vbucket_map[vb_id], []).append(position)
+        return groups
+
+    def sole_node(self) -> ClusterNode:
+        """Return the node that serves all partitions."""
+        assert self.topology is not None
+        assert self._sole is not None
+        return self.topology.nodes[self._sole]
+
+    def down(self, node: ClusterNode, now_s: float) -> _Down | None:
+        """Return since when a node is not to be tried, None: it may be tried."""
+        down = self._down.get(place_of(node)) if self._down else None
+        return down if down is not None and now_s < down.until_s else None
+
+    def note_down(self, node: ClusterNode, error: DcpdError, now_s: float, jitter: float) -> float:
+        """Note that a node could not be reached; return when to try it again."""
+        place = place_of(node)
+        before = self._down.get(place)
+        if before is not None and now_s < before.until_s:
+            return before.until_s  # another call noted the same failure
+        failures = before.failures if before is not None else 0
+        until_s = now_s + backoff_s(failures, jitter)
+        self._down[place] = _Down(failures + 1, until_s, error)
+        return until_s
+
+    def note_up(self, node: ClusterNode) -> None:
+        """Note that a node answered."""
+        self.was_reached = True
+        if self._down:
+            self._down.pop(place_of(node), None)
+
+    def next_fetch(
+        self, now_s: float, *, prefer: Place | None, avoid: Place | None
+    ) -> FetchMap | None:
+        """Return which node to ask for the map; None: nobody now."""
+        if now_s < self._fetch_after_s:
+            return None
+        nodes = self.nodes()
+        if prefer not in nodes:
+            others = [place for place in nodes if place != avoid]
+            if not others:
+                return None
+            places = [place for place in others if place not in self._down] or others
+            prefer = places[self._turn % len(places)]
+            self._turn += 1
+        self._fetch_after_s = now_s + FETCH_STAGGER_S
+        return FetchMap(nodes[prefer], now_s + FETCH_LIMIT_S)
+
+    def fetch_ended(self, now_s: float) -> None:
+        """A request for the map has ended, so the next one may begin soon."""
+        self._fetch_after_s = min(self._fetch_after_s, now_s + FETCH_GAP_S)
+
+
+def place_of(node: ClusterNode) -> Place:
+    """Return host and port of a node."""
+    return node.host, node.kv_port
