@@ -26,8 +26,9 @@ DURABILITY_FRAME: Final = 1
 """Id of the frame info that asks for durability: u8 level, u16 timeout in ms."""
 _STORE_EXTRAS: Final = bytes(8)
 _COUNTER_EXTRAS: Final = Struct(">QQI")
-_DELTAS: Final = (b"1", b"10", b"100")
-"""Few, so that equal writes without an answer are one case for the checker."""
+_COUNTS: Final = ((b"1", 5), (b"10", None), (b"100", 5))
+"""Delta and initial number. They are few, so that equal writes without an answer are one case for
+the checker."""
 _NO_INITIAL: Final = 0xFFFF_FFFF
 
 _OPCODES: Final = {
@@ -102,8 +103,7 @@ class Workload:
         elif kind is Kind.APPEND:
             operation.argument = b"+" + operation.name.encode()
         elif kind is Kind.INCREMENT:
-            operation.argument = _DELTAS[world.below(len(_DELTAS))]
-            operation.initial = 5 if world.chance(0.7) else None
+            operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
         return operation
 
     def learned(self, operation: Operation) -> None:

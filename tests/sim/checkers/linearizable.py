@@ -21,11 +21,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sim.checkers.register import ANYTHING, NOTHING, State, applied, step
+from sim.checkers.register import ANYTHING, NOTHING, State, applied, changes_nothing, step
 from sim.checkers.witness import has_witness
 from sim.facts import DEFINITE, Excuse, Kind, Operation, Outcome
 
-CONFIGURATIONS_MAX = 5_000
+CONFIGURATIONS_MAX = 3_000
 """Configurations of one answer above which a key is given up: it would take too long."""
 
 _NOBODY: frozenset[int] = frozenset()
@@ -112,7 +112,7 @@ def search(history: Sequence[Operation], initial: State = NOTHING) -> Verdict:
             assert operation.ended_ns is not None
             moments.append((operation.ended_ns, 1, index))
     moments.sort()
-    if has_witness(history, moments, initial):
+    if has_witness(history, moments, initial, _first_after):
         return Verdict("")
     definite: dict[int, Operation] = {}
     """Under way, with an answer to come."""
@@ -131,6 +131,14 @@ def search(history: Sequence[Operation], initial: State = NOTHING) -> Verdict:
             return Verdict(_explain(operation, configurations, ambiguous))
         configurations = possible
     return Verdict("")
+
+
+def _first_after(
+    state: State, index: int, definite: dict[int, Operation], ambiguous: dict[int, Operation]
+) -> Configuration | None:
+    """Return one way in which an answered operation may have taken effect."""
+    found = _Expansion(index, definite, ambiguous).run([(state, _NOBODY, _NOBODY)], is_one=True)
+    return next(iter(found)) if found else None
 
 
 def _after_answer(
@@ -162,16 +170,22 @@ class _Expansion:
         self, index: int, definite: dict[int, Operation], ambiguous: dict[int, Operation]
     ) -> None:
         self._index = index
-        self._definite = definite
         self._ambiguous = ambiguous
         self._twins = _twins(ambiguous)
+        self._reads = [item for item in definite.items() if changes_nothing(item[1])]
+        self._writes = [item for item in definite.items() if not changes_nothing(item[1])]
         self._seen: dict[tuple[State, frozenset[int]], list[frozenset[int]]] = {}
         self._count = 0
         self._level: list[Configuration] = []
 
-    def run(self, configurations: Iterable[Configuration]) -> set[Configuration] | None:
-        """Return the configurations in which the answered operation has taken effect."""
-        index, found = self._index, set()
+    def run(
+        self, configurations: Iterable[Configuration], *, is_one: bool = False
+    ) -> set[Configuration] | None:
+        """Return the configurations in which the answered operation has taken effect; one of them
+        where one is enough.
+        """
+        index = self._index
+        found: set[Configuration] = set()
         self._level = []
         for configuration in sorted(configurations, key=lambda item: len(item[2])):
             self._add(*configuration)
@@ -180,6 +194,8 @@ class _Expansion:
             for state, taken, used in level:
                 if index in taken:
                     found.add((state, taken - {index}, used))
+                    if is_one:
+                        return found
                 else:
                     self._expand(state, taken, used)
             if self._count > CONFIGURATIONS_MAX:
@@ -187,7 +203,7 @@ class _Expansion:
         return found
 
     def _expand(self, state: State, taken: frozenset[int], used: frozenset[int]) -> None:
-        for other, operation in self._definite.items():
+        for other, operation in [*self._writes, *self._reads]:
             if other not in taken:
                 after = step(state, operation)
                 if after is not None:
@@ -199,7 +215,13 @@ class _Expansion:
                     self._add(after, taken, used | {other})
 
     def _add(self, state: State, taken: frozenset[int], used: frozenset[int]) -> None:
-        """Go on with a configuration, unless one that covers it is known."""
+        """Go on with a configuration, unless one that covers it is known.
+
+        What changes nothing takes effect as soon as it fits: later would be no better.
+        """
+        for read, operation in self._reads:
+            if read not in taken and step(state, operation) == state:
+                taken |= {read}
         known = self._seen.setdefault((state, taken), [])
         if any(fewer <= used for fewer in known):
             return

@@ -59,6 +59,11 @@ def counted(value: bytes | None, operation: Operation) -> bytes | None:
     return b"%d" % ((int(value) + int(operation.argument)) % _U64)
 
 
+def changes_nothing(operation: Operation) -> bool:
+    """Whether the answer says that the operation left the document as it was."""
+    return operation.kind is Kind.GET or operation.outcome is not Outcome.OK
+
+
 def _from_anything(operation: Operation) -> State | None:
     """What an answer tells of a document of which nothing was known."""
     kind, outcome = operation.kind, operation.outcome

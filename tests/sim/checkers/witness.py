@@ -1,30 +1,42 @@
-"""Looks for one order that explains a key's answers, in linear time, guided by seqnos and CAS. Pure.
+"""Looks for one order that explains a key's answers, in linear time. Pure.
 
-The order that it finds is a proof, because every step of it is checked against the register and the
-times. If it finds none, that says nothing: then `sim.checkers.linearizable` searches all orders.
+Seqnos and CAS guide it. The order that it finds is a proof, because every step of it is checked
+against the register and the times. If it finds none, that says nothing: then
+`sim.checkers.linearizable` searches all orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from sim.checkers.register import State, applied, step
+from sim.checkers.register import State, changes_nothing, step
 from sim.facts import DEFINITE, Operation
 
 Moments = Sequence[tuple[int, int, int]]
 """(time, 0 for a request and 1 for an answer, index of the operation), in order."""
 
 
-def has_witness(history: Sequence[Operation], moments: Moments, initial: State) -> bool:
-    """Return whether the guided order explains all answers."""
-    return _Walk(history, initial).run(moments)
+Way = tuple[State, frozenset[int], frozenset[int]]
+"""State, and what has taken effect: of operations with an answer, and of writes without one."""
+FindWay = Callable[[State, int, dict[int, Operation], dict[int, Operation]], Way | None]
+"""Returns one way in which an operation may have taken effect, or None."""
+
+
+def has_witness(
+    history: Sequence[Operation], moments: Moments, initial: State, find_way: FindWay
+) -> bool:
+    """Return whether the guided order explains all answers. `find_way` is asked where seqnos and
+    CAS do not tell.
+    """
+    return _Walk(history, initial, find_way).run(moments)
 
 
 class _Walk:
     """One pass over the moments. `_pending` have an answer to come and have not taken effect."""
 
-    def __init__(self, history: Sequence[Operation], initial: State) -> None:
+    def __init__(self, history: Sequence[Operation], initial: State, find_way: FindWay) -> None:
         self._history = history
+        self._find_way = find_way
         self._state = initial
         self._pending: dict[int, Operation] = {}
         self._ambiguous: dict[int, Operation] = {}
@@ -45,18 +57,24 @@ class _Walk:
         """Let an operation take effect, after those that must come before it."""
         pending = self._pending
         if len(pending) > 1:
-            before = self._before(operation)
-            if before and not self._take_all(before):
-                return False
-        if self._take(index, operation):
+            self._take_reads()
+            for other in self._before(operation):
+                if index not in pending:
+                    break
+                if not self._take(other):
+                    return False
+                self._take_reads()
+        if index not in pending or self._take(index):
             return True
-        for other, write in self._ambiguous.items():
-            after = applied(self._state, write)
-            if after is not None and step(after, operation) is not None:
-                self._state = after
-                del self._ambiguous[other]
-                return self._take(index, operation)
-        return self._try_in_order(index, operation)
+        way = self._find_way(self._state, index, pending, self._ambiguous)
+        if way is None:
+            return False
+        self._state, taken, used = way
+        for other in (index, *taken):
+            pending.pop(other, None)
+        for other in used:
+            del self._ambiguous[other]
+        return True
 
     def _before(self, operation: Operation) -> list[int]:
         """Return the operations under way that took effect before, as seqnos and CAS tell."""
@@ -71,26 +89,17 @@ class _Walk:
             key=lambda other: self._pending[other].seqno,
         )
 
-    def _take_all(self, indices: Sequence[int]) -> bool:
-        return all(self._take(index, self._pending[index]) for index in indices)
+    def _take_reads(self) -> None:
+        """Let everything take effect that fits and changes nothing: later would be no better."""
+        state = self._state
+        for index, operation in list(self._pending.items()):
+            if changes_nothing(operation) and step(state, operation) == state:
+                del self._pending[index]
 
-    def _take(self, index: int, operation: Operation) -> bool:
-        after = step(self._state, operation)
+    def _take(self, index: int) -> bool:
+        after = step(self._state, self._pending[index])
         if after is None:
             return False
         self._state = after
         del self._pending[index]
         return True
-
-    def _try_in_order(self, index: int, operation: Operation) -> bool:
-        """Let writes under way take effect one after another until the answer fits."""
-        writes = sorted(
-            (other for other, write in self._pending.items() if write.seqno and other != index),
-            key=lambda other: self._pending[other].seqno,
-        )
-        for other in writes:
-            if not self._take(other, self._pending[other]):
-                return False
-            if self._take(index, operation):
-                return True
-        return False
