@@ -178,7 +178,7 @@ class History(NamedTuple):
     """(vb_uuid, seqno at which it began), newest first."""
     high_seqno: int
     entries: dict[int, int]
-    """Seqno -> a checksum of the change. Seqnos may be missing where history was compacted."""
+    """Seqno -> `fingerprint` of the change. Seqnos may be missing where history was compacted."""
 
     def end_of(self, vb_uuid: int) -> int | None:
         """Return the seqno at which a version ended; None: it is not in this history."""
@@ -188,6 +188,16 @@ class History(NamedTuple):
                 return end
             end = began
         return None
+
+
+def fingerprint(cas: int, checksum: int) -> int:
+    """Return what stands for a change: its CAS, and a 32-bit checksum of all of it."""
+    return cas << 32 | checksum
+
+
+def cas_of(change: int) -> int:
+    """Return the CAS in a fingerprint."""
+    return change >> 32
 
 
 class Map(NamedTuple):
@@ -208,8 +218,12 @@ class Facts:
         self.excuses: list[Excuse] = []
         self.masterships: list[Mastership] = []
         self.histories: list[History] = []
+        """Of all nodes, at the ends of their processes and at rest."""
+        self.final: list[History] = []
+        """Of the masters, at rest."""
         self.master_map: Map | None = None
         self.consumer_maps: list[Map] = []
-        self.faults_ended_ns = 0
+        self.works_ns = 0
+        """From here on, every operation must be answered."""
         self.problems: list[str] = []
         """What went wrong on the way, in words: each is a violation."""

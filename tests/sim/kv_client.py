@@ -62,7 +62,7 @@ class KvLink:
         if self._dial is None and not self._is_redial_due:
             client = self._client
             self._dial = Dial(
-                client.network, client.host, self._node, CLIENT_FEATURES, client.plan.timeout_ns,
+                client.network, client.host, self._node, CLIENT_FEATURES, client.timeout_ns,
                 self._ready, self._failed,
             )  # fmt: skip
 
@@ -97,7 +97,7 @@ class KvLink:
         self._asked[opaque] = operation, done
         side.write(pack(operation, opaque, has_durability=self._has_durability))
         if self._timer is None:
-            self._timer = client.host.after(client.plan.timeout_ns, self._check_time)
+            self._timer = client.host.after(client.timeout_ns, self._check_time)
 
     def _check_time(self) -> None:
         self._timer = None
@@ -105,7 +105,7 @@ class KvLink:
             return
         client = self._client
         oldest, _ = next(iter(self._asked.values()))
-        left_ns = oldest.invoked_ns + client.plan.timeout_ns - client.network.world.now_ns
+        left_ns = oldest.invoked_ns + client.timeout_ns - client.network.world.now_ns
         if left_ns > MS:
             self._timer = client.host.after(left_ns, self._check_time)
         else:
@@ -161,6 +161,7 @@ class KvClient:
         self.host = Host(network.world, name)
         self.name = name
         network.add(self.host)
+        self.timeout_ns = plan.timeout_ns
         self.is_stopped = False
         self.unread: list[bytes] = []
         """Keys that `read_all` has still to read."""
@@ -169,7 +170,8 @@ class KvClient:
         self._busy = 0
 
     def begin(self) -> None:
-        """Start all lanes."""
+        """Start all lanes; the client must be idle."""
+        self.is_stopped = False
         for _ in range(self.plan.pipeline):
             self._pause()
 

@@ -14,13 +14,14 @@ Invariants of SingleNode
 from __future__ import annotations
 
 from collections.abc import Callable
+from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
 from dcp.session.range_scans import RangeScans
 from dcp.stream.hub import StreamHub
 from sim.clock import Clock
-from sim.facts import Committed, Excuse, Facts, History, Mastership
+from sim.facts import Committed, Excuse, Facts, History, Mastership, fingerprint
 from sim.network import Side
 from sim.plan import Plan
 from sim.serving import ServedConnection
@@ -43,6 +44,7 @@ from vbucket.upkeep.merge import merge
 if TYPE_CHECKING:
     from sim.machine import Machine
 
+_SEQNO = Struct(">Q")
 TICK_NS = 100 * MS
 """How often NOOPs and marks are looked after."""
 LISTEN_NS = 30 * MS
@@ -112,7 +114,7 @@ class Facades:
 class SingleNode:
     """See the module."""
 
-    def __init__(self, machine: Machine, plan: Plan, facts: Facts, bugs: frozenset[str]) -> None:
+    def __init__(self, machine: Machine, plan: Plan, facts: Facts) -> None:
         self.host: Host = machine.host
         self.clock: Clock = machine.clock
         self.name = machine.name
@@ -120,7 +122,6 @@ class SingleNode:
         self._world = machine.world
         self._plan = plan
         self._record = facts
-        self._bugs = bugs
         self.authenticator = OpenDoor()
         self.facts = Facades()
         self.connections: dict[ServedConnection, None] = {}
@@ -188,8 +189,6 @@ class SingleNode:
     @property
     def answered_group(self) -> int:
         """See Served."""
-        if "answers_before_sync" in self._bugs:
-            return self.engine.keyspace.group
         return self.engine.keyspace.committed_group
 
     def kick(self) -> None:
@@ -213,8 +212,6 @@ class SingleNode:
             return
         self.engine.refuse_writes("", Hold.LOG_FULL)
         plan, world = self._plan, self._world
-        if "streams_before_sync" in self._bugs:
-            self._publish(group)
         self.host.after(world.between(plan.sync_min_ns, plan.sync_max_ns), self._sync, group)
 
     def _sync(self, group: CommitGroup) -> None:
@@ -224,8 +221,7 @@ class SingleNode:
             self._die()
             return
         self._group = None
-        if "streams_before_sync" not in self._bugs:
-            self._publish(group)
+        self._publish(group)
         for vb_id in group.branched:
             document = self.engine.partitions[vb_id].failover.to_document()
             with self._machine.env.write() as write:
@@ -296,8 +292,10 @@ class SingleNode:
         self._machine.exited()
 
     def ended(self) -> None:
-        """See SimNode."""
+        """See SimNode. What was committed until now is kept for the checkers."""
         self.connections.clear()
+        if self._has_begun:
+            self._record.histories += self.histories()
 
     def stop(self) -> None:
         """See SimNode."""
@@ -361,19 +359,22 @@ class SingleNode:
         while seqno <= end:
             batch = self.engine.versions.frames(part.vb_id, seqno, end, bytes(4), (), 1 << 30)
             for frame in batch.frames:
-                entries[int.from_bytes(frame[24:32], "big")] = crc32(frame)
+                seqno, cas = _SEQNO.unpack_from(frame, 24)[0], _SEQNO.unpack_from(frame, 16)[0]
+                entries[seqno] = fingerprint(cas, crc32(frame))
             seqno = batch.next_seqno
         now_ns = self._world.now_ns
         versions = tuple(part.failover.pairs())
         return History(now_ns, self.name, part.vb_id, versions, end, entries)
 
 
-def single(plan: Plan, facts: Facts, bugs: frozenset[str]) -> Callable[[Machine], SingleNode]:
+def single(
+    plan: Plan, facts: Facts, node_type: type[SingleNode] = SingleNode
+) -> Callable[[Machine], SingleNode]:
     """Return how machines start a SingleNode."""
 
     def start(machine: Machine) -> SingleNode:
         try:
-            return SingleNode(machine, plan, facts, bugs)
+            return node_type(machine, plan, facts)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:

@@ -65,8 +65,12 @@ class Plan(NamedTuple):
     """Mean time between two faults."""
     load_ns: int
     """How long faults and load last."""
+    grace_ns: int
+    """After the faults, everything works again within this time."""
+    calm_ns: int
+    """Then there is load for this time, and every operation is answered."""
     rest_ns: int
-    """After the faults, everything must be at rest within this time."""
+    """After the load, everything is at rest within this time."""
     delay_min_ns: int
     delay_max_ns: int
     sync_min_ns: int
@@ -120,6 +124,8 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         faults=faults,
         fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
         load_ns=int((seconds or draw.choice((0.8, 1.5, 2.5))) * SECOND),
+        grace_ns=1500 * MS,
+        calm_ns=150 * MS,
         rest_ns=20 * SECOND,
         delay_min_ns=(5 * MS if far else MS // 10),
         delay_max_ns=draw.choice((1, 5, 30)) * MS + (5 * MS if far else 0),

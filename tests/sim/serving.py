@@ -16,6 +16,7 @@ from dcp.session.range_scans import RangeScans
 from dcp.session.session import Session
 from dcp.session.state import Limits, NodeFacts, SessionState
 from dcp.stream.hub import StreamHub
+from dcp.stream.snapshots import Message
 from sim.clock import Clock
 from sim.network import Side
 from sim.world import Host
@@ -153,9 +154,12 @@ class ServedConnection:
         messages = producer.pump(PUMP_BYTES)
         assert not producer.damages, producer.damages
         if messages:
-            self.side.write(b"".join(messages))
+            self._send(messages)
         if producer.has_output:
             self.schedule_pump()
+
+    def _send(self, messages: list[Message]) -> None:
+        self.side.write(b"".join(messages))
 
     def _close_if_done(self) -> None:
         if self.state.is_closing and not (self._held or self.state.answers):

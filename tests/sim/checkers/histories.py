@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from sim.facts import Excuse, History, Mastership, Operation, Outcome, RolledBack
+from sim.facts import Excuse, History, Mastership, Operation, Outcome, RolledBack, cas_of
 
 PURGE = "purge"
 
@@ -29,13 +29,23 @@ def lost_writes(
         if operation.outcome is not Outcome.OK or not operation.seqno:
             continue
         history = by_vb.get(operation.vb_id)
-        end = None if history is None else history.end_of(operation.vb_uuid)
-        if end is not None and operation.seqno <= end:
-            continue
-        if not _is_excused(operation, excuses):
-            where = "is gone" if end is None else f"ends at {end}"
-            problems.append(f"an answered write is lost: {operation}; its version {where}")
+        problem = "nobody holds the partition" if history is None else _missing(operation, history)
+        if problem and not _is_excused(operation, excuses):
+            problems.append(f"an answered write is lost: {operation}; {problem}")
     return problems
+
+
+def _missing(operation: Operation, history: History) -> str:
+    """Return why a write is not in a history; "" if it is, or was before it was compacted."""
+    end = history.end_of(operation.vb_uuid)
+    if end is None:
+        return "its version is gone"
+    if operation.seqno > end:
+        return f"its version ends at {end}"
+    change = history.entries.get(operation.seqno)
+    if change is not None and cas_of(change) != operation.cas:
+        return f"its seqno has another change, with CAS {cas_of(change):x}"
+    return ""
 
 
 def _is_excused(operation: Operation, excuses: Sequence[Excuse]) -> bool:
