@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from soak import churn, flip, kill, power, proxy
+from sim.run import Options
+from soak import churn, flip, kill, power, proxy, simulate
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -100,6 +101,10 @@ def main() -> int:
     proxying.add_argument("--writes", type=int, default=250_000, help="in each round")
     proxying.add_argument("--round", type=int, help="replay one round")
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
+    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
+    simulating.add_argument("--seeds", type=int, default=100_000)
+    simulating.add_argument("--nodes", type=int, default=1)
+    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
@@ -112,6 +117,8 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
         return 0
+    if arguments.command == "sim":
+        return simulate.soak(arguments.seeds, arguments.state, Options(nodes=arguments.nodes))
     if arguments.command == "churn":
         plan = churn.Plan(
             arguments.keys, arguments.value_bytes, arguments.history_window, arguments.history_bytes
