@@ -147,7 +147,7 @@ class Excuse(NamedTuple):
     """From `at_ns` on, changes of a partition above a seqno may be gone: a branch, an unclean
     election, a lost folder without copies. A purge excuses a rollback to 0 only.
 
-    It may take effect until `until_ns`; None: until the end.
+    It takes effect before `until_ns`, or never; None: it may still happen.
     """
 
     at_ns: int
@@ -227,3 +227,16 @@ class Facts:
         """From here on, every operation must be answered."""
         self.problems: list[str] = []
         """What went wrong on the way, in words: each is a violation."""
+
+    def excuse(self, at_ns: int, vb_id: int, to_seqno: int, kind: str) -> None:
+        """History may be cut back from now on."""
+        self.excuses.append(Excuse(at_ns, vb_id, to_seqno, kind))
+
+    def settle(self, now_ns: int, vb_id: int) -> None:
+        """What could cut back a partition's history has happened, or never will."""
+        self.excuses = [
+            item._replace(until_ns=now_ns)
+            if item.vb_id == vb_id and item.until_ns is None
+            else item
+            for item in self.excuses
+        ]

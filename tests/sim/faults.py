@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sim.consumer import SimConsumer
-from sim.facts import Excuse, Facts
+from sim.facts import Facts
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
@@ -36,8 +36,11 @@ class Controls(Protocol):
     def handover(self, vb_id: int) -> None:
         """Name another wanted master of a partition."""
 
-    def elect_unclean(self, vb_id: int) -> Excuse | None:
-        """Elect a master outside the in-sync set, where nobody of it is left."""
+    def elect_unclean(self, vb_id: int) -> bool:
+        """Elect a master outside the in-sync set, where nobody of it is left. False: refused.
+
+        It records the excuse, as `SimNode.branch` does.
+        """
 
     def harm_store(self, kind: str) -> Mend | None:
         """Let the metadata store be away, slow, forgetful, or compact its history."""
@@ -234,11 +237,9 @@ def branch(faults: Faults) -> Mend | None:
         return None
     assert machine.node is not None
     vb_id = faults.world.below(faults.stage.plan.partitions)
-    excuse = machine.node.branch(vb_id, faults.world.draw.random())
-    if excuse is None:
+    if not machine.node.branch(vb_id, faults.world.draw.random()):
         return None
     faults.branches += 1
-    faults.stage.facts.excuses.append(excuse)
     return _nothing
 
 
@@ -363,11 +364,8 @@ def unclean_election(faults: Faults) -> Mend | None:
     controls = faults.stage.controls
     if controls is None or not faults.stage.plan.unclean:
         return None
-    excuse = controls.elect_unclean(faults.world.below(faults.stage.plan.partitions))
-    if excuse is None:
-        return None
-    faults.stage.facts.excuses.append(excuse)
-    return _nothing
+    is_done = controls.elect_unclean(faults.world.below(faults.stage.plan.partitions))
+    return _nothing if is_done else None
 
 
 def _store(kind: str) -> Fault:

@@ -21,7 +21,7 @@ from zlib import crc32
 from dcp.session.range_scans import RangeScans
 from dcp.stream.hub import StreamHub
 from sim.clock import Clock
-from sim.facts import Committed, Excuse, Facts, History, Mastership, fingerprint
+from sim.facts import Committed, Facts, History, Mastership, fingerprint
 from sim.network import Side
 from sim.plan import Plan
 from sim.serving import ServedConnection
@@ -71,10 +71,10 @@ class SimNode(Protocol):
     def stop(self) -> None:
         """Stop in order, as after SIGTERM. The machine ends the process then."""
 
-    def branch(self, vb_id: int, share: float) -> Excuse | None:
-        """Branch a partition at about this share of its seqnos, as an operator does.
+    def branch(self, vb_id: int, share: float) -> bool:
+        """Branch a partition at about this share of its seqnos, as an operator does. False: refused.
 
-        Returns what the branch excuses; None: it was refused.
+        It records the excuse, and settles it once the branch is committed or cannot be any more.
         """
 
     def serves(self, vb_id: int) -> bool:
@@ -242,6 +242,7 @@ class SingleNode:
             uuid = self.engine.partitions[vb_id].vb_uuid
             record(Committed(now_ns, self.name, vb_id, uuid, seqno))
         for vb_id in group.branched:
+            self._record.settle(now_ns, vb_id)
             self.hub.branched(vb_id)
         for vb_id in group.restated:
             self.hub.restated(vb_id)
@@ -294,6 +295,8 @@ class SingleNode:
     def ended(self) -> None:
         """See SimNode. What was committed until now is kept for the checkers."""
         self.connections.clear()
+        for part in self.engine.partitions:
+            self._record.settle(self._world.now_ns, part.vb_id)
         if self._has_begun:
             self._record.histories += self.histories()
 
@@ -313,18 +316,19 @@ class SingleNode:
 
     # -- what operators and checkers ask -----------------------------------------------------------
 
-    def branch(self, vb_id: int, share: float) -> Excuse | None:
+    def branch(self, vb_id: int, share: float) -> bool:
         """See SimNode."""
         part = self.engine.partitions[vb_id]
         seqno = int(part.high_seqno * share)
         if not self._has_begun:
-            return None
+            return False
         try:
             self.engine.keyspace.branch(vb_id, seqno)
         except BranchRefusedError:
-            return None
+            return False
+        self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
         self.kick()
-        return Excuse(self._world.now_ns, vb_id, seqno, "branch")
+        return True
 
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""
