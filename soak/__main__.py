@@ -103,7 +103,6 @@ def main() -> int:
     proxying.add_argument("--state", type=Path, default=Path(".soak-proxy.json"))
     simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
     simulating.add_argument("--seeds", type=int, default=100_000)
-    simulating.add_argument("--nodes", type=int, default=1)
     simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
     add_attack(commands)
     arguments = parser.parse_args()
@@ -118,7 +117,7 @@ def main() -> int:
             print(asyncio.run(proxy.run_round(Path(folder), arguments.round, arguments.writes)))
         return 0
     if arguments.command == "sim":
-        return simulate.soak(arguments.seeds, arguments.state, Options(nodes=arguments.nodes))
+        return simulate.soak(arguments.seeds, arguments.state, Options())
     if arguments.command == "churn":
         plan = churn.Plan(
             arguments.keys, arguments.value_bytes, arguments.history_window, arguments.history_bytes

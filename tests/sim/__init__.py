@@ -9,6 +9,8 @@ network, the clocks and the disks are simulated, and they fail in every way that
     clock      clocks that drift and jump
     machine    a host with disks, on which a node starts, dies and starts again
     node       what a simulated node must offer (SimNode), and a single node
+    upkeep     its merges and compactions
+    cluster    how nodes start and clients find them: the seam for replicated nodes
     serving    the server's side of one connection
     plan       what a seed decides: sizes, workload, kinds of faults
     faults     the kinds of faults, and when they happen

@@ -25,6 +25,7 @@ from sim.facts import Committed, Facts, History, Mastership, fingerprint
 from sim.network import Side
 from sim.plan import Plan
 from sim.serving import ServedConnection
+from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.memory_node import OpenDoor
 from vbucket.engine.engine import Engine
@@ -39,7 +40,6 @@ from vbucket.model.entry import key_of, value_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vb_uuid_from_random
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import CleanEnd, put_failover
-from vbucket.upkeep.merge import merge
 
 if TYPE_CHECKING:
     from sim.machine import Machine
@@ -51,7 +51,6 @@ LISTEN_NS = 30 * MS
 """How long a start takes before the port is open."""
 ROOM_RETRY_NS = 50 * MS
 """Pause before a full disk is tried again."""
-MERGE_MAX_NS = 300 * MS
 
 
 class StartRefusedError(Exception):
@@ -72,7 +71,8 @@ class SimNode(Protocol):
         """Stop in order, as after SIGTERM. The machine ends the process then."""
 
     def branch(self, vb_id: int, share: float) -> bool:
-        """Branch a partition at about this share of its seqnos, as an operator does. False: refused.
+        """Branch a partition at about this share of its seqnos, as an operator does. Return
+        whether it was accepted.
 
         It records the excuse, and settles it once the branch is committed or cannot be any more.
         """
@@ -147,6 +147,7 @@ class SingleNode:
         self.engine: Engine
         self.hub = StreamHub()
         self.scans = RangeScans(Views(self.engine, self.store), lambda: draw.randbytes(16))
+        self._upkeep = Upkeep(self, machine.env, plan, facts)
         self.engine.begin_batch(self.clock.wall_ns())
         for part in self.engine.partitions:
             self._record_mastership(part)
@@ -234,6 +235,12 @@ class SingleNode:
         if keyspace.has_pending:
             self.kick()
 
+    def _begin_merge(self) -> None:
+        try:
+            self._upkeep.begin_merge()
+        except SyncFailedError:
+            self._die()
+
     def _publish(self, group: CommitGroup) -> None:
         keyspace, now_ns = self.engine.keyspace, self._world.now_ns
         keyspace.group_committed(group)
@@ -247,33 +254,6 @@ class SingleNode:
         for vb_id in group.restated:
             self.hub.restated(vb_id)
         self.hub.committed(group.high_seqnos)
-
-    # -- merges ------------------------------------------------------------------------------------
-
-    def _begin_merge(self) -> None:
-        """Freeze and seal at a group boundary; changes go on."""
-        keyspace = self.engine.keyspace
-        if keyspace.has_pending:
-            return  # the next boundary
-        try:
-            self.writer.rotate()
-        except LogFullError:
-            return
-        except SyncFailedError:
-            self._die()
-            return
-        keyspace.freeze()
-        self.host.after(1 + self._world.below(MERGE_MAX_NS), self._end_merge)
-
-    def _end_merge(self) -> None:
-        device, keyspace = self.device, self.engine.keyspace
-        segments = device.segments()[:-1]
-        report = merge(self._machine.env, [(number, device.read(number)) for number in segments])
-        keyspace.merged(report)
-        keyspace.drop_frozen(0, self._plan.partitions)
-        for segment in segments:
-            if segment not in report.kept:
-                device.delete(segment)
 
     # -- time and the end --------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class Plan(NamedTuple):
     drift_ppm: int
     memtable_bytes: int
     item_cache_bytes: int
+    compact_share: float
+    """Share of merges after which a partition is compacted."""
     save_every_ns: int
     """How often consumers save a checkpoint."""
 
@@ -132,7 +134,8 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         sync_min_ns=(2 * MS if slow_disk else MS // 10),
         sync_max_ns=draw.choice((1, 3, 20)) * MS + (2 * MS if slow_disk else 0),
         drift_ppm=draw.choice((0, 50, 500, 20_000)),
-        memtable_bytes=draw.choice((8 << 10, 64 << 10, 1 << 20)),
+        memtable_bytes=draw.choice((2 << 10, 8 << 10, 64 << 10)),
         item_cache_bytes=draw.choice((0, 16 << 10)),
+        compact_share=draw.choice((0.0, 0.5, 1.0)),
         save_every_ns=draw.choice((50, 200, 1000)) * MS,
     )

@@ -14,17 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sim.bugs import BUGS
 from sim.checkers import histories, linearizable, liveness, streams
+from sim.cluster import MakeCluster, Setting, SingleNodes
 from sim.consumer import SimConsumer
 from sim.facts import Facts, Map
-from sim.faults import Controls, Faults
+from sim.faults import Faults
 from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
-from sim.node import SingleNode, single
 from sim.plan import Plan, drawn
-from sim.routing import OneNode, Routing
 from sim.world import MS, SECOND, Trace, World
 
 LOOK_NS = 50 * MS
@@ -64,7 +62,13 @@ class Report(NamedTuple):
 class Simulation:
     """A run under way. `Stage` of the faults."""
 
-    def __init__(self, seed: int, options: Options, trace: Trace | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        options: Options,
+        trace: Trace | None = None,
+        make_cluster: MakeCluster = SingleNodes,
+    ) -> None:
         self.seed = seed
         self.world = World(seed, trace)
         self.plan: Plan = drawn(self.world.draw, nodes=options.nodes, seconds=options.seconds)
@@ -72,31 +76,29 @@ class Simulation:
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
         self.network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
-        boot = single(plan, self.facts, BUGS.get(options.bug, SingleNode))
+        self._cluster = make_cluster(Setting(world, self.network, plan, self.facts, options.bug))
+        self.controls = self._cluster.controls
         self.machines = [
             Machine(
-                world, self.network, f"n{number}", boot,
+                world, self.network, f"n{number}", self._cluster.boot,
                 drift_ppm=world.below(2 * plan.drift_ppm + 1) - plan.drift_ppm,
             )
             for number in range(1, options.nodes + 1)
         ]  # fmt: skip
-        self.controls: Controls | None = None
         self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
         self.reader = self._client("reader")
         self.consumers = [
-            SimConsumer(self.network, f"w{number}", plan, self.facts, self._routing())
+            SimConsumer(self.network, f"w{number}", plan, self.facts, self._cluster.routing())
             for number in range(1, plan.consumers + 1)
         ]
         self.faults = Faults(self)
 
-    def _routing(self) -> Routing:
-        return OneNode(self.machines[0].name)
-
     def _client(self, name: str) -> KvClient:
-        return KvClient(self.network, name, self.plan, self.facts, self._routing())
+        return KvClient(self.network, name, self.plan, self.facts, self._cluster.routing())
 
     def run(self) -> Report:
         """Run to the end, and check."""
+        self._cluster.begin()
         self._start_machines()
         for client in self.clients:
             client.begin()
@@ -120,6 +122,7 @@ class Simulation:
         """Mend everything, and wait until nothing moves any more."""
         world, facts = self.world, self.facts
         self.faults.end()
+        self._cluster.mend()
         self._start_machines()
         for client in self.clients:
             client.stop()
@@ -230,8 +233,6 @@ def replay_command(seed: int, options: Options) -> str:
     words: Sequence[str] = ["python -m tests.sim", f"--seed {seed}"]
     if options.bug:
         words = [*words, f"--bug {options.bug}"]
-    if options.nodes != 1:
-        words = [*words, f"--nodes {options.nodes}"]
     if options.seconds is not None:
         words = [*words, f"--seconds {options.seconds:g}"]
     return " ".join(words)

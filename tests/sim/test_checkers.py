@@ -118,10 +118,10 @@ class TestMasters:
 
 class TestRollbacks:
     event = RolledBack(10, "w1", 0, 8, 5)
+    to_zero = event._replace(to_seqno=0)
 
     @pytest.mark.parametrize(
-        "excuse",
-        [Excuse(9, 0, 5, "branch"), Excuse(9, 0, 7, "unclean election"), Excuse(9, 0, 90, "purge")],
+        "excuse", [Excuse(9, 0, 5, "branch"), Excuse(9, 0, 7, "unclean election")]
     )
     def test_with_a_cause(self, excuse: Excuse) -> None:
         assert histories.rollbacks([self.event], [excuse]) == []
@@ -132,6 +132,12 @@ class TestRollbacks:
     )
     def test_without_one(self, excuse: Excuse) -> None:
         assert len(histories.rollbacks([self.event], [excuse])) == 1
+
+    def test_a_purge_sends_who_is_below_it_to_zero(self) -> None:
+        purge = Excuse(9, 0, 9, "purge")
+        assert histories.rollbacks([self.to_zero], [purge]) == []
+        assert histories.rollbacks([self.event], [purge])
+        assert histories.rollbacks([self.to_zero], [purge._replace(to_seqno=8)])
 
 
 class TestStreams:

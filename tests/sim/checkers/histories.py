@@ -117,7 +117,7 @@ def rollbacks(rolled_back: Iterable[RolledBack], excuses: Sequence[Excuse]) -> l
             for excuse in excuses
             if excuse.vb_id == event.vb_id
             and excuse.at_ns <= event.at_ns
-            and (excuse.to_seqno < event.from_seqno or excuse.kind == PURGE)
+            and _explains(excuse, event)
         ]
         if not causes:
             problems.append(
@@ -125,3 +125,10 @@ def rollbacks(rolled_back: Iterable[RolledBack], excuses: Sequence[Excuse]) -> l
                 f" {event.to_seqno} at {event.at_ns / 1e6:.3f} ms, and history was not cut back"
             )
     return problems
+
+
+def _explains(excuse: Excuse, event: RolledBack) -> bool:
+    """Whether a rollback may come from a cut of history, or from a purge that it was below."""
+    if excuse.kind == PURGE:
+        return event.to_seqno == 0 and event.from_seqno < excuse.to_seqno
+    return excuse.to_seqno < event.from_seqno

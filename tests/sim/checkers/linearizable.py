@@ -175,16 +175,18 @@ class _Expansion:
         self._reads = [item for item in definite.items() if changes_nothing(item[1])]
         self._writes = [item for item in definite.items() if not changes_nothing(item[1])]
         self._seen: dict[tuple[State, frozenset[int]], list[frozenset[int]]] = {}
+        self._is_one = False
         self._count = 0
         self._level: list[Configuration] = []
 
     def run(
         self, configurations: Iterable[Configuration], *, is_one: bool = False
     ) -> set[Configuration] | None:
-        """Return the configurations in which the answered operation has taken effect; one of them
-        where one is enough.
+        """Return the configurations in which the answered operation has taken effect; with
+        `is_one`, one of them, with writes in the order of their seqnos.
         """
         index = self._index
+        self._is_one = is_one
         found: set[Configuration] = set()
         self._level = []
         for configuration in sorted(configurations, key=lambda item: len(item[2])):
@@ -203,7 +205,7 @@ class _Expansion:
         return found
 
     def _expand(self, state: State, taken: frozenset[int], used: frozenset[int]) -> None:
-        for other, operation in [*self._writes, *self._reads]:
+        for other, operation in [*self._next_writes(taken), *self._reads]:
             if other not in taken:
                 after = step(state, operation)
                 if after is not None:
@@ -213,6 +215,13 @@ class _Expansion:
                 after = applied(state, operation)
                 if after is not None and after != state:
                     self._add(after, taken, used | {other})
+
+    def _next_writes(self, taken: frozenset[int]) -> list[tuple[int, Operation]]:
+        """Return the writes that may be next: all of them, or the one that seqnos tell."""
+        if not self._is_one:
+            return self._writes
+        left = [item for item in self._writes if item[0] not in taken]
+        return [min(left, key=lambda item: item[1].seqno)] if left else []
 
     def _add(self, state: State, taken: frozenset[int], used: frozenset[int]) -> None:
         """Go on with a configuration, unless one that covers it is known.
