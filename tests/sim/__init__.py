@@ -15,6 +15,9 @@ network, the clocks and the disks are simulated, and they fail in every way that
     plan       what a seed decides: sizes, workload, kinds of faults
     faults     the kinds of faults, and when they happen
     kv_client  clients that read and write over real frames
+    kv_link    their connections
+    workload   what they ask for
+    routing    where the nodes are
     consumer   consumers with checkpoints
     facts      what happened, as data
     checkers   rules over these facts

@@ -94,7 +94,7 @@ class Simulation:
         self.faults = Faults(self)
 
     def _client(self, name: str) -> KvClient:
-        return KvClient(self.network, name, self.plan, self.facts, self._cluster.routing())
+        return KvClient(self.network, name, self.plan, self._cluster.caller)
 
     def run(self) -> Report:
         """Run to the end, and check."""
@@ -126,7 +126,7 @@ class Simulation:
         self._start_machines()
         for client in self.clients:
             client.stop()
-            client.timeout_ns = CALM_TIMEOUT_NS
+            client.caller.timeout_ns = CALM_TIMEOUT_NS
         world.run_until(world.now_ns + self.plan.grace_ns)
         self._wait(self._are_clients_idle, "clients still wait for answers")
         facts.works_ns = world.now_ns
@@ -136,7 +136,7 @@ class Simulation:
         for client in self.clients:
             client.stop()
         self._wait(self._are_clients_idle, "clients wait for answers")
-        self.reader.stop()
+        self.reader.caller.timeout_ns = CALM_TIMEOUT_NS
         self.reader.read_all()
         self._wait(lambda: self.reader.is_idle, "a key cannot be read")
         self._wait(self._are_nodes_quiet, "changes are not committed")
