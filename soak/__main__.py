@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from soak import check, churn, flip, kill, power, proxy
+from sim.run import Options
+from soak import check, churn, flip, kill, power, proxy, simulate
 from soak.attack import run as attacking
 from soak.fuzz import resident_bytes, run_round
 
@@ -104,6 +105,9 @@ def main() -> int:
     checking.add_argument("--minutes", type=float, help="stop after this time")
     checking.add_argument("--states", type=int, default=check.STATES_MAX, help="of one bound")
     checking.add_argument("--folder", type=Path, default=Path(".soak-check"))
+    simulating = commands.add_parser("sim", help="simulated nodes, clients and faults, from seeds")
+    simulating.add_argument("--seeds", type=int, default=100_000)
+    simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
     add_attack(commands)
     arguments = parser.parse_args()
     if arguments.command == "attack":
@@ -118,6 +122,8 @@ def main() -> int:
         return 0
     if arguments.command == "check":
         return check.soak(arguments.folder, arguments.minutes, arguments.states)
+    if arguments.command == "sim":
+        return simulate.soak(arguments.seeds, arguments.state, Options())
     if arguments.command == "churn":
         plan = churn.Plan(
             arguments.keys, arguments.value_bytes, arguments.history_window, arguments.history_bytes

@@ -9,11 +9,14 @@ What unsynced work leaves in the worst case that POSIX and disks allow:
   nothing arrived;
 - a cut that was not synced with `sync` may not have happened;
 - creations, renames and removals without `sync_folder` may each have happened or not;
+- what a failed sync covered reads back until the power goes. A later sync that succeeds does not
+  cover it; it is safe only after it was written again, and synced;
 - LMDB's commit is atomic; an unfinished one may have happened or not.
 """
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,9 +43,11 @@ class _File:
 
     def __init__(self, data: bytes = b"") -> None:
         self.current = bytearray(data)
-        self.durable = bytes(data)
+        self.durable = bytearray(data)
         self.pending: list[tuple[int, bytes | None]] = []
         """(position, data), or (length, None) for a cut."""
+        self.doubtful: list[tuple[int, bytes]] = []
+        """Writes that a failed sync covered: in memory, and on disk in part or not at all."""
 
     def write(self, data: bytes, at: int) -> None:
         self.pending.append((at, data))
@@ -53,23 +58,49 @@ class _File:
         _cut(self.current, size_bytes)
 
     def sync(self) -> None:
-        self.durable = bytes(self.current)
+        for at, data in self.pending:
+            if data is None:
+                _cut(self.durable, at)
+                self.doubtful = [item for item in self.doubtful if item[0] < at]
+            else:
+                _write(self.durable, data, at)
+                self._settle(at, at + len(data))
         self.pending.clear()
 
     def sync_data(self) -> None:
         """Sync all data and a greater length. A cut of the file stays pending."""
-        kept = bytearray(self.durable)
-        for at, data in self.pending:
-            if data is not None:
-                _write(kept, data, at)
-        is_shorter = len(self.current) < len(kept)
-        kept[: len(self.current)] = self.current
-        self.durable = bytes(kept)
-        self.pending = [(len(self.current), None)] if is_shorter else []
+        pending, durable = self.pending, self.durable
+        if any(data is None for _, data in pending):
+            kept = bytearray(durable)
+            for at, data in pending:
+                if data is not None:
+                    _write(kept, data, at)
+            is_shorter = len(self.current) < len(kept)
+            kept[: len(self.current)] = self.current
+            self.durable = kept
+            self.pending = [(len(self.current), None)] if is_shorter else []
+            return
+        for at, data in pending:
+            assert data is not None
+            _write(durable, data, at)
+            if self.doubtful:
+                self._settle(at, at + len(data))
+        pending.clear()
+
+    def fail_sync(self) -> None:
+        """A sync has failed: nobody knows what is on disk, and nobody will be told again."""
+        self.doubtful += [(at, data) for at, data in self.pending if data is not None]
+        self.pending = [item for item in self.pending if item[1] is None]
+
+    def _settle(self, start: int, stop: int) -> None:
+        """What is between was written again and synced."""
+        self.doubtful = [
+            (at, data) for at, data in self.doubtful if at < start or at + len(data) > stop
+        ]
 
     def after(self, draw: random.Random, share: float) -> _File:
         left = bytearray(self.durable)
-        for at, data in self.pending:
+        for at, data in [*self.doubtful, *self.pending]:
             if data is None:
                 if draw.random() < share:
                     _cut(left, at)
@@ -85,10 +116,14 @@ class _File:
 
 
 class ForgetfulDisk:
-    """`vbucket.log.disk_folder.Disk` in memory."""
+    """`vbucket.log.disk_folder.Disk` in memory. It can be full, and syncs can fail."""
 
     def __init__(self, power: Power) -> None:
         self._power = power
+        self.is_full = False
+        """Writes that make a file longer are refused."""
+        self.syncs_to_fail = 0
+        """How many of the next syncs of data fail."""
         self._names: dict[str, _File] = {}
         self._durable_names: dict[str, _File] = {}
         self._pending_names: list[tuple[str, str, _File | None]] = []
@@ -119,6 +154,8 @@ class ForgetfulDisk:
 
     def create(self, name: str) -> int:
         self._power.point("create")
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "the disk is full")
         file = self._names[name] = _File()
         self._pending_names.append(("", name, file))
         return self._descriptor(file)
@@ -131,7 +168,10 @@ class ForgetfulDisk:
 
     def write(self, fd: int, data: bytes | memoryview, at: int) -> int:
         self._power.point("write")
-        self._open[fd].write(bytes(data), at)
+        file = self._open[fd]
+        if self.is_full and at + len(data) > len(file.current):
+            raise OSError(errno.ENOSPC, "the disk is full")
+        file.write(bytes(data), at)
         return len(data)
 
     def cut(self, fd: int, size_bytes: int) -> None:
@@ -140,11 +180,19 @@ class ForgetfulDisk:
 
     def sync(self, fd: int) -> None:
         self._power.point("sync")
+        self._fail_if_armed(fd)
         self._open[fd].sync()
 
     def sync_data(self, fd: int) -> None:
         self._power.point("sync_data")
+        self._fail_if_armed(fd)
         self._open[fd].sync_data()
+
+    def _fail_if_armed(self, fd: int) -> None:
+        if self.syncs_to_fail:
+            self.syncs_to_fail -= 1
+            self._open[fd].fail_sync()
+            raise OSError(errno.EIO, "the armed sync fault")
 
     def close(self, fd: int) -> None:
         del self._open[fd]

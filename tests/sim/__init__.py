@@ -1,0 +1,26 @@
+"""A simulator: whole nodes, clients and consumers in one process, from a seed.
+
+Run it with `python -m tests.sim --seed N`. Nothing in it is a model of the product: sessions,
+engine, log, store, merges, streams and the consumer's core are those that users run. Only the
+network, the clocks and the disks are simulated, and they fail in every way that real ones do.
+
+    world      virtual time: a heap of events and one source of randomness
+    network    connections between hosts: delays, cuts, partitions
+    clock      clocks that drift and jump
+    machine    a host with disks, on which a node starts, dies and starts again
+    node       what a simulated node must offer (SimNode), and a single node
+    upkeep     its merges and compactions
+    cluster    how nodes start and clients find them: the seam for replicated nodes
+    serving    the server's side of one connection
+    plan       what a seed decides: sizes, workload, kinds of faults
+    faults     the kinds of faults, and when they happen
+    kv_client  clients that read and write over real frames
+    kv_link    their connections
+    workload   what they ask for
+    routing    where the nodes are
+    consumer   consumers with checkpoints
+    facts      what happened, as data
+    checkers   rules over these facts
+    run        one seed from beginning to end
+    command    the command line
+"""

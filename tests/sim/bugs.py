@@ -1,0 +1,86 @@
+"""Faults of the product that can be put in on purpose, to see that the checks find them.
+
+Each is a SingleNode that does one thing in a wrong way.
+"""
+
+from __future__ import annotations
+
+from dcp.stream.snapshots import Message
+from dcp.wire.opcode import Opcode
+from sim.network import Side
+from sim.node import SingleNode
+from sim.serving import ServedConnection
+from vbucket.log.commit_group import CommitGroup
+
+
+class AnswersBeforeSync(SingleNode):
+    """It answers before the sync of what it answers with."""
+
+    @property
+    def answered_group(self) -> int:
+        return self.engine.keyspace.group
+
+
+class StreamsBeforeSync(SingleNode):
+    """Its streams show changes before they are synced."""
+
+    def _write(self, group: CommitGroup) -> None:
+        for vb_id, seqno in group.high_seqnos.items():
+            self.engine.partitions[vb_id].committed_seqno = seqno
+        self.hub.committed(group.high_seqnos)
+        super()._write(group)
+
+
+class CutsBackAtStart(SingleNode):
+    """At a start it gives up the last change of every partition."""
+
+    def _listen(self) -> None:
+        super()._listen()
+        if self._has_begun:
+            for part in self.engine.partitions:
+                if part.high_seqno > 1:
+                    self.engine.keyspace.branch(part.vb_id, part.high_seqno - 1)
+            self.kick()
+
+
+class ForgetsAnswers(SingleNode):
+    """Answers that wait for a sync leave only with those of the next group."""
+
+    def _sync(self, group: CommitGroup) -> None:
+        connections, self.connections = self.connections, {}
+        super()._sync(group)
+        self.connections = connections | self.connections
+
+    def _begin_group(self) -> None:
+        for connection in list(self.connections):
+            connection.release()
+        super()._begin_group()
+
+
+class ChangedOnTheWay(ServedConnection):
+    """It changes the last byte of documents that it sends to consumers."""
+
+    def _send(self, messages: list[Message]) -> None:
+        super()._send([_changed(bytes(message)) for message in messages])
+
+
+def _changed(message: bytes) -> bytes:
+    is_document = message[1] == Opcode.DCP_MUTATION and message[-1:].isdigit()
+    return message[:-1] + b"?" if is_document else message
+
+
+class StreamsOtherValues(SingleNode):
+    """Its streams show other values than its documents have."""
+
+    def _accept(self, side: Side) -> None:
+        ChangedOnTheWay(self, side)
+
+
+BUGS: dict[str, type[SingleNode]] = {
+    "answers_before_sync": AnswersBeforeSync,
+    "streams_before_sync": StreamsBeforeSync,
+    "cuts_back_at_start": CutsBackAtStart,
+    "forgets_answers": ForgetsAnswers,
+    "streams_other_values": StreamsOtherValues,
+}
+"""Name -> the node that has it."""

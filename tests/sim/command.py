@@ -1,0 +1,137 @@
+"""The command line of the simulator.
+
+    python -m tests.sim --seed 7              one seed
+    python -m tests.sim --seed 7 --trace      the same, one line per event
+    python -m tests.sim --seeds 0..1500       many seeds; stops at the first that fails
+    python -m tests.sim --minutes 3           seeds from 0 (or from A of --seeds A..B) for some time
+    python -m tests.sim --until-fail          until one fails
+
+Exit code 0: nothing was found. 1: a violation, or a crash of the simulated code. 2: bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from sim.bugs import BUGS
+from sim.run import Options, Report, replay_command, run_seed
+from sim.world import SECOND, Trace
+
+VIOLATIONS_SHOWN = 10
+
+
+class Totals:
+    """What many seeds amount to."""
+
+    def __init__(self) -> None:
+        self.seeds = self.failed = self.events = self.operations = self.unsure = 0
+        self.virtual_ns = 0
+        self.faults: Counter[str] = Counter()
+        self._began = time.monotonic()
+
+    def add(self, report: Report) -> None:
+        """Count a seed."""
+        self.seeds += 1
+        self.failed += bool(report.violations)
+        self.events += report.events
+        self.operations += report.operations
+        self.unsure += report.unsure
+        self.virtual_ns += report.virtual_ns
+        self.faults.update(report.faults)
+
+    def __str__(self) -> str:
+        passed_s = max(time.monotonic() - self._began, 1e-9)
+        return (
+            f"{self.seeds:,} seeds, {self.failed} failed; {self.events:,} events,"
+            f" {self.operations:,} operations, {self.virtual_ns / SECOND:,.0f} virtual seconds;"
+            f" {self.seeds / passed_s:,.1f} seeds/s, {self.events / passed_s:,.0f} events/s;"
+            f" {self.unsure} keys undecided"
+        )
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what the arguments say; return the exit code."""
+    arguments = _parser().parse_args(words)
+    options = Options(seconds=arguments.seconds, bug=arguments.bug)
+    totals = Totals()
+    many = arguments.seeds is not None or arguments.minutes or arguments.until_fail
+    if not many:
+        report = attempt(arguments.seed, options, trace=arguments.trace)
+        totals.add(report)
+        _tell(report, options)
+        print(totals)
+        return int(bool(report.violations))
+    deadline = None if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    for seed in _seeds(arguments):
+        report = attempt(seed, options, trace=arguments.trace)
+        totals.add(report)
+        if report.violations:
+            _tell(report, options)
+            if not arguments.keep_on:
+                break
+        if totals.seeds % 100 == 0 and sys.stderr.isatty():
+            print(f"\r{totals}", end="", file=sys.stderr, flush=True)
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    print(totals)
+    faults = ", ".join(f"{name} {count}" for name, count in sorted(totals.faults.items()))
+    print(f"faults: {faults or 'none'}")
+    return int(totals.failed > 0)
+
+
+def attempt(seed: int, options: Options, *, trace: bool = False) -> Report:
+    """Run a seed; an exception of the simulated code is a violation like any other."""
+    lines = Trace(print) if trace else None
+    try:
+        return run_seed(seed, options, lines)
+    except Exception:  # noqa: BLE001 - whatever it is, the seed is told
+        return Report(seed, [traceback.format_exc()], 0, 0, 0, 0, {}, "")
+
+
+def _tell(report: Report, options: Options) -> None:
+    for violation in report.violations[:VIOLATIONS_SHOWN]:
+        print(f"seed {report.seed}: {violation}")
+    more = len(report.violations) - VIOLATIONS_SHOWN
+    if more > 0:
+        print(f"seed {report.seed}: and {more} more")
+    if report.violations:
+        print(f"replay it with: {replay_command(report.seed, options)} --trace")
+    if report.digest:
+        print(f"trace {report.digest}")
+
+
+def _seeds(arguments: argparse.Namespace) -> Iterator[int]:
+    first, last = arguments.seeds or (arguments.seed, None)
+    if arguments.minutes or arguments.until_fail:
+        last = None
+    seed = first
+    while last is None or seed <= last:
+        yield seed
+        seed += 1
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, dots, last = text.partition("..")
+    if not dots or not first.isdigit() or not last.isdigit() or int(first) > int(last):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of seeds; write for example 0..99")
+    return int(first), int(last)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sim", description="Simulates nodes, clients and consumers from seeds."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="one seed, or the first of many")
+    parser.add_argument("--seeds", type=_range, metavar="A..B", help="all seeds from A to B")
+    parser.add_argument("--minutes", type=float, help="go on with further seeds for this time")
+    parser.add_argument("--until-fail", action="store_true", help="go on until a seed fails")
+    parser.add_argument("--keep-on", action="store_true", help="go on after a seed that failed")
+    parser.add_argument("--trace", action="store_true", help="print one line for each event")
+    parser.add_argument("--seconds", type=float, help="virtual seconds of load")
+    parser.add_argument("--bug", default="", choices=sorted(BUGS), help="put in a known bug")
+    return parser

@@ -1,0 +1,300 @@
+"""A consumer: the real consumer core behind simulated connections, a map, and a checkpoint.
+
+The map and the positions are saved together, so a consumer that crashes goes on with a map that is
+as old as its positions. Every event passes the clients' stream validator first.
+
+Invariants
+- after a crash nothing is left but what was saved last;
+- a partition is on one connection at most; one that a node no longer serves is asked for where the
+  routing says;
+- a connection is given up if nothing arrives for two NOOP intervals.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+from clients.checkpoint.checkpoint import decode_checkpoint, encode_checkpoint
+from clients.consumer.core import Batch, ConsumerCore
+from clients.consumer.partition_stream import PartitionStreamState, Wanted
+from clients.errors import StreamViolationError
+from clients.event import (
+    Deletion,
+    Event,
+    Mutation,
+    Rollback,
+    SeqnoAdvanced,
+    StreamFailed,
+    StreamOpened,
+)
+from clients.link.handshake import STREAM_FEATURES, Handshake
+from clients.mirror.mirror_state import MemoryStore, take
+from clients.position import Position
+from clients.validator import StreamValidator
+from dcp.wire.frame import ProtocolError
+from sim.dialing import Dial
+from sim.facts import Facts, Map, RolledBack, Streamed
+from sim.network import Network, Side
+from sim.plan import Plan
+from sim.routing import Routing
+from sim.world import MS, SECOND, Host
+
+NOOP_INTERVAL_S: Final = 0.2
+SILENCE_NS: Final = 2 * int(NOOP_INTERVAL_S * SECOND)
+DIAL_NS: Final = 400 * MS
+LOOK_NS: Final = 50 * MS
+"""How often a consumer looks for partitions that no connection follows."""
+BUFFER_BYTES: Final = 32 << 10
+"""Flow control window: small, so that acknowledgements matter."""
+
+Saved = tuple[bytes, dict[int, dict[bytes, bytes]], dict[int, deque[Any]]]
+"""Encoded positions, documents, and what undoes them."""
+
+
+class ConsumerLink:
+    """One connection of a consumer to a node."""
+
+    def __init__(self, consumer: SimConsumer, node: str) -> None:
+        self.name = f"{consumer.name}>{node}"
+        self.node = node
+        self.core: ConsumerCore | None = None
+        self._consumer = consumer
+        self._side: Side | None = None
+        self._has_heard = True
+        self._tick_due_ns: int | None = None
+        self._wanted: dict[int, Position] = {}
+        network = consumer.network
+        self._dial: Dial | None = Dial(
+            network, consumer.host, node, STREAM_FEATURES, DIAL_NS, self._ready, self._failed
+        )
+
+    def follow(self, vb_id: int, position: Position) -> None:
+        """Stream a partition."""
+        if self.core is None:
+            self._wanted[vb_id] = position
+        else:
+            self.core.add(vb_id, Wanted(position))
+            self._flush()
+
+    def follows(self) -> set[int]:
+        """Return the partitions that this connection looks after."""
+        if self.core is None:
+            return set(self._wanted)
+        streams = self.core.streams.by_vb
+        return {
+            vb_id
+            for vb_id, stream in streams.items()
+            if stream.state is not PartitionStreamState.GONE
+        }
+
+    def close(self) -> None:
+        """Give the connection up."""
+        if self._dial is not None:
+            self._dial.drop()
+            self._dial = None
+        if self._side is not None:
+            self._side.abort()
+            self._side = None
+        self._consumer.links.pop(self.node, None)
+
+    def _ready(self, side: Side, handshake: Handshake) -> None:
+        self._dial = None
+        self._side = side
+        side.handler = self
+        consumer = self._consumer
+        self.core = core = ConsumerCore(
+            consumer.name.encode(),
+            has_collections=handshake.has_collections,
+            buffer_bytes=BUFFER_BYTES,
+            noop_interval_s=NOOP_INTERVAL_S,
+            node=self.node,
+        )
+        for vb_id, position in self._wanted.items():
+            core.add(vb_id, Wanted(position))
+        side.write(core.begin(self._now_ns))
+        consumer.host.after(SILENCE_NS, self._watch, side)
+
+    def _failed(self, _why: str) -> None:
+        self._dial = None
+        self._consumer.routing.lost(self.node)
+        self.close()
+
+    @property
+    def _now_ns(self) -> int:
+        return self._consumer.network.world.now_ns
+
+    def _watch(self, side: Side) -> None:
+        if side is not self._side:
+            return
+        if not self._has_heard:
+            self.close()
+            return
+        self._has_heard = False
+        self._consumer.host.after(SILENCE_NS, self._watch, side)
+
+    def _flush(self) -> None:
+        core, side = self.core, self._side
+        if core is None or side is None:
+            return
+        core.streams.notes.clear()
+        if output := core.take_output():
+            side.write(output)
+        due_ns = core.next_tick_ns
+        if due_ns is not None and (self._tick_due_ns is None or due_ns < self._tick_due_ns):
+            self._tick_due_ns = due_ns
+            self._consumer.host.after(max(0, due_ns - self._now_ns), self._tick, side)
+
+    def _tick(self, side: Side) -> None:
+        if side is self._side and self.core is not None:
+            self._tick_due_ns = None
+            self.core.tick(self._now_ns)
+            self._flush()
+
+    # -- Handler -----------------------------------------------------------------------------------
+
+    def on_bytes(self, data: bytes) -> None:
+        core = self.core
+        assert core is not None
+        self._has_heard = True
+        batch = core.receive(data, self._now_ns)
+        self._consumer.take(batch)
+        if core.failure is not None:
+            consumer = self._consumer
+            if isinstance(core.failure, StreamViolationError | ProtocolError):
+                consumer.facts.problems.append(f"{self.name}: {core.failure}")
+            self.close()
+            return
+        core.processed(batch)
+        for homeless in core.streams.homeless:
+            self._consumer.routing.refused(homeless.vb_id, self.node, 7, homeless.config)
+        core.streams.homeless.clear()
+        self._flush()
+
+    def on_closed(self, _why: str) -> None:
+        self._side = None
+        self._consumer.routing.lost(self.node)
+        self.close()
+
+    def on_writable(self) -> None:
+        """Do nothing: what a consumer writes is short."""
+
+
+class SimConsumer:
+    """See the module."""
+
+    def __init__(
+        self, network: Network, name: str, plan: Plan, facts: Facts, routing: Routing
+    ) -> None:
+        self.network = network
+        self.name = name
+        self.plan = plan
+        self.facts = facts
+        self.routing = routing
+        self.host = Host(network.world, name)
+        network.add(self.host)
+        self.links: dict[str, ConsumerLink] = {}
+        self.positions: dict[int, Position] = {}
+        self._saved: Saved = (encode_checkpoint({}), {}, {})
+        self._store = MemoryStore()
+        self._validator = StreamValidator()
+        self._versions: dict[int, int] = {}
+        """The version of each partition's open stream."""
+
+    def begin(self) -> None:
+        """Start, at first or after a crash, from what was saved."""
+        raw, documents, journals = self._saved
+        self.positions = dict(decode_checkpoint(raw))
+        self._store = MemoryStore()
+        self._store._documents = {vb_id: dict(held) for vb_id, held in documents.items()}
+        self._store._journals = {vb_id: journal.copy() for vb_id, journal in journals.items()}
+        self._validator = StreamValidator()
+        self._validator.begin(
+            {vb_id: self.positions.get(vb_id, Position()) for vb_id in range(self.plan.partitions)}
+        )
+        self._look()
+        self.host.after(self.plan.save_every_ns, self._save)
+
+    def crash(self) -> None:
+        """The process dies; its peers hear of that. Call `begin` for the next life."""
+        self.host.die()
+        self.network.process_died(self.host, has_power=True)
+        self.links = {}
+
+    def _save(self) -> None:
+        store = self._store
+        self._saved = (
+            encode_checkpoint(self.positions),
+            {vb_id: dict(held) for vb_id, held in store._documents.items()},
+            {vb_id: journal.copy() for vb_id, journal in store._journals.items()},
+        )
+        self.host.after(self.plan.save_every_ns, self._save)
+
+    def _look(self) -> None:
+        """Give every partition that nobody follows to the connection of its node."""
+        followed: set[int] = set()
+        for link in self.links.values():
+            followed |= link.follows()
+        for vb_id in range(self.plan.partitions):
+            if vb_id in followed:
+                continue
+            node = self.routing.node_of(vb_id)
+            if node is None:
+                continue
+            link = self.links.get(node)
+            if link is None:
+                link = self.links[node] = ConsumerLink(self, node)
+            link.follow(vb_id, self.positions.get(vb_id, Position()))
+        self.host.after(LOOK_NS, self._look)
+
+    def take(self, batch: Batch) -> None:
+        """Process a batch of events."""
+        if not batch.events and not batch.positions:
+            return
+        facts = self.facts
+        newest: dict[int, int] = {}
+        try:
+            for event in batch.events:
+                self._validator.observe(event)
+                self._note(event, newest)
+        except StreamViolationError as error:
+            facts.problems.append(f"{self.name}: {error}")
+        take(self._store, batch.events, {}, journal_max=1 << 30)
+        self.positions.update(batch.positions)
+        for vb_id, seqno in newest.items():
+            self._received(vb_id, seqno)
+
+    def _note(self, event: Event, newest: dict[int, int]) -> None:
+        """Record what an event tells; `newest` has the last change of each partition."""
+        vb_id = event.vb_id
+        match event:
+            case Mutation() | Deletion() | SeqnoAdvanced():
+                newest[vb_id] = event.seqno
+            case StreamOpened():
+                if vb_id in newest:
+                    self._received(vb_id, newest.pop(vb_id))
+                self._versions[vb_id] = event.failover_log[0][0]
+            case Rollback():
+                if vb_id in newest:
+                    self._received(vb_id, newest.pop(vb_id))
+                now_ns = self.network.world.now_ns
+                self.facts.rolled_back.append(
+                    RolledBack(now_ns, self.name, vb_id, event.from_seqno, event.to_seqno)
+                )
+            case StreamFailed():
+                self.facts.problems.append(f"{self.name}: vb {vb_id}: {event}")
+
+    def _received(self, vb_id: int, seqno: int) -> None:
+        now_ns, uuid = self.network.world.now_ns, self._versions[vb_id]
+        self.facts.streamed.append(Streamed(now_ns, self.name, vb_id, uuid, seqno))
+
+    # -- at rest -----------------------------------------------------------------------------------
+
+    def map(self) -> Map:
+        """Return the documents that it holds."""
+        return Map(self.name, dict(self._store.items()))
+
+    def seqno(self, vb_id: int) -> int:
+        """Return how far it has come in a partition."""
+        position = self.positions.get(vb_id)
+        return position.seqno if position else 0

@@ -1,0 +1,242 @@
+"""What happened in a simulation, as data. Checkers read nothing else.
+
+Times are those of the world, in nanoseconds. Whoever implements a node feeds the same facts, so the
+checkers work for every implementation.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a client asked for."""
+
+    GET = auto()
+    SET = auto()
+    ADD = auto()
+    REPLACE = auto()
+    DELETE = auto()
+    INCREMENT = auto()
+    APPEND = auto()
+
+
+class Outcome(Enum):
+    """What a client knows about its operation.
+
+    OK, ABSENT, EXISTS, NOT_STORED and NOT_A_NUMBER are answers of the document. REFUSED: nothing
+    was done. AMBIGUOUS: it may have happened, or may happen later. UNKNOWN: a read without answer.
+    """
+
+    OK = auto()
+    ABSENT = auto()
+    EXISTS = auto()
+    NOT_STORED = auto()
+    NOT_A_NUMBER = auto()
+    REFUSED = auto()
+    AMBIGUOUS = auto()
+    UNKNOWN = auto()
+
+
+DEFINITE = frozenset(
+    {Outcome.OK, Outcome.ABSENT, Outcome.EXISTS, Outcome.NOT_STORED, Outcome.NOT_A_NUMBER}
+)
+"""Outcomes that tell something about the document."""
+
+
+class Operation:
+    """One operation of a client. `ended_ns` is None while it is under way."""
+
+    __slots__ = (
+        "argument", "cas", "cas_asked", "client", "ended_ns", "initial", "invoked_ns", "key",
+        "kind", "level", "name", "outcome", "seqno", "value", "vb_id", "vb_uuid", "why",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        client: str,
+        number: int,
+        kind: Kind,
+        vb_id: int,
+        key: bytes,
+        argument: bytes = b"",
+        *,
+        cas_asked: int = 0,
+        initial: int | None = None,
+        level: int = 0,
+        invoked_ns: int = 0,
+        ended_ns: int | None = None,
+        outcome: Outcome | None = None,
+        value: bytes | None = None,
+        cas: int = 0,
+    ) -> None:
+        self.client = client
+        self.name = f"{client}:{number}"
+        self.kind = kind
+        self.vb_id = vb_id
+        self.key = key
+        self.argument = argument
+        """The value of SET, ADD, REPLACE and APPEND; the decimal delta of INCREMENT."""
+        self.cas_asked = cas_asked
+        self.initial = initial
+        """Of INCREMENT: the number that it stores where there is none."""
+        self.level = level
+        """Level of the durability frame; 0: without one."""
+        self.invoked_ns = invoked_ns
+        self.ended_ns = ended_ns
+        self.outcome = outcome
+        self.value = value
+        """The value that a GET or INCREMENT returned."""
+        self.cas = cas
+        self.vb_uuid = self.seqno = 0
+        """The mutation token of the answer."""
+        self.why = ""
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.kind.name} {self.key!r}"
+        if self.argument:
+            text += f" {self.argument[:60]!r}"
+        if self.cas_asked:
+            text += f" if CAS {self.cas_asked:x}"
+        text += f" at {self.invoked_ns / 1e6:.3f}"
+        if self.outcome is None:
+            return f"{text}, under way"
+        ended = "never" if self.ended_ns is None else f"{self.ended_ns / 1e6:.3f}"
+        text += f" until {ended} ms: {self.outcome.name}"
+        if self.value is not None:
+            text += f" {self.value[:60]!r}"
+        if self.cas:
+            text += f" CAS {self.cas:x}"
+        if self.seqno:
+            text += f" vb {self.vb_id} version {self.vb_uuid:x} seqno {self.seqno}"
+        return text
+
+
+class Committed(NamedTuple):
+    """A master published a partition's changes up to a seqno: answers and streams show them."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    vb_uuid: int
+    seqno: int
+
+
+class Streamed(NamedTuple):
+    """A consumer received changes of a partition up to a seqno, on a stream of a version."""
+
+    at_ns: int
+    consumer: str
+    vb_id: int
+    vb_uuid: int
+    seqno: int
+
+
+class RolledBack(NamedTuple):
+    """A consumer was told to roll back."""
+
+    at_ns: int
+    consumer: str
+    vb_id: int
+    from_seqno: int
+    to_seqno: int
+
+
+class Excuse(NamedTuple):
+    """From `at_ns` on, changes of a partition above a seqno may be gone: a branch, an unclean
+    election, a lost folder without copies. A purge excuses a rollback to 0 only.
+
+    It takes effect before `until_ns`, or never; None: it may still happen.
+    """
+
+    at_ns: int
+    vb_id: int
+    to_seqno: int
+    kind: str
+    until_ns: int | None = None
+
+
+class Mastership(NamedTuple):
+    """A node began to serve a partition as its master."""
+
+    at_ns: int
+    node: str
+    incarnation: int
+    vb_id: int
+    epoch: int
+    vb_uuid: int
+
+
+class History(NamedTuple):
+    """What one node holds of a partition at some moment."""
+
+    at_ns: int
+    node: str
+    vb_id: int
+    versions: tuple[tuple[int, int], ...]
+    """(vb_uuid, seqno at which it began), newest first."""
+    high_seqno: int
+    entries: dict[int, int]
+    """Seqno -> `fingerprint` of the change. Seqnos may be missing where history was compacted."""
+
+    def end_of(self, vb_uuid: int) -> int | None:
+        """Return the seqno at which a version ended; None: it is not in this history."""
+        end = self.high_seqno
+        for uuid, began in self.versions:
+            if uuid == vb_uuid:
+                return end
+            end = began
+        return None
+
+
+def fingerprint(cas: int, checksum: int) -> int:
+    """Return what stands for a change: its CAS, and a 32-bit checksum of all of it."""
+    return cas << 32 | checksum
+
+
+def cas_of(change: int) -> int:
+    """Return the CAS in a fingerprint."""
+    return change >> 32
+
+
+class Map(NamedTuple):
+    """The documents of a master or a consumer, at rest."""
+
+    holder: str
+    documents: dict[bytes, bytes]
+
+
+class Facts:
+    """Everything that was recorded in a run."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.committed: list[Committed] = []
+        self.streamed: list[Streamed] = []
+        self.rolled_back: list[RolledBack] = []
+        self.excuses: list[Excuse] = []
+        self.masterships: list[Mastership] = []
+        self.histories: list[History] = []
+        """Of all nodes, at the ends of their processes and at rest."""
+        self.final: list[History] = []
+        """Of the masters, at rest."""
+        self.master_map: Map | None = None
+        self.consumer_maps: list[Map] = []
+        self.works_ns = 0
+        """From here on, every operation must be answered."""
+        self.problems: list[str] = []
+        """What went wrong on the way, in words: each is a violation."""
+
+    def excuse(self, at_ns: int, vb_id: int, to_seqno: int, kind: str) -> None:
+        """History may be cut back from now on."""
+        self.excuses.append(Excuse(at_ns, vb_id, to_seqno, kind))
+
+    def settle(self, now_ns: int, vb_id: int) -> None:
+        """What could cut back a partition's history has happened, or never will."""
+        self.excuses = [
+            item._replace(until_ns=now_ns)
+            if item.vb_id == vb_id and item.until_ns is None
+            else item
+            for item in self.excuses
+        ]

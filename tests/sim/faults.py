@@ -1,0 +1,390 @@
+"""The kinds of faults, and when they happen.
+
+A fault is a function that harms something now, and says when and how that is mended; None: there is
+nothing to mend, or it mends itself. Faults of the plan happen at random times until the load ends.
+Then everything is mended, and all machines run again.
+
+Invariant: faults draw from the world's randomness only, and choose among things in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from sim.consumer import SimConsumer
+from sim.facts import Facts
+from sim.kv_client import KvClient
+from sim.machine import Machine
+from sim.network import Network
+from sim.plan import Plan
+from sim.world import MS, SECOND, World
+
+Mend = Callable[[], None]
+SHARES = (0.0, 0.3, 0.7, 1.0)
+"""How much of what was not synced survives a power cut."""
+RESTART_MAX_NS = 400 * MS
+HARM_MAX_NS = 800 * MS
+"""How long a fault lasts at most, until it is mended."""
+BRANCHES_MAX = 3
+"""Branches of a run, so that some history is left to check."""
+
+
+class Controls(Protocol):
+    """What only a cluster can do: the seam for replicated nodes."""
+
+    def handover(self, vb_id: int) -> None:
+        """Name another wanted master of a partition."""
+
+    def elect_unclean(self, vb_id: int) -> bool:
+        """Elect a master outside the in-sync set, where nobody of it is left. False: refused.
+
+        It records the excuse, as `SimNode.branch` does.
+        """
+
+    def harm_store(self, kind: str) -> Mend | None:
+        """Let the metadata store be away, slow, forgetful, or compact its history."""
+
+
+class Stage(Protocol):
+    """Everything that faults can harm."""
+
+    world: World
+    network: Network
+    plan: Plan
+    facts: Facts
+    machines: list[Machine]
+    clients: list[KvClient]
+    consumers: list[SimConsumer]
+    controls: Controls | None
+
+
+Fault = Callable[["Faults"], Mend | None]
+
+
+class Faults:
+    """Lets the faults of a plan happen, and mends what is left at the end."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.world = stage.world
+        self.counts: dict[str, int] = {}
+        self.branches = 0
+        self._open: dict[int, Mend] = {}
+        """What is to be mended, by number."""
+        self._number = 0
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Let the first fault happen after a while."""
+        if self.stage.plan.faults:
+            self._pause()
+
+    def end(self) -> None:
+        """Mend everything, and let no more faults happen."""
+        self._is_over = True
+        for number in list(self._open):
+            self._mend(number)
+        self.stage.network.refused_share = 0.0
+        for machine in self.stage.machines:
+            machine.disk.syncs_to_fail = 0
+
+    def _pause(self) -> None:
+        pause_ns = int(self.stage.plan.fault_every_ns * self.world.draw.expovariate(1))
+        self.world.after(pause_ns, self._next)
+
+    def _next(self) -> None:
+        if self._is_over:
+            return
+        name = self.stage.plan.faults[self.world.below(len(self.stage.plan.faults))]
+        self.happen(name)
+        self._pause()
+
+    def happen(self, name: str) -> None:
+        """Let one fault happen now."""
+        self.world.note(f"fault {name}")
+        mend = FAULTS[name](self)
+        if mend is not None:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            self._number += 1
+            self._open[self._number] = mend
+            self.world.after(1 + self.world.below(HARM_MAX_NS), self._mend, self._number)
+
+    def _mend(self, number: int) -> None:
+        mend = self._open.pop(number, None)
+        if mend is not None:
+            mend()
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def running(self) -> Machine | None:
+        """Return a machine whose process runs; None: there is none."""
+        running = [machine for machine in self.stage.machines if machine.node is not None]
+        return running[self.world.below(len(running))] if running else None
+
+    def two_hosts(self) -> tuple[str, str]:
+        """Return two hosts that talk to each other: a machine and somebody else."""
+        names = list(self.stage.network.hosts)
+        machine = self.stage.machines[self.world.below(len(self.stage.machines))].name
+        names.remove(machine)
+        return machine, names[self.world.below(len(names))]
+
+    def starter(self, machines: list[Machine]) -> Mend:
+        """Return what starts machines again."""
+
+        def start_all() -> None:
+            for machine in machines:
+                if machine.node is None:
+                    machine.start()
+
+        return start_all
+
+
+# -- machines --------------------------------------------------------------------------------------
+
+
+def kill(faults: Faults) -> Mend | None:
+    """A process is killed."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.kill()
+    return faults.starter([machine])
+
+
+def stop(faults: Faults) -> Mend | None:
+    """A process is stopped in order."""
+    machine = faults.running()
+    if machine is None or machine.host.is_paused:
+        return None
+    assert machine.node is not None
+    machine.node.stop()
+    if machine.node is not None:
+        machine.kill()
+    return faults.starter([machine])
+
+
+def power_cut(faults: Faults) -> Mend | None:
+    """A machine loses power."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.cut_power(SHARES[faults.world.below(len(SHARES))])
+    return faults.starter([machine])
+
+
+def power_cut_all(faults: Faults) -> Mend | None:
+    """All machines lose power at once."""
+    for machine in faults.stage.machines:
+        machine.cut_power(SHARES[faults.world.below(len(SHARES))])
+    return faults.starter(faults.stage.machines)
+
+
+def pause(faults: Faults) -> Mend | None:
+    """A process is stopped for a while and knows nothing of it."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.pause()
+    return machine.resume
+
+
+def disk_full(faults: Faults) -> Mend | None:
+    """A disk is full for a while."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.disk.is_full = True
+
+    def free() -> None:
+        machine.disk.is_full = False
+
+    return free
+
+
+def sync_fails(faults: Faults) -> Mend | None:
+    """The next sync fails; the process ends by itself and is started again."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.disk.syncs_to_fail = 1
+    return faults.starter([machine])
+
+
+def lost_folder(faults: Faults) -> Mend | None:
+    """A machine loses its folder."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.kill()
+    machine.lose_folder()
+    return faults.starter([machine])
+
+
+def clock_jump(faults: Faults) -> Mend | None:
+    """A wall clock jumps, forward or back."""
+    machine = faults.running()
+    if machine is None:
+        return None
+    machine.clock.jump(faults.world.between(-3600 * SECOND, 3600 * SECOND))
+    return _nothing
+
+
+def branch(faults: Faults) -> Mend | None:
+    """An operator branches a partition."""
+    machine = faults.running()
+    if machine is None or machine.host.is_paused or faults.branches >= BRANCHES_MAX:
+        return None
+    assert machine.node is not None
+    vb_id = faults.world.below(faults.stage.plan.partitions)
+    if not machine.node.branch(vb_id, faults.world.draw.random()):
+        return None
+    faults.branches += 1
+    return _nothing
+
+
+def _nothing() -> None:
+    """There is nothing to mend."""
+
+
+# -- network ---------------------------------------------------------------------------------------
+
+
+def break_connection(faults: Faults) -> Mend | None:
+    """A connection breaks in the middle of what is under way."""
+    network = faults.stage.network
+    sides = network.open_sides()
+    if not sides:
+        return None
+    side = sides[faults.world.below(len(sides))]
+    network.break_connection(side, (0, 20 * MS, 500 * MS)[faults.world.below(3)])
+    return _nothing
+
+
+def cut_one_way(faults: Faults) -> Mend | None:
+    """Bytes pass in one direction only."""
+    network = faults.stage.network
+    one, other = faults.two_hosts()
+    if faults.world.chance(0.5):
+        one, other = other, one
+    network.cut(one, other)
+    return lambda: network.mend(one, other)
+
+
+def partition(faults: Faults) -> Mend | None:
+    """Some hosts cannot reach the others."""
+    network = faults.stage.network
+    group = [name for name in network.hosts if faults.world.chance(0.5)]
+    cut = network.partition(group)
+
+    def mend() -> None:
+        for one, other in cut:
+            network.mend(one, other)
+
+    return mend if cut else None
+
+
+def slow_link(faults: Faults) -> Mend | None:
+    """A direction has little bandwidth."""
+    one, other = faults.two_hosts()
+    if faults.world.chance(0.5):
+        one, other = other, one
+    link = faults.stage.network.link(one, other)
+    link.ns_per_byte = SECOND // (2_000, 20_000, 200_000)[faults.world.below(3)]
+
+    def mend() -> None:
+        link.ns_per_byte = 0
+
+    return mend
+
+
+def long_delays(faults: Faults) -> Mend | None:
+    """A direction has long delays."""
+    one, other = faults.two_hosts()
+    link = faults.stage.network.link(one, other)
+    link.delay_max_ns = (50 * MS, 300 * MS, 1000 * MS)[faults.world.below(3)]
+
+    def mend() -> None:
+        link.delay_max_ns = faults.stage.network.delay_max_ns
+
+    return mend
+
+
+def refuse_connects(faults: Faults) -> Mend | None:
+    """Half of the requests to connect are refused."""
+    network = faults.stage.network
+    network.refused_share = 0.5
+
+    def mend() -> None:
+        network.refused_share = 0.0
+
+    return mend
+
+
+# -- consumers -------------------------------------------------------------------------------------
+
+
+def consumer_crash(faults: Faults) -> Mend | None:
+    """A consumer dies and begins again from its checkpoint."""
+    up = [consumer for consumer in faults.stage.consumers if consumer.host.is_up]
+    if not up:
+        return None
+    consumer = up[faults.world.below(len(up))]
+    consumer.crash()
+
+    def begin() -> None:
+        consumer.host.rise()
+        consumer.begin()
+
+    return begin
+
+
+def consumer_pause(faults: Faults) -> Mend | None:
+    """A consumer is stopped for a while."""
+    consumers = faults.stage.consumers
+    consumer = consumers[faults.world.below(len(consumers))]
+    consumer.host.pause()
+    return consumer.host.resume
+
+
+# -- clusters --------------------------------------------------------------------------------------
+
+
+def handover(faults: Faults) -> Mend | None:
+    """A partition gets another wanted master."""
+    controls = faults.stage.controls
+    if controls is None:
+        return None
+    controls.handover(faults.world.below(faults.stage.plan.partitions))
+    return _nothing
+
+
+def unclean_election(faults: Faults) -> Mend | None:
+    """An operator elects a master outside the in-sync set."""
+    controls = faults.stage.controls
+    if controls is None or not faults.stage.plan.unclean:
+        return None
+    is_done = controls.elect_unclean(faults.world.below(faults.stage.plan.partitions))
+    return _nothing if is_done else None
+
+
+def _store(kind: str) -> Fault:
+    def harm(faults: Faults) -> Mend | None:
+        controls = faults.stage.controls
+        return None if controls is None else controls.harm_store(kind)
+
+    return harm
+
+
+FAULTS: dict[str, Fault] = {
+    "kill": kill, "stop": stop, "power_cut": power_cut, "power_cut_all": power_cut_all,
+    "pause": pause, "disk_full": disk_full, "sync_fails": sync_fails, "lost_folder": lost_folder,
+    "clock_jump": clock_jump, "branch": branch,
+    "break_connection": break_connection, "cut_one_way": cut_one_way, "partition": partition,
+    "slow_link": slow_link, "long_delays": long_delays, "refuse_connects": refuse_connects,
+    "consumer_crash": consumer_crash, "consumer_pause": consumer_pause,
+    "handover": handover, "unclean_election": unclean_election,
+    "store_away": _store("away"), "store_slow": _store("slow"),
+    "store_forgets": _store("forgets"), "store_compacts": _store("compacts"),
+}  # fmt: skip
+"""Name in the plan -> fault."""

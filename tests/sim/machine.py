@@ -1,0 +1,119 @@
+"""A machine: a host with clocks and disks, on which a node's process lives and dies.
+
+    RUNNING ── kill, cut_power, the process ends itself ──> DOWN ── start ──> RUNNING
+    RUNNING <── resume ── pause ──> STOPPED
+
+Invariants
+- disks survive the process. A power cut keeps any part of what was not synced; a kill keeps all
+  that was written;
+- a new process gets nothing of the old one but the disks and the clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sim.clock import Clock
+from sim.network import Network
+from sim.node import SimNode, StartFailedError, StartRefusedError
+from sim.world import MS, Host, World
+from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
+from vbucket.log.device_files import FileLogDevice
+from vbucket.store.records import TABLES
+
+RESTART_NS = 100 * MS
+"""Pause before a process that ended by itself is started again."""
+
+Boot = Callable[["Machine"], SimNode]
+"""Starts a node's process on a machine. Raises StartRefusedError."""
+
+
+class Machine:
+    """See the module. `boot` makes the process; everything that it uses is here."""
+
+    def __init__(
+        self, world: World, network: Network, name: str, boot: Boot, *, drift_ppm: int = 0
+    ) -> None:
+        self.world = world
+        self.network = network
+        self.name = name
+        self.host = Host(world, name, drift_ppm)
+        self.host.is_up = False
+        self.clock = Clock(self.host)
+        self._boot = boot
+        self.node: SimNode | None = None
+        self.refusals: list[str] = []
+        """Why starts were refused: the disks hold what a node cannot continue with."""
+        network.add(self.host)
+        self._new_disks()
+
+    def _new_disks(self) -> None:
+        self.disk = ForgetfulDisk(Power())
+        self.env = ForgetfulEnv(Power(), TABLES)
+
+    def open_device(self) -> FileLogDevice:
+        """Open the log's device, as a new process does."""
+        draw = self.world.draw
+        return FileLogDevice(Path(self.name), lambda: draw.getrandbits(64), self.disk)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the node's process. If it refuses, `refusals` has why."""
+        assert self.node is None
+        had_power = self.host.has_power
+        self.host.rise()
+        if not had_power:
+            self.network.machine_is_back(self.host)
+        try:
+            self.node = self._boot(self)
+        except StartRefusedError as error:
+            self.refusals.append(f"{self.name} refuses to start: {error}")
+            self.world.note(self.refusals[-1])
+            self._end(has_power=True)
+        except StartFailedError as error:
+            self.world.note(f"{self.name} could not start: {error}")
+            self.exited()
+
+    def exited(self) -> None:
+        """The process has ended by itself. A supervisor starts it again."""
+        self._end(has_power=True)
+        self.world.after(RESTART_NS, self._restart)
+
+    def _restart(self) -> None:
+        if self.node is None and self.host.has_power:
+            self.start()
+
+    def kill(self) -> None:
+        """End the process; the disks keep all that was written."""
+        self._end(has_power=True)
+
+    def cut_power(self, share: float) -> None:
+        """Cut the power; about `share` of what was not synced survives."""
+        self._end(has_power=False)
+        draw = self.world.draw
+        self.env = self.env.after(Power(), draw, share)
+        is_full, self.disk = self.disk.is_full, self.disk.after(Power(), draw, share)
+        self.disk.is_full = is_full
+
+    def lose_folder(self) -> None:
+        """The folder is gone; the next start begins with empty disks."""
+        assert self.node is None, "the process is down while its folder is replaced"
+        self._new_disks()
+
+    def pause(self) -> None:
+        """Stop the process for a while."""
+        self.host.pause()
+
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        self.host.resume()
+
+    def _end(self, *, has_power: bool) -> None:
+        if self.node is not None:
+            self.node.ended()
+        self.node = None
+        self.host.die()
+        self.host.has_power = has_power
+        self.network.process_died(self.host, has_power=has_power)

@@ -1,0 +1,367 @@
+"""What a simulated node must offer, and a single node that offers it.
+
+`SimNode` is the seam: machines, faults and checkers know nothing else of a node. `SingleNode` is
+one whole node of the product without replication: start, sessions, engine, commit groups, log,
+store, merges and streams are the real ones. This module only decides when each step takes place.
+
+Invariants of SingleNode
+- a group is written at once and synced after a while; only then is it committed, are its answers
+  released and its streams woken. So a power cut can come between any two of these;
+- one group is under way at a time; what arrives meanwhile is the next one;
+- after a failed sync the process ends without another answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import TYPE_CHECKING, Protocol
+from zlib import crc32
+
+from dcp.session.range_scans import RangeScans
+from dcp.stream.hub import StreamHub
+from sim.clock import Clock
+from sim.facts import Committed, Facts, History, Mastership, fingerprint
+from sim.network import Side
+from sim.plan import Plan
+from sim.serving import ServedConnection
+from sim.upkeep import Upkeep
+from sim.world import MS, Host
+from support.memory_node import OpenDoor
+from vbucket.engine.engine import Engine
+from vbucket.engine.keyspace import BranchRefusedError
+from vbucket.engine.partition import Hold, Partition
+from vbucket.engine.read_view import Views
+from vbucket.engine.startup import Startup, recover_node
+from vbucket.log.commit_group import CommitGroup
+from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
+from vbucket.log.record import LogDamagedError
+from vbucket.model.entry import key_of, value_of
+from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vb_uuid_from_random
+from vbucket.store.environment import StoreDamagedError
+from vbucket.store.records import CleanEnd, put_failover
+
+if TYPE_CHECKING:
+    from sim.machine import Machine
+
+_SEQNO = Struct(">Q")
+TICK_NS = 100 * MS
+"""How often NOOPs and marks are looked after."""
+LISTEN_NS = 30 * MS
+"""How long a start takes before the port is open."""
+ROOM_RETRY_NS = 50 * MS
+"""Pause before a full disk is tried again."""
+
+
+class StartRefusedError(Exception):
+    """A node refuses to start on what its disks hold; the text says why."""
+
+
+class StartFailedError(Exception):
+    """A start has failed for a reason that may pass: a failing sync, a full disk."""
+
+
+class SimNode(Protocol):
+    """A node's process on a machine."""
+
+    def ended(self) -> None:
+        """The process has ended: nothing of it runs any more."""
+
+    def stop(self) -> None:
+        """Stop in order, as after SIGTERM. The machine ends the process then."""
+
+    def branch(self, vb_id: int, share: float) -> bool:
+        """Branch a partition at about this share of its seqnos, as an operator does. Return
+        whether it was accepted.
+
+        It records the excuse, and settles it once the branch is committed or cannot be any more.
+        """
+
+    def serves(self, vb_id: int) -> bool:
+        """Whether this node is the partition's master and serves it."""
+
+    def high_seqno(self, vb_id: int) -> int:
+        """Return the newest seqno of a partition, committed or not."""
+
+    def is_quiet(self) -> bool:
+        """Whether everything that was written is committed."""
+
+    def documents(self) -> dict[bytes, bytes]:
+        """Return the committed documents of the partitions that it serves, by logical key."""
+
+    def histories(self) -> list[History]:
+        """Return what it holds of each partition."""
+
+
+class Facades:
+    """What sessions tell about the node."""
+
+    version = "sim"
+
+    def bucket_config(self) -> bytes:
+        return b'{"rev":1,"name":"default"}'
+
+    def global_config(self) -> bytes:
+        return b'{"rev":1}'
+
+    def config_version(self) -> tuple[int, int]:
+        return (1, 1)
+
+    def stats(self, group: bytes) -> list[tuple[str, str]] | None:
+        return None
+
+
+class SingleNode:
+    """See the module."""
+
+    def __init__(self, machine: Machine, plan: Plan, facts: Facts) -> None:
+        self.host: Host = machine.host
+        self.clock: Clock = machine.clock
+        self.name = machine.name
+        self._machine = machine
+        self._world = machine.world
+        self._plan = plan
+        self._record = facts
+        self.authenticator = OpenDoor()
+        self.facts = Facades()
+        self.connections: dict[ServedConnection, None] = {}
+        self._group: CommitGroup | None = None
+        """The group under way."""
+        self._has_begun = False
+        self._is_kicked = False
+        self._is_stopped = False
+        draw = self._world.draw
+        self.device = machine.open_device()
+        startup = recover_node(
+            machine.env,
+            self.device,
+            num_vbuckets=plan.partitions,
+            durability="commit",
+            draw_uuid=lambda: vb_uuid_from_random(draw.getrandbits(64)),
+            draw_node_id=lambda: f"{draw.getrandbits(32):08x}",
+            memtable_bytes_max=plan.memtable_bytes,
+            item_cache_bytes=plan.item_cache_bytes,
+        )
+        self._startup: Startup = startup
+        self.store, self.engine, self.writer = startup.store, startup.engine, startup.writer
+        self.engine: Engine
+        self.hub = StreamHub()
+        self.scans = RangeScans(Views(self.engine, self.store), lambda: draw.randbytes(16))
+        self._upkeep = Upkeep(self, machine.env, plan, facts)
+        self.engine.begin_batch(self.clock.wall_ns())
+        for part in self.engine.partitions:
+            self._record_mastership(part)
+        self.host.after(LISTEN_NS, self._listen)
+        self.host.after(TICK_NS, self._tick)
+
+    def _record_mastership(self, part: Partition) -> None:
+        now_ns, record = self._world.now_ns, self._record
+        record.masterships.append(
+            Mastership(
+                now_ns, self.name, self.host.incarnation, part.vb_id, part.epoch, part.vb_uuid
+            )
+        )
+        record.committed.append(
+            Committed(now_ns, self.name, part.vb_id, part.vb_uuid, part.committed_seqno)
+        )
+
+    def _listen(self) -> None:
+        """Begin to write, and open the port. Without room for a segment, serve reads only."""
+        if not self._has_begun:
+            try:
+                self._startup.begin()
+            except LogFullError as error:
+                self.engine.refuse_writes(str(error), Hold.LOG_FULL)
+                self.host.after(ROOM_RETRY_NS, self._listen)
+            except SyncFailedError:
+                self._die()
+                return
+            else:
+                self._has_begun = True
+                self.engine.refuse_writes("", Hold.LOG_FULL)
+        if self.name not in self._machine.network.listeners:
+            self._machine.network.listen(self.host, self._accept)
+
+    def _accept(self, side: Side) -> None:
+        ServedConnection(self, side)
+
+    # -- commit groups -----------------------------------------------------------------------------
+
+    @property
+    def answered_group(self) -> int:
+        """See Served."""
+        return self.engine.keyspace.committed_group
+
+    def kick(self) -> None:
+        """See Served."""
+        if not self._is_kicked and self._group is None and self._has_begun:
+            self._is_kicked = True
+            self.host.after(0, self._begin_group)
+
+    def _begin_group(self) -> None:
+        self._is_kicked = False
+        if self._group is None and (group := self.engine.keyspace.take_group()) is not None:
+            self._group = group
+            self._write(group)
+
+    def _write(self, group: CommitGroup) -> None:
+        try:
+            self.writer.append(group.number, group.payload)
+        except LogFullError as error:
+            self.engine.refuse_writes(str(error), Hold.LOG_FULL)
+            self.host.after(ROOM_RETRY_NS, self._write, group)
+            return
+        self.engine.refuse_writes("", Hold.LOG_FULL)
+        plan, world = self._plan, self._world
+        self.host.after(world.between(plan.sync_min_ns, plan.sync_max_ns), self._sync, group)
+
+    def _sync(self, group: CommitGroup) -> None:
+        try:
+            self.writer.sync()
+        except SyncFailedError:
+            self._die()
+            return
+        self._group = None
+        self._publish(group)
+        for vb_id in group.branched:
+            document = self.engine.partitions[vb_id].failover.to_document()
+            with self._machine.env.write() as write:
+                put_failover(write, vb_id, document)
+        for connection in list(self.connections):
+            connection.release()
+        keyspace = self.engine.keyspace
+        if keyspace.wants_freeze:
+            self._begin_merge()
+        if keyspace.has_pending:
+            self.kick()
+
+    def _begin_merge(self) -> None:
+        try:
+            self._upkeep.begin_merge()
+        except SyncFailedError:
+            self._die()
+
+    def _publish(self, group: CommitGroup) -> None:
+        keyspace, now_ns = self.engine.keyspace, self._world.now_ns
+        keyspace.group_committed(group)
+        record = self._record.committed.append
+        for vb_id, seqno in group.high_seqnos.items():
+            uuid = self.engine.partitions[vb_id].vb_uuid
+            record(Committed(now_ns, self.name, vb_id, uuid, seqno))
+        for vb_id in group.branched:
+            self._record.settle(now_ns, vb_id)
+            self.hub.branched(vb_id)
+        for vb_id in group.restated:
+            self.hub.restated(vb_id)
+        self.hub.committed(group.high_seqnos)
+
+    # -- time and the end --------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        for connection in list(self.connections):
+            connection.tick()
+        try:
+            if self.writer.has_unsynced_mark:
+                self.writer.sync_mark()
+        except SyncFailedError:
+            self._die()
+            return
+        self.host.after(TICK_NS, self._tick)
+
+    def _die(self) -> None:
+        """A sync has failed: end the process without another answer."""
+        self._machine.exited()
+
+    def ended(self) -> None:
+        """See SimNode. What was committed until now is kept for the checkers."""
+        self.connections.clear()
+        for part in self.engine.partitions:
+            self._record.settle(self._world.now_ns, part.vb_id)
+        if self._has_begun:
+            self._record.histories += self.histories()
+
+    def stop(self) -> None:
+        """See SimNode."""
+        if not self._has_begun or self.engine.keyspace.has_pending or self._group is not None:
+            return  # the machine ends it anyway: a stop that took too long
+        try:
+            self.writer.sync()
+            self.writer.sync_mark()
+        except SyncFailedError:
+            return
+        parts = self.engine.partitions
+        positions = {part.vb_id: (part.high_seqno, part.vb_uuid) for part in parts}
+        self.store.end(CleanEnd(self.writer.end, positions))
+        self.device.close()
+
+    # -- what operators and checkers ask -----------------------------------------------------------
+
+    def branch(self, vb_id: int, share: float) -> bool:
+        """See SimNode."""
+        part = self.engine.partitions[vb_id]
+        seqno = int(part.high_seqno * share)
+        if not self._has_begun:
+            return False
+        try:
+            self.engine.keyspace.branch(vb_id, seqno)
+        except BranchRefusedError:
+            return False
+        self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
+        self.kick()
+        return True
+
+    def serves(self, vb_id: int) -> bool:
+        """See SimNode."""
+        return self._has_begun
+
+    def high_seqno(self, vb_id: int) -> int:
+        """See SimNode."""
+        return self.engine.partitions[vb_id].high_seqno
+
+    def is_quiet(self) -> bool:
+        """See SimNode."""
+        return self._group is None and not self.engine.keyspace.has_pending
+
+    def documents(self) -> dict[bytes, bytes]:
+        """See SimNode."""
+        found = {}
+        for part in self.engine.partitions:
+            for key in self._plan.keys_of(part.vb_id):
+                entry = self.engine.document_entry(part, DEFAULT_COLLECTION_PREFIX + key)
+                if entry is not None:
+                    found[key_of(entry)[1:]] = value_of(entry)
+        return found
+
+    def histories(self) -> list[History]:
+        """See SimNode."""
+        return [self._history(part) for part in self.engine.partitions]
+
+    def _history(self, part: Partition) -> History:
+        end = part.committed_seqno
+        entries: dict[int, int] = {}
+        seqno = 1
+        while seqno <= end:
+            batch = self.engine.versions.frames(part.vb_id, seqno, end, bytes(4), (), 1 << 30)
+            for frame in batch.frames:
+                seqno, cas = _SEQNO.unpack_from(frame, 24)[0], _SEQNO.unpack_from(frame, 16)[0]
+                entries[seqno] = fingerprint(cas, crc32(frame))
+            seqno = batch.next_seqno
+        now_ns = self._world.now_ns
+        versions = tuple(part.failover.pairs())
+        return History(now_ns, self.name, part.vb_id, versions, end, entries)
+
+
+def single(
+    plan: Plan, facts: Facts, node_type: type[SingleNode] = SingleNode
+) -> Callable[[Machine], SingleNode]:
+    """Return how machines start a SingleNode."""
+
+    def start(machine: Machine) -> SingleNode:
+        try:
+            return node_type(machine, plan, facts)
+        except (LogDamagedError, StoreDamagedError) as error:
+            raise StartRefusedError(str(error)) from error
+        except (LogWriteError, SyncFailedError) as error:
+            raise StartFailedError(str(error)) from error
+
+    return start

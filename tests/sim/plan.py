@@ -1,0 +1,141 @@
+"""What a seed decides before anything happens: sizes, speeds, workload and kinds of faults.
+
+Each seed leaves out some kinds of operations and faults at random. So some seeds have few faults
+that nothing hides, and others have many at once.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from sim.facts import Kind
+from sim.world import MS, SECOND
+from vbucket.model.ids import vbucket_of
+
+NODE_FAULTS = (
+    "kill", "stop", "power_cut", "power_cut_all", "pause", "disk_full", "sync_fails", "clock_jump",
+    "branch",
+)  # fmt: skip
+NETWORK_FAULTS = (
+    "break_connection", "cut_one_way", "partition", "slow_link", "long_delays", "refuse_connects",
+)  # fmt: skip
+CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
+CLUSTER_FAULTS = (
+    "lost_folder", "handover", "unclean_election", "store_away", "store_slow", "store_forgets",
+    "store_compacts",
+)  # fmt: skip
+"""Faults that need several nodes."""
+NOT_TOGETHER = (("sync_fails", "power_cut"), ("sync_fails", "power_cut_all"))
+"""Pairs of faults that one node alone does not survive: what a failed sync covered is served again
+after the restart, but it is not on disk. The second of a pair is left out."""
+WEIGHTS: dict[Kind, float] = {
+    Kind.GET: 3, Kind.SET: 4, Kind.ADD: 1, Kind.REPLACE: 1, Kind.DELETE: 1, Kind.INCREMENT: 1.5,
+    Kind.APPEND: 1,
+}  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """See the module. Times are in nanoseconds."""
+
+    partitions: int
+    nodes: int
+    copies: int
+    min_in_sync: int
+    acknowledge: str
+    """`committed` or `master`."""
+    unclean: bool
+    """Whether unclean elections are allowed."""
+    durability_share: float
+    """Share of writes with a durability frame."""
+    clients: int
+    consumers: int
+    keys: tuple[bytes, ...]
+    kinds: tuple[Kind, ...]
+    kind_weights: tuple[float, ...]
+    pipeline: int
+    """Operations of a client under way at once."""
+    think_ns: int
+    """Mean pause of a client between two operations."""
+    timeout_ns: int
+    value_bytes: int
+    cas_share: float
+    faults: tuple[str, ...]
+    fault_every_ns: int
+    """Mean time between two faults."""
+    load_ns: int
+    """How long faults and load last."""
+    grace_ns: int
+    """After the faults, everything works again within this time."""
+    calm_ns: int
+    """Then there is load for this time, and every operation is answered."""
+    rest_ns: int
+    """After the load, everything is at rest within this time."""
+    delay_min_ns: int
+    delay_max_ns: int
+    sync_min_ns: int
+    sync_max_ns: int
+    drift_ppm: int
+    memtable_bytes: int
+    item_cache_bytes: int
+    compact_share: float
+    """Share of merges after which a partition is compacted."""
+    save_every_ns: int
+    """How often consumers save a checkpoint."""
+
+    def keys_of(self, vb_id: int) -> list[bytes]:
+        """Return the keys of a partition."""
+        return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]
+
+
+def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) -> Plan:
+    """Draw the plan of a seed."""
+    partitions = draw.choice((4, 8, 16))
+    copies = draw.randint(1, min(4, nodes))
+    kinds = tuple(kind for kind in WEIGHTS if kind is Kind.GET or draw.random() < 0.8)
+    weights = tuple(WEIGHTS[kind] * draw.choice((1, 1, 3)) for kind in kinds)
+    possible = [
+        *NODE_FAULTS,
+        *NETWORK_FAULTS,
+        *CONSUMER_FAULTS,
+        *(CLUSTER_FAULTS if nodes > 1 else ()),
+    ]
+    faults = tuple(name for name in possible if draw.random() < 0.4)
+    left_out = {second for first, second in NOT_TOGETHER if first in faults}
+    faults = tuple(name for name in faults if name not in left_out)
+    slow_disk = draw.random() < 0.2
+    far = draw.random() < 0.2
+    return Plan(
+        partitions=partitions,
+        nodes=nodes,
+        copies=copies,
+        min_in_sync=draw.randint(1, copies),
+        acknowledge="committed" if draw.random() < 0.8 else "master",
+        unclean=draw.random() < 0.2,
+        durability_share=draw.choice((0.0, 0.1, 0.5)),
+        clients=draw.randint(2, 5),
+        consumers=draw.randint(1, 2),
+        keys=tuple(b"k%d" % number for number in range(draw.choice((4, 12, 40)))),
+        kinds=kinds,
+        kind_weights=weights,
+        pipeline=draw.choice((1, 1, 3, 8)),
+        think_ns=draw.choice((4, 8, 16)) * MS,
+        timeout_ns=draw.choice((150, 400, 1500)) * MS,
+        value_bytes=draw.choice((0, 0, 40, 2000)),
+        cas_share=draw.choice((0.0, 0.2, 0.6)),
+        faults=faults,
+        fault_every_ns=draw.choice((60, 150, 400, 1200)) * MS,
+        load_ns=int((seconds or draw.choice((0.8, 1.5, 2.5))) * SECOND),
+        grace_ns=1500 * MS,
+        calm_ns=150 * MS,
+        rest_ns=20 * SECOND,
+        delay_min_ns=(5 * MS if far else MS // 10),
+        delay_max_ns=draw.choice((1, 5, 30)) * MS + (5 * MS if far else 0),
+        sync_min_ns=(2 * MS if slow_disk else MS // 10),
+        sync_max_ns=draw.choice((1, 3, 20)) * MS + (2 * MS if slow_disk else 0),
+        drift_ppm=draw.choice((0, 50, 500, 20_000)),
+        memtable_bytes=draw.choice((2 << 10, 8 << 10, 64 << 10)),
+        item_cache_bytes=draw.choice((0, 16 << 10)),
+        compact_share=draw.choice((0.0, 0.5, 1.0)),
+        save_every_ns=draw.choice((50, 200, 1000)) * MS,
+    )

@@ -1,0 +1,238 @@
+"""One seed from beginning to end: plan, load with faults, rest, checks.
+
+    LOAD with faults (plan.load_ns)
+    GRACE: everything is mended, and no load (plan.grace_ns)
+    CALM: load without faults (plan.calm_ns); every operation is answered
+    REST: every key is read, and consumers catch up (within plan.rest_ns)
+    CHECKS
+
+The result depends on the seed and the options only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sim.checkers import histories, linearizable, liveness, streams
+from sim.cluster import MakeCluster, Setting, SingleNodes
+from sim.consumer import SimConsumer
+from sim.facts import Facts, Map
+from sim.faults import Faults
+from sim.kv_client import KvClient
+from sim.machine import Machine
+from sim.network import Network
+from sim.plan import Plan, drawn
+from sim.world import MS, SECOND, Trace, World
+
+LOOK_NS = 50 * MS
+"""How often the end of the rest is looked for."""
+CALM_TIMEOUT_NS = 2 * SECOND
+"""Timeout of operations once the faults are over: they have no reason to take so long."""
+
+
+class Options(NamedTuple):
+    """What a run depends on beside its seed."""
+
+    nodes: int = 1
+    seconds: float | None = None
+    """How long the load lasts, in virtual seconds; None: as the seed says."""
+    bug: str = ""
+    """A fault of the product that is put in on purpose (`sim.bugs`)."""
+
+
+DEFAULTS = Options()
+
+
+class Report(NamedTuple):
+    """What came of a seed."""
+
+    seed: int
+    violations: list[str]
+    events: int
+    operations: int
+    unsure: int
+    """Keys whose linearizability could not be decided in bounded time."""
+    virtual_ns: int
+    faults: dict[str, int]
+    digest: str
+    """Hash of the trace; "" without one."""
+
+
+class Simulation:
+    """A run under way. `Stage` of the faults."""
+
+    def __init__(
+        self,
+        seed: int,
+        options: Options,
+        trace: Trace | None = None,
+        make_cluster: MakeCluster = SingleNodes,
+    ) -> None:
+        self.seed = seed
+        self.world = World(seed, trace)
+        self.plan: Plan = drawn(self.world.draw, nodes=options.nodes, seconds=options.seconds)
+        self.facts = Facts()
+        plan, world = self.plan, self.world
+        world.note(f"seed {seed} {plan}")
+        self.network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
+        self._cluster = make_cluster(Setting(world, self.network, plan, self.facts, options.bug))
+        self.controls = self._cluster.controls
+        self.machines = [
+            Machine(
+                world, self.network, f"n{number}", self._cluster.boot,
+                drift_ppm=world.below(2 * plan.drift_ppm + 1) - plan.drift_ppm,
+            )
+            for number in range(1, options.nodes + 1)
+        ]  # fmt: skip
+        self.clients = [self._client(f"c{number}") for number in range(1, plan.clients + 1)]
+        self.reader = self._client("reader")
+        self.consumers = [
+            SimConsumer(self.network, f"w{number}", plan, self.facts, self._cluster.routing())
+            for number in range(1, plan.consumers + 1)
+        ]
+        self.faults = Faults(self)
+
+    def _client(self, name: str) -> KvClient:
+        return KvClient(self.network, name, self.plan, self._cluster.caller)
+
+    def run(self) -> Report:
+        """Run to the end, and check."""
+        self._cluster.begin()
+        self._start_machines()
+        for client in self.clients:
+            client.begin()
+        for consumer in self.consumers:
+            consumer.begin()
+        self.faults.begin()
+        self.world.run_until(self.plan.load_ns)
+        self._rest()
+        return self._check()
+
+    def _start_machines(self) -> None:
+        for machine in self.machines:
+            if machine.node is None:
+                machine.start()
+            self.facts.problems += machine.refusals
+            machine.refusals.clear()
+
+    # -- rest --------------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """Mend everything, and wait until nothing moves any more."""
+        world, facts = self.world, self.facts
+        self.faults.end()
+        self._cluster.mend()
+        self._start_machines()
+        for client in self.clients:
+            client.stop()
+            client.caller.timeout_ns = CALM_TIMEOUT_NS
+        world.run_until(world.now_ns + self.plan.grace_ns)
+        self._wait(self._are_clients_idle, "clients still wait for answers")
+        facts.works_ns = world.now_ns
+        for client in self.clients:
+            client.begin()
+        world.run_until(world.now_ns + self.plan.calm_ns)
+        for client in self.clients:
+            client.stop()
+        self._wait(self._are_clients_idle, "clients wait for answers")
+        self.reader.caller.timeout_ns = CALM_TIMEOUT_NS
+        self.reader.read_all()
+        self._wait(lambda: self.reader.is_idle, "a key cannot be read")
+        self._wait(self._are_nodes_quiet, "changes are not committed")
+        self._wait(self._have_consumers_caught_up, "consumers do not catch up")
+
+    def _wait(self, is_done: Callable[[], bool], problem: str) -> None:
+        world = self.world
+        deadline_ns = world.now_ns + self.plan.rest_ns
+        while not is_done():
+            if world.now_ns >= deadline_ns:
+                seconds = self.plan.rest_ns / SECOND
+                self.facts.problems.append(
+                    f"{problem}, {seconds:g} s after the faults and the load"
+                )
+                return
+            self._start_machines()
+            if self.facts.problems:
+                return  # it has failed already, and may never come to rest
+            world.run_until(world.now_ns + LOOK_NS)
+
+    def _are_clients_idle(self) -> bool:
+        return all(client.is_idle for client in self.clients)
+
+    def _are_nodes_quiet(self) -> bool:
+        return all(
+            machine.node is not None and machine.node.is_quiet() for machine in self.machines
+        )
+
+    def _have_consumers_caught_up(self) -> bool:
+        for vb_id in range(self.plan.partitions):
+            node = self._master_of(vb_id).node
+            if node is None:
+                return False
+            end = node.high_seqno(vb_id)
+            if any(consumer.seqno(vb_id) != end for consumer in self.consumers):
+                return False
+        return True
+
+    def _master_of(self, vb_id: int) -> Machine:
+        serving = (
+            machine
+            for machine in self.machines
+            if machine.node is not None and machine.node.serves(vb_id)
+        )
+        return next(serving, self.machines[0])
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check(self) -> Report:
+        facts, world = self.facts, self.world
+        self._look_at_nodes()
+        problems = list(facts.problems)
+        if not problems:
+            found, unsure = linearizable.check(facts.operations, facts.excuses)
+            problems += found
+            problems += histories.lost_writes(facts.operations, facts.final, facts.excuses)
+            problems += histories.diverged(facts.histories)
+            problems += histories.masters(facts.masterships)
+            problems += histories.rollbacks(facts.rolled_back, facts.excuses)
+            problems += streams.uncommitted(facts.streamed, facts.committed)
+            if facts.master_map is not None:
+                problems += streams.maps(facts.master_map, facts.consumer_maps)
+            problems += liveness.late(facts.operations, facts.works_ns)
+        else:
+            unsure = 0
+        for problem in problems:
+            world.note(f"violation {problem}")
+        return Report(
+            self.seed, problems, world.events, len(facts.operations), unsure, world.now_ns,
+            self.faults.counts, "" if world.trace is None else world.trace.digest,
+        )  # fmt: skip
+
+    def _look_at_nodes(self) -> None:
+        """Record what nodes and consumers hold at rest."""
+        facts = self.facts
+        documents: dict[bytes, bytes] = {}
+        for machine in self.machines:
+            if machine.node is not None:
+                facts.histories += machine.node.histories()
+                documents |= machine.node.documents()
+        masters = {vb_id: self._master_of(vb_id).name for vb_id in range(self.plan.partitions)}
+        facts.final = [item for item in facts.histories if masters[item.vb_id] == item.node]
+        facts.master_map = Map("the master", documents)
+        facts.consumer_maps = [consumer.map() for consumer in self.consumers]
+
+
+def run_seed(seed: int, options: Options = DEFAULTS, trace: Trace | None = None) -> Report:
+    """Run one seed."""
+    return Simulation(seed, options, trace).run()
+
+
+def replay_command(seed: int, options: Options) -> str:
+    """Return the command that runs a seed again."""
+    words: Sequence[str] = ["python -m tests.sim", f"--seed {seed}"]
+    if options.bug:
+        words = [*words, f"--bug {options.bug}"]
+    if options.seconds is not None:
+        words = [*words, f"--seconds {options.seconds:g}"]
+    return " ".join(words)

@@ -1,0 +1,174 @@
+"""Whole runs: they pass, they repeat exactly, and they find faults that are put in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sim import node, plan
+from sim.bugs import BUGS
+from sim.checkers import histories
+from sim.command import main
+from sim.facts import Outcome
+from sim.faults import FAULTS
+from sim.run import Options, Simulation, replay_command, run_seed
+from sim.world import Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 100
+CHUNK = 25
+FOUND_BY = {
+    "answers_before_sync": (6, "an answered write is lost"),
+    "streams_before_sync": (0, "was committed"),
+    "cuts_back_at_start": (4, "history was not cut back"),
+    "forgets_answers": (0, "was not answered"),
+    "streams_other_values": (0, "the master has"),
+}
+"""Bug -> a seed to begin with, and how it is told."""
+BUG_SEEDS = 40
+"""A bug is found within so many seeds."""
+
+
+def first_failing(bug: str, words: str) -> int:
+    """Return the first seed, from the recorded one on, in which a bug is told with these words."""
+    first, _ = FOUND_BY[bug]
+    for seed in range(first, first + BUG_SEEDS):
+        violations = run_seed(seed, Options(bug=bug)).violations
+        if any(words in violation for violation in violations):
+            return seed
+    raise AssertionError(f"{bug} was not found in {BUG_SEEDS} seeds")
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_seeds_pass(first: int) -> None:
+    operations = unsure = 0
+    for seed in range(first, first + CHUNK):
+        report = run_seed(seed)
+        assert report.violations == [], replay_command(seed, Options())
+        unsure += report.unsure
+        operations += report.operations
+    assert operations > 100 * CHUNK
+    assert unsure < CHUNK / 10
+
+
+def test_all_faults_of_a_single_node_happen() -> None:
+    expected = {*plan.NODE_FAULTS, *plan.NETWORK_FAULTS, *plan.CONSUMER_FAULTS}
+    happened: set[str] = set()
+    for seed in range(SEEDS):
+        happened |= run_seed(seed).faults.keys()
+        if happened == expected:
+            break
+    assert happened == expected
+    assert {*expected, *plan.CLUSTER_FAULTS} == FAULTS.keys()
+
+
+def test_operations_are_answered_and_facts_recorded() -> None:
+    simulation = Simulation(3, Options())
+    simulation.run()
+    facts = simulation.facts
+    assert facts.streamed
+    assert facts.committed
+    assert facts.histories
+    assert any(operation.seqno for operation in facts.operations)
+    outcomes = [operation.outcome for operation in simulation.facts.operations]
+    assert outcomes.count(Outcome.OK) > len(outcomes) / 2
+
+
+def digest_in_another_process(seed: int, hash_seed: str) -> str:
+    script = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from sim.run import run_seed, DEFAULTS\n"
+        "from sim.world import Trace\n"
+        f"print(run_seed({seed}, DEFAULTS, Trace()).digest)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+    ).stdout.strip()  # fmt: skip
+
+
+def test_a_seed_gives_the_same_bytes_in_every_process() -> None:
+    here = run_seed(11, Options(), Trace()).digest
+    assert here == run_seed(11, Options(), Trace()).digest
+    assert here == digest_in_another_process(11, "1")
+    assert here == digest_in_another_process(11, "2")
+    assert here != run_seed(12, Options(), Trace()).digest
+
+
+def test_every_bug_has_a_seed() -> None:
+    assert FOUND_BY.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize("bug", FOUND_BY)
+def test_a_bug_that_is_put_in_is_found(bug: str) -> None:
+    seed = first_failing(bug, FOUND_BY[bug][1])
+    assert run_seed(seed).violations == [], "without the bug it passes"
+
+
+def test_an_answer_before_the_sync_is_not_linearizable() -> None:
+    first_failing("answers_before_sync", "is not linearizable")
+
+
+def test_facts_of_a_run_that_are_changed_are_found() -> None:
+    """Two checkers need several nodes to find anything; until then, facts are changed."""
+    simulation = Simulation(9, Options())
+    assert simulation.run().violations == []
+    facts = simulation.facts
+    history = next(item for item in reversed(facts.histories) if len(item.entries) > 2)
+    other = history._replace(node="n2", entries={**history.entries, 2: 0})
+    assert histories.diverged([*facts.histories, other])
+    mastership = facts.masterships[0]._replace(node="n2")
+    assert histories.masters([*facts.masterships, mastership])
+
+
+class TestCommand:
+    def test_a_seed_that_passes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--seed", "1", "--trace"]) == 0
+        out = capsys.readouterr().out
+        assert "1 seeds, 0 failed" in out
+        assert out.count("\n") > 100, "one line per event"
+
+    def test_a_seed_that_fails_says_how_to_replay_it(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        seed = first_failing("forgets_answers", "was not answered")
+        words = ["--seeds", f"{seed}..{seed + 5}", "--bug", "forgets_answers"]
+        assert main(words) == 1
+        out = capsys.readouterr().out
+        command = f"python -m tests.sim --seed {seed} --bug forgets_answers --trace"
+        assert f"replay it with: {command}" in out
+        assert "1 seeds, 1 failed" in out, "it stops there"
+
+    def test_many_seeds(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--seeds", "3..5"]) == 0
+        out = capsys.readouterr().out
+        assert "3 seeds, 0 failed" in out
+        assert "events/s" in out
+
+    def test_it_is_a_program(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.sim", "--seed", "1"], cwd=ROOT, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+
+    @pytest.mark.parametrize("words", [["--seeds", "5"], ["--seeds", "5..3"], ["--bug", "none"]])
+    def test_bad_arguments(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit_info:
+            main(words)
+        assert exit_info.value.code == 2
+        assert "error" in capsys.readouterr().err
+
+    def test_a_crash_of_the_simulated_code_is_a_violation(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(_node: node.SingleNode) -> None:
+            raise ValueError("planted")
+
+        monkeypatch.setattr(node.SingleNode, "_begin_group", fail)
+        assert main(["--seed", "1"]) == 1
+        assert "ValueError: planted" in capsys.readouterr().out

@@ -1,0 +1,33 @@
+"""`scripts/soak sim` in small: it goes on where it was, and names what fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sim.run import Options
+from soak import simulate
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state.json"
+    assert simulate.soak(2, state, Options()) == 0
+    assert "2 seeds with" in capsys.readouterr().out
+    events = json.loads(state.read_text())["events"]
+    assert simulate.soak(3, state, Options()) == 0
+    out = capsys.readouterr().out
+    assert "3 seeds with" in out
+    assert "an hour" in out
+    assert json.loads(state.read_text())["events"] > events
+
+
+def test_a_failing_seed_is_named_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.soak(2, tmp_path / "state.json", Options(bug="forgets_answers")) == 1
+    out = capsys.readouterr().out
+    assert "replay it with: python -m tests.sim --seed 0 --bug forgets_answers --trace" in out
+    assert "2 seeds with" in out
+    assert "2 failed [0, 1]" in out

@@ -1,0 +1,168 @@
+"""What clients do: draws operations, packs them into frames, and reads what answers mean.
+
+Every stored value is different from all others, so a checker can tell which write a read saw. One
+key in four is a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from struct import Struct
+from typing import Final
+
+from dcp.wire.frame import FLEX_HEADER, Frame, pack_request
+from dcp.wire.message import MUTATION_TOKEN, U64
+from dcp.wire.opcode import Magic, Opcode
+from dcp.wire.status import Status
+from sim.facts import Kind, Operation, Outcome
+from sim.plan import Plan
+from sim.world import World
+from vbucket.model.ids import vbucket_of
+
+SYNC_WRITE_IMPOSSIBLE: Final = 0xA1
+SYNC_WRITE_AMBIGUOUS: Final = 0xA3
+DURABILITY_INVALID: Final = 0xA0
+DURABILITY_FRAME: Final = 1
+"""Id of the frame info that asks for durability: u8 level, u16 timeout in ms."""
+_STORE_EXTRAS: Final = bytes(8)
+_COUNTER_EXTRAS: Final = Struct(">QQI")
+_COUNTS: Final = ((b"1", 5), (b"10", None), (b"100", 5))
+"""Delta and initial number. They are few, so that equal writes without an answer are one case for
+the checker."""
+_NO_INITIAL: Final = 0xFFFF_FFFF
+
+_OPCODES: Final = {
+    Kind.GET: Opcode.GET, Kind.SET: Opcode.SET, Kind.ADD: Opcode.ADD, Kind.REPLACE: Opcode.REPLACE,
+    Kind.DELETE: Opcode.DELETE, Kind.INCREMENT: Opcode.INCREMENT, Kind.APPEND: Opcode.APPEND,
+}  # fmt: skip
+_STORES: Final = frozenset({Kind.SET, Kind.ADD, Kind.REPLACE})
+_WITH_CAS: Final = frozenset({Kind.SET, Kind.REPLACE, Kind.DELETE, Kind.APPEND})
+_OF_COUNTERS: Final = frozenset({Kind.GET, Kind.INCREMENT, Kind.DELETE})
+
+OUTCOMES: Final[dict[int, Outcome]] = {
+    Status.OK: Outcome.OK,
+    Status.KEY_ENOENT: Outcome.ABSENT,
+    Status.KEY_EEXISTS: Outcome.EXISTS,
+    Status.NOT_STORED: Outcome.NOT_STORED,
+    Status.DELTA_BADVAL: Outcome.NOT_A_NUMBER,
+    Status.ETMPFAIL: Outcome.REFUSED,
+    Status.EBUSY: Outcome.REFUSED,
+    Status.NOT_MY_VBUCKET: Outcome.REFUSED,
+    DURABILITY_INVALID: Outcome.REFUSED,
+    SYNC_WRITE_IMPOSSIBLE: Outcome.REFUSED,
+    SYNC_WRITE_AMBIGUOUS: Outcome.AMBIGUOUS,
+}
+"""What each status tells the client. A status that is not here must not occur."""
+
+
+class Workload:
+    """Draws the operations of one client."""
+
+    def __init__(self, world: World, plan: Plan, client: str) -> None:
+        self._world = world
+        self._plan = plan
+        self._client = client
+        self._count = 0
+        self._cas: dict[bytes, int] = {}
+        """The CAS that the client saw last, by key."""
+        self._choices = _cumulative(plan.kind_weights)
+
+    def draw(self) -> Operation:
+        """Return the next operation."""
+        world, plan = self._world, self._plan
+        index = world.below(len(plan.keys))
+        kind = self._draw_kind()
+        if index % 4 == 0 and kind not in _OF_COUNTERS:
+            kind = Kind.INCREMENT
+        elif index % 4 and kind is Kind.INCREMENT and world.chance(0.8):
+            kind = Kind.SET
+        key = plan.keys[index]
+        operation = self.operation(kind, key)
+        if kind in _WITH_CAS and key in self._cas and world.chance(plan.cas_share):
+            operation.cas_asked = self._cas[key]
+        if kind is not Kind.GET and world.chance(plan.durability_share):
+            operation.level = 1 + world.below(3)
+        return operation
+
+    def _draw_kind(self) -> Kind:
+        drawn = self._world.draw.random() * self._choices[-1]
+        for kind, limit in zip(self._plan.kinds, self._choices, strict=True):
+            if drawn < limit:
+                return kind
+        return Kind.GET
+
+    def operation(self, kind: Kind, key: bytes) -> Operation:
+        """Return an operation on a key; what it stores is unique."""
+        world, plan = self._world, self._plan
+        self._count += 1
+        operation = Operation(
+            self._client, self._count, kind, vbucket_of(key, plan.partitions), key
+        )
+        if kind in _STORES:
+            operation.argument = operation.name.encode() + b"." * world.below(plan.value_bytes + 1)
+        elif kind is Kind.APPEND:
+            operation.argument = b"+" + operation.name.encode()
+        elif kind is Kind.INCREMENT:
+            operation.argument, operation.initial = _COUNTS[world.below(len(_COUNTS))]
+        return operation
+
+    def learned(self, operation: Operation) -> None:
+        """Keep the CAS of an answer."""
+        if operation.cas:
+            self._cas[operation.key] = operation.cas
+
+
+def _cumulative(weights: tuple[float, ...]) -> list[float]:
+    total, sums = 0.0, []
+    for weight in weights:
+        total += weight
+        sums.append(total)
+    return sums
+
+
+def pack(operation: Operation, opaque: int, *, has_durability: bool) -> bytes:
+    """Return the request's packet. A durability frame is only sent where the server knows it."""
+    kind, key = operation.kind, b"\0" + operation.key
+    extras, value = b"", b""
+    if kind in _STORES:
+        extras, value = _STORE_EXTRAS, operation.argument
+    elif kind is Kind.APPEND:
+        value = operation.argument
+    elif kind is Kind.INCREMENT:
+        initial = operation.initial
+        expiry = _NO_INITIAL if initial is None else 0
+        extras = _COUNTER_EXTRAS.pack(int(operation.argument), initial or 0, expiry)
+    opcode, vb_id, cas = _OPCODES[kind], operation.vb_id, operation.cas_asked
+    if not (operation.level and has_durability):
+        operation.level = 0
+        return pack_request(
+            opcode, vb_id=vb_id, opaque=opaque, cas=cas, extras=extras, key=key, value=value
+        )
+    framing = bytes((DURABILITY_FRAME << 4 | 1, operation.level))
+    body = framing + extras + key + value
+    head = FLEX_HEADER.pack(
+        Magic.FLEX_REQUEST, opcode, len(framing), len(key), len(extras), 0, vb_id, len(body),
+        opaque, cas,
+    )  # fmt: skip
+    return head + body
+
+
+def read_answer(operation: Operation, frame: Frame) -> Outcome | None:
+    """Take over what an answer tells; None: its status must not occur."""
+    outcome = OUTCOMES.get(frame.status)
+    operation.why = f"status 0x{frame.status:02x}"
+    if outcome is None:
+        return None
+    if outcome is Outcome.OK:
+        operation.cas = frame.cas
+        if operation.kind is Kind.GET:
+            operation.value = frame.value
+        elif len(frame.extras) == MUTATION_TOKEN.size:
+            operation.vb_uuid, operation.seqno = MUTATION_TOKEN.unpack(frame.extras)
+        if operation.kind is Kind.INCREMENT:
+            operation.value = b"%d" % U64.unpack(frame.value)[0]
+    return outcome
+
+
+UNANSWERED: Final[Mapping[bool, Outcome]] = {True: Outcome.UNKNOWN, False: Outcome.AMBIGUOUS}
+"""Whether it only reads -> what a client knows of an operation without an answer."""
