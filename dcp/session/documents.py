@@ -244,7 +244,7 @@ class DocumentCommands:
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        first, head_bytes = position, SET_REQUEST.size
+        first, first_answer, head_bytes = position, len(answers), SET_REQUEST.size
         while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
                 buffer, position
@@ -271,6 +271,8 @@ class DocumentCommands:
             position = body_end
         if position > first:
             state.wait_group = engine.keyspace.group
+            if state.marks is not None:
+                state.mark_run(Opcode.SET, first_answer)
         return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
@@ -451,6 +453,7 @@ class DocumentCommands:
                 break
             if part.last_group > committed_group:
                 state.observes_version(part, key)
+                state.mark_read(_GET, int.from_bytes(opaque, "big"))
             position = after
             if entry is None:
                 answer(pack_miss(_GET, int.from_bytes(opaque, "big")))

@@ -46,6 +46,8 @@ from dcp.wire.frame import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
+from failover.write_answer import Durability, refusal_of
+from vbucket.engine.partition import VbState
 from vbucket.store.environment import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
@@ -95,6 +97,8 @@ class Session:
         self.state = state
         self._documents = DocumentCommands(state)
         self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
+        self._marked: dict[int, DocumentHandler] = {}
+        """Handlers that leave marks; made when marks are wanted first."""
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
@@ -152,7 +156,7 @@ class Session:
         state.begin_commands(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            self._updates.continue_flush(now_ns)
+            self._continue_flush(now_ns)
             if state.is_full:
                 state.held_bytes = len(state.buffer)
                 self._is_entered = False
@@ -163,7 +167,7 @@ class Session:
         body_bytes_max = self._body_bytes_max
         documents = self._documents
         hot = self._document_handlers()
-        runs = documents.runs() if hot is self._hot else _NO_RUNS
+        runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -198,7 +202,7 @@ class Session:
             elif self._gate.is_waiting:
                 break
             hot = self._document_handlers()
-            runs = documents.runs() if hot is self._hot else _NO_RUNS
+            runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
             position = body_end
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
@@ -252,10 +256,15 @@ class Session:
         rights = state.rights
         if rights is None or not self._gate.is_open or state.engine.writers_wait:
             return _NO_HANDLERS
+        hot = self._hot
+        if state.marks is not None:
+            if not self._marked:
+                self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
+            hot = self._marked
         if rights.has_all_documents:
-            return self._hot
+            return hot
         if not self._checked:
-            self._checked = {opcode: self._with_check(run) for opcode, run in self._hot.items()}
+            self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
 
     def _must_wait(self) -> bool:
@@ -281,6 +290,31 @@ class Session:
                 run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
 
         return checked
+
+    def _with_mark(self, run: DocumentHandler) -> DocumentHandler:
+        state, keyspace = self.state, self.state.engine.keyspace
+
+        def marked(
+            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
+            cas: int, start: int, end: int,
+        ) -> None:  # fmt: skip
+            first_answer, first_entry = len(state.answers), len(keyspace.pending)
+            try:
+                run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
+            except (RefusedError, StoreDamagedError) as error:
+                state.answer_error(opcode, opaque, vb_id, error)
+            state.mark(opcode, opaque, first_answer, first_entry)
+
+        return marked
+
+    def _continue_flush(self, now_ns: int) -> None:
+        """Take the next step of the flush under way."""
+        state, request = self.state, self._updates.flush_request
+        assert request is not None, "a flush has a request"
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
+        self._updates.continue_flush(now_ns)
+        if state.marks is not None:
+            state.mark(request.opcode, request.opaque, first_answer, first_entry)
 
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
@@ -318,12 +352,16 @@ class Session:
             buffer[position + HEADER_BYTES : extras_at],
         )  # fmt: skip
         state = self.state
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
         try:
             if value_at > body_end:
                 raise RefusedError(Status.EINVAL, "extras and key are longer than the body")
             frames = self._frames_of(request) if request.framing else NO_FRAMES
             if opcode not in _BEFORE_LOGIN:
                 self._check_rights(request)
+            state.durability = frames.durability
+            if frames.durability is not None:
+                self._check_guard(vb_id, frames.durability)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
             if frames.preserves_expiry and opcode not in _KEEP_THEIR_EXPIRY:
                 if opcode not in _PRESERVE_EXPIRY:
@@ -338,6 +376,21 @@ class Session:
                 raise RefusedError(Status.UNKNOWN_COMMAND, why)
         except (RefusedError, StoreDamagedError) as error:
             state.answer_error(opcode, opaque, vb_id, error)
+        if state.marks is not None:
+            state.mark(opcode, opaque, first_answer, first_entry)
+        state.durability = None
+
+    def _check_guard(self, vb_id: int, durability: Durability) -> None:
+        """Raise RefusedError if a change with a durability frame must not be applied. Changes
+        without one find a hold (`Hold.REPLICATION`).
+        """
+        engine = self.state.engine
+        if vb_id < engine.num_vbuckets:
+            part = engine.partitions[vb_id]
+            if part.guard is not None and part.state == VbState.ACTIVE:
+                refusal = refusal_of(part.guard.write_state(durability))
+                if refusal is not None:
+                    raise RefusedError(refusal.status, f"vb {vb_id}: {refusal.reason}")
 
     def _check_rights(self, request: Frame) -> None:
         """Raise RefusedError where the client may not do this."""
