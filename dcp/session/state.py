@@ -43,6 +43,8 @@ class NodeFacts(Protocol):
     """What sessions tell about their node."""
 
     version: str
+    bucket: str
+    """The name of the only bucket."""
 
     def bucket_config(self) -> bytes:
         """Return the bucket's cluster configuration as JSON."""

@@ -89,6 +89,7 @@ class MemoryNode:
     """
 
     version = "test"
+    bucket = "default"
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import msgspec
 
 from dcp.server.config.setting_values import (
     Option,
+    read_bucket,
     read_choice,
     read_count,
     read_duration,
@@ -121,6 +122,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             choices=("on", "off"),
         ),
     ] = "off"
+    bucket: Annotated[
+        str,
+        Option("Name of the only bucket, which Couchbase clients select.", read_bucket, "NAME"),
+    ] = "default"
     guest: Annotated[
         Literal["on", "off"],
         Option(
