@@ -145,6 +145,16 @@ def test_a_client_that_was_cut_off_begins_again(node: MemoryNode) -> None:
     assert shape(peer.drain()) == [("marker", 5), BEGIN, *changes, END]
 
 
+def test_it_does_not_use_up_the_window_of_clients_that_do_not_know_it(node: MemoryNode) -> None:
+    put(node, HOTEL_KEY)
+    peer = consumer(node, connection_buffer_size=b"10000")
+    ask(peer, HOTEL)
+    frames = peer.drain()
+    known = [frame for frame in frames if frame.opcode != Opcode.DCP_OSO_SNAPSHOT]
+    assert len(frames) == len(known) + 2
+    assert peer.producer.unacked_bytes == sum(frame.wire_bytes for frame in known)
+
+
 def test_our_snapshot_end_follows_it(node: MemoryNode) -> None:
     put(node, HOTEL_KEY)
     peer = consumer(node, x_snapshot_end=b"true")
