@@ -70,6 +70,8 @@ class Limits(NamedTuple):
     """Failed logins after which a connection is closed."""
     syncs_writes: bool = True
     """Whether a change is on disk before its answer (setting durability)."""
+    oversized_set_removes: bool = False
+    """Whether a SET that is refused because of its size removes the document."""
 
 
 class SessionState:

@@ -297,7 +297,7 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_OSO_SNAPSHOT: OpSpec(
         _DCP, "u32 1 or 2", "-",
-        "sent after the marker, with control enable_out_of_order_snapshots: the first snapshot of"
+        "sent: after the marker, with control enable_out_of_order_snapshots: the first snapshot of"
         " a collection begins (1) or is complete (2)",
     ),
     Opcode.DCP_PREVIOUS_VALUE: OpSpec(
