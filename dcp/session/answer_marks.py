@@ -41,6 +41,8 @@ _READS: Final = frozenset(
     }
 )  # fmt: skip
 """Commands that change nothing that the client asked for. A due document may expire."""
+_APPLIED: Final = frozenset((b"", b"\0\0", Status.E2BIG.to_bytes(2, "big")))
+"""Statuses of requests that may have changed something. A SET that is too big may remove."""
 _FLUSHES: Final = frozenset({Opcode.FLUSH, Opcode.FLUSHQ})
 """They change documents in several steps, before the one that answers."""
 
@@ -111,8 +113,8 @@ def is_change(opcode: int, entries: int, answer: bytes) -> bool:
     """Return whether a binary request has changed what the client asked for. `answer` is its first
     answer; b"" if it has none, as a quiet change that was successful.
     """
-    has_failed = answer[6:8] not in {b"", b"\0\0"}
-    return not has_failed and (opcode in _FLUSHES or (entries > 0 and opcode not in _READS))
+    is_applied = answer[6:8] in _APPLIED
+    return is_applied and (opcode in _FLUSHES or (entries > 0 and opcode not in _READS))
 
 
 class HeldAnswer:

@@ -16,6 +16,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.compressed_values import check_datatype, packed_body
+from dcp.session.oversized import remove_old, too_big
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState, fence_text
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
@@ -169,11 +170,12 @@ class DocumentCommands:
             body = DEFAULT_COLLECTION_PREFIX + body
         if datatype > DATATYPE_JSON:
             datatype, body = packed_body(state, datatype, body, len(key))
-        if len(body) - len(key) > state.limits.value_bytes_max:
-            limit = f"a value has at most {state.limits.value_bytes_max} bytes"
-            raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
         if vb_id >= self._num_vbuckets:
             raise WrongVbucketError
+        if len(body) - len(key) > state.limits.value_bytes_max:
+            if mode == SET:
+                remove_old(state, vb_id, key, cas)
+            raise too_big(state)
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s

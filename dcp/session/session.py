@@ -29,6 +29,7 @@ from dcp.session.document_reads import DocumentReadCommands
 from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
+from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
 from dcp.session.rights import NEEDS, Role
@@ -118,6 +119,8 @@ class Session:
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
         """Bytes still to come of the packet that is being gathered."""
+        self._skip_bytes = 0
+        """Bytes still to come of a body that was refused; they are not kept."""
         self._gate = FaultGate(state)
         self._is_entered = False
         """Whether a packet is being handled."""
@@ -132,6 +135,13 @@ class Session:
         state = self.state
         if state.is_closing:
             return
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(data))
+            self._skip_bytes -= skipped
+            state.taken_bytes += skipped
+            data = data[skipped:]
+            if not data:
+                return
         if self._missing_bytes > 0:
             self._gathered += data
             self._missing_bytes -= len(data)
@@ -188,22 +198,12 @@ class Session:
                     if run is not None and not state.is_full:
                         position = run(position, end)
                     continue
-            problem = self._problem_of(magic, opcode, body_len)
-            if problem:
-                state.close(problem)
+            after, missing_bytes = self._handle_other(buffer, position, end, now_ns)
+            if after == position:
                 break
-            if body_end > end:
-                missing_bytes = body_end - end
-                break
-            if opcode in _WRITES and self._must_wait():
-                break
-            if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
-                self._take(buffer, position, body_end)
-            elif self._gate.is_waiting:
-                break
+            position = after
             hot = self._document_handlers()
             runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
-            position = body_end
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
 
@@ -249,6 +249,59 @@ class Session:
             self._missing_bytes = missing_bytes
             position = end
         state.buffer = buffer[position:] if position else buffer
+
+    def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
+        """Handle a packet that the loop does not pass to a handler directly. Return where the next
+        one begins, or the same position if this one has to wait, and how many bytes are missing.
+        """
+        state = self.state
+        magic, opcode, _, _, _, _, body_len, _, _ = _unpack_header(buffer, position)
+        body_end = position + HEADER_BYTES + body_len
+        problem = self._problem_of(magic, opcode, body_len)
+        if problem:
+            state.close(problem)
+            return position, 0
+        if body_len > self._body_bytes_max:
+            missing_bytes = self._refuse_body(buffer, position, end, body_end)
+            return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
+        if body_end > end:
+            return position, body_end - end
+        if opcode in _WRITES and self._must_wait():
+            return position, 0
+        if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
+            self._take(buffer, position, body_end)
+        elif self._gate.is_waiting:
+            return position, 0
+        return body_end, 0
+
+    def _refuse_body(self, buffer: bytes, position: int, end: int, body_end: int) -> int:
+        """Refuse a request whose body is too long, and skip the body.
+
+        Return 0, or how many bytes are missing to know its key, if a SET removes the document.
+        """
+        state = self.state
+        magic, opcode, key_len, extras_len, _, vb_id, body_len, opaque, cas = _unpack_header(
+            buffer, position
+        )
+        why = f"opcode 0x{opcode:02x} announces a body of {body_len} bytes"
+        refusal: RefusedError = too_big(state, why)
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
+        if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
+            key_at: int = position + HEADER_BYTES + extras_len
+            missing_bytes: int = key_at + key_len - end
+            if missing_bytes > 0:
+                return missing_bytes
+            key = buffer[key_at : key_at + key_len]
+            try:
+                if key and not state.denial(opcode, key):
+                    remove_old(state, *self._documents.locate(vb_id, key), cas)
+            except RefusedError as error:
+                refusal = error
+        state.answer_error(opcode, opaque, vb_id, refusal)
+        if state.marks is not None:
+            state.mark(opcode, opaque, first_answer, first_entry)
+        self._skip_bytes = max(0, body_end - end)
+        return 0
 
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that the loop calls directly; none if packets need checks first."""
@@ -319,14 +372,17 @@ class Session:
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
             return f"no request begins with byte 0x{magic:02x}"
-        body_bytes_max, setting = self._body_bytes_max, "value_bytes_max"
+        body_bytes_max, setting = SKIPPED_BYTES_MAX, "no setting changes that"
+        if magic not in _REQUEST_MAGICS:
+            body_bytes_max, setting = self._body_bytes_max, "setting value_bytes_max"
         login_bytes_max = self.state.limits.login_body_bytes_max
-        if not self.is_logged_in and login_bytes_max < body_bytes_max:
-            body_bytes_max, setting = login_bytes_max, "login_body_bytes_max"
+        if not self.is_logged_in:
+            body_bytes_max = min(login_bytes_max, self._body_bytes_max)
+            setting = "setting login_body_bytes_max"
         if body_len > body_bytes_max:
             return (
                 f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
-                f"at most {body_bytes_max} are taken (setting {setting})"
+                f"at most {body_bytes_max} are taken ({setting})"
             )
         return ""
 
@@ -424,6 +480,8 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
+_SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
+_REQUEST_MAGICS: Final = frozenset({Magic.REQUEST, Magic.FLEX_REQUEST})
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(

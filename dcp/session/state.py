@@ -47,6 +47,8 @@ class NodeFacts(Protocol):
     """What sessions tell about their node."""
 
     version: str
+    bucket: str
+    """The name of the only bucket."""
 
     def bucket_config(self) -> bytes:
         """Return the bucket's cluster configuration as JSON."""
@@ -72,6 +74,8 @@ class Limits(NamedTuple):
     """Failed logins after which a connection is closed."""
     syncs_writes: bool = True
     """Whether a change is on disk before its answer (setting durability)."""
+    oversized_set_removes: bool = False
+    """Whether a SET that is refused because of its size removes the document."""
 
 
 class SessionState:

@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 
 from dcp.session.answer_marks import TEXT_COMMAND, Mark
 from dcp.session.documents import absolute_expiry
+from dcp.session.oversized import remove_old
 from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
@@ -285,6 +286,8 @@ class TextSession:
             return _BAD_FORMAT
         if value_bytes > self.state.limits.value_bytes_max:
             self._skip_bytes = value_bytes + 2
+            if name == b"set":
+                remove_old(self.state, *self._locate(fields[0]), 0)
             return _TOO_LARGE
         if name == b"cas":
             cas = cas or _NO_CAS
