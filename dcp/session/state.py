@@ -368,7 +368,7 @@ class SessionState:
             return False
         try:
             is_done = flush.step()
-        except StoreDamagedError:
+        except (StoreDamagedError, RefusedError):
             self.flush = None
             raise
         if not is_done:
@@ -462,10 +462,10 @@ class SessionState:
         `is_read` None: the opcode and the status of the answer tell whether it changed anything.
         """
         assert self.marks is not None, "a node alone has no marks"
-        observed, undo, self.undo = self.observed, self.undo, None
+        observed, undo, self.undo = tuple(self.observed), self.undo, None
         entries = len(self.engine.keyspace.pending) - first_entry
         if observed:
-            self.observed = []
+            self.observed.clear()
         if not (entries or observed) or self.flush is not None:
             return None
         answers = self.answers[first_answer:]
@@ -484,9 +484,9 @@ class SessionState:
             assert self.marks is not None, "only marks need what was observed"
             self.marks.append(
                 Mark(opcode, opaque, len(self.answers), 1, 0, 0, is_read=True,
-                     observed=self.observed)
+                     observed=tuple(self.observed))
             )  # fmt: skip
-            self.observed = []
+            self.observed.clear()
 
     def mark_run(self, opcode: int, first_answer: int) -> None:
         """Leave a mark for a run of changes, each with one answer and one entry."""
