@@ -74,6 +74,7 @@ class CoreNode:
     """Engine, store and sessions in this process."""
 
     version = "benchmark"
+    bucket = "default"
 
     def __init__(self, folder: Path) -> None:
         drawn = random.Random(1)

@@ -251,7 +251,9 @@ class Node:
         """Create what clients and operators use."""
         settings, engine, log, faults = self._settings, self.engine, self._log, FaultTable()
         access, connections, health, meter = self.access, self.connections, self.health, self.meter
-        config = self._config = ClusterConfig(settings.host, self._storage.node.node_id)
+        config = self._config = ClusterConfig(
+            settings.host, self._storage.node.node_id, settings.bucket
+        )
         stats = Stats(
             self.about, self.ports, engine, self._hub, connections, self._merging, health
         )  # fmt: skip

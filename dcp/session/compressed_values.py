@@ -6,6 +6,7 @@ length counts for the plain value, and is checked before anything is inflated.
 
 from __future__ import annotations
 
+from dcp.session.oversized import too_big
 from dcp.session.state import SessionState
 from dcp.wire.status import RefusedError, Status
 from vbucket.model.datatype import (
@@ -53,6 +54,5 @@ def plain_addition(state: SessionState, datatype: int, value: bytes) -> bytes:
 
 def _refusal(state: SessionState, error: ValueRefusedError) -> RefusedError:
     if isinstance(error, ValueTooBigError):
-        limit = f"at most {state.limits.value_bytes_max} are taken (setting value_bytes_max)"
-        return RefusedError(Status.E2BIG, f"{error}; {limit}")
+        return too_big(state, str(error))
     return RefusedError(Status.EINVAL, str(error))

@@ -83,11 +83,12 @@ def _value_compression(producer: Producer, state: SessionState, value: str) -> i
 
 
 def _out_of_order(producer: Producer, _state: SessionState, value: str) -> int:
-    """It cannot be turned off again, as in kv_engine."""
+    """It cannot be turned off again, as in kv_engine. SEQNO_ADVANCED is sent with both values,
+    because the marker names the end of the snapshot.
+    """
     if value not in {"true", "true_with_seqno_advanced"}:
         return Status.EINVAL
     producer.terms.has_oso = True
-    producer.terms.has_oso_advances = value != "true"
     return Status.OK
 
 

@@ -16,6 +16,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.compressed_values import check_datatype, packed_body
+from dcp.session.oversized import remove_old, too_big
 from dcp.session.state import ANSWER_BYTES_MAX, SessionState, fence_text
 from dcp.wire.frame import HEADER, HEADER_BYTES, MAX_KEY_BYTES, Frame
 from dcp.wire.opcode import QUIET_FORMS, Opcode
@@ -169,11 +170,12 @@ class DocumentCommands:
             body = DEFAULT_COLLECTION_PREFIX + body
         if datatype > DATATYPE_JSON:
             datatype, body = packed_body(state, datatype, body, len(key))
-        if len(body) - len(key) > state.limits.value_bytes_max:
-            limit = f"a value has at most {state.limits.value_bytes_max} bytes"
-            raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
         if vb_id >= self._num_vbuckets:
             raise WrongVbucketError
+        if len(body) - len(key) > state.limits.value_bytes_max:
+            if mode == SET:
+                remove_old(state, vb_id, key, cas)
+            raise too_big(state)
         flags, expiry = _unpack_store(buffer, start)
         if expiry and expiry <= RELATIVE_EXPIRY_MAX_S:
             expiry += self.now_s
@@ -244,7 +246,7 @@ class DocumentCommands:
         has_json, value_bytes_max = state.has_json, state.limits.value_bytes_max
         engine = self._engine
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        first, head_bytes = position, SET_REQUEST.size
+        first, first_answer, head_bytes = position, len(answers), SET_REQUEST.size
         while end - position >= head_bytes:
             form, key_len, extras, vb_id, body_len, opaque, cas, flags, expiry = _unpack_set(
                 buffer, position
@@ -271,6 +273,8 @@ class DocumentCommands:
             position = body_end
         if position > first:
             state.wait_group = engine.keyspace.group
+            if state.marks is not None:
+                state.mark_run(Opcode.SET, first_answer)
         return position
 
     def store_preserving_expiry(self, request: Frame) -> None:
@@ -451,6 +455,7 @@ class DocumentCommands:
                 break
             if part.last_group > committed_group:
                 state.observes_version(part, key)
+                state.mark_read(_GET, int.from_bytes(opaque, "big"))
             position = after
             if entry is None:
                 answer(pack_miss(_GET, int.from_bytes(opaque, "big")))

@@ -29,6 +29,7 @@ from dcp.session.document_reads import DocumentReadCommands
 from dcp.session.documents import DocumentCommands, Run
 from dcp.session.documents import Handler as DocumentHandler
 from dcp.session.fault_gate import FaultGate
+from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
 from dcp.session.rights import NEEDS, Role
@@ -46,6 +47,8 @@ from dcp.wire.frame import (
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import RefusedError, Status
+from failover.write_answer import Durability, refusal_of
+from vbucket.engine.partition import VbState
 from vbucket.store.environment import StoreDamagedError
 
 _unpack_header: Final = HEADER.unpack_from
@@ -95,6 +98,8 @@ class Session:
         self.state = state
         self._documents = DocumentCommands(state)
         self._hot = self._documents.handlers() | WithMetaCommands(state, self._documents).handlers()
+        self._marked: dict[int, DocumentHandler] = {}
+        """Handlers that leave marks; made when marks are wanted first."""
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
@@ -114,6 +119,8 @@ class Session:
         """The beginning of a large packet; `state.buffer` is empty meanwhile."""
         self._missing_bytes = 0
         """Bytes still to come of the packet that is being gathered."""
+        self._skip_bytes = 0
+        """Bytes still to come of a body that was refused; they are not kept."""
         self._gate = FaultGate(state)
         self._is_entered = False
         """Whether a packet is being handled."""
@@ -128,6 +135,13 @@ class Session:
         state = self.state
         if state.is_closing:
             return
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(data))
+            self._skip_bytes -= skipped
+            state.taken_bytes += skipped
+            data = data[skipped:]
+            if not data:
+                return
         if self._missing_bytes > 0:
             self._gathered += data
             self._missing_bytes -= len(data)
@@ -152,7 +166,7 @@ class Session:
         state.begin_commands(now_ns)
         self._documents.now_s = now_ns // 1_000_000_000
         if state.flush is not None:
-            self._updates.continue_flush(now_ns)
+            self._continue_flush(now_ns)
             if state.is_full:
                 state.held_bytes = len(state.buffer)
                 self._is_entered = False
@@ -163,7 +177,7 @@ class Session:
         body_bytes_max = self._body_bytes_max
         documents = self._documents
         hot = self._document_handlers()
-        runs = documents.runs() if hot is self._hot else _NO_RUNS
+        runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         while end - position >= HEADER_BYTES and not (state.is_full or state.is_closing):
             magic, opcode, key_len, extras_len, datatype, vb_id, body_len, opaque, cas = (
                 _unpack_header(buffer, position)
@@ -184,22 +198,12 @@ class Session:
                     if run is not None and not state.is_full:
                         position = run(position, end)
                     continue
-            problem = self._problem_of(magic, opcode, body_len)
-            if problem:
-                state.close(problem)
+            after, missing_bytes = self._handle_other(buffer, position, end, now_ns)
+            if after == position:
                 break
-            if body_end > end:
-                missing_bytes = body_end - end
-                break
-            if opcode in _WRITES and self._must_wait():
-                break
-            if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
-                self._take(buffer, position, body_end)
-            elif self._gate.is_waiting:
-                break
+            position = after
             hot = self._document_handlers()
-            runs = documents.runs() if hot is self._hot else _NO_RUNS
-            position = body_end
+            runs = documents.runs() if hot is self._hot or hot is self._marked else _NO_RUNS
         self._keep_rest(buffer, position, missing_bytes)
         self._is_entered = False
 
@@ -246,16 +250,74 @@ class Session:
             position = end
         state.buffer = buffer[position:] if position else buffer
 
+    def _handle_other(self, buffer: bytes, position: int, end: int, now_ns: int) -> tuple[int, int]:
+        """Handle a packet that the loop does not pass to a handler directly. Return where the next
+        one begins, or the same position if this one has to wait, and how many bytes are missing.
+        """
+        state = self.state
+        magic, opcode, _, _, _, _, body_len, _, _ = _unpack_header(buffer, position)
+        body_end = position + HEADER_BYTES + body_len
+        problem = self._problem_of(magic, opcode, body_len)
+        if problem:
+            state.close(problem)
+            return position, 0
+        if body_len > self._body_bytes_max:
+            missing_bytes = self._refuse_body(buffer, position, end, body_end)
+            return (position, missing_bytes) if missing_bytes else (min(body_end, end), 0)
+        if body_end > end:
+            return position, body_end - end
+        if opcode in _WRITES and self._must_wait():
+            return position, 0
+        if self._gate.is_open or not self._gate.stops(buffer, position, now_ns):
+            self._take(buffer, position, body_end)
+        elif self._gate.is_waiting:
+            return position, 0
+        return body_end, 0
+
+    def _refuse_body(self, buffer: bytes, position: int, end: int, body_end: int) -> int:
+        """Refuse a request whose body is too long, and skip the body.
+
+        Return 0, or how many bytes are missing to know its key, if a SET removes the document.
+        """
+        state = self.state
+        magic, opcode, key_len, extras_len, _, vb_id, body_len, opaque, cas = _unpack_header(
+            buffer, position
+        )
+        why = f"opcode 0x{opcode:02x} announces a body of {body_len} bytes"
+        refusal: RefusedError = too_big(state, why)
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
+        if magic == Magic.REQUEST and opcode in _SETS and state.limits.oversized_set_removes:
+            key_at: int = position + HEADER_BYTES + extras_len
+            missing_bytes: int = key_at + key_len - end
+            if missing_bytes > 0:
+                return missing_bytes
+            key = buffer[key_at : key_at + key_len]
+            try:
+                if key and not state.denial(opcode, key):
+                    remove_old(state, *self._documents.locate(vb_id, key), cas)
+            except RefusedError as error:
+                refusal = error
+        state.answer_error(opcode, opaque, vb_id, refusal)
+        if state.marks is not None:
+            state.mark(opcode, opaque, first_answer, first_entry)
+        self._skip_bytes = max(0, body_end - end)
+        return 0
+
     def _document_handlers(self) -> dict[int, DocumentHandler]:
         """Return the handlers that the loop calls directly; none if packets need checks first."""
         state = self.state
         rights = state.rights
         if rights is None or not self._gate.is_open or state.engine.writers_wait:
             return _NO_HANDLERS
+        hot = self._hot
+        if state.marks is not None:
+            if not self._marked:
+                self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
+            hot = self._marked
         if rights.has_all_documents:
-            return self._hot
+            return hot
         if not self._checked:
-            self._checked = {opcode: self._with_check(run) for opcode, run in self._hot.items()}
+            self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
 
     def _must_wait(self) -> bool:
@@ -282,17 +344,45 @@ class Session:
 
         return checked
 
+    def _with_mark(self, run: DocumentHandler) -> DocumentHandler:
+        state, keyspace = self.state, self.state.engine.keyspace
+
+        def marked(
+            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
+            cas: int, start: int, end: int,
+        ) -> None:  # fmt: skip
+            first_answer, first_entry = len(state.answers), len(keyspace.pending)
+            try:
+                run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
+            except (RefusedError, StoreDamagedError) as error:
+                state.answer_error(opcode, opaque, vb_id, error)
+            state.mark(opcode, opaque, first_answer, first_entry)
+
+        return marked
+
+    def _continue_flush(self, now_ns: int) -> None:
+        """Take the next step of the flush under way."""
+        state, request = self.state, self._updates.flush_request
+        assert request is not None, "a flush has a request"
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
+        self._updates.continue_flush(now_ns)
+        if state.marks is not None:
+            state.mark(request.opcode, request.opaque, first_answer, first_entry)
+
     def _problem_of(self, magic: int, opcode: int, body_len: int) -> str:
         if magic not in _ACCEPTED_MAGICS:
             return f"no request begins with byte 0x{magic:02x}"
-        body_bytes_max, setting = self._body_bytes_max, "value_bytes_max"
+        body_bytes_max, setting = SKIPPED_BYTES_MAX, "no setting changes that"
+        if magic not in _REQUEST_MAGICS:
+            body_bytes_max, setting = self._body_bytes_max, "setting value_bytes_max"
         login_bytes_max = self.state.limits.login_body_bytes_max
-        if not self.is_logged_in and login_bytes_max < body_bytes_max:
-            body_bytes_max, setting = login_bytes_max, "login_body_bytes_max"
+        if not self.is_logged_in:
+            body_bytes_max = min(login_bytes_max, self._body_bytes_max)
+            setting = "setting login_body_bytes_max"
         if body_len > body_bytes_max:
             return (
                 f"opcode 0x{opcode:02x} announces a body of {body_len} bytes; "
-                f"at most {body_bytes_max} are taken (setting {setting})"
+                f"at most {body_bytes_max} are taken ({setting})"
             )
         return ""
 
@@ -318,12 +408,16 @@ class Session:
             buffer[position + HEADER_BYTES : extras_at],
         )  # fmt: skip
         state = self.state
+        first_answer, first_entry = len(state.answers), len(state.engine.keyspace.pending)
         try:
             if value_at > body_end:
                 raise RefusedError(Status.EINVAL, "extras and key are longer than the body")
             frames = self._frames_of(request) if request.framing else NO_FRAMES
             if opcode not in _BEFORE_LOGIN:
                 self._check_rights(request)
+            state.durability = frames.durability
+            if frames.durability is not None:
+                self._check_guard(vb_id, frames.durability)
             hot, cold = self._hot.get(opcode), self._cold.get(opcode)
             if frames.preserves_expiry and opcode not in _KEEP_THEIR_EXPIRY:
                 if opcode not in _PRESERVE_EXPIRY:
@@ -338,6 +432,21 @@ class Session:
                 raise RefusedError(Status.UNKNOWN_COMMAND, why)
         except (RefusedError, StoreDamagedError) as error:
             state.answer_error(opcode, opaque, vb_id, error)
+        if state.marks is not None:
+            state.mark(opcode, opaque, first_answer, first_entry)
+        state.durability = None
+
+    def _check_guard(self, vb_id: int, durability: Durability) -> None:
+        """Raise RefusedError if a change with a durability frame must not be applied. Changes
+        without one find a hold (`Hold.REPLICATION`).
+        """
+        engine = self.state.engine
+        if vb_id < engine.num_vbuckets:
+            part = engine.partitions[vb_id]
+            if part.guard is not None and part.state == VbState.ACTIVE:
+                refusal = refusal_of(part.guard.write_state(durability))
+                if refusal is not None:
+                    raise RefusedError(refusal.status, f"vb {vb_id}: {refusal.reason}")
 
     def _check_rights(self, request: Frame) -> None:
         """Raise RefusedError where the client may not do this."""
@@ -371,6 +480,8 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
+_SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
+_REQUEST_MAGICS: Final = frozenset({Magic.REQUEST, Magic.FLEX_REQUEST})
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}
 _NO_RUNS: Final[dict[int, Run]] = {}
 _ACCEPTED_MAGICS: Final = frozenset(

@@ -34,7 +34,6 @@ from vbucket.model.manifest import DEFAULT_COLLECTION
 
 Handler = Callable[[Frame], None]
 
-BUCKET: Final = "default"
 REPORTED_VERSION: Final = b"7.6.0"
 """The answer to VERSION. Clients derive abilities from it (some take 0.x for the newest)."""
 
@@ -164,11 +163,12 @@ class ConnectionCommands:
         name = request.key.decode("utf-8", "replace")
         if name == "@no bucket@":
             state.bucket = None
-        elif name == BUCKET:
+        elif name == state.facts.bucket:
             state.bucket = name
             state.hashes_keys = False
         else:
-            raise RefusedError(Status.EACCESS, f"no bucket {name!r}; there is {BUCKET!r}")
+            why = f"no bucket {name!r}; there is {state.facts.bucket!r} (setting bucket)"
+            raise RefusedError(Status.EACCESS, why)
         state.answer(request)
 
     def quit(self, request: Frame) -> None:

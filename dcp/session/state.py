@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
+from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
 from dcp.session.range_scans import RangeScans
@@ -15,6 +17,7 @@ from dcp.stream.producer import BACKLOGS_MAX, Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
 from vbucket.engine.read_modify_write import Flush
@@ -45,6 +48,8 @@ class NodeFacts(Protocol):
     """What sessions tell about their node."""
 
     version: str
+    bucket: str
+    """The name of the only bucket."""
 
     def bucket_config(self) -> bytes:
         """Return the bucket's cluster configuration as JSON."""
@@ -70,12 +75,15 @@ class Limits(NamedTuple):
     """Failed logins after which a connection is closed."""
     syncs_writes: bool = True
     """Whether a change is on disk before its answer (setting durability)."""
+    oversized_set_removes: bool = False
+    """Whether a SET that is refused because of its size removes the document."""
 
 
 class SessionState:
     """One connection's state. Plain attributes, read on the hot path."""
 
     __slots__ = (
+        "acknowledges_as_master",
         "agent",
         "allows_anonymous",
         "answers",
@@ -85,6 +93,7 @@ class SessionState:
         "buffer",
         "close_reason",
         "datatypes",
+        "durability",
         "engine",
         "exchange",
         "facts",
@@ -110,8 +119,10 @@ class SessionState:
         "login",
         "login_failures",
         "login_question",
+        "marks",
         "notes",
         "notes_left_out",
+        "observed",
         "peer_is_loopback",
         "producer",
         "replication",
@@ -120,6 +131,7 @@ class SessionState:
         "schedule",
         "stale_user",
         "taken_bytes",
+        "undo",
         "unread_bytes",
         "user",
         "wait_group",
@@ -139,6 +151,8 @@ class SessionState:
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
         replication: ReplicationPort | None = None,
+        has_replicas: bool = False,
+        acknowledges_as_master: bool = False,
     ) -> None:
         self.engine = engine
         self.hub = hub
@@ -159,8 +173,7 @@ class SessionState:
         self.answers: list[bytes] = []
         """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
         of the next three."""
-        self.wait_group, self.first_change = 0, -1
-        self.awaited: dict[int, int] = {}
+        self._wait_for_nothing(has_replicas, acknowledges_as_master)
         self.unread_bytes = 0
         """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
@@ -205,9 +218,25 @@ class SessionState:
         """What pumps messages into the connection, if anything does."""
         return self.producer if self.producer is not None else self.feed
 
+    def _wait_for_nothing(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
+        """Set what says what answers wait for."""
+        self.wait_group, self.first_change = 0, -1
+        self.awaited: dict[int, int] = {}
+        self.marks: list[Mark] | None = [] if has_replicas else None
+        """What each single answer waits for; None on a node alone (`dcp.session.answer_marks`)."""
+        self.observed: list[Wait] = []
+        """What the request under way has shown, if there are marks."""
+        self.durability: Durability | None = None
+        """The durability frame of the request under way."""
+        self.undo: Callable[[], None] | None = None
+        """Takes back what the request under way has begun, if its answer is replaced."""
+        self.acknowledges_as_master = acknowledges_as_master
+        """Whether reads wait for this node's log only (setting acknowledge)."""
+
     def begin_commands(self, now_ns: int) -> None:
         """Prepare for the commands of one batch; `now_ns` is Unix time."""
-        if self.first_change < 0:
+        if self.first_change < 0 or not self.wait_group:
+            # An earlier read may have brought no whole command. Its place is that of another group.
             self.first_change = len(self.engine.keyspace.pending)
         self.engine.begin_batch(now_ns)
 
@@ -351,7 +380,7 @@ class SessionState:
             return False
         try:
             is_done = flush.step()
-        except StoreDamagedError:
+        except (StoreDamagedError, RefusedError):
             self.flush = None
             raise
         if not is_done:
@@ -388,14 +417,17 @@ class SessionState:
         return WrongVbucketError()
 
     def observes(self, vb_id: int) -> None:
-        """Let the answers wait until the partition's changes, which they tell of, are committed."""
-        self._await(vb_id, self.engine.partitions[vb_id].last_group)
+        """Let the answers wait until the partition's changes, which they tell of, are committed.
+
+        With `acknowledge=master` reads wait until changes are in this node's log.
+        """
+        self._await_read(vb_id, self.engine.partitions[vb_id].last_group)
 
     def observes_version(self, part: Partition, key: bytes) -> None:
         """Let the answers wait until the newest version of a key, which they tell of, is committed
         (or that there is none). Later changes of the partition do not matter.
         """
-        self._await(part.vb_id, self.engine.keyspace.group_of_version(part, key))
+        self._await_read(part.vb_id, self.engine.keyspace.group_of_version(part, key))
 
     def observes_history(self, vb_id: int) -> None:
         """Let the answers wait until the partition's changes and its newest version are committed.
@@ -404,9 +436,17 @@ class SessionState:
         part = self.engine.partitions[vb_id]
         self._await(vb_id, max(part.last_group, part.branch_group))
 
-    def _await_sync(self, group: int) -> None:
+    def _await_read(self, vb_id: int, group: int) -> None:
+        if self.acknowledges_as_master:
+            self._await_sync(group, vb_id)
+        else:
+            self._await(vb_id, group)
+
+    def _await_sync(self, group: int, vb_id: int = NO_PARTITION) -> None:
         if group > self.engine.commits.synced_group:
             self.wait_group = max(self.wait_group, group)
+            if self.marks is not None:
+                self.observed.append(Wait(vb_id, group, is_for_commit=False))
 
     def _await(self, vb_id: int, group: int) -> None:
         if group > self.engine.commits.committed_group and not self.engine.commits.is_committed(
@@ -414,6 +454,61 @@ class SessionState:
         ):
             self.wait_group = max(self.wait_group, group)
             self.awaited[vb_id] = max(group, self.awaited.get(vb_id, 0))
+            if self.marks is not None:
+                self.observed.append(Wait(vb_id, group, is_for_commit=True))
+
+    # -- marks ---------------------------------------------------------------------------------
+
+    def mark(
+        self,
+        opcode: int,
+        opaque: int,
+        first_answer: int,
+        first_entry: int,
+        *,
+        is_read: bool | None = None,
+    ) -> Mark | None:
+        """Leave a mark for the request that was just handled, if its answer waits. It added the
+        answers and the entries from these places on. None: the answer does not wait.
+
+        `is_read` None: the opcode and the status of the answer tell whether it changed anything.
+        """
+        assert self.marks is not None, "a node alone has no marks"
+        observed, undo, self.undo = tuple(self.observed), self.undo, None
+        entries = len(self.engine.keyspace.pending) - first_entry
+        if observed:
+            self.observed.clear()
+        if not (entries or observed) or self.flush is not None:
+            return None
+        answers = self.answers[first_answer:]
+        if is_read is None:
+            is_read = not is_change(opcode, entries, answers[0] if answers else b"")
+        mark = Mark(
+            opcode, opaque, first_answer, len(answers), first_entry, entries, is_read=is_read,
+            observed=observed, durability=self.durability, undo=undo,
+        )  # fmt: skip
+        self.marks.append(mark)
+        return mark
+
+    def mark_read(self, opcode: int, opaque: int) -> None:
+        """Leave a mark for a read whose answer comes next, if it waits."""
+        if self.observed:
+            assert self.marks is not None, "only marks need what was observed"
+            self.marks.append(
+                Mark(opcode, opaque, len(self.answers), 1, 0, 0, is_read=True,
+                     observed=tuple(self.observed))
+            )  # fmt: skip
+            self.observed.clear()
+
+    def mark_run(self, opcode: int, first_answer: int) -> None:
+        """Leave a mark for a run of changes, each with one answer and one entry."""
+        assert self.marks is not None, "a node alone has no marks"
+        answers = len(self.answers) - first_answer
+        first_entry = len(self.engine.keyspace.pending) - answers
+        self.marks.append(
+            Mark(opcode, 0, first_answer, answers, first_entry, answers, is_read=False,
+                 is_run=True)
+        )  # fmt: skip
 
 
 def fence_text(part: Partition) -> str:

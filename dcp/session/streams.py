@@ -6,6 +6,7 @@ To refuse a request, a handler raises RefusedError, and the session sends the an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from dcp.session.controls import CONTROLS
@@ -272,6 +273,8 @@ class DcpCommands:
         producer.add_stream(
             part.vb_id, request.opaque, asked, told.stream_id, stream_filter=stream_filter
         )
+        if state.marks is not None:
+            state.undo = partial(producer.withdraw_stream, part.vb_id, told.stream_id)
 
     def close_stream(self, request: Frame) -> None:
         """End a stream. STREAM_END follows if the client asked for it by control."""

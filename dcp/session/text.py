@@ -24,7 +24,9 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from dcp.session.answer_marks import TEXT_COMMAND, Mark
 from dcp.session.documents import absolute_expiry
+from dcp.session.oversized import remove_old
 from dcp.session.session_commands import REPORTED_VERSION
 from dcp.session.state import CONTEXT_CHARS_MAX, SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
@@ -124,6 +126,8 @@ class TextSession:
         self._now_s = 0
         self._store: _Store | None = None
         self._read: _Read | None = None
+        self._read_mark: Mark | None = None
+        """Of the last answers of a get under way."""
         self._flushes_quietly = False
         """Whether the last flush_all came with `noreply`."""
         self._skip_bytes = 0
@@ -167,16 +171,18 @@ class TextSession:
         state.unread_bytes = 0
         self.state.begin_commands(now_ns)
         self._now_s = now_ns // 1_000_000_000
+        handle = self._handle if state.marks is None else self._handle_with_marks
         if state.flush is not None:
+            first_answer, first_entry = len(state.answers), len(self._engine.keyspace.pending)
             self._continue_flush(now_ns)
+            if state.marks is not None:
+                state.mark(TEXT_COMMAND, 0, first_answer, first_entry, is_read=False)
         position = 0
         try:
             while not (state.is_full or state.is_closing):
-                if self._read is not None:
-                    self._go_on_reading(self._read)
-                    continue
-                step = self._next_step(position)
-                if step == position:
+                is_reading = self._read is not None
+                step = handle(position)
+                if step == position and not is_reading:
                     break
                 position = step
         except StoreDamagedError as error:
@@ -193,6 +199,30 @@ class TextSession:
         self._buffer = bytearray()
         self._read = self._store = None
         self.state.held_bytes = 0
+
+    def _handle(self, position: int) -> int:
+        """Go on with the get under way, or handle what begins at `position`; return the position
+        behind it.
+        """
+        if self._read is None:
+            return self._next_step(position)
+        self._go_on_reading(self._read)
+        return position
+
+    def _handle_with_marks(self, position: int) -> int:
+        """Do what `_handle` does, and leave a mark for an answer that waits."""
+        state, read = self.state, self._read
+        if read is not None and self._read_mark is not None and self._read_mark.is_replaced:
+            self._read = self._read_mark = None  # the get has ended with an error already
+            return position
+        pending = self._engine.keyspace.pending
+        first_answer, first_entry = len(state.answers), len(pending)
+        position = self._handle(position)
+        changes = read is None or read.expiry is not None
+        is_read = not (changes and len(pending) > first_entry)
+        mark = state.mark(TEXT_COMMAND, 0, first_answer, first_entry, is_read=is_read)
+        self._read_mark = mark if read is not None else None
+        return position
 
     def _next_step(self, position: int) -> int:
         """Handle what begins at `position`; return the position behind it, or the same position if
@@ -256,6 +286,8 @@ class TextSession:
             return _BAD_FORMAT
         if value_bytes > self.state.limits.value_bytes_max:
             self._skip_bytes = value_bytes + 2
+            if name == b"set":
+                remove_old(self.state, *self._locate(fields[0]), 0)
             return _TOO_LARGE
         if name == b"cas":
             cas = cas or _NO_CAS

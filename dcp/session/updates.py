@@ -49,7 +49,7 @@ class UpdateCommands:
     def __init__(self, state: SessionState, documents: DocumentCommands) -> None:
         self._state = state
         self._documents = documents
-        self._flush_request: Frame | None = None
+        self.flush_request: Frame | None = None
         """The last FLUSH or FLUSHQ; it counts while `state.flush` is set."""
 
     def handlers(self) -> dict[int, Handler]:
@@ -167,12 +167,12 @@ class UpdateCommands:
         if why := self._state.engine.write_refusal:
             raise RefusedError(Status.ETMPFAIL, why)
         self._state.flush = Flush(self._state.engine)
-        self._flush_request = request
+        self.flush_request = request
         self.continue_flush(0)
 
     def continue_flush(self, now_ns: int) -> None:
         """Take the next step of the flush under way; answer after the last one."""
-        state, request = self._state, self._flush_request
+        state, request = self._state, self.flush_request
         assert request is not None, "no flush is under way"
         opcode, opaque = request.opcode, request.opaque
         try:

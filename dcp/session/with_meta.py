@@ -24,6 +24,7 @@ from typing import Final
 
 from dcp.session.compressed_values import check_datatype, packed_body
 from dcp.session.documents import DATATYPE_JSON, DocumentCommands, Handler
+from dcp.session.oversized import too_big
 from dcp.session.state import SessionState
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.message import CAS_SPECIAL, FIT_META, U32
@@ -101,8 +102,7 @@ class WithMetaCommands:
         is_plain = value_bytes <= state.limits.value_bytes_max and state.rights.is_full
         if not is_plain:
             if value_bytes > state.limits.value_bytes_max:
-                limit = f"a value has at most {state.limits.value_bytes_max} bytes"
-                raise RefusedError(Status.E2BIG, f"{limit} (setting value_bytes_max)")
+                raise too_big(state)
             if why := state.denial(opcode, key):
                 state.deny(opcode, opaque, why)
                 return

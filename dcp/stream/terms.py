@@ -29,7 +29,6 @@ class Terms:
         "has_history",
         "has_key_prefixes",
         "has_oso",
-        "has_oso_advances",
         "has_previous_values",
         "has_snapshot_ends",
         "has_stream_ids",
@@ -56,8 +55,6 @@ class Terms:
         self.has_oso = False
         """enable_out_of_order_snapshots: the first snapshot of one collection is framed by
         OSO_SNAPSHOT."""
-        self.has_oso_advances = False
-        """The same with true_with_seqno_advanced: SEQNO_ADVANCED may end such a snapshot."""
         self.has_v7_status_codes = False
         """v7_dcp_status_codes: "no such stream" has a status of its own."""
         self.has_values = True

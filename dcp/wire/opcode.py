@@ -299,8 +299,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     ),
     Opcode.DCP_OSO_SNAPSHOT: OpSpec(
         _DCP, "u32 1 or 2", "-",
-        "sent instead of a marker, with control enable_out_of_order_snapshots: the first snapshot"
-        " of one collection begins (1) or is complete (2). Until then, resume from 0",
+        "sent: after the marker, with control enable_out_of_order_snapshots: the first snapshot of"
+        " a collection begins (1) or is complete (2)",
     ),
     Opcode.DCP_PREVIOUS_VALUE: OpSpec(
         _DCP, "u64 seqno, u64 previous seqno", "value", "sent: the value the next change replaces"

@@ -378,6 +378,58 @@ async def test_what_go_dcp_and_gocbcore_ask_for(ask):
     assert (await ask("GET", "/pools", login=None))[0] == 401
 
 
+async def test_what_sdks_read_of_a_bucket(ask):
+    bucket = (await ask("GET", "/pools/default/buckets/default"))[1]
+    assert (bucket["controllers"], bucket["quota"]) == ({}, {"ram": 0, "rawRAM": 0})
+    assert (bucket["replicaIndex"], bucket["maxTTL"]) == (False, 0)
+    assert bucket["durabilityMinLevel"] == "none"
+    assert bucket["conflictResolutionType"] == "seqno"
+    assert bucket["nodes"][0]["services"] == ["kv"]
+    assert (await ask("GET", "/pools/default/buckets/"))[1] == [bucket]
+
+
+async def test_the_bucket_names_its_tls_port_where_there_is_one(ask, node):
+    assert "httpsMgmt" not in (await ask("GET", "/pools/default"))[1]["nodes"][0]["ports"]
+    services = {"mgmt": 8091, "kv": 11210, "mgmtSSL": 18091, "kvSSL": 11207}
+    config = CONFIG | {"nodesExt": [{"services": services}]}
+    node.bucket_config = lambda: json.dumps(config).encode()
+    assert (await ask("GET", "/pools/default"))[1]["nodes"][0]["ports"]["httpsMgmt"] == 18091
+
+
+async def test_there_is_one_bucket_and_it_stays(ask):
+    form = {"content_type": "application/x-www-form-urlencoded"}
+    buckets = "/pools/default/buckets"
+    for path in (buckets, f"{buckets}/"):
+        status, answer, _ = await ask("POST", path, b"name=default&ramQuota=100", **form)
+        assert (status, answer["errors"]) == (
+            400, {"name": "Bucket with given name already exists"}
+        )  # fmt: skip
+        status, answer, _ = await ask("POST", path, b"name=other&ramQuota=100", **form)
+        assert status == 400
+        assert "one bucket, 'default' (setting bucket)" in answer["errors"]["name"]
+    assert (await ask("POST", f"{buckets}/default", b"ramQuota=200", **form))[0] == 400
+    flush = await ask("POST", f"{buckets}/default/controller/doFlush", b"", **form)
+    assert (flush[0], flush[1]["_"]) == (400, "Flush is disabled for the bucket")
+    status, answer, _ = await ask("DELETE", f"{buckets}/default")
+    assert (status, "the only bucket" in answer["_"]) == (403, True)
+    status, answer, _ = await ask("POST", "/pools/default", b"memoryQuota=500", **form)
+    assert (status, "memtable_bytes" in answer["errors"]["memoryQuota"]) == (400, True)
+    for method, path in (
+        ("DELETE", "none"), ("POST", "none"), ("POST", "none/controller/doFlush"),
+    ):  # fmt: skip
+        assert (await ask(method, f"{buckets}/{path}", b"", **form))[0] == 404
+    assert (await ask("POST", buckets, b"name=x", login=None, **form))[0] == 401
+
+
+async def test_the_bucket_has_the_name_of_the_setting(ask, node):
+    node.bucket = "travel"
+    bucket = (await ask("GET", "/pools/default/buckets/travel"))[1]
+    assert bucket["uri"] == "/pools/default/buckets/travel"
+    assert (await ask("GET", "/pools/default"))[1]["bucketNames"][0]["bucketName"] == "travel"
+    assert (await ask("GET", "/pools/default/buckets/default"))[0] == 404
+    assert (await ask("GET", "/pools/default/buckets/travel/scopes"))[0] == 200
+
+
 @pytest.mark.parametrize("kind", ["bs", "bucketsStreaming"])
 async def test_a_config_stream_sends_a_block_at_once_and_after_a_change(node, kind):
     server = AdminServer(node)

@@ -216,10 +216,12 @@ def test_value_bytes_max(tmp_path):
         refused = client.set(b"k", bytes(2049))
         assert refused.status == Status.E2BIG
         assert context_of(refused) == "a value has at most 2048 bytes (setting value_bytes_max)"
-        client.send(HEADER.pack(0x80, Opcode.SET, 1, 8, 0, 0, 1 << 20, 0, 0))
+        assert client.set(b"k", bytes(1 << 20)).status == Status.E2BIG
+        assert client.set(b"k", b"v").status == Status.OK
+        client.send(HEADER.pack(0x80, Opcode.SET, 1, 8, 0, 0, (1 << 30) + 1, 0, 0))
         assert client.is_closed()
         log = server.log_path.read_text
-        until(lambda: "at most 6144 are taken (setting value_bytes_max)" in log())
+        until(lambda: "at most 1073741824 are taken" in log())
 
 
 def test_limits_of_who_has_not_logged_in(tmp_path):

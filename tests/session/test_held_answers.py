@@ -29,7 +29,7 @@ class Connection:
         if state.answers:
             self.sent += self.held.take(state, 0)
         elif state.wait_group:
-            self.held.carry(state)
+            self.held.carry(state, 0)
 
     def release(self) -> list[int]:
         """Return the opaques of the answers that have left so far."""

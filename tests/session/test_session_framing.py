@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp.session.oversized import SKIPPED_BYTES_MAX
+from dcp.session.rights import EVERYTHING, Rights, Role
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX, BODY_BYTES_MAX_BEFORE_LOGIN, Limits
 from dcp.wire.feature import Feature
@@ -149,23 +151,79 @@ def oversized(opcode: int, body_bytes: int) -> bytes:
     return HEADER.pack(0x80, opcode, 1, 8, 0, 0, body_bytes, 0, 0)
 
 
-@pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.HELLO, 0x66])
-def test_a_body_over_the_limit_closes_before_it_is_buffered(node: MemoryNode, opcode: int) -> None:
-    peer = node.connect(limits=LIMITS)
-    assert peer.send(oversized(opcode, BODY_MAX + 1)) == []
-    assert peer.state.is_closing
-    assert str(BODY_MAX + 1) in peer.state.close_reason
-    peer.send(bytes(BODY_MAX))
-    assert held_bytes(peer) <= 24
-
-
-@pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.GET])
-def test_a_body_over_the_limit_closes_though_it_is_there_already(
-    node: MemoryNode, opcode: int
+@pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.SETQ, Opcode.HELLO, Opcode.GET, 0x66])
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 20])
+def test_a_body_over_the_limit_is_refused_and_skipped(
+    node: MemoryNode, opcode: int, piece_bytes: int
 ) -> None:
     peer = node.connect(limits=LIMITS)
-    assert peer.send(oversized(opcode, BODY_MAX + 1) + bytes(BODY_MAX + 1)) == []
-    assert peer.state.is_closing
+    noop = pack_request(Opcode.NOOP)
+    for body_bytes in (BODY_MAX + 1, BODY_MAX * 3):
+        data = noop + oversized(opcode, body_bytes) + bytes(body_bytes) + noop
+        answers = []
+        for at in range(0, len(data), piece_bytes):
+            answers += peer.send(data[at : at + piece_bytes])
+            assert held_bytes(peer) <= 24
+        assert [frame.status for frame in answers] == [Status.OK, Status.E2BIG, Status.OK]
+        assert [frame.opcode for frame in answers] == [Opcode.NOOP, opcode, Opcode.NOOP]
+    assert not peer.state.is_closing
+
+
+def test_the_refusal_comes_before_the_body(node: MemoryNode) -> None:
+    peer = node.connect(limits=LIMITS)
+    peer.hello(Feature.XERROR)
+    (refused,) = peer.send(oversized(Opcode.SET, SKIPPED_BYTES_MAX))
+    assert refused.status == Status.E2BIG
+    assert b"setting value_bytes_max" in refused.value
+    for _ in range(10):
+        assert peer.send(bytes(1 << 20)) == []
+    assert (held_bytes(peer), peer.state.is_closing) == (0, False)
+
+
+def test_a_body_that_no_client_means_closes_the_connection(node: MemoryNode) -> None:
+    for magic, body_bytes in ((0x80, SKIPPED_BYTES_MAX + 1), (0x81, BODY_MAX + 1)):
+        peer = node.connect(limits=LIMITS)
+        head = HEADER.pack(magic, Opcode.SET, 1, 8, 0, 0, body_bytes, 0, 0)
+        assert peer.send(head + bytes(100)) == []
+        assert peer.state.is_closing
+        assert str(body_bytes) in peer.state.close_reason
+        assert held_bytes(peer) <= 124
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("value_bytes", [LIMITS.value_bytes_max + 1, BODY_MAX * 2])
+def test_a_refused_set_removes_the_document_where_the_setting_says_so(
+    node: MemoryNode, piece_bytes: int, is_removed: bool, value_bytes: int
+) -> None:
+    peer = node.connect(limits=LIMITS._replace(oversized_set_removes=is_removed))
+    peer.hello()
+    statuses = []
+    for opcode, cas in (
+        (Opcode.ADD, 0), (Opcode.REPLACE, 0), (Opcode.SET, 5), (Opcode.SET, 0), (Opcode.SETQ, 0),
+    ):  # fmt: skip
+        peer.set(0, b"k", b"old")
+        node.commit()
+        data = pack_request(opcode, key=b"k", value=bytes(value_bytes), extras=bytes(8), cas=cas)
+        answers = []
+        for at in range(0, len(data), piece_bytes):
+            answers += peer.send(data[at : at + piece_bytes])
+        assert [frame.status for frame in answers] == [Status.E2BIG]
+        statuses.append(peer.ask(Opcode.GET, key=b"k").status)
+        assert peer.must_wait == bool(statuses[-1]), "the deletion is on disk before the answer"
+    removed = [Status.KEY_ENOENT if is_removed else Status.OK] * 2
+    assert statuses == [Status.OK] * 3 + removed
+
+
+def test_a_refused_set_of_a_user_without_rights_removes_nothing(node: MemoryNode) -> None:
+    peer = node.connect(limits=LIMITS._replace(oversized_set_removes=True))
+    peer.hello()
+    peer.set(0, b"k", b"old")
+    peer.state.logged_in("reader", Rights({Role.READ: (EVERYTHING,)}))
+    (refused,) = peer.send(oversized(Opcode.SET, BODY_MAX + 1) + bytes(8) + b"k")
+    assert refused.status == Status.E2BIG
+    peer.send(bytes(BODY_MAX - 8))
+    assert peer.ask(Opcode.GET, key=b"k").status == Status.OK
 
 
 def test_before_login_a_body_is_small(node: MemoryNode) -> None:

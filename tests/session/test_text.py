@@ -426,3 +426,19 @@ def test_values_of_any_bytes_come_back(values: list[bytes]) -> None:
     )
     keys = b" ".join(b"k%d" % index for index in range(len(values)))
     assert peer.send(b"get %b\r\n" % keys) == expected + b"END\r\n"
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_refused_set_removes_the_document_where_the_setting_says_so(is_removed: bool) -> None:
+    limits = Limits(value_bytes_max=100, oversized_set_removes=is_removed)
+    node = MemoryNode()
+    peer = node.connect(limits=limits)
+    session = TextSession(peer.state)
+    for name in (b"add", b"replace", b"append", b"set"):
+        session.receive(b"set k 0 0 1\r\nv\r\n%b k 0 0 101\r\n" % name, node.now_ns)
+        session.receive(bytes(101) + b"\r\nget k\r\n", node.now_ns)
+        is_gone = is_removed and name == b"set"
+        found = b"END\r\n" if is_gone else b"VALUE k 0 1\r\nv\r\nEND\r\n"
+        answers = b"".join(peer.state.answers)
+        assert answers == b"STORED\r\nSERVER_ERROR object too large for cache\r\n" + found
+        peer.state.answers.clear()

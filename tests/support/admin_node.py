@@ -23,6 +23,7 @@ CONFIG = {
     "uuid": "00",
     "bucketType": "membase",
     "nodes": [{"hostname": "$HOST:8091", "ports": {"direct": 11210}}],
+    "nodesExt": [{"services": {"mgmt": 8091, "kv": 11210}}],
     "vBucketServerMap": {"numReplicas": 0},
 }
 
@@ -141,6 +142,7 @@ class SmallNode:
         self.operations = SmallOperations()
         self.collections = SmallCollections()
         self.version = (1, 1)
+        self.bucket = "default"
         self.refusals = Refusals()
         self.meter = Meter()
         self.dumps = None

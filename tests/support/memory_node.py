@@ -92,6 +92,7 @@ class MemoryNode:
     """
 
     version = "test"
+    bucket = "default"
 
     def __init__(
         self,

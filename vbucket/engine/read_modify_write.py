@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from dcp.wire.status import Status
+from dcp.wire.status import RefusedError, Status
 from vbucket.engine.engine import SET, Engine, Outcome, StoredDocument
 from vbucket.engine.key_walk import KeyWalk
 from vbucket.engine.keyspace import MUTATION
+from vbucket.engine.partition import Hold, VbState
 from vbucket.model.datatype import SNAPPY
 from vbucket.store.key_record import StoredMeta
 from vbucket.store.plain_value import plain
@@ -166,7 +167,10 @@ class Flush:
         """Of the partition, where it was begun."""
 
     def step(self, keys_max: int = FLUSH_SLICE_KEYS) -> bool:
-        """Process about `keys_max` keys; return True when the flush is done."""
+        """Process about `keys_max` keys; return True when the flush is done.
+
+        Raises RefusedError if a partition with replicas takes no writes now.
+        """
         while self._vb_id < self._engine.num_vbuckets:
             if keys_max <= 0:
                 return False
@@ -176,6 +180,9 @@ class Flush:
     def _look_at(self, keys_max: int) -> int:
         """Continue with the current partition; return how many keys were processed."""
         part = self._engine.partitions[self._vb_id]
+        if part.state == VbState.FENCED or Hold.REPLICATION in part.holds:
+            why = part.holds.get(Hold.REPLICATION, "its replicas have not confirmed its master")
+            raise RefusedError(Status.ETMPFAIL, f"vb {part.vb_id}: {why}")
         end_seqno = self._end_seqnos[self._vb_id]
         keys: list[bytes] = []
         if part.item_count and end_seqno:

@@ -70,6 +70,7 @@ class Access:
             login_body_bytes_max=settings.login_body_bytes_max,
             login_failures_max=settings.login_failures_max,
             syncs_writes=settings.durability == "commit",
+            oversized_set_removes=settings.oversized_set == "remove",
         )
         files = tls_files(settings)
         self._tls = None if files is None else ServerTls(files)

@@ -4,6 +4,7 @@
     GET /pools/default                         the node, as a cluster of one
     GET /pools/default/nodeServices            ports
     GET /pools/default/buckets[/B]             type, backend, nodes, partition map
+    POST, DELETE of those; POST /pools/default  refused: there is one bucket, and no quota
     GET /pools/default/b/B                     the terse partition map
     GET /pools/default/bs/B                    the same as a stream: a block now and after changes
     GET /pools/default/bucketsStreaming/B      buckets/B as a stream
@@ -38,7 +39,7 @@ from dcp.server.admin.node_view import CollectionsView
 from dcp.server.net.cluster_config import ClusterConfig
 from dcp.server.operate.collection_changes import CollectionsRefusedError
 from dcp.server.storage.health import Health
-from dcp.session.session_commands import BUCKET, REPORTED_VERSION
+from dcp.session.session_commands import REPORTED_VERSION
 from vbucket.model.ids import NUM_VBUCKETS
 
 if TYPE_CHECKING:
@@ -56,6 +57,21 @@ TTL_MAX_S: Final = 10**10
 """Above the manifest's own limit, whose error says more."""
 
 
+SETTINGS_OF_BUCKET: Final[dict[str, Any]] = {
+    "controllers": {},
+    "quota": {"ram": 0, "rawRAM": 0},
+    "replicaIndex": False,
+    "maxTTL": 0,
+    "evictionPolicy": "valueOnly",
+    "compressionMode": "passive",
+    "conflictResolutionType": "seqno",
+    "durabilityMinLevel": "none",
+    "authType": "sasl",
+}
+"""What SDKs read of a bucket (Java: getBucket). No controllers: compaction and flushes are not
+started over these paths. A quota of 0: there is none."""
+
+
 def routes(config: ClusterConfig, collections: CollectionsView, health: Health) -> list[RouteSpec]:
     """Return the routes."""
     field = _Field(config, collections, health)
@@ -65,8 +81,15 @@ def routes(config: ClusterConfig, collections: CollectionsView, health: Health) 
         RouteSpec("GET", "/pools", field.pools),
         RouteSpec("GET", "/pools/default", field.pool),
         RouteSpec("GET", "/pools/default/nodeServices", field.node_services),
+        RouteSpec("POST", "/pools/default", field.set_quota),
         RouteSpec("GET", "/pools/default/buckets", field.buckets),
+        RouteSpec("GET", "/pools/default/buckets/", field.buckets),
+        RouteSpec("POST", "/pools/default/buckets", field.create_bucket),
+        RouteSpec("POST", "/pools/default/buckets/", field.create_bucket),
         RouteSpec("GET", bucket, field.of_bucket(field.details)),
+        RouteSpec("POST", bucket, field.change_bucket),
+        RouteSpec("DELETE", bucket, field.drop_bucket),
+        RouteSpec("POST", f"{bucket}/controller/doFlush", field.flush_bucket),
         RouteSpec("GET", "/pools/default/b/{bucket}", field.of_bucket(field.terse)),
         RouteSpec("GET", "/pools/default/bs/{bucket}", field.stream_of(field.terse), is_long=True),
         RouteSpec(
@@ -113,7 +136,7 @@ class _Field:
                 "name": "default",
                 "nodes": document["nodes"],
                 "buckets": {"uri": "/pools/default/buckets"},
-                "bucketNames": [{"bucketName": BUCKET, "uuid": document["uuid"]}],
+                "bucketNames": [{"bucketName": self._config.bucket, "uuid": document["uuid"]}],
                 "balanced": True,
                 "rebalanceStatus": "none",
             }
@@ -138,7 +161,7 @@ class _Field:
         """Return a handler that answers a document."""
 
         async def answer(request: Request) -> Response:
-            _check_bucket(request)
+            self._check_bucket(request)
             return raw_answer(document(request))
 
         return answer
@@ -149,7 +172,7 @@ class _Field:
         async def answer(request: Request) -> Response:
             from starlette.responses import StreamingResponse
 
-            _check_bucket(request)
+            self._check_bucket(request)
             return StreamingResponse(self._blocks(lambda: document(request)), media_type=JSON_TYPE)
 
         return answer
@@ -182,18 +205,66 @@ class _Field:
         for entry in config["nodes"]:
             entry["status"] = "healthy"
             entry["clusterMembership"] = "active"
+            entry["services"] = ["kv"]
             entry["version"] = IMPLEMENTATION_VERSION
+        for entry, extended in zip(config["nodes"], config["nodesExt"], strict=False):
+            tls_port = extended["services"].get("mgmtSSL")
+            if tls_port:
+                entry["ports"]["httpsMgmt"] = tls_port
+        bucket = self._config.bucket
         return json.dumps(
             config
+            | SETTINGS_OF_BUCKET
             | {
                 "storageBackend": "couchstore",
                 "numVBuckets": NUM_VBUCKETS,
                 "replicaNumber": config["vBucketServerMap"]["numReplicas"],
-                "uri": f"/pools/default/buckets/{BUCKET}",
-                "streamingUri": f"/pools/default/bucketsStreaming/{BUCKET}",
+                "uri": f"/pools/default/buckets/{bucket}",
+                "streamingUri": f"/pools/default/bucketsStreaming/{bucket}",
                 "collectionsManifestUid": json.loads(self.manifest(request))["uid"],
             }
         ).encode()
+
+    # -- changes of buckets: there is one, and it stays ------------------------------------------
+
+    async def create_bucket(self, request: Request) -> Response:
+        """Refuse POST name=B, as Couchbase refuses a bucket that exists or cannot be made."""
+        name, bucket = (await read_form(request)).get("name", ""), self._config.bucket
+        if name == bucket:
+            return _refused({"name": "Bucket with given name already exists"})
+        why = f"this server has one bucket, {bucket!r} (setting bucket), and makes no others"
+        return _refused({"name": why})
+
+    async def change_bucket(self, request: Request) -> Response:
+        """Refuse POST to a bucket: what it could change is set for the whole server."""
+        self._check_bucket(request)
+        return _refused({"_": "a bucket has no settings of its own here; see dcpd --help"})
+
+    async def drop_bucket(self, request: Request) -> Response:
+        """Refuse DELETE of the only bucket."""
+        self._check_bucket(request)
+        why = "this is the only bucket; to empty it, stop the server and remove its data folder"
+        return _refused({"_": why}, HTTPStatus.FORBIDDEN)
+
+    async def flush_bucket(self, request: Request) -> Response:
+        """Refuse to flush over HTTP, as Couchbase does for buckets that do not enable it."""
+        self._check_bucket(request)
+        return _refused({"_": "Flush is disabled for the bucket"})
+
+    async def set_quota(self, _request: Request) -> Response:
+        """Refuse POST memoryQuota=M: memory has settings of its own."""
+        why = "there is no quota; the settings memtable_bytes and item_cache_bytes bound memory"
+        return _refused({"memoryQuota": why})
+
+    def _check_bucket(self, request: Request) -> None:
+        name, bucket = request.path_params["bucket"], self._config.bucket
+        if name != bucket:
+            raise AdminError(
+                HTTPStatus.NOT_FOUND,
+                f"there is no bucket {name!r}",
+                why=f"there is only {bucket!r}",
+                try_this=f"/pools/default/buckets/{bucket}",
+            )
 
     # -- scopes and collections ------------------------------------------------------------------
 
@@ -226,7 +297,7 @@ class _Field:
         return await _changed(collections.drop_collection(path["scope"], path["collection"]))
 
     def _collections(self, request: Request) -> CollectionsView:
-        _check_bucket(request)
+        self._check_bucket(request)
         return self._scopes
 
 
@@ -250,12 +321,8 @@ def _name_of(form: dict[str, str]) -> str:
     return name
 
 
-def _check_bucket(request: Request) -> None:
-    name = request.path_params["bucket"]
-    if name != BUCKET:
-        raise AdminError(
-            HTTPStatus.NOT_FOUND,
-            f"there is no bucket {name!r}",
-            why=f"there is only {BUCKET!r}",
-            try_this=f"/pools/default/buckets/{BUCKET}",
-        )
+def _refused(errors: dict[str, str], status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
+    """Return a refusal in Couchbase's form, which SDKs read: field -> reason."""
+    if set(errors) == {"_"}:
+        return json_answer({**errors, "errors": errors}, status)
+    return json_answer({"errors": errors}, status)

@@ -22,6 +22,7 @@ SIZE_UNITS: Final = {
 }  # fmt: skip
 DURATION_UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+_BUCKET_NAME: Final = re.compile(r"(?!\.)[A-Za-z0-9._%-]{1,100}")
 _HOST_NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 _NUMBER_AND_UNIT: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -51,6 +52,13 @@ def read_host(value: object, _option: Option) -> str:
 def is_host_name(text: str) -> bool:
     """Return whether a text has the form of a host name or an IPv4 address."""
     return _HOST_NAME.fullmatch(text) is not None
+
+
+def read_bucket(value: object, _option: Option) -> str:
+    """Return the name of a bucket, by Couchbase's rules."""
+    if not isinstance(value, str) or _BUCKET_NAME.fullmatch(value) is None:
+        raise ValueError("must be 1 to 100 letters, digits, or of . _ % -, and begin with no dot")
+    return value
 
 
 def read_names(value: object, _option: Option) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import msgspec
 
 from dcp.server.config.setting_values import (
     Option,
+    read_bucket,
     read_choice,
     read_count,
     read_duration,
@@ -121,6 +122,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             choices=("on", "off"),
         ),
     ] = "off"
+    bucket: Annotated[
+        str,
+        Option("Name of the only bucket, which Couchbase clients select.", read_bucket, "NAME"),
+    ] = "default"
     guest: Annotated[
         Literal["on", "off"],
         Option(
@@ -301,6 +306,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes_max: Annotated[
         int, Option("Maximum size of a value.", read_size, "SIZE", 1 << 10, MAX_VALUE_BYTES)
     ] = MAX_VALUE_BYTES
+    oversized_set: Annotated[
+        Literal["keep", "remove"],
+        Option(
+            "What a SET over --value-bytes-max does to the document that is there. remove: it is "
+            "deleted, as in memcached.",
+            read_choice,
+            "WHAT",
+            choices=("keep", "remove"),
+        ),
+    ] = "keep"
     connections_max: Annotated[
         int,
         Option(

@@ -21,7 +21,9 @@ class ClusterConfig:
     Call `publish` first, when all ports are known.
     """
 
-    def __init__(self, host: str, node_id: str) -> None:
+    def __init__(self, host: str, node_id: str, bucket: str) -> None:
+        self.bucket = bucket
+        """The name of the only bucket."""
         self._host = host
         self._node_id = node_id
         self._map: PartitionMap
@@ -37,7 +39,9 @@ class ClusterConfig:
             kv_tls_port=ports.kv_tls,
             admin_tls_port=ports.admin_tls,
         )
-        self._bucket_config = bucket_config(self._map, bucket_uuid=self._node_id)
+        self._bucket_config = bucket_config(
+            self._map, bucket=self.bucket, bucket_uuid=self._node_id
+        )
         self._global_config = global_config(self._map)
 
     def bucket_config(self) -> bytes:

@@ -311,8 +311,8 @@ class ClientConnection(asyncio.Protocol):
                 self._write(data)
             else:
                 self._connections.waiting.add(self)
-        elif state.wait_group:
-            self._held.carry(state)
+        elif state.wait_group and self._held.carry(state, self.heard_ns):
+            self._connections.waiting.add(self)
         if state.notes:
             self._sessions.note(self.peer, self.peer_host, state.notes, state.notes_left_out)
             state.notes.clear()

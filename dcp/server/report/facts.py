@@ -13,6 +13,7 @@ class ServerFacts:
     version = About.version
 
     def __init__(self, config: ClusterConfig, stats: Stats) -> None:
+        self.bucket = config.bucket
         self.bucket_config = config.bucket_config
         self.global_config = config.global_config
         self.config_version = config.config_version

@@ -55,6 +55,16 @@ async function main(address) {
   const values = await Promise.all(many.map((key) => collection.get(key)));
   assert.deepEqual(values.map((one) => one.content.number), many.map((_, number) => number));
 
+  const buckets = cluster.buckets();
+  assert.equal((await buckets.getBucket("default")).name, "default");
+  assert.equal((await buckets.getAllBuckets()).length, 1);
+  await assert.rejects(buckets.getBucket("none"), couchbase.BucketNotFoundError);
+  await assert.rejects(
+    buckets.createBucket({ name: "default", ramQuotaMB: 100 }),
+    couchbase.BucketExistsError,
+  );
+  await assert.rejects(buckets.flushBucket("default"), couchbase.BucketNotFlushableError);
+
   await cluster.close();
   console.log("ok");
 }

@@ -1,0 +1,53 @@
+// java-dcp-client: streams everything until now and prints "KEY LENGTH" of each document.
+// Arguments: host:port, compression mode, then optionally a collection id (hexadecimal) and the
+// value of the control enable_out_of_order_snapshots.
+
+import com.couchbase.client.dcp.Client;
+import com.couchbase.client.dcp.StreamFrom;
+import com.couchbase.client.dcp.StreamTo;
+import com.couchbase.client.dcp.config.CompressionMode;
+import com.couchbase.client.dcp.highlevel.*;
+import java.util.TreeMap;
+import java.util.concurrent.TimeUnit;
+
+public class DcpClient {
+  public static void main(String[] arguments) throws Exception {
+    Client.Builder builder =
+        Client.builder()
+            .seedNodes(arguments[0])
+            .credentials("guest", "guest")
+            .bucket("default")
+            .collectionsAware(true)
+            .flowControl(64 * 1024)
+            .compression(CompressionMode.valueOf(arguments[1]));
+    if (arguments.length > 2) {
+      builder.collectionIds(Long.parseLong(arguments[2], 16));
+      builder.controlParam("enable_out_of_order_snapshots", arguments[3]);
+    }
+    TreeMap<String, Integer> seen = new TreeMap<>();
+    Client client = builder.build();
+    client.listener(
+        new DatabaseChangeListener() {
+          public synchronized void onMutation(Mutation mutation) {
+            seen.put(mutation.getKey(), mutation.getContent().length);
+          }
+
+          public void onDeletion(Deletion deletion) {}
+
+          public void onFailure(StreamFailure failure) {
+            failure.getCause().printStackTrace();
+            System.exit(1);
+          }
+        },
+        FlowControlMode.AUTOMATIC);
+    client.connect().block();
+    client.initializeState(StreamFrom.BEGINNING, StreamTo.NOW).block();
+    client.startStreaming().block();
+    while (!client.sessionState().isAtEnd()) {
+      TimeUnit.MILLISECONDS.sleep(50);
+    }
+    client.disconnect().block();
+    seen.forEach((key, length) -> System.out.println(key + " " + length));
+    System.exit(0);
+  }
+}

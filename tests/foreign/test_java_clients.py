@@ -1,0 +1,61 @@
+"""Clients of the Java world against a live server; scripts/test copies them into .venv/java."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clients import KvClient
+from clients.cli.dcpctl import run as dcpctl
+from support.server import DcpdProcess
+
+pytestmark = pytest.mark.foreign
+
+SOURCES = Path(__file__).parent / "java"
+JARS = Path(__file__).parents[2] / ".venv" / "java"
+LARGE = b"the same again " * 1000
+
+
+def run(client: str, *arguments: str) -> str:
+    """Run a program and return what it printed."""
+    java = shutil.which("java")
+    if java is None or shutil.which("javac") is None:
+        pytest.skip("the commands java and javac are missing (a JDK, 17 or newer)")
+    if not list(JARS.glob("*.jar")):
+        pytest.skip("the Java clients are not installed; scripts/test does it with Maven")
+    ran = subprocess.run(
+        [java, "-cp", f"{JARS}/*", str(SOURCES / f"{client}.java"), *arguments],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_sdk_connects_and_works(server: DcpdProcess) -> None:
+    assert run("CouchbaseClient", server.address).endswith("ok\n")
+
+
+async def test_java_dcp_client_gets_everything_in_every_mode(tmp_path: Path) -> None:
+    with DcpdProcess(tmp_path / "data") as server:
+        assert dcpctl(["--server", server.address, "collection", "create", "shop.orders"]) == 0
+        documents = {f"plain-{number}": b"v" * number for number in range(20)} | {"large": LARGE}
+        orders = {f"order-{number}": LARGE[: number * 100] for number in range(20)}
+        async with KvClient.connect(server.address) as client:
+            for key, value in documents.items():
+                await client.set(key, value)
+            for key, value in orders.items():
+                await client.collection("shop.orders").set(key, value)
+
+        def streamed(*arguments: str) -> dict[str, int]:
+            lines = run("DcpClient", server.address, *arguments).splitlines()
+            return {key: int(length) for key, _, length in (line.partition(" ") for line in lines)}
+
+        lengths = {key: len(value) for key, value in (documents | orders).items()}
+        for compression in ("DISABLED", "FORCED"):
+            assert streamed(compression) == lengths, compression
+        lengths = {key: len(value) for key, value in orders.items()}
+        for out_of_order in ("true", "true_with_seqno_advanced"):
+            assert streamed("FORCED", "8", out_of_order) == lengths, out_of_order
