@@ -13,17 +13,8 @@ class Dial(NamedTuple):
     member: str
 
 
-class Deposed(NamedTuple):
-    """The node is not the master of these partitions any more: what waits is answered as
-    ambiguous.
-    """
-
-    vb_ids: tuple[int, ...]
-    reason: str
-
-
 class MapChanged(NamedTuple):
     """The partition map that clients get has changed."""
 
 
-ReplicationEffect = Published | Dial | Deposed | MapChanged
+ReplicationEffect = Published | Dial | MapChanged

@@ -16,7 +16,7 @@ master only in epochs that began while this process was running (`replication_re
 Invariants
 - an epoch is never followed lower than one that was seen;
 - a partition that this node does not master is REPLICA here: it takes no writes, expires nothing;
-- what was deposed is told (`Deposed`) before anything else is answered;
+- what waits in connections is answered (`depose`) before history is cut off;
 - a change of a record is written only by its master, one at a time for each partition.
 """
 
@@ -30,7 +30,7 @@ from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
 from dcp.cluster.record_writer import OutcomeKind, RecordChange, WriteOutcome
 from dcp.core.groups import GroupCycle, Published
-from dcp.replication.effects import Deposed, Dial, MapChanged, ReplicationEffect
+from dcp.replication.effects import Dial, MapChanged, ReplicationEffect
 from dcp.replication.feed import Followed, ReplicaFeed
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
@@ -98,9 +98,13 @@ class ReplicationCore:
         *,
         cluster: str,
         carry_out: CarryOut,
+        depose: Callable[[tuple[int, ...], str], None],
         now_ns: int,
     ) -> None:
-        """`carry_out` carries out effects of the session with the metadata store."""
+        """`carry_out` carries out effects of the session with the metadata store. `depose` answers
+        what waits in connections for a commit in partitions that this node does not master any
+        more, for the reason given: it may or may not be committed.
+        """
         self._engine = engine
         self._keyspace = engine.keyspace
         self._commits = engine.commits
@@ -110,6 +114,7 @@ class ReplicationCore:
         self._settings = settings
         self._cluster = cluster
         self._carry_out = carry_out
+        self._depose = depose
         self._member = session.membership.member
         self._changes = ReplicatedChanges(engine, store)
         self._now_ns = self._started_ns = now_ns
@@ -220,6 +225,7 @@ class ReplicationCore:
     def _step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
         part = self._engine.partitions[vb_id]
+        self._depose((vb_id,), why)
         del self._masters[vb_id]
         part.state = VbState.REPLICA
         part.may_send_back = False
@@ -229,7 +235,6 @@ class ReplicationCore:
         for feed in self._feeds.values():
             feed.end(vb_id)
         self._confirmed_ns[vb_id] = max(self._confirmed_ns.get(vb_id, 0), self._now_ns)
-        self._effects.append(Deposed((vb_id,), why))
 
     # -- replicas ----------------------------------------------------------------------------------
 

@@ -5,30 +5,37 @@ Each is a SingleNode that does one thing in a wrong way.
 
 from __future__ import annotations
 
+from dcp.core.groups import WriteGroup
+from dcp.session.held_answers import HeldAnswers, HeldBatch
 from dcp.stream.snapshots import Message
 from dcp.wire.opcode import Opcode
 from sim.network import Side
 from sim.node import SingleNode
 from sim.serving import ServedConnection
-from vbucket.log.commit_group import CommitGroup
+
+
+class LeavesAtOnce(HeldAnswers):
+    """It holds no answer."""
+
+    def _may_leave(self, batch: HeldBatch) -> bool:
+        return True
 
 
 class AnswersBeforeSync(SingleNode):
     """It answers before the sync of what it answers with."""
 
-    @property
-    def answered_group(self) -> int:
-        return self.engine.keyspace.group
+    def held(self) -> HeldAnswers:
+        return LeavesAtOnce(self.engine)
 
 
 class StreamsBeforeSync(SingleNode):
     """Its streams show changes before they are synced."""
 
-    def _write(self, group: CommitGroup) -> None:
-        for vb_id, seqno in group.high_seqnos.items():
+    def _write(self, job: WriteGroup) -> None:
+        for vb_id, seqno in job.group.high_seqnos.items():
             self.engine.partitions[vb_id].committed_seqno = seqno
-        self.hub.committed(group.high_seqnos)
-        super()._write(group)
+        self.hub.committed(job.group.high_seqnos)
+        super()._write(job)
 
 
 class CutsBackAtStart(SingleNode):
@@ -46,15 +53,15 @@ class CutsBackAtStart(SingleNode):
 class ForgetsAnswers(SingleNode):
     """Answers that wait for a sync leave only with those of the next group."""
 
-    def _sync(self, group: CommitGroup) -> None:
+    def _sync(self, job: WriteGroup) -> None:
         connections, self.connections = self.connections, {}
-        super()._sync(group)
+        super()._sync(job)
         self.connections = connections | self.connections
 
-    def _begin_group(self) -> None:
+    def _begin_job(self) -> None:
         for connection in list(self.connections):
             connection.release()
-        super()._begin_group()
+        super()._begin_job()
 
 
 class ChangedOnTheWay(ServedConnection):

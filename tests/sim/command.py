@@ -57,7 +57,12 @@ class Totals:
 def main(words: Sequence[str]) -> int:
     """Run what the arguments say; return the exit code."""
     arguments = _parser().parse_args(words)
-    options = Options(seconds=arguments.seconds, bug=arguments.bug)
+    options = Options(
+        nodes=arguments.nodes,
+        has_faults=not arguments.no_faults,
+        seconds=arguments.seconds,
+        bug=arguments.bug,
+    )
     totals = Totals()
     many = arguments.seeds is not None or arguments.minutes or arguments.until_fail
     if not many:
@@ -133,5 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--keep-on", action="store_true", help="go on after a seed that failed")
     parser.add_argument("--trace", action="store_true", help="print one line for each event")
     parser.add_argument("--seconds", type=float, help="virtual seconds of load")
+    parser.add_argument("--nodes", type=int, default=1, choices=range(1, 6))
+    parser.add_argument("--no-faults", action="store_true", help="let nothing go wrong")
     parser.add_argument("--bug", default="", choices=sorted(BUGS), help="put in a known bug")
     return parser

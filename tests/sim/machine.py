@@ -45,10 +45,17 @@ class Machine:
         self.node: SimNode | None = None
         self.refusals: list[str] = []
         """Why starts were refused: the disks hold what a node cannot continue with."""
+        self._folders = 0
         network.add(self.host)
         self._new_disks()
 
+    @property
+    def folder_id(self) -> str:
+        """The id that a new folder gets."""
+        return f"{self.name}-{self._folders}"
+
     def _new_disks(self) -> None:
+        self._folders += 1
         self.disk = ForgetfulDisk(Power())
         self.env = ForgetfulEnv(Power(), TABLES)
 

@@ -13,12 +13,15 @@ Invariants of SingleNode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 from zlib import crc32
 
+from dcp.core.groups import GroupCycle, Job, Published, WriteGroup
+from dcp.session.held_answers import HeldAnswers
 from dcp.session.range_scans import RangeScans
+from dcp.session.replication_port import ReplicationPort
 from dcp.stream.hub import StreamHub
 from sim.clock import Clock
 from sim.facts import Committed, Facts, History, Mastership, fingerprint
@@ -28,12 +31,11 @@ from sim.serving import ServedConnection
 from sim.upkeep import Upkeep
 from sim.world import MS, Host
 from support.memory_node import OpenDoor
+from vbucket.engine.branch import BranchRefusedError
 from vbucket.engine.engine import Engine
-from vbucket.engine.keyspace import BranchRefusedError
 from vbucket.engine.partition import Hold, Partition
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import Startup, recover_node
-from vbucket.log.commit_group import CommitGroup
 from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
 from vbucket.log.record import LogDamagedError
 from vbucket.model.entry import key_of, value_of
@@ -97,6 +99,7 @@ class Facades:
     """What sessions tell about the node."""
 
     version = "sim"
+    bucket = "default"
 
     def bucket_config(self) -> bytes:
         return b'{"rev":1,"name":"default"}'
@@ -125,8 +128,6 @@ class SingleNode:
         self.authenticator = OpenDoor()
         self.facts = Facades()
         self.connections: dict[ServedConnection, None] = {}
-        self._group: CommitGroup | None = None
-        """The group under way."""
         self._has_begun = False
         self._is_kicked = False
         self._is_stopped = False
@@ -138,7 +139,7 @@ class SingleNode:
             num_vbuckets=plan.partitions,
             durability="commit",
             draw_uuid=lambda: vb_uuid_from_random(draw.getrandbits(64)),
-            draw_node_id=lambda: f"{draw.getrandbits(32):08x}",
+            draw_node_id=lambda: machine.folder_id,
             memtable_bytes_max=plan.memtable_bytes,
             item_cache_bytes=plan.item_cache_bytes,
         )
@@ -147,20 +148,45 @@ class SingleNode:
         self.engine: Engine
         self.hub = StreamHub()
         self.scans = RangeScans(Views(self.engine, self.store), lambda: draw.randbytes(16))
+        self.groups = GroupCycle(self.engine, self.hub, syncs_groups=True)
         self._upkeep = Upkeep(self, machine.env, plan, facts)
         self.engine.begin_batch(self.clock.wall_ns())
-        for part in self.engine.partitions:
-            self._record_mastership(part)
+        self._record_masterships()
         self.host.after(LISTEN_NS, self._listen)
         self.host.after(TICK_NS, self._tick)
+
+    replication: ReplicationPort | None = None
+
+    def held(self) -> HeldAnswers:
+        """See Served."""
+        return HeldAnswers(self.engine)
+
+    def before_commands(self) -> None:
+        """See Served."""
+
+    def after_commands(self) -> None:
+        """See Served."""
+
+    def before_merge(self) -> None:
+        """See Kept."""
+
+    def _record_masterships(self) -> None:
+        """A node alone is the master of all partitions."""
+        for part in self.engine.partitions:
+            self._record_mastership(part)
 
     def _record_mastership(self, part: Partition) -> None:
         now_ns, record = self._world.now_ns, self._record
         record.masterships.append(
             Mastership(
-                now_ns, self.name, self.host.incarnation, part.vb_id, part.epoch, part.vb_uuid
+                now_ns,
+                self.name,
+                self.host.incarnation,
+                part.vb_id,
+                part.leader_epoch,
+                part.vb_uuid,
             )
-        )
+        )  # fmt: skip
         record.committed.append(
             Committed(now_ns, self.name, part.vb_id, part.vb_uuid, part.committed_seqno)
         )
@@ -185,75 +211,76 @@ class SingleNode:
     def _accept(self, side: Side) -> None:
         ServedConnection(self, side)
 
-    # -- commit groups -----------------------------------------------------------------------------
-
-    @property
-    def answered_group(self) -> int:
-        """See Served."""
-        return self.engine.keyspace.committed_group
+    # -- what the log does -------------------------------------------------------------------------
 
     def kick(self) -> None:
         """See Served."""
-        if not self._is_kicked and self._group is None and self._has_begun:
+        if not self._is_kicked and self.groups.job is None and self._has_begun:
             self._is_kicked = True
-            self.host.after(0, self._begin_group)
+            self.host.after(0, self._begin_job)
 
-    def _begin_group(self) -> None:
+    def _begin_job(self) -> None:
         self._is_kicked = False
-        if self._group is None and (group := self.engine.keyspace.take_group()) is not None:
-            self._group = group
-            self._write(group)
+        job = self.groups.next_job()
+        if isinstance(job, WriteGroup):
+            self._write(job)
+        elif job is not None:
+            self._rotate(job)
 
-    def _write(self, group: CommitGroup) -> None:
+    def _write(self, job: WriteGroup) -> None:
         try:
-            self.writer.append(group.number, group.payload)
+            self.writer.append(job.group.number, job.group.payload)
         except LogFullError as error:
             self.engine.refuse_writes(str(error), Hold.LOG_FULL)
-            self.host.after(ROOM_RETRY_NS, self._write, group)
+            self.host.after(ROOM_RETRY_NS, self._write, job)
             return
         self.engine.refuse_writes("", Hold.LOG_FULL)
         plan, world = self._plan, self._world
-        self.host.after(world.between(plan.sync_min_ns, plan.sync_max_ns), self._sync, group)
+        self.host.after(world.between(plan.sync_min_ns, plan.sync_max_ns), self._sync, job)
 
-    def _sync(self, group: CommitGroup) -> None:
+    def _sync(self, job: WriteGroup) -> None:
         try:
             self.writer.sync()
         except SyncFailedError:
             self._die()
             return
-        self._group = None
-        self._publish(group)
-        for vb_id in group.branched:
+        self._done(job)
+
+    def _rotate(self, job: Job) -> None:
+        try:
+            self.writer.rotate()
+        except LogFullError:
+            self.host.after(ROOM_RETRY_NS, self._rotate, job)
+            return
+        except SyncFailedError:
+            self._die()
+            return
+        self._done(job)
+        self._upkeep.merge_soon()
+
+    def _done(self, job: Job) -> None:
+        self.published(self.groups.done(job))
+        if self.groups.has_work:
+            self.kick()
+
+    def published(self, published: Published) -> None:
+        """Record what is committed, and release the answers that waited for it."""
+        group, now_ns = published.group, self._world.now_ns
+        if group is not None:
+            self._record_committed(group.high_seqnos)
+        for vb_id in published.branched:
+            self._record.settle(now_ns, vb_id)
             document = self.engine.partitions[vb_id].failover.to_document()
             with self._machine.env.write() as write:
                 put_failover(write, vb_id, document)
         for connection in list(self.connections):
             connection.release()
-        keyspace = self.engine.keyspace
-        if keyspace.wants_freeze:
-            self._begin_merge()
-        if keyspace.has_pending:
-            self.kick()
 
-    def _begin_merge(self) -> None:
-        try:
-            self._upkeep.begin_merge()
-        except SyncFailedError:
-            self._die()
-
-    def _publish(self, group: CommitGroup) -> None:
-        keyspace, now_ns = self.engine.keyspace, self._world.now_ns
-        keyspace.group_committed(group)
-        record = self._record.committed.append
-        for vb_id, seqno in group.high_seqnos.items():
-            uuid = self.engine.partitions[vb_id].vb_uuid
-            record(Committed(now_ns, self.name, vb_id, uuid, seqno))
-        for vb_id in group.branched:
-            self._record.settle(now_ns, vb_id)
-            self.hub.branched(vb_id)
-        for vb_id in group.restated:
-            self.hub.restated(vb_id)
-        self.hub.committed(group.high_seqnos)
+    def _record_committed(self, vb_ids: Iterable[int]) -> None:
+        now_ns, record = self._world.now_ns, self._record.committed.append
+        for vb_id in vb_ids:
+            part = self.engine.partitions[vb_id]
+            record(Committed(now_ns, self.name, vb_id, part.vb_uuid, part.committed_seqno))
 
     # -- time and the end --------------------------------------------------------------------------
 
@@ -282,7 +309,7 @@ class SingleNode:
 
     def stop(self) -> None:
         """See SimNode."""
-        if not self._has_begun or self.engine.keyspace.has_pending or self._group is not None:
+        if not self._has_begun or self.groups.has_work:
             return  # the machine ends it anyway: a stop that took too long
         try:
             self.writer.sync()
@@ -320,7 +347,7 @@ class SingleNode:
 
     def is_quiet(self) -> bool:
         """See SimNode."""
-        return self._group is None and not self.engine.keyspace.has_pending
+        return not self.groups.has_work
 
     def documents(self) -> dict[bytes, bytes]:
         """See SimNode."""

@@ -83,6 +83,10 @@ class Plan(NamedTuple):
     save_every_ns: int
     """How often consumers save a checkpoint."""
 
+    def vb_of(self, key: bytes) -> int:
+        """Return the partition of a key."""
+        return vbucket_of(key, self.partitions)
+
     def keys_of(self, vb_id: int) -> list[bytes]:
         """Return the keys of a partition."""
         return [key for key in self.keys if vbucket_of(key, self.partitions) == vb_id]

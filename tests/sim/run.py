@@ -23,6 +23,7 @@ from sim.kv_client import KvClient
 from sim.machine import Machine
 from sim.network import Network
 from sim.plan import Plan, drawn
+from sim.replicated import ReplicatedNodes
 from sim.world import MS, SECOND, Trace, World
 
 LOOK_NS = 50 * MS
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     nodes: int = 1
     seconds: float | None = None
     """How long the load lasts, in virtual seconds; None: as the seed says."""
+    has_faults: bool = True
     bug: str = ""
     """A fault of the product that is put in on purpose (`sim.bugs`)."""
 
@@ -67,15 +69,19 @@ class Simulation:
         seed: int,
         options: Options,
         trace: Trace | None = None,
-        make_cluster: MakeCluster = SingleNodes,
+        make_cluster: MakeCluster | None = None,
     ) -> None:
         self.seed = seed
         self.world = World(seed, trace)
         self.plan: Plan = drawn(self.world.draw, nodes=options.nodes, seconds=options.seconds)
+        if not options.has_faults:
+            self.plan = self.plan._replace(faults=())
         self.facts = Facts()
         plan, world = self.plan, self.world
         world.note(f"seed {seed} {plan}")
         self.network = Network(world, plan.delay_min_ns, plan.delay_max_ns)
+        if make_cluster is None:
+            make_cluster = SingleNodes if options.nodes == 1 else ReplicatedNodes
         self._cluster = make_cluster(Setting(world, self.network, plan, self.facts, options.bug))
         self.controls = self._cluster.controls
         self.machines = [
@@ -231,6 +237,8 @@ def run_seed(seed: int, options: Options = DEFAULTS, trace: Trace | None = None)
 def replay_command(seed: int, options: Options) -> str:
     """Return the command that runs a seed again."""
     words: Sequence[str] = ["python -m tests.sim", f"--seed {seed}"]
+    if options.nodes != 1:
+        words = [*words, f"--nodes {options.nodes}"]
     if options.bug:
         words = [*words, f"--bug {options.bug}"]
     if options.seconds is not None:

@@ -1,18 +1,20 @@
 """The server's side of one simulated connection: what dcp.server.net.connection does with sockets.
 
 Invariants
-- answers leave in order, each when its commit group is committed;
+- answers leave in order, each when what it changed or showed is committed;
 - stream messages follow the answers, and nothing is produced for a peer that does not read;
 - a session that is full goes on when its answers have left.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from dcp.session.auth import Authenticator
+from dcp.session.held_answers import HeldAnswers
 from dcp.session.range_scans import RangeScans
+from dcp.session.replication_port import ReplicationPort
 from dcp.session.session import Session
 from dcp.session.state import Limits, NodeFacts, SessionState
 from dcp.stream.hub import StreamHub
@@ -42,9 +44,16 @@ class Served(Protocol):
     def kick(self) -> None:
         """Write what is pending."""
 
-    @property
-    def answered_group(self) -> int:
-        """Answers that wait for this group or an earlier one may leave."""
+    replication: ReplicationPort | None
+    """Where replicas come in; None: the node is alone."""
+    held: Callable[[], HeldAnswers]
+    """Makes what holds a connection's answers."""
+
+    def before_commands(self) -> None:
+        """Commands come next: what may not answer any more is fenced."""
+
+    def after_commands(self) -> None:
+        """Commands, or an acknowledgement of a replica, were handled."""
 
 
 class ServedConnection:
@@ -63,10 +72,12 @@ class ServedConnection:
             peer_is_loopback=True,
             limits=LIMITS,
             scans=node.scans,
+            replication=node.replication,
+            has_replicas=node.replication is not None,
         )
         self.state.schedule = self.schedule_pump
         self.session = Session(self.state)
-        self._held: deque[tuple[int, bytes]] = deque()
+        self.held = node.held()
         self._is_pump_scheduled = False
         node.connections[self] = None
 
@@ -74,8 +85,9 @@ class ServedConnection:
 
     def on_bytes(self, data: bytes) -> None:
         clock = self._node.clock
-        if (producer := self.state.producer) is not None:
-            producer.heard(clock.monotonic_ns())
+        if (sender := self.state.sender) is not None:
+            sender.heard(clock.monotonic_ns())
+        self._node.before_commands()
         self.session.receive(data, clock.wall_ns())
         self._after_commands()
 
@@ -89,26 +101,29 @@ class ServedConnection:
     # -- what the node calls -----------------------------------------------------------------------
 
     def release(self) -> None:
-        """Send the answers whose group is committed."""
-        held, committed = self._held, self._node.answered_group
-        if not held or held[0][0] > committed:
+        """Send the answers that may leave."""
+        if not self.held:
             return
-        while held and held[0][0] <= committed:
-            self.side.write(held.popleft()[1])
-        if not held:
+        for batch in self.held.release():
+            self.side.write(batch.answers)
+        if not self.held:
             self._resume()
             self.schedule_pump()
             self._close_if_done()
 
     def tick(self) -> None:
         """Let time pass."""
-        producer = self.state.producer
-        if producer is not None and not producer.tick(self._node.clock.monotonic_ns()):
+        now_ns = self._node.clock.monotonic_ns()
+        if self.held.next_expiry_ns is not None and self.held.next_expiry_ns <= now_ns:
+            self.held.expire(now_ns)
+            self.release()
+        sender = self.state.sender
+        if sender is not None and not sender.tick(now_ns):
             self._abort()
 
     def schedule_pump(self) -> None:
         """Send stream messages in a moment."""
-        if not self._is_pump_scheduled and self.state.producer is not None:
+        if not self._is_pump_scheduled and self.state.sender is not None:
             self._is_pump_scheduled = True
             self._node.host.after(0, self._pump)
 
@@ -118,51 +133,51 @@ class ServedConnection:
         state = self.state
         if state.login_question is not None:
             self.session.ask_logins(self._node.clock.wall_ns())
+        now_ns = self._node.clock.monotonic_ns()
         if state.answers:
-            data = b"".join(state.answers)
-            state.answers.clear()
-            if self._held or state.wait_group > self._node.answered_group:
-                self._held.append((state.wait_group, data))
-            else:
+            if data := self.held.take(state, now_ns):
                 self.side.write(data)
+        elif state.wait_group:
+            self.held.carry(state, now_ns)
         state.notes.clear()
-        if state.producer is not None:
+        self._node.after_commands()
+        if state.sender is not None:
             self.schedule_pump()
         if self._node.engine.keyspace.has_pending:
             self._node.kick()
         if state.is_closing:
             self._close_if_done()
-        elif state.is_full and not self._held:
+        elif state.is_full and not self.held:
             wait_ns = max(0, state.held_until_ns - self._node.clock.wall_ns())
             self._node.host.after(wait_ns, self._resume)
 
     def _resume(self) -> None:
-        if self.state.is_full and not self._held and self.side.is_open and self.side.can_write:
+        if self.state.is_full and not self.held and self.side.is_open and self.side.can_write:
             self.session.resume(self._node.clock.wall_ns())
             self._after_commands()
 
     def _pump(self) -> None:
         self._is_pump_scheduled = False
-        producer = self.state.producer
-        if producer is None or not self.side.is_open:
+        sender = self.state.sender
+        if sender is None or not self.side.is_open:
             return
-        if producer.is_superseded:
+        if sender.is_superseded:
             self._abort()
             return
-        if self._held or not self.side.can_write:
+        if self.held or not self.side.can_write:
             return  # `release` and `on_writable` schedule the next turn
-        messages = producer.pump(PUMP_BYTES)
-        assert not producer.damages, producer.damages
+        messages = sender.pump(PUMP_BYTES)
+        assert not sender.damages, sender.damages
         if messages:
             self._send(messages)
-        if producer.has_output:
+        if sender.has_output:
             self.schedule_pump()
 
     def _send(self, messages: list[Message]) -> None:
         self.side.write(b"".join(messages))
 
     def _close_if_done(self) -> None:
-        if self.state.is_closing and not (self._held or self.state.answers):
+        if self.state.is_closing and not (self.held or self.state.answers):
             self.side.close()
             self._forget()
 
@@ -171,9 +186,9 @@ class ServedConnection:
         self._forget()
 
     def _forget(self) -> None:
-        if self.state.producer is not None:
-            self.state.producer.close()
-        self._held.clear()
+        if self.state.sender is not None:
+            self.state.sender.close()
+        self.held.clear()
         self.session.drop_received()
         self._node.connections.pop(self, None)
         if self._node.engine.keyspace.has_pending:

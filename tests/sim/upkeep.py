@@ -1,6 +1,6 @@
 """The merges and compactions of a simulated node: the server's steps, at times that are drawn.
 
-    group boundary ── begin_merge ──> frozen ── end_merge ──> merged ── maybe: raise a floor
+    the log rotates ── merge_soon ──> merged ── maybe: raise a floor
     the raised floor is committed ──> compact, slice by slice
 
 Floors and purge seqnos are drawn instead of planned, so histories are short and consumers fall
@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from dcp.core.floors import FloorCycle
+from dcp.core.merges import MergeCycle
 from dcp.stream.hub import StreamHub
-from dcp.stream.pins import allowed, is_merged
 from sim.facts import Facts
 from sim.plan import Plan
 from sim.world import MS, Host
 from vbucket.engine.engine import Engine
-from vbucket.log.device import LogDevice, LogFullError
+from vbucket.log.device import LogDevice
 from vbucket.log.writer import LogWriter
 from vbucket.store.environment import KvEnv
 from vbucket.store.store import Store
-from vbucket.upkeep.compaction import Compactor, Floors
+from vbucket.upkeep.compaction import Compactor
 from vbucket.upkeep.merge import merge
+from vbucket.upkeep.retention import FloorStep
 
 MERGE_MAX_NS = 300 * MS
 SLICE_NS = 5 * MS
@@ -43,6 +45,9 @@ class Kept(Protocol):
     def kick(self) -> None:
         """Write what is pending."""
 
+    def before_merge(self) -> None:
+        """The store changes next."""
+
 
 class Upkeep:
     """See the module."""
@@ -53,62 +58,55 @@ class Upkeep:
         self._plan = plan
         self._facts = facts
         self._world = node.host.world
+        self._merges = MergeCycle(node.engine)
+        self._floors = FloorCycle(node.engine, node.hub)
         self._compactor = Compactor(step_bytes=STEP_BYTES, slice_bytes=STEP_BYTES)
 
-    def begin_merge(self) -> None:
-        """Freeze and seal, if this is a group boundary; changes go on. Raises SyncFailedError."""
-        node = self._node
-        keyspace = node.engine.keyspace
-        if keyspace.has_pending:
-            return  # the next boundary
-        try:
-            node.writer.rotate()
-        except LogFullError:
-            return
-        keyspace.freeze()
-        node.host.after(1 + self._world.below(MERGE_MAX_NS), self._end_merge)
+    def merge_soon(self) -> None:
+        """The log has begun a new segment: merge what is sealed after a while."""
+        self._node.host.after(1 + self._world.below(MERGE_MAX_NS), self._merge)
 
-    def _end_merge(self) -> None:
-        device, keyspace = self._node.device, self._node.engine.keyspace
-        segments = device.segments()[:-1]
+    def _merge(self) -> None:
+        device, node = self._node.device, self._node
+        node.before_merge()
+        segments = self._merges.begin(device.segments())
         report = merge(self._env, [(number, device.read(number)) for number in segments])
-        keyspace.merged(report)
-        keyspace.drop_frozen(0, self._plan.partitions)
-        for segment in segments:
-            if segment not in report.kept:
-                device.delete(segment)
+        merged = self._merges.merged(report)
+        while not self._merges.drop_slice():
+            pass
+        for segment in merged.deletable:
+            device.delete(segment)
         if self._world.chance(self._plan.compact_share):
             self._raise_floor(self._world.below(self._plan.partitions))
+        node.kick()
 
     def _raise_floor(self, vb_id: int) -> None:
         """Give up older versions of a partition, and perhaps its deletions."""
         node, world = self._node, self._world
         part = node.engine.partitions[vb_id]
         low, high = max(part.history_floor, 1), part.merged_seqno
-        if low > high or not is_merged(part, part.vb_uuid, high):
+        if low > high:
             return
         floor = low + world.below(high - low + 1)
         purge = world.below(floor) if world.chance(0.5) else 0
-        may = allowed(part, floor, purge, node.hub.reading(vb_id))
-        floors = Floors(may.floor, may.purge)
-        if floors == (part.history_floor, part.purge_seqno):
+        before = part.history_floor, part.purge_seqno
+        self._floors.raise_(FloorStep(vb_id, part.vb_uuid, floor, purge))
+        if (part.history_floor, part.purge_seqno) == before:
             return
-        if floors.purge > part.purge_seqno:
-            self._facts.excuse(world.now_ns, vb_id, floors.purge, "purge")
-        node.engine.keyspace.raise_floor(vb_id, *floors)
-        group, vb_uuid = part.last_group, part.vb_uuid
+        if part.purge_seqno > before[1]:
+            self._facts.excuse(world.now_ns, vb_id, part.purge_seqno, "purge")
         node.kick()
-        node.host.after(SLICE_NS, self._compact, vb_id, floors, group, vb_uuid)
+        node.host.after(SLICE_NS, self._compact)
 
-    def _compact(self, vb_id: int, floors: Floors, group: int, vb_uuid: int) -> None:
-        """Drop what a committed floor allows, one slice at a time."""
+    def _compact(self) -> None:
+        """Drop what committed floors allow, one slice at a time."""
         node = self._node
-        if node.engine.partitions[vb_id].vb_uuid != vb_uuid:
-            return
-        if group <= node.engine.keyspace.committed_group:
-            report = self._compactor.run(self._env, [vb_id], lambda: True, floors={vb_id: floors})
+        if floors := self._floors.committed():
+            vb_ids = sorted(floors)
+            report = self._compactor.run(self._env, vb_ids, lambda: True, floors=floors)
             assert not report.damages, report.damages
             node.store.refresh()
-            if vb_id in report.finished:
-                return
-        node.host.after(SLICE_NS, self._compact, vb_id, floors, group, vb_uuid)
+            for vb_id in report.finished:
+                self._floors.compacted(vb_id)
+        if self._floors.last_group:
+            node.host.after(SLICE_NS, self._compact)

@@ -1,0 +1,267 @@
+"""A simulated node of a cluster: SingleNode with the replication core of the product.
+
+    records ──> ClusterSession ──> ReplicationCore <── links to masters, feeds of replicas
+
+What a server's shell does with time, bytes and effects is done here in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from dcp.cluster.cluster_session import ClusterSession, SessionEffect
+from dcp.cluster.effects import ViewChanged
+from dcp.cluster.metastore import MetaStore
+from dcp.cluster.partition_choices import CoordinatorSettings
+from dcp.cluster.record_writer import WriteOutcome
+from dcp.cluster.store_driver import StoreDriver
+from dcp.core.groups import Job, Published, WriteGroup
+from dcp.replication.cluster_map import bucket_map
+from dcp.replication.effects import Dial
+from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.node_core import ReplicationCore
+from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.session.held_answers import HeldAnswers
+from sim.facts import Facts, Mastership
+from sim.network import Side
+from sim.node import Facades, SingleNode
+from sim.plan import Plan
+from sim.world import MS
+from vbucket.engine.partition import VbState
+from vbucket.model.partition_map import PartitionMap, bucket_config
+
+if TYPE_CHECKING:
+    from sim.machine import Machine
+
+CLUSTER_TICK_NS = 50 * MS
+COMMIT_TIMEOUT_NS = 2_000 * MS
+ROOT = b"/sim/"
+
+
+class ClusterFacades(Facades):
+    """What sessions of a cluster's node tell: the map."""
+
+    def __init__(self, node: ClusterNode) -> None:
+        self._node = node
+
+    def bucket_config(self) -> bytes:
+        return bucket_config(self._node.map())
+
+    def config_version(self) -> tuple[int, int]:
+        return (1, max(1, self._node.session.view.revision))
+
+
+class LinkHandler:
+    """The connection of a replica's link."""
+
+    def __init__(self, node: ClusterNode, member: str, link: ReplicaLink) -> None:
+        self._node = node
+        self.member = member
+        self.link = link
+        self.side: Side | None = None
+
+    def connected(self, side: Side) -> None:
+        self.side = side
+        side.handler = self
+        if self.link.state is LinkState.CLOSED:
+            side.abort()
+            self.side = None
+            return
+        self.flush()
+
+    def failed(self, _why: str) -> None:
+        self.link.closed()
+
+    def flush(self) -> None:
+        side = self.side
+        if side is None:
+            return
+        if data := self.link.bytes_to_send():
+            side.write(data)
+        if self.link.state is LinkState.CLOSED:
+            side.abort()
+            self.side = None
+
+    def on_bytes(self, data: bytes) -> None:
+        self._node.link_bytes(self, data)
+
+    def on_closed(self, _why: str) -> None:
+        self.side = None
+        self.link.closed()
+
+    def on_writable(self) -> None:
+        self.flush()
+
+
+class ClusterNode(SingleNode):
+    """See the module."""
+
+    core_type = ReplicationCore
+
+    def __init__(self, machine: Machine, plan: Plan, facts: Facts, store: MetaStore) -> None:
+        super().__init__(machine, plan, facts)
+        self.facts = ClusterFacades(self)
+        node = self.store.node()
+        assert node is not None
+        self.member = node.node_id
+        self.session = ClusterSession(
+            ROOT, self.member, machine.host.incarnation,
+            CoordinatorSettings(elects_uncleanly=plan.unclean),
+        )  # fmt: skip
+        self.driver = StoreDriver(self.session, store, self.clock.monotonic_ns, self._take)
+        settings = ReplicationSettings(
+            min_in_sync=plan.min_in_sync, acknowledges_as_master=plan.acknowledge == "master"
+        )
+        self.core = self.core_type(
+            self.engine, self.store, self.hub, self.groups, self.session, settings,
+            cluster="sim", carry_out=self._carry_out, depose=self._depose,
+            now_ns=self.clock.monotonic_ns(),
+        )  # fmt: skip
+        self.replication = self.core
+        self._handlers: list[LinkHandler] = []
+        self._told: dict[int, int] = {}
+        """Partition -> the epoch in which this node was last seen to serve it."""
+        self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
+
+    # -- SingleNode --------------------------------------------------------------------------------
+
+    def _record_masterships(self) -> None:
+        """A node of a cluster serves nothing at its start."""
+
+    def held(self) -> HeldAnswers:
+        """See Served."""
+        return HeldAnswers(
+            self.engine, commit_timeout_ns=COMMIT_TIMEOUT_NS,
+            acknowledges_as_master=self._plan.acknowledge == "master",
+        )  # fmt: skip
+
+    def before_commands(self) -> None:
+        """See Served."""
+        self.core.check_fence(self.clock.monotonic_ns())
+
+    def after_commands(self) -> None:
+        """See Served."""
+        self._carry_out_core()
+
+    def _done(self, job: Job) -> None:
+        published = self.groups.done(job)
+        if isinstance(job, WriteGroup):
+            self.core.group_synced(self.clock.monotonic_ns(), published)
+        self.published(published)
+        self._carry_out_core()
+        if self.groups.has_work:
+            self.kick()
+
+    def ended(self) -> None:
+        """See SimNode."""
+        self.driver.close()
+        super().ended()
+
+    # -- the cluster -------------------------------------------------------------------------------
+
+    def map(self) -> PartitionMap:
+        """Return the partition map as this node knows it."""
+        return bucket_map(
+            self.session.view, self._plan.partitions, self.member, self._world_addresses
+        )
+
+    @property
+    def _world_addresses(self) -> dict[str, str]:
+        return {
+            member: stored.content.address for member, stored in self.session.view.members.items()
+        }
+
+    def _take(self, effect: SessionEffect) -> None:
+        now_ns = self.clock.monotonic_ns()
+        if isinstance(effect, ViewChanged):
+            self.core.records_changed(now_ns, effect.vb_ids)
+        elif isinstance(effect, WriteOutcome):
+            self.core.outcome(now_ns, effect)
+        self._carry_out_core()
+
+    def _carry_out(self, effects: Iterable[SessionEffect]) -> None:
+        self.driver.carry_out(effects)
+
+    def _depose(self, vb_ids: tuple[int, ...], _why: str) -> None:
+        for connection in list(self.connections):
+            connection.held.depose(vb_ids)
+            connection.release()
+
+    def _carry_out_core(self) -> None:
+        for effect in self.core.take_effects():
+            if isinstance(effect, Published):
+                self.published(effect)
+            elif isinstance(effect, Dial):
+                self._dial(effect.member)
+        self._handlers = [item for item in self._handlers if not self._flushed(item)]
+        self._note_masterships()
+        if self.engine.keyspace.has_pending:
+            self.kick()
+
+    def _flushed(self, handler: LinkHandler) -> bool:
+        """Send what a link has to send; return whether it is over."""
+        handler.flush()
+        return handler.link.state is LinkState.CLOSED and handler.side is None
+
+    def _dial(self, member: str) -> None:
+        link = self.core.links[member]
+        stored = self.session.view.members.get(member)
+        handler = LinkHandler(self, member, link)
+        self._handlers.append(handler)
+        if stored is None:
+            link.closed()
+            return
+        self._machine.network.connect(
+            self.host, stored.content.address, handler.connected, handler.failed
+        )
+
+    def link_bytes(self, handler: LinkHandler, data: bytes) -> None:
+        """Bytes came on a link."""
+        handler.link.receive(data, self.clock.monotonic_ns())
+        self._carry_out_core()
+
+    def _cluster_tick(self) -> None:
+        self.driver.tick()
+        if self._has_begun:
+            self.core.tick(self.clock.monotonic_ns())
+        self._carry_out_core()
+        self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
+
+    def _note_masterships(self) -> None:
+        """Record what this node serves now."""
+        for part in self.engine.partitions:
+            epoch = part.leader_epoch
+            if part.state == VbState.ACTIVE and self._told.get(part.vb_id) != epoch:
+                self._told[part.vb_id] = epoch
+                self._record.masterships.append(
+                    Mastership(
+                        self._world.now_ns, self.name, self.host.incarnation, part.vb_id, epoch,
+                        part.vb_uuid,
+                    )
+                )  # fmt: skip
+                self._record_committed((part.vb_id,))
+
+    # -- what checkers ask -------------------------------------------------------------------------
+
+    def branch(self, vb_id: int, share: float) -> bool:
+        """See SimNode."""
+        return False
+
+    def serves(self, vb_id: int) -> bool:
+        """See SimNode."""
+        return self._has_begun and self.engine.partitions[vb_id].state == VbState.ACTIVE
+
+    def documents(self) -> dict[bytes, bytes]:
+        """See SimNode."""
+        return {
+            key: value
+            for key, value in super().documents().items()
+            if self.serves(self._plan.vb_of(key))
+        }
+
+    def is_quiet(self) -> bool:
+        """See SimNode."""
+        return super().is_quiet() and all(
+            part.committed_seqno == part.high_seqno for part in self.engine.partitions
+        )

@@ -1,0 +1,188 @@
+"""A cluster of replicated nodes: members, records, the metadata store and its faults."""
+
+from __future__ import annotations
+
+import json
+
+from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
+from dcp.cluster.cluster_records import (
+    MemberRecord,
+    StoredPartition,
+    decode_partition,
+    encode_partition,
+    encode_record,
+)
+from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
+from dcp.cluster.revision_store import RevisionStore
+from failover.replication_record import ReplicationRecord, create, want
+from sim.cluster import Setting
+from sim.cluster_node import ROOT, ClusterNode
+from sim.faults import Controls, Mend
+from sim.kv_client import Caller, DirectCaller
+from sim.machine import Machine
+from sim.node import StartFailedError, StartRefusedError
+from sim.routing import Routing
+from sim.world import MS, Host, World
+from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
+from vbucket.log.device import LogWriteError, SyncFailedError
+from vbucket.log.record import LogDamagedError
+from vbucket.store.environment import StoreDamagedError
+
+KEYS = ClusterKeys(ROOT)
+
+
+class MapRouting:
+    """Knows the newest map that any node has told; without one, it tries nodes in turn."""
+
+    def __init__(self, world: World, nodes: list[str]) -> None:
+        self._world = world
+        self._nodes = nodes
+        self._revision = 0
+        self._masters: list[str | None] = []
+        self._blind = 0
+
+    def node_of(self, vb_id: int) -> str | None:
+        """See Routing."""
+        master = self._masters[vb_id] if self._masters else None
+        if master is None:
+            self._blind += 1
+            return self._nodes[self._blind % len(self._nodes)]
+        return master
+
+    def refused(self, vb_id: int, node: str, status: int, body: bytes) -> None:
+        """See Routing."""
+        try:
+            told = json.loads(body)
+            revision = told["rev"]
+            servers = told["vBucketServerMap"]["serverList"]
+            chains = told["vBucketServerMap"]["vBucketMap"]
+        except (ValueError, KeyError, TypeError):
+            self._forget(vb_id)
+            return
+        if revision > self._revision:
+            self._revision = revision
+            names = [server.partition(":")[0] for server in servers]
+            self._masters = [names[chain[0]] if chain[0] >= 0 else None for chain in chains]
+        elif status == 7:
+            self._forget(vb_id)
+
+    def lost(self, node: str) -> None:
+        """See Routing."""
+        for vb_id, master in enumerate(self._masters):
+            if master == node:
+                self._masters[vb_id] = None
+
+    def _forget(self, vb_id: int) -> None:
+        if self._masters:
+            self._masters[vb_id] = None
+
+
+class ReplicatedNodes:
+    """See the module. Also what only a cluster can suffer (`Controls`)."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._world = setting.world
+        self.controls: Controls | None = self
+        self.store = RevisionStore()
+        self.faults = StoreFaults(answer_ns=(MS // 2, 3 * MS), watch_ns=(MS // 2, 5 * MS))
+        self._clients: dict[str, FaultyMetaStore] = {}
+        self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
+
+    def boot(self, machine: Machine) -> ClusterNode:
+        """See Cluster."""
+        client = self._clients.get(machine.name)
+        if client is None:
+            world = self._world
+            client = self._clients[machine.name] = FaultyMetaStore(
+                self.store, lambda: world.now_ns, world.after, world.draw, self.faults
+            )
+        setting = self._setting
+        try:
+            return ClusterNode(machine, setting.plan, setting.facts, client)
+        except (LogDamagedError, StoreDamagedError) as error:
+            raise StartRefusedError(str(error)) from error
+        except (LogWriteError, SyncFailedError) as error:
+            raise StartFailedError(str(error)) from error
+
+    def caller(self, host: Host) -> Caller:
+        """See Cluster."""
+        setting = self._setting
+        return DirectCaller(
+            setting.network, host, setting.facts, self.routing(), setting.plan.timeout_ns
+        )
+
+    def routing(self) -> Routing:
+        """See Cluster."""
+        return MapRouting(self._world, self._names)
+
+    def begin(self) -> None:
+        """Write the records of members and partitions, as the making of a cluster does."""
+        plan = self._setting.plan
+        members = [f"{name}-1" for name in self._names]
+        puts = [
+            Put(
+                KEYS.of_member(KeyKind.MEMBER, member),
+                encode_record(MemberRecord(member=member, address=name)),
+            )
+            for member, name in zip(members, self._names, strict=True)
+        ]
+        for vb_id in range(plan.partitions):
+            copies = [members[(vb_id + at) % len(members)] for at in range(plan.copies)]
+            stored = StoredPartition(create(copies), "made")
+            puts.append(Put(KEYS.of_partition(KeyKind.PARTITION, vb_id), encode_partition(stored)))
+        self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+
+    def mend(self) -> None:
+        """See Cluster."""
+        healed = StoreFaults()
+        for name, value in vars(healed).items():
+            setattr(self.faults, name, value)
+
+    # -- Controls ----------------------------------------------------------------------------------
+
+    def handover(self, vb_id: int) -> None:
+        """See Controls."""
+        item, record = self._record(vb_id)
+        wanted = record.copies[self._world.below(len(record.copies))]
+        stored = StoredPartition(want(record, wanted), f"wanted{self._world.now_ns}")
+        self.store.apply(self._world.now_ns, Txn((), (Put(item.key, encode_partition(stored)),)))
+
+    def elect_unclean(self, vb_id: int) -> bool:
+        """See Controls."""
+        return False
+
+    def harm_store(self, kind: str) -> Mend | None:
+        """See Controls."""
+        faults = self.faults
+        if kind == "away":
+            ways = (Absence.REFUSING, Absence.SILENT, Absence.DEAF_TO_ANSWERS)
+            faults.absence = ways[self._world.below(3)]
+
+            def back() -> None:
+                faults.absence = Absence.HERE
+
+            return back
+        if kind == "slow":
+            faults.request_ns = (MS, 400 * MS)
+
+            def fast() -> None:
+                faults.request_ns = (MS, MS)
+
+            return fast
+        if kind == "forgets":
+            faults.unknown_rate = 0.5
+
+            def remembers() -> None:
+                faults.unknown_rate = 0.0
+
+            return remembers
+        for client in self._clients.values():
+            client.compact()
+        return lambda: None
+
+    def _record(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
+        key = KEYS.of_partition(KeyKind.PARTITION, vb_id)
+        result = self.store.apply(self._world.now_ns, Range(key))
+        assert isinstance(result, RangeResult)
+        return result.items[0], decode_partition(result.items[0]).record
