@@ -60,6 +60,8 @@ class Published(NamedTuple):
     """The group that is in the log now."""
     branched: tuple[int, ...] = ()
     """Partitions whose new version is committed: write their failover logs into the store."""
+    vb_ids: tuple[int, ...] = ()
+    """Partitions that committed later than their group was synced."""
 
 
 class GroupCycle:
@@ -151,7 +153,8 @@ class GroupCycle:
     def committed(self, vb_ids: Iterable[int]) -> Published:
         """Publish what `Commits.commit` has committed in these partitions."""
         self._commits.settle()
-        return Published(None, self._publish(vb_ids))
+        vb_ids = tuple(vb_ids)
+        return Published(None, self._publish(vb_ids), vb_ids)
 
     def _publish(self, vb_ids: Iterable[int]) -> tuple[int, ...]:
         """Show streams what is committed in these partitions; return those with a new version."""

@@ -334,7 +334,9 @@ class DcpCommands:
             part = engine.partitions[vb_id]
             if part.state == VbState.ACTIVE:
                 return part
-            if part.state == VbState.REPLICA and not flags & _NEEDS_ACTIVE:
+            # A replica of a cluster may be behind its master; it serves no consumers.
+            is_readable = part.state == VbState.REPLICA and not part.has_copies
+            if is_readable and not flags & _NEEDS_ACTIVE:
                 return part
             if part.state == VbState.FENCED:
                 raise self._state.elsewhere(part)

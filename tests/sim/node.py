@@ -268,6 +268,7 @@ class SingleNode:
         group, now_ns = published.group, self._world.now_ns
         if group is not None:
             self._record_committed(group.high_seqnos)
+        self._record_committed(published.vb_ids)
         for vb_id in published.branched:
             self._record.settle(now_ns, vb_id)
             document = self.engine.partitions[vb_id].failover.to_document()

@@ -18,9 +18,10 @@ from failover.replication_record import ReplicationRecord, create, want
 from sim.cluster import Setting
 from sim.cluster_node import ROOT, ClusterNode
 from sim.faults import Controls, Mend
-from sim.kv_client import Caller, DirectCaller
+from sim.kv_client import Caller
 from sim.machine import Machine
 from sim.node import StartFailedError, StartRefusedError
+from sim.routed_caller import RoutedCaller
 from sim.routing import Routing
 from sim.world import MS, Host, World
 from support.metastore_faults import Absence, FaultyMetaStore, StoreFaults
@@ -108,8 +109,8 @@ class ReplicatedNodes:
     def caller(self, host: Host) -> Caller:
         """See Cluster."""
         setting = self._setting
-        return DirectCaller(
-            setting.network, host, setting.facts, self.routing(), setting.plan.timeout_ns
+        return RoutedCaller(
+            setting.network, host, setting.facts, self._names, setting.plan.timeout_ns
         )
 
     def routing(self) -> Routing:
