@@ -46,7 +46,8 @@ class ClusterFacades(Facades):
         self._node = node
 
     def bucket_config(self) -> bytes:
-        return bucket_config(self._node.map())
+        members = self._node.session.view.members
+        return bucket_config(self._node.map()) if self._node.member in members else b""
 
     def config_version(self) -> tuple[int, int]:
         return (1, max(1, self._node.session.view.revision))

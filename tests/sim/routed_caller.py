@@ -118,7 +118,9 @@ class RoutedCaller:
             call.finish(send, self._now_s, self._world.draw.random())
             self._drive(operation, call, done)
 
-        self._link(node).ask(Request(operation.name, packed, on_reply))
+        request = Request(operation.name, packed, on_reply)
+        request.is_wanted = lambda: not send.is_abandoned and operation.outcome is None
+        self._link(node).ask(request)
 
     def _fetch(self, operation: Operation, call: Call, fetch: FetchMap, done: Done) -> None:
         node = fetch.node.host
