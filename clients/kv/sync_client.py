@@ -25,6 +25,7 @@ from clients.errors import (
     error_from_status,
 )
 from clients.link.blocking_link import SyncLink
+from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import (
     Document,
     MutationResult,
@@ -115,6 +116,15 @@ class SyncKv:
         frame = self._link((node.host, node.kv_port)).request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
         _check(frame, "get failover log", node.name, vb_id)
         return parsed(parse_failover_log, frame.value, node.name)
+
+    def version_log(self, vb_id: int) -> list[tuple[int, int]]:
+        """Return all of a partition's versions, where the server tells more than `failover_log`."""
+        shown = self.failover_log(vb_id)
+        if not may_be_longer(shown):
+            return shown
+        node = self.topology().node_of(vb_id)
+        answer = self._link((node.host, node.kv_port)).request_stat(version_log_group(vb_id))
+        return list(versions_of(answer, vb_id)) or shown
 
     def get_all_vb_seqnos(self) -> dict[int, int]:
         """Return the high seqno of every active partition, over all nodes."""
