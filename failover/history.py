@@ -127,12 +127,12 @@ class FailoverLog:
 
         That is the start of the next newer version, or `high_seqno` for the newest.
         """
-        upper = high_seqno
-        for entry in self.entries:
-            if entry.vb_uuid == vb_uuid:
-                return upper
-            upper = entry.seqno
-        return None
+        return self.uppers(high_seqno).get(vb_uuid)
+
+    def uppers(self, high_seqno: int) -> dict[int, int]:
+        """Return vb_uuid -> last seqno of every version, newest first."""
+        ends = (high_seqno, *(entry.seqno for entry in self.entries))
+        return {entry.vb_uuid: end for entry, end in zip(self.entries, ends, strict=False)}
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return (vb_uuid, seqno) of every version, newest first, as the wire carries them."""

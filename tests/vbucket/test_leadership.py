@@ -22,6 +22,7 @@ from vbucket.engine.leadership import (
 )
 from vbucket.engine.lifecycle import set_state
 from vbucket.engine.partition import Partition, VbState
+from vbucket.log.record import scan_segment
 from vbucket.model.entry import head_of, pack_control
 from vbucket.store.environment import StoreDamagedError
 from vbucket.store.records import (
@@ -293,6 +294,28 @@ def test_floors_that_no_master_can_have_are_refused(
         adopt_floors(node.engine, VB, floor, purge, committed_seqno=committed)
     assert (part_of(node).history_floor, part_of(node).purge_seqno) == (0, 0)
     assert not node.engine.keyspace.has_pending
+
+
+def test_the_masters_control_entries_mean_the_same_in_a_replicas_log(node: MemoryNode) -> None:
+    """Entries are stored as they are sent; floors, versions and epochs included."""
+    replica = MemoryNode(seed=1)
+    put(node, b"a", b"b", b"a")
+    node.commit()
+    node.engine.keyspace.raise_floor(VB, 2, 1)
+    begin_version(node.engine, VB, 3)
+    put(node, b"c")
+    set_leader_epoch(node.engine, VB, 4)
+    put(node, b"a")
+    node.commit()
+    for segment in node.device.segments():
+        for group, payload, _, _ in scan_segment(node.device.read(segment), segment):
+            replica.writer.append(group, payload)
+    replica.writer.sync()
+    replica.crash()
+    for copy in (part_of(replica), part_of(node)):
+        assert (copy.history_floor, copy.purge_seqno, copy.leader_epoch) == (2, 1, 4)
+        assert copy.failover == part_of(node).failover
+    assert epochs(replica) == epochs(node) == [0, 0, 0, 3, 4]
 
 
 # -- formats ---------------------------------------------------------------------------------------
