@@ -12,8 +12,8 @@ Invariants
 - entries are in seqno order; the seqnos of frozen and active entries are above `merged_seqno`
   until the merge that covers them is done;
 - committed_seqno <= high_seqno; persisted_seqno <= committed_seqno;
-- purge_seqno < history_floor <= committed_seqno, or the first two are 0; every seqno from the floor
-  on has a version;
+- purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
+  has a version. The floor is committed, although a replica may not know that yet;
 - leader_epoch never falls. It is at least the epoch in which the current version began; after a
   handover it is higher. New entries carry it, and no entry carries a higher one;
 - `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;
