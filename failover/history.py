@@ -107,7 +107,7 @@ class FailoverLog:
         began at `seqno` stays. If there are too many entries, the oldest is removed.
         """
         began_in = self.current.epoch if epoch is None else epoch
-        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
+        kept = self._begun_up_to(seqno)
         return FailoverLog((Version(vb_uuid, seqno, began_in), *kept)[:entries_max])
 
     def cut(self, seqno: int) -> FailoverLog:
@@ -117,20 +117,22 @@ class FailoverLog:
         Versions that began above are removed. The oldest one always stays: what lies below its
         start is part of its history, too.
         """
-        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)
-        return FailoverLog(kept or self.entries[-1:])
+        return FailoverLog(self._begun_up_to(seqno) or self.entries[-1:])
+
+    def _begun_up_to(self, seqno: int) -> tuple[Version, ...]:
+        return tuple(entry for entry in self.entries if entry.seqno <= seqno)
 
     def upper_of(self, vb_uuid: int, high_seqno: int) -> int | None:
         """Return the last seqno of a version; None if the version is unknown.
 
         That is the start of the next newer version, or `high_seqno` for the newest.
         """
-        upper = high_seqno
-        for entry in self.entries:
-            if entry.vb_uuid == vb_uuid:
-                return upper
-            upper = entry.seqno
-        return None
+        return self.uppers(high_seqno).get(vb_uuid)
+
+    def uppers(self, high_seqno: int) -> dict[int, int]:
+        """Return vb_uuid -> last seqno of every version, newest first."""
+        ends = (high_seqno, *(entry.seqno for entry in self.entries))
+        return {entry.vb_uuid: end for entry, end in zip(self.entries, ends, strict=False)}
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return (vb_uuid, seqno) of every version, newest first, as the wire carries them."""

@@ -135,8 +135,9 @@ def _newest_known(question: Question, log: FailoverLog, high_seqno: int) -> _Kno
     # `start` does not bound the newest version. Otherwise a client in the middle of a snapshot
     # would be rolled back for no reason.
     client_upper: int | None = None
+    uppers = log.uppers(high_seqno)
     for vb_uuid, seqno in question.versions:
-        upper = log.upper_of(vb_uuid, high_seqno)
+        upper = uppers.get(vb_uuid)
         if upper is not None:
             if client_upper is None or upper <= client_upper:
                 return _Known(vb_uuid, upper, f"goes up to seqno {upper} here")

@@ -57,6 +57,12 @@ MUTATIONS = (
         ("test_engine", "test_commits", "test_engine_model"),
     ),
     Mutation(
+        "floor-above-what-is-committed",
+        "        limit = min(max(self.committed_seqno, known_seqno), self.high_seqno)\n",
+        "        limit = self.high_seqno\n",
+        ("test_lifecycle", "test_compaction_floors"),
+    ),
+    Mutation(
         "frozen-entries-lost-when-taken-back",
         "        frozen.entries += active.entries\n",
         "        pass\n",
@@ -107,6 +113,18 @@ MUTATIONS = (
         ("test_merge", "test_compaction"),
     ),
     Mutation(
+        "leader-epoch-not-merged",
+        "            stage.record = stage.record._replace(epoch=epoch)\n",
+        "            pass\n",
+        ("test_merge", "test_leadership"),
+    ),
+    Mutation(
+        "epoch-below-its-version-not-verified",
+        "        if newest_below >= 0 and epoch < self._epochs[newest_below]:\n",
+        "        if newest_below > len(self._epochs):\n",
+        ("test_verify",),
+    ),
+    Mutation(
         "merge-takes-segments-out-of-order",
         "        if segment != merged_segment + 1:\n",
         "        if segment < merged_segment:\n",
@@ -127,11 +145,15 @@ MUTATIONS = (
     ),
     Mutation(
         "version-at-the-branch-forgotten",
-        "        kept = tuple(entry for entry in self.entries if entry.seqno <= seqno)\n"
-        "        return FailoverLog((Version",
-        "        kept = tuple(entry for entry in self.entries if entry.seqno < seqno)\n"
-        "        return FailoverLog((Version",
+        "        return tuple(entry for entry in self.entries if entry.seqno <= seqno)\n",
+        "        return tuple(entry for entry in self.entries if entry.seqno < seqno)\n",
         ("test_failover_history",),
+    ),
+    Mutation(
+        "plain-clients-get-all-versions",
+        "        return self.pairs()[:FAILOVER_ENTRIES_SHOWN]\n",
+        "        return self.pairs()\n",
+        ("test_failover_history", "test_session_versions"),
     ),
     Mutation(
         "purge-boundary-off-by-one",

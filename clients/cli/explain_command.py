@@ -78,7 +78,7 @@ def rollback(
     """Show how a stream request would be answered, and why."""
     versions = tuple(map(_version_of, version_texts))
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
-        log = FailoverLog(tuple(Version(*pair) for pair in kv.failover_log(vb_id)))
+        log = FailoverLog(tuple(Version(*pair) for pair in kv.version_log(vb_id)))
         stats = kv.stats(f"vbucket-seqno {vb_id}")
     question = Question(
         seqno,

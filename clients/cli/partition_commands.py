@@ -75,7 +75,7 @@ def seqnos(*, target: Target, vb_ids: tuple[int, ...], used: bool) -> None:
 def failover_log(*, target: Target, vb_id: int) -> None:
     """Show the versions of a partition, newest first."""
     with SyncKv(target.address, timeout_s=target.timeout_s) as kv:
-        versions = kv.failover_log(vb_id)
+        versions = kv.version_log(vb_id)
     write_rows(
         _table_or_plain(target),
         [("vb_uuid", "vb_uuid"), ("seqno", "began at seqno")],

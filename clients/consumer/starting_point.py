@@ -23,6 +23,7 @@ from clients.consumer.node_session import LOG
 from clients.consumer.placement import Placement
 from clients.errors import TopologyError, UnsupportedError, error_from_status
 from clients.link.pipelined_link import Link
+from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import collection_id_of, parsed
 from clients.position import Position
 from dcp.wire.frame import pack_request
@@ -188,6 +189,9 @@ async def positions_at(link: Link, seqnos: Mapping[int, int]) -> dict[int, Posit
                 frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=link.node
             )
         log = parsed(parse_failover_log, frame.value, link.node)
+        if may_be_longer(log) and log[-1][1] > seqno:
+            answer = await link.request_stat(version_log_group(vb_id))
+            log = list(versions_of(answer, vb_id)) or log
         versions = tuple(version for version in log if version[1] <= seqno)
         if versions:
             positions[vb_id] = Position(versions, seqno, seqno, seqno, base_seqno=seqno)

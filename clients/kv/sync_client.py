@@ -24,6 +24,7 @@ from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
 from clients.link.blocking_link import TIMEOUT_MIN_S, SyncLink
 from clients.link.topology import ClusterNode, Topology, single_node
+from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.operation import (
     Document,
     MutationResult,
@@ -112,6 +113,15 @@ class SyncKv:
         reply = self._command(Opcode.GET_FAILOVER_LOG, "get failover log", vb_id=vb_id)
         frame = _expect(Frame, reply)
         return parsed(parse_failover_log, frame.value, self._router.name_of(vb_id))
+
+    def version_log(self, vb_id: int) -> list[tuple[int, int]]:
+        """Return all of a partition's versions, where the server tells more than `failover_log`."""
+        shown = self.failover_log(vb_id)
+        if not may_be_longer(shown):
+            return shown
+        group = version_log_group(vb_id)
+        reply = self._command(Opcode.STAT, "get version log", key=group, vb_id=vb_id)
+        return list(versions_of(_expect(list, reply), vb_id)) or shown
 
     def get_all_vb_seqnos(self) -> dict[int, int]:
         """Return the high seqno of every active partition, over all nodes."""

@@ -22,6 +22,7 @@ from clients.errors import (
 )
 from clients.link.blocking_link import SyncLink
 from clients.link.topology import ClusterNode, Topology
+from clients.link.version_log import may_be_longer, version_log_group, versions_of
 from clients.position import Versions
 from clients.spark.fetch import RETRY_S, fetch, topology_of
 from clients.spark.plan import PartitionFacts, PlanStep
@@ -237,9 +238,10 @@ class Survey:
                 name, _, what = frame.key.decode().partition(":")
                 rows.setdefault(int(name[3:]), {})[what] = int(frame.value)
             for vb_id, row in rows.items():
-                self._logs[vb_id] = tuple(
+                shown = tuple(
                     (row[f"{index}:id"], row[f"{index}:seq"]) for index in range(row["num_entries"])
                 )
+                self._logs[vb_id] = self._whole_log(link, vb_id, shown)
             return
         for vb_id in vb_ids:
             frame = link.request(Opcode.GET_FAILOVER_LOG, vb_id=vb_id)
@@ -249,7 +251,14 @@ class Survey:
                 raise error_from_status(
                     frame.status, "get failover log", body=frame.value, vb_id=vb_id, node=node.name
                 )
-            self._logs[vb_id] = tuple(_parsed(parse_failover_log, frame.value, node))
+            shown = tuple(_parsed(parse_failover_log, frame.value, node))
+            self._logs[vb_id] = self._whole_log(link, vb_id, shown)
+
+    def _whole_log(self, link: SyncLink, vb_id: int, shown: Versions) -> Versions:
+        """Return all versions of a partition; `shown` are the newest ones."""
+        if not may_be_longer(shown):
+            return shown
+        return versions_of(link.request_stat(version_log_group(vb_id)), vb_id) or shown
 
     def _seqnos_at(self, time_ns: int) -> dict[int, int]:
         high = self._all(self._high_seqnos(), all_of_them=True)

@@ -19,6 +19,7 @@ from dcp.session.controls import is_decimal
 from dcp.stream.terms import Terms
 from dcp.wire.frame import MAX_KEY_BYTES
 from dcp.wire.status import RefusedError, Status
+from failover.history import FAILOVER_ENTRIES_MAX
 
 VALUE_BYTES_MAX: Final = 64 * 1024
 """Longest JSON value of a stream request; a list of 1,024 collections has about 10 KiB."""
@@ -122,6 +123,9 @@ def _versions(entries: object) -> tuple[tuple[int, int], ...]:
     wanted = 'version_log is [["<vb_uuid>", "<seqno>"], ...], decimal text, newest first'
     if not isinstance(entries, list):
         raise RefusedError(Status.EINVAL, wanted)
+    if len(entries) > FAILOVER_ENTRIES_MAX:
+        limit = f"at most {FAILOVER_ENTRIES_MAX}, as many as a failover log keeps"
+        raise RefusedError(Status.EINVAL, f"{wanted}, {limit}; found {len(entries)}")
     versions: list[tuple[int, int]] = []
     for entry in entries:
         if not isinstance(entry, list) or len(entry) != 2 or not all(map(is_decimal, entry)):

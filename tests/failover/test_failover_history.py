@@ -140,6 +140,7 @@ def test_any_sequence_of_branches_is_the_newest_part_of_the_whole_lineage(steps)
         for place, version in enumerate(log.entries):
             ends = [newer.seqno for newer in log.entries[:place]] or [high]
             assert log.upper_of(version.vb_uuid, high) == min(ends)
+            assert log.uppers(high)[version.vb_uuid] == min(ends)
     assert FailoverLog.from_document(cbor2.loads(cbor2.dumps(log.to_document()))) == log
 
 

@@ -138,6 +138,41 @@ def test_a_plan_over_what_a_branch_undid_gives_up_nothing(it: Compacting) -> Non
     assert it.plan_and_compact(NO_HISTORY) == {VB: Floors(51, 0)}
 
 
+def test_no_plan_gives_up_what_is_not_committed(it: Compacting) -> None:
+    """As on a master whose replicas have not acknowledged all: all is merged, half is committed.
+    What the plan may not do now is done when it is committed.
+    """
+    it.set(*["a"] * 9)
+    it.node.merge()
+    part = it.node.engine.partitions[VB]
+    part.committed_seqno = 5
+    assert it.plan_and_compact(NO_HISTORY) == {VB: Floors(5, 0)}
+    assert (part.history_floor, part.purge_seqno) == (5, 0)
+    part.committed_seqno = 7
+    report = Planner().plan(it.node.store, [VB], NO_HISTORY, it.node.now_ns, is_forced=True)
+    asyncio.run(it.work._raise(report.steps))
+    assert part.history_floor == 7
+    assert it.work._held == {VB: report.steps[0]}
+    part.committed_seqno = 9
+    asyncio.run(it.work._raise(list(it.work._held.values()), is_repeated=True))
+    assert (part.history_floor, it.work._held) == (9, {})
+
+
+def test_what_is_not_committed_can_be_cut_off_after_a_compaction(it: Compacting) -> None:
+    """As on a replica of a new master."""
+    it.set(*["a", "b"] * 5)
+    it.node.merge()
+    it.node.engine.partitions[VB].committed_seqno = 5
+    it.plan_and_compact(NO_HISTORY)
+    it.branch(5)
+    it.set("c")
+    it.node.merge()
+    it.node.crash()
+    part = it.node.engine.partitions[VB]
+    assert (part.high_seqno, part.history_floor) == (6, 5)
+    assert it.documents() == {"a", "b", "c"}
+
+
 def test_a_floor_above_what_is_merged_does_not_get_into_the_store(it: Compacting) -> None:
     """An unsynced log may lose its tail; then nothing would reach up to the floor."""
     it.set(*["a"] * 9)

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 import google_crc32c
 import pytest
 
+from dcp.server.storage.folder import store_path
 from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.raw_client import RawClient
@@ -24,6 +25,8 @@ from vbucket.log.record import (
     read_segment_header,
     scan_segment,
 )
+from vbucket.store.environment_lmdb import LmdbPageReader
+from vbucket.store.records import STORE_FORMAT_VERSION, TABLES, RecordView
 
 DATA = Path(__file__).parents[1] / "data"
 pytestmark = pytest.mark.crash
@@ -77,6 +80,44 @@ def test_a_folder_with_an_older_log_goes_on_as_it_was(
             server.compact()  # which merges all that is in the log, of either version, before
         assert server.status()["merges"]
     assert set(versions(data / "log")) == {SEGMENT_FORMAT_VERSION}
+    assert findings(data) == []
+
+
+def version_log(server: DcpdProcess, vb_id: int) -> list[tuple[int, int, int]]:
+    """All versions of a partition: uuid, seqno, epoch."""
+    with server.connect() as kv:
+        rows = kv.stats(f"version-log {vb_id}")
+    name, count = f"vb_{vb_id}", int(rows[f"vb_{vb_id}:num_entries"])
+    numbers = [[int(rows[f"{name}:{n}:{w}"]) for w in ("id", "seq", "epoch")] for n in range(count)]
+    return [(vb_uuid, seqno, epoch) for vb_uuid, seqno, epoch in numbers]
+
+
+def test_a_folder_of_format_3_keeps_its_versions_and_gets_room_for_more(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with ZipFile(DATA / "folder-log-v3.zip") as folder:
+        folder.extractall(data)
+    with DcpdProcess(data) as server:
+        before = version_log(server, 5)
+        assert [version[1:] for version in before] == [(6, 0)] * 25
+        for _ in range(3):
+            server.branch(5, 6)
+        log = version_log(server, 5)
+        assert log[3:] == before
+        with server.connect() as kv:
+            assert kv.failover_log(5) == [version[:2] for version in log[:25]]
+            states = kv.stats("vbucket")
+        assert (states["vb_9"], states["vb_8"]) == ("replica", "active")
+        server.kill()
+        server.start()
+        assert version_log(server, 5) == log
+        server.compact()
+        server.restart()
+        assert version_log(server, 5) == log
+    store = LmdbPageReader(store_path(data), TABLES)
+    node = RecordView(store).node()
+    store.close()
+    assert node is not None
+    assert node.format_version == STORE_FORMAT_VERSION
     assert findings(data) == []
 
 

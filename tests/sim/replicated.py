@@ -40,14 +40,12 @@ class MapRouting:
         self._nodes = nodes
         self._revision = 0
         self._masters: list[str | None] = []
-        self._blind = 0
 
     def node_of(self, vb_id: int) -> str | None:
         """See Routing."""
         master = self._masters[vb_id] if self._masters else None
         if master is None:
-            self._blind += 1
-            return self._nodes[self._blind % len(self._nodes)]
+            return self._nodes[self._world.below(len(self._nodes))]
         return master
 
     def refused(self, vb_id: int, node: str, status: int, body: bytes) -> None:
@@ -60,12 +58,10 @@ class MapRouting:
         except (ValueError, KeyError, TypeError):
             self._forget(vb_id)
             return
-        if revision > self._revision:
+        if revision >= self._revision:
             self._revision = revision
             names = [server.partition(":")[0] for server in servers]
             self._masters = [names[chain[0]] if chain[0] >= 0 else None for chain in chains]
-        elif status == 7:
-            self._forget(vb_id)
 
     def lost(self, node: str) -> None:
         """See Routing."""

@@ -367,3 +367,17 @@ def test_moments_and_sizes(dcpd, reader):
     assert reader.survey.seqnos_at(2**62)[VB] == 2
     assert {fact.vb_id for fact in facts} == set(range(1024))
     assert entry_at(2, facts[VB].versions).seqno == 2
+
+
+@pytest.mark.parametrize("partitions", [[VB], range(1024)])
+def test_a_survey_knows_more_versions_than_plain_dcp_shows(dcpd, partitions):
+    write(dcpd, b"1")
+    for _ in range(40):
+        dcpd.failover(VB)
+    with dcpd.connect() as kv:
+        log = tuple(kv.version_log(VB))
+    assert len(log) == 41
+    survey = Survey((parse_address(dcpd.address),), partitions)
+    facts = {fact.vb_id: fact for fact in survey.facts()}
+    survey.close()
+    assert facts[VB].versions == log

@@ -19,8 +19,10 @@ from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
 from dcp.core.merges import MergeCycle
 from dcp.stream.hub import StreamHub
 from dcp.wire.frame import FrameDecoder
+from failover.history import Version
 from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.engine.engine import SET, StoredDocument
+from vbucket.engine.leadership import set_leader_epoch
 from vbucket.engine.startup import recover_node
 from vbucket.log.device_files import FileLogDevice
 from vbucket.model.ids import vb_uuid_from_random
@@ -46,7 +48,8 @@ class Picture(NamedTuple):
     documents: list[StoredDocument | int]
     high_seqnos: list[int]
     item_counts: list[int]
-    failovers: list[list[tuple[int, int]]]
+    failovers: list[list[Version]]
+    epochs: list[int]
 
 
 class PowerNode:
@@ -114,7 +117,8 @@ class PowerNode:
             [engine.get(vb_id, key) for vb_id in VBUCKETS for key in KEYS],
             [part.high_seqno for part in parts],
             [part.item_count for part in parts],
-            [part.failover.pairs() for part in parts],
+            [list(part.failover.entries) for part in parts],
+            [part.leader_epoch for part in parts],
         )
 
 
@@ -159,10 +163,12 @@ class Story:
     # -- what happens ----------------------------------------------------------------------------
 
     def change(self, count: int) -> None:
-        """Set and delete several documents in one group."""
+        """Set and delete several documents in one group, and now and then hand over."""
         engine, draw = self.node.engine, self.draw
         for _ in range(count):
             vb_id, key = draw.choice(VBUCKETS), draw.choice(KEYS)
+            if draw.random() < 0.1:
+                set_leader_epoch(engine, vb_id, engine.partitions[vb_id].leader_epoch + 1)
             if draw.random() < 0.2:
                 engine.delete(vb_id, key, 0)
             else:
@@ -172,7 +178,8 @@ class Story:
     def branch(self) -> None:
         vb_id = self.draw.choice(VBUCKETS)
         part = self.node.engine.partitions[vb_id]
-        self.node.engine.keyspace.branch(vb_id, self.draw.randint(0, part.high_seqno))
+        epoch = part.leader_epoch + self.draw.randint(0, 1)
+        self.node.engine.keyspace.branch(vb_id, self.draw.randint(0, part.high_seqno), epoch)
 
     def commit(self) -> None:
         """Let the log do what it has to, and write into the store what a branch writes there."""

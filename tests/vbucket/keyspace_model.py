@@ -67,6 +67,16 @@ class ModelPartition:
         document = {"kind": "failover", "log": self.failover, "rollback_to": seqno}
         return pack_control(self.vb_id, document)
 
+    def hand_over(self, *, with_log: bool = False) -> bytes:
+        """Begin a leader epoch and no version; return the control entry. `with_log`: as a replica
+        writes it that takes over its master's failover log.
+        """
+        self.epoch += 1
+        if with_log:
+            document = {"kind": "failover", "log": self.failover, "rollback_to": None}
+            return pack_control(self.vb_id, {**document, "epoch": self.epoch})
+        return pack_control(self.vb_id, {"kind": "epoch", "epoch": self.epoch})
+
     def newest(self, key: bytes) -> Version | None:
         return next((v for v in reversed(self.versions) if v.key == key), None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcp.wire.message import EndReason, parse_stream_end
 from dcp.wire.opcode import Opcode
@@ -138,6 +140,58 @@ def test_the_change_at_the_high_seqno_is_never_purged(node: MemoryNode, writer: 
         with pytest.raises(PurgeRefusedError, match="ends at seqno 4"):
             purge(node.engine, VB, upto_seqno)
     assert purge(node.engine, VB + 1) == 0, "an empty partition has nothing to purge"
+
+
+def test_what_is_not_committed_is_never_purged(node: MemoryNode, writer: Peer) -> None:
+    """Groups that were taken and not committed, and an open one."""
+    part = node.engine.partitions[VB]
+    for key in (b"a", b"b"):
+        writer.set(VB, key, b"newer")
+    group = node.engine.keyspace.take_group()
+    writer.set(VB, b"c", b"newer")
+    assert (part.committed_seqno, part.high_seqno) == (4, 7)
+    for upto_seqno in (4, 6):
+        with pytest.raises(PurgeRefusedError, match="is committed up to seqno 4"):
+            purge(node.engine, VB, upto_seqno)
+    assert purge(node.engine, VB) == 3
+    assert group is not None
+    node.finish(group)
+    assert purge(node.engine, VB) == 5
+    assert part.history_floor == 6
+
+
+@given(
+    counts=st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)),
+    steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1),
+)
+def test_no_floor_is_above_what_is_committed_whoever_asks(
+    counts: tuple[int, int, int], steps: list[tuple[int, int]]
+) -> None:
+    """Some is committed, some is in a group under way, some in the open one."""
+    node = MemoryNode()
+    peer = node.connect()
+    peer.hello()
+    part, keyspace = node.engine.partitions[VB], node.engine.keyspace
+    committed, taken, pending = counts
+    for number in range(committed):
+        peer.set(VB, b"a%d" % (number % 2), b"v")
+    node.commit()
+    for number in range(taken):
+        peer.set(VB, b"a%d" % (number % 2), b"v")
+    keyspace.take_group()
+    for number in range(pending):
+        peer.set(VB, b"a%d" % (number % 2), b"v")
+    before = (0, 0)
+    for floor, purge_seqno in steps:
+        now = keyspace.raise_floor(VB, floor, purge_seqno)
+        assert now == (part.history_floor, part.purge_seqno)
+        assert now[0] == max(before[0], min(floor, committed))
+        assert now[1] < max(now[0], 1)
+        assert now >= before
+        assert now[1] >= before[1]
+        before = now
+    keyspace.branch(VB, committed)  # cutting off the rest is always possible
+    assert part.high_seqno == committed
 
 
 @pytest.mark.parametrize("how", ["replay", "merge"])

@@ -80,6 +80,12 @@ class MergeMachine(RuleBasedStateMachine):
         self.writer.add(model.branch(model.high_seqno + 1 - back))
         self.touched[vb_id] = model.high_seqno
 
+    @rule(vb_id=st.sampled_from(VB_IDS), with_log=st.booleans())
+    def hand_over(self, vb_id: int, with_log: bool) -> None:
+        model = self.models[vb_id]
+        self.writer.add(model.hand_over(with_log=with_log))
+        self.touched[vb_id] = model.high_seqno
+
     @rule(vb_id=st.sampled_from(VB_IDS), state=st.integers(1, 4))
     def change_state(self, vb_id: int, state: int) -> None:
         self.writer.add(pack_control(vb_id, {"kind": "state", "state": state}))
@@ -201,6 +207,47 @@ def test_a_failover_log_without_a_rollback_undoes_nothing(env: MemoryEnv) -> Non
     record = record_of(env, 1)
     assert (record.failover, record.epoch) == ([[9, 1, 4], [1, 0, 0]], 4)
     assert (record.high_seqno, record.item_count) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("documents", "epoch"),
+    [
+        ([{"kind": "epoch", "epoch": 3}], 3),
+        ([{"kind": "epoch", "epoch": 3}, {"kind": "epoch", "epoch": 2}], 3),
+        ([{"kind": "epoch", "epoch": 3}, {"log": [[9, 0, 2], [1, 0, 0]]}], 3),
+        ([{"log": [[9, 0, 2], [1, 0, 0]]}], 2),
+        ([{"log": [[9, 0, 2], [1, 0, 0]], "epoch": 7}], 7),
+        ([{"log": [[9, 0], [1, 0]]}], 0),
+    ],
+)
+def test_the_leader_epoch_never_falls(
+    env: MemoryEnv, documents: list[dict[str, object]], epoch: int
+) -> None:
+    """The last one is as written before there were epochs."""
+    history = {"kind": "failover", "rollback_to": 0}
+    merge(env, sealed(*(pack_control(1, {**history, **document}) for document in documents)))
+    assert record_of(env, 1).epoch == epoch
+
+
+def test_a_handover_begins_a_block(env: MemoryEnv) -> None:
+    """All of it is one version; a block has one epoch."""
+    model, writer = ModelPartition(1), SegmentWriter()
+    for number in range(12):
+        if number in {5, 9}:
+            writer.add(model.hand_over())
+        writer.add(model.write(b"\x00k%d" % number, b"v"))
+        if number in {3, 6}:
+            writer.seal()
+    writer.seal()
+    merge(env, writer.sealed()[:2])
+    merge(env, writer.sealed())
+    view = Store(env)
+    blocks = [view.block_at(1, seqno) for seqno in (1, 6, 10)]
+    assert [(b.first_seqno, b.last_seqno, b.epoch) for b in blocks if b] == [
+        (1, 5, 0), (6, 9, 1), (10, 12, 2),
+    ]  # fmt: skip
+    model.check(view, model.keys())
+    assert record_of(env, 1).failover == [[1, 0, 0]]
 
 
 def test_a_rollback_below_a_floor_lowers_it_and_the_highest_cas_stays(env: MemoryEnv) -> None:

@@ -14,11 +14,19 @@ from support.memory_node import MemoryNode
 from vbucket.check.finding import ADVICE, HARMLESS, Finding, Kind
 from vbucket.check.log_check import KnownEnds, LogCheck
 from vbucket.check.store_check import StoreCheck
+from vbucket.engine.leadership import set_leader_epoch
+from vbucket.model.entry import pack_control
 from vbucket.store.block import build_blocks
 from vbucket.store.environment_lmdb import LmdbEnv, LmdbPageReader
 from vbucket.store.environment_memory import MemoryEnv
 from vbucket.store.key_record import by_key_item
-from vbucket.store.records import BY_KEY_TABLE, BY_SEQNO_TABLE, TABLES, put_partition
+from vbucket.store.records import (
+    BY_KEY_TABLE,
+    BY_SEQNO_TABLE,
+    TABLES,
+    put_failover,
+    put_partition,
+)
 from vbucket.store.store import Store
 from vbucket.upkeep.merge import merge
 
@@ -104,6 +112,45 @@ def wrong_previous(case: Case) -> None:
         case.put(BY_SEQNO_TABLE, key, value)
 
 
+def with_epochs(case: Case, epochs: list[int], **record: object) -> None:
+    """Write all versions again with these leader epochs, from seqno 1 on."""
+    epochs += epochs[-1:] * (len(case.model.versions) - len(epochs))
+    entries = [
+        version.entry[:8] + epoch.to_bytes(4, "big") + version.entry[12:]
+        for version, epoch in zip(case.model.versions, epochs, strict=True)
+    ]
+    for key, _ in list(case.env.snapshot().range(BY_SEQNO_TABLE, b"\0")):
+        case.delete(BY_SEQNO_TABLE, key)
+    for key, value in build_blocks(VB, entries, seqno_before=0):
+        case.put(BY_SEQNO_TABLE, key, value)
+    case.record(**record)
+
+
+def an_epoch_that_falls(case: Case) -> None:
+    with_epochs(case, [2] * 10 + [1] * 10, failover=[[1, 0, 0]], epoch=2)
+
+
+def an_epoch_that_nobody_began(case: Case) -> None:
+    with_epochs(case, [0] * 30 + [3], failover=[[1, 0, 0]], epoch=2)
+
+
+def an_epoch_before_its_version(case: Case) -> None:
+    with_epochs(case, [0] * 10 + [2], failover=[[5, 20, 1], [1, 0, 0]], epoch=2)
+
+
+def a_later_epoch_in_the_log(case: Case) -> None:
+    case.model.epoch = 1
+    case.writer.add(case.model.write(b"\0k", b"v"))
+    case.writer.end_group()
+
+
+def an_epoch_that_falls_in_the_log(case: Case) -> None:
+    case.record(epoch=2)
+    for case.model.epoch in (2, 1):
+        case.writer.add(case.model.write(b"\0k", b"v"))
+    case.writer.end_group()
+
+
 def of_no_partition(case: Case) -> None:
     case.put(BY_KEY_TABLE, *by_key_item(b"\x05\x00", b"\0k", case.model.versions[0].entry))
 
@@ -136,7 +183,14 @@ def lose_a_segment(case: Case) -> None:
         (lambda case: case.record(history_floor=1000), Kind.COUNT),
         (lambda case: case.record(purge_seqno=1000), Kind.COUNT),
         (lambda case: case.record(tally=[9, 0, {8: [9, 1]}]), Kind.COUNT),
-        (lambda case: case.record(epoch=4), Kind.COUNT),
+        (lambda case: case.record(failover=[[1, 0, 4]], epoch=3), Kind.COUNT),
+        (lambda case: case.record(failover=[[5, 10, 1], [1, 0, 2]]), Kind.RECORD),
+        (lambda case: case.record(failover=[[5, 10, 1], [1, 0, 0]], epoch=1), Kind.HISTORY),
+        (an_epoch_that_falls, Kind.HISTORY),
+        (an_epoch_that_nobody_began, Kind.HISTORY),
+        (an_epoch_before_its_version, Kind.HISTORY),
+        (a_later_epoch_in_the_log, Kind.HISTORY),
+        (an_epoch_that_falls_in_the_log, Kind.HISTORY),
         (lambda case: case.record(failover=[[5, 10, 0], [1, 20, 0]]), Kind.RECORD),
         (lambda case: case.record(state=9), Kind.RECORD),
     ],
@@ -169,6 +223,47 @@ def test_zeros_ahead_of_the_logs_end_are_nothing() -> None:
     assert list(log.findings()) == []
 
 
+def test_epochs_of_handovers_within_a_version_are_right() -> None:
+    case = Case(count=60)
+    versions = [[6, 50, 7], [5, 20, 3], [1, 0, 0]]
+    with_epochs(
+        case, [0] * 10 + [1] * 10 + [3] * 10 + [5] * 10 + [6] * 10 + [7] * 5 + [8],
+        failover=versions, epoch=9,
+    )  # fmt: skip
+    assert case.check() == []
+    for number in (8, 9):
+        case.model.epoch = number
+        case.writer.add(case.model.write(b"\0k", b"v"))
+    case.writer.add(pack_control(VB, {"kind": "epoch", "epoch": 12}))
+    case.model.epoch = 12
+    case.writer.add(case.model.write(b"\0k", b"v"))
+    case.writer.end_group()
+    assert case.check() == []
+
+
+def test_a_failover_log_ahead_of_the_store_says_nothing_about_what_was_undone() -> None:
+    """A server writes it into the store at once; the merge that undoes the versions comes later."""
+    case = Case(count=60)
+    case.record(failover=[[5, 10, 4], [1, 0, 0]], epoch=4)
+    assert case.kinds() == {Kind.HISTORY}
+    case.writer.add(case.model.branch(10))
+    case.writer.end_group()
+    assert case.check() == []
+
+
+def test_after_a_hole_in_the_log_nothing_is_said_about_epochs() -> None:
+    """The entry that began the epoch may be in the segment that is gone."""
+    case = Case()
+    case.writer.add(pack_control(VB, {"kind": "epoch", "epoch": 5}))
+    case.writer.seal()
+    case.model.epoch = 5
+    case.writer.add(case.model.write(b"\0k", b"v"))
+    case.writer.seal()
+    assert case.check() == []
+    case.writer.device.delete(2)
+    assert case.kinds() == {Kind.LOG}
+
+
 def test_many_findings_of_a_kind_are_counted() -> None:
     case = Case(count=0)
     other = ModelPartition(VB)
@@ -197,7 +292,7 @@ def test_a_tree_that_loses_keys_of_a_partition_does_not_take_all_memory() -> Non
     steps=st.lists(
         st.one_of(
             st.tuples(st.sampled_from("sd"), st.integers(0, 5)),
-            st.tuples(st.sampled_from("bm"), st.integers(0, 100)),
+            st.tuples(st.sampled_from("bfhm"), st.integers(0, 100)),
         ),
         max_size=40,
     ),
@@ -206,7 +301,9 @@ def test_a_tree_that_loses_keys_of_a_partition_does_not_take_all_memory() -> Non
 def test_whatever_a_server_does_is_found_whole(
     steps: list[tuple[str, int]], slice_keys: int
 ) -> None:
-    """Sets, deletes, branches and merges in any order, the end of the log unmerged."""
+    """Sets, deletes, branches, failovers, handovers and merges in any order, the end of the log
+    unmerged.
+    """
     node = MemoryNode()
     peer = node.connect()
     peer.hello(0x12)
@@ -219,6 +316,17 @@ def test_whatever_a_server_does_is_found_whole(
             peer.delete(vb_id, b"\0key%d" % number)
         elif what == "b":
             node.engine.keyspace.branch(vb_id, high_seqno * number // 100)
+        elif what == "f":
+            epoch = node.engine.partitions[vb_id].leader_epoch + number % 4
+            node.engine.keyspace.branch(vb_id, high_seqno * number // 100, epoch)
+            node.commit()
+            log = node.engine.partitions[vb_id].failover.to_document()
+            with node.env.write() as write:
+                put_failover(write, vb_id, log)
+            node.store.refresh()
+        elif what == "h":
+            epoch = node.engine.partitions[vb_id].leader_epoch + number % 3
+            set_leader_epoch(node.engine, vb_id, epoch)
         else:
             node.commit()
             node.merge()

@@ -13,6 +13,7 @@ from dcp.stream.pins import allowed
 from failover.history import FAILOVER_ENTRIES_MAX
 from support.memory_node import MemoryNode
 from vbucket.engine.engine import SET
+from vbucket.engine.leadership import adopt_failover_log
 from vbucket.engine.read_view import (
     AGE_MAX_S,
     ReadView,
@@ -325,6 +326,32 @@ def test_a_view_that_so_many_branches_followed_that_nobody_knows_is_not_valid(
     node.engine.keyspace.branch(VB, 1)
     with pytest.raises(ViewInvalidError):
         view.check()
+
+
+@pytest.mark.parametrize(("seqno", "is_valid"), [(3, True), (5, True), (6, False), (8, False)])
+@pytest.mark.parametrize("is_refilled", [False, True])
+def test_a_view_on_a_replica_that_gave_up_changes(
+    node: MemoryNode, views: Views, seqno: int, is_valid: bool, is_refilled: bool
+) -> None:
+    """The view is valid if nothing of what it shows was undone."""
+    for number in range(8):
+        if number == 5:
+            node.engine.keyspace.branch(VB, 5)
+        put(node, b"\0k%d" % number, b"v")
+    view = views.open(VB, seqno)
+    part = node.engine.partitions[VB]
+    log = part.failover
+    adopt_failover_log(node.engine, VB, log.cut(5), 1, rollback_to=5)
+    assert len(part.failover.entries) == 2, "the version that began at 5 stays known"
+    adopt_failover_log(node.engine, VB, log.cut(4), 1)
+    if is_refilled:
+        for number in range(8):
+            put(node, b"\0m%d" % number, b"v")
+    if is_valid:
+        assert len(view.scan().step(1000, 1000)) == seqno
+    else:
+        with pytest.raises(ViewInvalidError, match=r"rolled back|gave up"):
+            view.check()
 
 
 def test_damage_ends_a_scan_and_is_never_left_out(node: MemoryNode, views: Views) -> None:

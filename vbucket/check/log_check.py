@@ -7,7 +7,7 @@ records, the same as for a start.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from vbucket.check.finding import Finding, Kind
 from vbucket.log.device import UnknownFormatError
@@ -21,7 +21,8 @@ from vbucket.log.record import (
     written_bytes,
 )
 from vbucket.log.recovery import end_problem
-from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
+from vbucket.model.control import epoch_of
+from vbucket.model.entry import LOG_CONTROL, EntryHead, control_document, head_of, seqno_of
 
 FINDINGS_MAX: Final = 20
 """How many wrong entries are reported one by one; the rest is counted."""
@@ -43,7 +44,8 @@ class LogCheck:
     """One check of a log.
 
     `high_seqnos` (vb -> seqno, None: unknown) begins with the store's; `findings` advances it to
-    the log's end.
+    the log's end. So do the leader `epochs`. `rolled_back_to` (vb -> seqno) is the lowest seqno to
+    which the log rolls a partition back.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class LogCheck:
         *,
         known: KnownEnds,
         high_seqnos: dict[int, int] | None,
+        epochs: dict[int, int] | None = None,
         is_synced_per_group: bool = True,
     ) -> None:
         self._segments = segments
@@ -64,6 +67,11 @@ class LogCheck:
         self._misfits = 0
         self._is_comparable = high_seqnos is not None
         self.high_seqnos = high_seqnos or {}
+        self._epochs = dict(epochs or {})
+        """Leader epochs, as far as they are known."""
+        self._last_epochs: dict[int, int] = {}
+        """Of the entries since the last rollback."""
+        self.rolled_back_to: dict[int, int] = {}
         self.groups = 0
         self.size_bytes = 0
 
@@ -85,13 +93,15 @@ class LogCheck:
         for segment in live:
             if segment != wanted:
                 yield self._missing(wanted, segment - 1)
-                self._is_end_known, size_before, is_whole = False, 0, False
+                self._lose_track()
+                size_before, is_whole = 0, False
             wanted = segment + 1
             try:
                 data = self._read(segment)
             except LogDamagedError as error:
                 yield self._unreadable(segment, error)
-                self._is_end_known, size_before, is_whole = False, 0, False
+                self._lose_track()
+                size_before, is_whole = 0, False
                 continue
             self.size_bytes += len(data)
             is_chained = yield from self._segment(segment, data, size_before, newest)
@@ -156,7 +166,7 @@ class LogCheck:
                 self.groups += 1
                 yield from self._group(where, group, payload)
         except (LogDamagedError, UnknownFormatError) as error:
-            self._is_end_known = False
+            self._lose_track()
             yield self._unreadable(segment, error)
             return False
         if written_bytes(data) > end:
@@ -170,13 +180,11 @@ class LogCheck:
         for entry in split_entries(payload):
             head = head_of(entry)
             if head.opcode == LOG_CONTROL:
-                document = control_document(entry)
-                rollback_to = document.get("rollback_to")
-                if isinstance(rollback_to, int):
-                    known = high_seqnos.get(head.vb_id, 0)
-                    high_seqnos[head.vb_id] = min(known, rollback_to)
+                self._control(head.vb_id, control_document(entry))
                 continue
             seqno = seqno_of(entry)
+            if head.epoch != self._last_epochs.get(head.vb_id):
+                yield from self._epoch(f"{where}: group {group}", head, seqno)
             if self._is_comparable and seqno <= high_seqnos.get(head.vb_id, 0):
                 self._misfits += 1
                 if self._misfits <= FINDINGS_MAX:
@@ -186,3 +194,34 @@ class LogCheck:
                     )
                     yield Finding(Kind.LOG, where, what)
             high_seqnos[head.vb_id] = seqno
+
+    def _lose_track(self) -> None:
+        """A part of the log cannot be read: what follows is not compared with what came before."""
+        self._is_end_known = False
+        self._epochs.clear()
+        self._last_epochs.clear()
+
+    def _control(self, vb_id: int, document: dict[str, Any]) -> None:
+        if vb_id in self._epochs and document["kind"] in {"failover", "epoch"}:
+            self._epochs[vb_id] = max(self._epochs[vb_id], epoch_of(document))
+        rollback_to = document.get("rollback_to")
+        if isinstance(rollback_to, int):
+            for seqnos in (self.high_seqnos, self.rolled_back_to):
+                seqnos[vb_id] = min(seqnos.get(vb_id, rollback_to), rollback_to)
+            self._last_epochs.pop(vb_id, None)
+
+    def _epoch(self, where: str, head: EntryHead, seqno: int) -> Iterator[Finding]:
+        """Check the leader epoch of an entry; it differs from the one before."""
+        vb_id, epoch = head.vb_id, head.epoch
+        last, leader = self._last_epochs.get(vb_id, 0), self._epochs.get(vb_id, epoch)
+        self._last_epochs[vb_id] = epoch
+        what = f"vb {vb_id}, seqno {seqno} is of leader epoch {epoch}"
+        if epoch < last:
+            what += f", and what comes before is of epoch {last}"
+        elif epoch > leader:
+            what += f", and the partition is in epoch {leader}"
+        else:
+            return
+        self._misfits += 1
+        if self._misfits <= FINDINGS_MAX:
+            yield Finding(Kind.HISTORY, where, what)

@@ -4,6 +4,7 @@ Who calls it: `vbucket.check.store_check`. A partition is sound if
 
 - its blocks are undamaged, chained without a gap, and end with the record's `last_seqno`;
 - every version names the previous one of its key, as far back as history is kept;
+- the leader epochs of versions fit the failover log (`vbucket.check.epoch_bounds`);
 - by_key has exactly the newest version of every key, and a look-up finds it;
 - the record's counts match the data.
 
@@ -23,6 +24,8 @@ from typing import Final
 import google_crc32c
 
 from dcp.wire.opcode import Opcode
+from failover.history import FailoverLog
+from vbucket.check.epoch_bounds import EpochBounds
 from vbucket.check.finding import Finding, Kind
 from vbucket.model.collection_counts import CollectionCounts
 from vbucket.model.entry import OPCODE_AT, PREFIX_BYTES, key_in_frame
@@ -78,7 +81,9 @@ class PartitionCheck:
         slice_keys: int = SLICE_KEYS,
         on_progress: Callable[[int, int], None] = lambda _keys, _bytes: None,
         cas_max: int = SEQNO_MAX,
+        living_seqno: int = SEQNO_MAX,
     ) -> None:
+        """`living_seqno`: see `EpochBounds`."""
         self._reader = reader
         self._vb_id = vb_id
         self._record = record
@@ -87,6 +92,9 @@ class PartitionCheck:
         self._slice_keys = slice_keys
         self._on_progress = on_progress
         self._where = f"vb {vb_id}"
+        self._epochs = EpochBounds(
+            FailoverLog.from_document(record.failover), record.epoch, living_seqno
+        )
         self._prefix = vb_id.to_bytes(2, "big")
         self._stop = (vb_id + 1).to_bytes(2, "big")
         self._unknown: list[tuple[int, int]] = []
@@ -208,10 +216,10 @@ class PartitionCheck:
             return
         floor = self._record.history_floor
         start = 0
-        if number == 0 and block.epoch > self._record.epoch:
-            yield self._found(
-                Kind.COUNT, f"seqno {block.first_seqno} is of the later epoch {block.epoch}"
-            )
+        if number == 0:
+            span = block.first_seqno, block.last_seqno
+            if problem := self._epochs.problem_of(*span, block.epoch):
+                yield self._found(Kind.HISTORY, problem)
         for seqno, end, crc, prev_seqno in zip(
             block.seqnos, block.ends, block.frame_crcs, block.prev_seqnos, strict=True
         ):

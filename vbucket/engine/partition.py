@@ -15,8 +15,8 @@ Invariants
   `synced_seqno`. `committed_seqno` is the high watermark: what clients and streams may see. With
   one copy, a group that is as safe as the durability requires raises both; `interval` and `none`
   commit before the sync. With more copies, the in-sync replicas raise it, later than the sync;
-- purge_seqno < history_floor <= committed_seqno, or the first two are 0; every seqno from the floor
-  on has a version;
+- purge_seqno < history_floor <= high_seqno, or the first two are 0; every seqno from the floor on
+  has a version. The floor is committed, although a replica may not know that yet;
 - leader_epoch never falls. It is at least the epoch in which the current version began; after a
   handover it is higher. New entries carry it, and no entry carries a higher one;
 - `ABSENT` (b"") in a `newest` layer means that the key does not exist, whatever lower layers hold;

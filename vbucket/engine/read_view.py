@@ -19,7 +19,7 @@ that the partition had when the view was opened.
 from __future__ import annotations
 
 from collections.abc import Generator
-from itertools import islice
+from itertools import islice, takewhile
 from struct import Struct
 from typing import Final, NamedTuple
 
@@ -81,7 +81,8 @@ class ReadView:
         self._versions = engine.versions
         self._part = part
         self._vb_uuid = part.vb_uuid
-        self._known = {vb_uuid for vb_uuid, _ in part.failover.pairs()}
+        self._known = dict(part.failover.pairs())
+        """The versions when the view was opened, newest first."""
         self._why_invalid = ""
         self.opened_ns = 0
         self.seqno = seqno
@@ -100,19 +101,28 @@ class ReadView:
                     f"{self.seqno}; open another one"
                 )
             self._vb_uuid = part.vb_uuid
+        if part.high_seqno < self.seqno:
+            self.invalidate(
+                f"vb {self.vb_id} gave up changes that its master does not have, down to seqno "
+                f"{part.high_seqno}, below the view's {self.seqno}; open another one"
+            )
         if self._why_invalid:
             raise ViewInvalidError(self._why_invalid)
         assert part.history_floor <= self.seqno <= part.high_seqno, "the pin holds"
 
     def _branched_at(self) -> int:
-        """Return the lowest seqno of a branch since the view was opened.
+        """Return the lowest seqno of a branch since the view was opened, or the start of a version
+        that a replica has given up since.
 
         The failover log still has that branch, unless so many followed that the log is full of
         them. Then the branch may have been anywhere, and the answer is 0.
         """
-        pairs = self._part.failover.pairs()
-        began = [seqno for vb_uuid, seqno in pairs if vb_uuid not in self._known]
-        return 0 if len(began) == len(pairs) == FAILOVER_ENTRIES_MAX else min(began)
+        pairs = dict(self._part.failover.pairs())
+        began = [seqno for vb_uuid, seqno in pairs.items() if vb_uuid not in self._known]
+        if len(began) == len(pairs) == FAILOVER_ENTRIES_MAX:
+            return 0
+        given_up = takewhile(lambda version: version[0] not in pairs, self._known.items())
+        return min([*began, *(seqno for _, seqno in given_up)])
 
     def invalidate(self, why: str) -> None:
         """Make every later read raise ViewInvalidError; the first reason counts."""
