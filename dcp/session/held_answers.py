@@ -90,7 +90,7 @@ class HeldBatch:
 
 class HeldAnswers:
     """See the module. `commit_timeout_ns` bounds every wait of an answer that has a mark, unless
-    its durability frame has a timeout of its own.
+    its durability frame has a timeout of its own. Both count from when the request was read.
     """
 
     def __init__(
