@@ -243,6 +243,48 @@ MUTATIONS = (
         ("test_held_answers",),
     ),
     Mutation(
+        "applied-change-to-be-sent-again",
+        "            Status.ETMPFAIL if mark.is_read else AMBIGUOUS,\n",
+        "            Status.ETMPFAIL,\n",
+        ("test_answer_marks", "test_held_answers_model"),
+    ),
+    Mutation(
+        "quiet-change-lost-without-a-word",
+        "        if state.marks:\n            self.take(state, read_ns)\n",
+        "        if state.marks and state.answers:\n            self.take(state, read_ns)\n",
+        ("test_answer_marks",),
+    ),
+    Mutation(
+        "durable-without-a-majority",
+        "        return guard is None or is_done(guard.write_state(durability), seqno)\n",
+        "        return True\n",
+        ("test_write_guards", "test_held_answers_model"),
+    ),
+    Mutation(
+        "durable-applied-unasked",
+        "            if part.guard is not None and part.state == VbState.ACTIVE:\n",
+        "            if part.guard is not None and part.holds:\n",
+        ("test_write_guards",),
+    ),
+    Mutation(
+        "half-a-packet-keeps-its-place",
+        "        if self.first_change < 0 or not self.wait_group:\n",
+        "        if self.first_change < 0:\n",
+        ("test_write_guards",),
+    ),
+    Mutation(
+        "fenced-is-elsewhere",
+        "    return _COME_BACK if part.durable_state == VbState.ACTIVE else",
+        "    return _COME_BACK if part.state == VbState.ACTIVE else",
+        ("test_session_fence",),
+    ),
+    Mutation(
+        "who-is-behind-sends-back",
+        "            if not part.may_send_back:\n",
+        "            if not part.may_send_back and part.holds:\n",
+        ("test_session_fence",),
+    ),
+    Mutation(
         "commit-beyond-the-group",
         "            if number > group:\n                self.lagging",
         "            if number > group + 1:\n                self.lagging",

@@ -48,6 +48,8 @@ from vbucket.model.entry import vb_id_of
 COMMIT_TIMEOUT_NS: Final = 10_000_000_000
 """Default of `commit_timeout`. A slow replica leaves the in-sync set after a tenth of it."""
 
+_NOTHING: Final[dict[int, int]] = {}
+"""What a batch awaits that has observed nothing. It stays empty."""
 _DEPOSED: Final = "this node is no longer master of the partition"
 _OVERDUE: Final = (
     "not committed in time (setting commit_timeout, or the timeout of the durability frame)"
@@ -88,7 +90,7 @@ class HeldBatch:
 
 class HeldAnswers:
     """See the module. `commit_timeout_ns` bounds every wait of an answer that has a mark, unless
-    its durability frame has a timeout of its own.
+    its durability frame has a timeout of its own. Both count from when the request was read.
     """
 
     def __init__(
@@ -118,11 +120,12 @@ class HeldAnswers:
         first = state.first_change
         changes = self._keyspace.pending[first:] if first >= 0 else ()
         marked = self._marked(state, changes, read_ns) if state.marks else None
-        batch = HeldBatch(state.answers, state.wait_group, changes, state.awaited, read_ns, marked)
+        awaited = _NOTHING
+        if state.awaited:  # the session goes on with a dict of its own
+            awaited, state.awaited = state.awaited, {}
+        batch = HeldBatch(state.answers, state.wait_group, changes, awaited, read_ns, marked)
         state.answers.clear()
         state.wait_group, state.first_change = 0, -1
-        if batch.awaited:
-            state.awaited = {}
         if not self._batches and self._may_leave(batch):
             return batch.answers if marked is None else b"".join(marked.answers)
         self._batches.append(batch)

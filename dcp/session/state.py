@@ -380,9 +380,12 @@ class SessionState:
             return False
         try:
             is_done = flush.step()
-        except (StoreDamagedError, RefusedError):
+        except StoreDamagedError:
             self.flush = None
             raise
+        except RefusedError as error:
+            self.flush = None
+            raise RefusedError(error.status, f"{error}; {_PARTLY_FLUSHED}") from error
         if not is_done:
             self.is_full = True
             return False

@@ -113,6 +113,14 @@ def test_an_answer_behind_quiet_changes_waits_for_them(node: MemoryNode) -> None
     assert connection.release() == [3]
 
 
+def test_a_batch_does_not_wait_for_what_a_later_one_has_seen(node: MemoryNode) -> None:
+    connection = Connection(node)
+    connection.ask(set_(FREE, 1))
+    connection.ask(set_(STUCK, 2), get(STUCK, 3))
+    node.commit()
+    assert connection.release() == [1]
+
+
 def test_a_batch_waits_for_each_of_its_partitions(node: MemoryNode) -> None:
     node.engine.partitions[FREE].has_copies = True
     connection = Connection(node)

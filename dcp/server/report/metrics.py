@@ -164,7 +164,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     ),
     MetricSpec(
         "dcpd_vbuckets", "gauge", "", ("state",),
-        "Partitions by state.", "dead or pending above 0: these take no writes", _states,
+        "Partitions by state.", "dead, pending or fenced above 0: these take no writes", _states,
     ),
     MetricSpec(
         "dcpd_cas_ahead_vbuckets", "gauge", "", (),

@@ -1,0 +1,266 @@
+"""A fenced partition answers nothing that could be stale, and sends nobody elsewhere."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from struct import Struct
+
+import pytest
+
+from dcp.session.scans import CONTINUE_EXTRAS
+from dcp.session.text import TextSession
+from dcp.wire.feature import Feature
+from dcp.wire.frame import pack_request
+from dcp.wire.message import EndReason
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.memory_node import MemoryNode, Peer
+from vbucket.engine.partition import VbState
+from vbucket.model.ids import vbucket_of
+
+VB, OTHER = 3, 4
+KEY = b"\0k"
+LATER = Status.ETMPFAIL
+COUNTER = Struct(">QQI").pack(1, 1, 0)
+META = Struct(">IIQQ").pack(0, 0, 9, 9)
+EXPIRY = b"\0\0\1\0"
+
+
+@pytest.fixture
+def node() -> MemoryNode:
+    """A node with a committed document in each of two partitions; one is fenced."""
+    node = MemoryNode()
+    peer = connect(node)
+    peer.set(VB, KEY, b"v")
+    peer.set(OTHER, KEY, b"v")
+    node.commit()
+    fence(node)
+    return node
+
+
+def fence(node: MemoryNode) -> None:
+    node.engine.partitions[VB].state = VbState.FENCED
+
+
+def unfence(node: MemoryNode) -> None:
+    node.engine.partitions[VB].state = VbState.ACTIVE
+
+
+def connect(node: MemoryNode) -> Peer:
+    peer = node.connect()
+    peer.hello(Feature.JSON, Feature.XERROR, Feature.COLLECTIONS, Feature.MUTATION_SEQNO)
+    return peer
+
+
+def dcp(node: MemoryNode) -> Peer:
+    peer = connect(node)
+    peer.open()
+    peer.control(b"enable_noop", b"true")
+    return peer
+
+
+_BARE = (
+    Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META, Opcode.DELETE,
+    Opcode.DELETEQ, Opcode.GET_AND_LOCK, Opcode.GET_REPLICA,
+)  # fmt: skip
+_STORES = (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.REPLACE, Opcode.REPLACEQ)
+DOCUMENTS: dict[Opcode, tuple[bytes, bytes]] = {
+    **dict.fromkeys(_BARE, (b"", b"")),
+    **dict.fromkeys(_STORES, (bytes(8), b"v")),
+    **dict.fromkeys((Opcode.APPEND, Opcode.PREPENDQ), (b"", b"v")),
+    **dict.fromkeys((Opcode.INCREMENT, Opcode.DECREMENTQ), (COUNTER, b"")),
+    **dict.fromkeys((Opcode.TOUCH, Opcode.GAT, Opcode.GATQ), (EXPIRY, b"")),
+    Opcode.SET_WITH_META: (META, b"v"),
+}
+"""Opcode -> extras and value."""
+
+
+@pytest.mark.parametrize("opcode", DOCUMENTS, ids=lambda opcode: opcode.name)
+@pytest.mark.parametrize("is_uncommitted", [False, True])
+def test_a_document_command_is_to_be_sent_again(
+    node: MemoryNode, opcode: Opcode, is_uncommitted: bool
+) -> None:
+    """It does not wait for a commit either, which may not come."""
+    if is_uncommitted:
+        unfence(node)
+        connect(node).set(VB, KEY, b"uncommitted")
+        fence(node)
+    peer, part = connect(node), node.engine.partitions[VB]
+    before = part.high_seqno
+    extras, value = DOCUMENTS[opcode]
+    answer = peer.ask(opcode, vb_id=VB, key=KEY, extras=extras, value=value)
+    assert answer.status == LATER
+    assert "vb 3" in json.loads(answer.value)["error"]["context"]
+    assert not peer.must_wait
+    assert part.high_seqno == before
+    assert peer.ask(Opcode.GET, vb_id=OTHER, key=KEY).status == Status.OK
+
+
+def test_runs_stop_at_a_fenced_partition(node: MemoryNode) -> None:
+    peer = connect(node)
+    gets = [pack_request(Opcode.GET, vb_id=vb_id, key=KEY) for vb_id in (OTHER, VB, OTHER)]
+    sets = [
+        pack_request(Opcode.SET, vb_id=vb_id, key=KEY, extras=bytes(8)) for vb_id in (OTHER, VB)
+    ]
+    statuses = [frame.status for frame in peer.send(b"".join(gets + sets))]
+    assert statuses == [Status.OK, LATER, Status.OK, Status.OK, LATER]
+
+
+def test_no_random_key_is_not_the_answer_while_a_partition_is_fenced(node: MemoryNode) -> None:
+    peer = connect(node)
+    assert peer.ask(Opcode.GET_RANDOM_KEY).status == Status.OK
+    peer.delete(OTHER, KEY)
+    assert peer.ask(Opcode.GET_RANDOM_KEY).status == LATER
+    unfence(node)
+    assert peer.ask(Opcode.GET_RANDOM_KEY).key == KEY
+
+
+def test_a_scan_stays_open(node: MemoryNode) -> None:
+    peer = connect(node)
+    unfence(node)
+    bounds = {"start": b64encode(b"").decode(), "end": b64encode(b"\xff").decode()}
+    create = {"vb_id": VB, "value": json.dumps({"range": bounds}).encode(), "datatype": 1}
+    scan_id = peer.ask(Opcode.RANGE_SCAN_CREATE, **create).value
+    go_on = {"vb_id": VB, "extras": CONTINUE_EXTRAS.pack(scan_id, 0, 0, 0)}
+    fence(node)
+    assert peer.ask(Opcode.RANGE_SCAN_CREATE, **create).status == LATER
+    assert peer.ask(Opcode.RANGE_SCAN_CONTINUE, **go_on).status == LATER
+    unfence(node)
+    assert peer.ask(Opcode.RANGE_SCAN_CONTINUE, **go_on).status == Status.RANGE_SCAN_COMPLETE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"get %b\r\n", b"gets %b\r\n", b"gat 10 %b\r\n", b"set %b 0 0 1\r\n1\r\n",
+        b"append %b 0 0 1\r\n1\r\n", b"incr %b 1\r\n", b"delete %b\r\n", b"touch %b 10\r\n",
+    ],
+)  # fmt: skip
+def test_text_lines_are_to_be_sent_again(node: MemoryNode, line: bytes) -> None:
+    key = next(b"%d" % n for n in range(1000) if vbucket_of(b"%d" % n, node.partitions) == VB)
+    session = TextSession(node.connect().state)
+    session.receive(line % key, node.now_ns)
+    assert session.state.answers == [b"SERVER_ERROR try again later\r\n"]
+
+
+# -- seqnos and streams ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [(0, LATER), (1, LATER), (2, Status.OK), (3, Status.OK), (4, Status.OK)]
+)
+def test_all_vb_seqnos_are_not_told_where_one_of_them_is_fenced(
+    node: MemoryNode, state: int, status: int
+) -> None:
+    peer = connect(node)
+    extras = state.to_bytes(4, "big")
+    assert peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=extras).status == status
+    unfence(node)
+    assert peer.ask(Opcode.GET_ALL_VB_SEQNOS, extras=extras).status == Status.OK
+
+
+def test_a_state_that_only_memory_knows_cannot_be_asked_for(node: MemoryNode) -> None:
+    extras = VbState.FENCED.to_bytes(4, "big")
+    assert connect(node).ask(Opcode.GET_ALL_VB_SEQNOS, extras=extras).status == Status.EINVAL
+
+
+@pytest.mark.parametrize(
+    "opcode", [Opcode.GET_FAILOVER_LOG, Opcode.DCP_GET_FAILOVER_LOG, Opcode.OBSERVE_SEQNO]
+)
+def test_the_history_of_a_fenced_partition_is_not_told(node: MemoryNode, opcode: int) -> None:
+    peer = dcp(node)
+    uuid = node.engine.partitions[VB].vb_uuid.to_bytes(8, "big")
+    value = uuid if opcode == Opcode.OBSERVE_SEQNO else b""
+    assert peer.ask(opcode, vb_id=VB, value=value).status == LATER
+    unfence(node)
+    assert peer.ask(opcode, vb_id=VB, value=value).status == Status.OK
+
+
+@pytest.mark.parametrize("start", [0, 1, 99])
+def test_a_stream_request_is_to_be_sent_again(node: MemoryNode, start: int) -> None:
+    assert dcp(node).stream(VB, start, uuid=1).status == LATER
+
+
+def test_a_fence_ends_the_streams_of_the_partition(node: MemoryNode) -> None:
+    unfence(node)
+    peer = dcp(node)
+    assert peer.stream(VB, opaque=7).status == peer.stream(OTHER, opaque=8).status == Status.OK
+    peer.drain()
+    fence(node)
+    node.hub.fenced(VB)
+    (end,) = peer.drain()
+    assert (end.opcode, end.opaque) == (Opcode.DCP_STREAM_END, 7)
+    assert int.from_bytes(end.extras, "big") == EndReason.STATE_CHANGED == 2
+    assert peer.producer.stream_count == 1
+    node.hub.fenced(VB)
+    assert peer.drain() == []
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "flags", "refused"),
+    [
+        (5, 2**64 - 1, 0, Status.ROLLBACK),
+        (1, 2**64 - 1, 0, Status.ROLLBACK),
+        (0, 0, 0x40, Status.ERANGE),
+    ],
+)
+@pytest.mark.parametrize("is_uncommitted", [False, True])
+def test_who_may_be_behind_sends_nobody_back(
+    node: MemoryNode, start: int, end: int, flags: int, refused: int, is_uncommitted: bool
+) -> None:
+    unfence(node)
+    part, peer = node.engine.partitions[VB], dcp(node)
+    uuid = part.vb_uuid if start > 1 else 1
+    if flags:
+        uuid = 0
+    part.may_send_back = False
+    if is_uncommitted:
+        connect(node).set(VB, KEY, b"uncommitted")
+    answer = peer.stream(VB, start, end, uuid=uuid, flags=flags)
+    assert answer.status == LATER
+    assert "vb 3" in json.loads(answer.value)["error"]["context"]
+    assert not peer.must_wait, "what it waits for may not come"
+    node.commit()
+    assert peer.stream(VB, 1, uuid=part.vb_uuid).status == Status.OK, "it is not behind this one"
+    part.may_send_back = True
+    answer = dcp(node).stream(VB, start, end, uuid=uuid, flags=flags)
+    assert answer.status == refused
+
+
+# -- where a fence is not known ----------------------------------------------------------------
+
+
+def test_log_and_store_know_a_fenced_partition_as_active(node: MemoryNode) -> None:
+    node.engine.keyspace.branch(VB, 0)
+    node.commit()
+    node.merge()
+    node.crash()
+    assert node.engine.partitions[VB].state == VbState.ACTIVE
+
+
+def test_a_fenced_partition_in_quarantine_is_active_after_a_branch(node: MemoryNode) -> None:
+    """The branch writes its state into the log again."""
+    node.engine.keyspace.quarantined[VB] = "damaged"
+    node.engine.keyspace.branch(VB, 0)
+    node.commit()
+    node.crash()
+    assert node.engine.partitions[VB].state == VbState.ACTIVE
+
+
+def test_a_fenced_partition_gets_the_events_of_new_collections(node: MemoryNode) -> None:
+    before = node.engine.partitions[VB].high_seqno
+    manifest = {
+        "uid": "1",
+        "scopes": [
+            {
+                "name": "_default", "uid": "0",
+                "collections": [
+                    {"name": "_default", "uid": "0"}, {"name": "c", "uid": "8"},
+                ],
+            }
+        ],
+    }  # fmt: skip
+    answer = connect(node).ask(Opcode.SET_COLLECTIONS_MANIFEST, value=json.dumps(manifest).encode())
+    assert answer.status == Status.OK
+    assert node.engine.partitions[VB].high_seqno == before + 1
