@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from modelcheck.search import Search
 from modelcheck.values import NAMES, Bounds
 from soak import check
 
+ROOT = Path(__file__).parents[2]
 LOST = "a committed record is lost"
 DIFFER = "two replicas differ within version"
 
@@ -37,6 +39,8 @@ def test_a_wrong_rule_is_found(name):
     assert broken is not None
     assert broken.words.startswith(words)
     assert any(step in each for each in broken.steps), broken.steps
+    page = (ROOT / "docs" / "replication.md").read_text()
+    assert f"`{name}`, {len(broken.steps)} steps" in page or f"(`{name}`)" in page
 
 
 @pytest.mark.parametrize(
