@@ -1,5 +1,6 @@
 """The model checker over the rules of replication, within one bound after the other.
 
+First it finds what each wrong rule breaks, so that it is known to find something.
 Each bound is searched until all its states are found or memory is used up. The search is saved
 every few minutes, so the same command goes on where the last one was.
 """
@@ -10,6 +11,8 @@ import json
 import time
 from pathlib import Path
 
+from modelcheck.__main__ import find_broken
+from modelcheck.broken import ALL
 from modelcheck.search import Search, collector_off
 from modelcheck.values import Bounds
 
@@ -27,6 +30,7 @@ LADDER = (
 )
 """Smaller ones first."""
 
+BROKEN_FOUND = "wrong rules found"
 STATES_MAX = 12_000_000
 """States of one bound: about 5 GiB of memory."""
 
@@ -38,6 +42,11 @@ def soak(folder: Path, minutes: float | None, states_max: int) -> int:
     folder.mkdir(exist_ok=True)
     done_path, saved_path = folder / "done.json", folder / "search.pickle"
     done: dict[str, str] = json.loads(done_path.read_text()) if done_path.exists() else {}
+    if BROKEN_FOUND not in done:
+        if any(find_broken(name) for name in ALL):
+            return 1
+        done[BROKEN_FOUND] = f"all {len(ALL)}"
+        done_path.write_text(json.dumps(done, indent=1))
     until = None if minutes is None else time.monotonic() + minutes * 60
     for bounds in LADDER:
         if str(bounds) in done:

@@ -165,3 +165,14 @@ BROKEN = {
         "a master sends what it has not synced, and goes on as master after a restart",
     ),
 }
+
+SLOW = {
+    "stale-ack": BrokenRule(
+        replace(RIGHT, high_watermark=hw_of_any_epoch),
+        Bounds(3, 1, 4, 0),
+        "the HW counts acknowledgements of an earlier epoch",
+    ),
+}
+"""Found too, but after 10 s: by `scripts/soak check`, not by the tests."""
+
+ALL = BROKEN | SLOW

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement
+from failover.replication_record import ReplicationRecord
 
 from .rules import Entry, History
 
@@ -29,6 +30,23 @@ class Bounds(NamedTuple):
             f" {self.cuts} power cuts"
         )
         return text + (f", min in-sync {self.min_in_sync}" if self.min_in_sync else "")
+
+
+class Store(NamedTuple):
+    """The metadata store: the record, and those of earlier epochs that a late reader may see."""
+
+    record: ReplicationRecord
+    earlier: tuple[ReplicationRecord, ...] = ()
+
+    def changed(self, record: ReplicationRecord) -> Store:
+        """Return the store with a new record."""
+        if record.epoch == self.record.epoch:
+            return Store(record, self.earlier)
+        return Store(record, (*self.earlier, self.record))
+
+    def without(self, epoch: int) -> Store:
+        """Return the store when everybody knows this epoch."""
+        return Store(self.record, tuple(each for each in self.earlier if each.epoch > epoch))
 
 
 class Lead(NamedTuple):
@@ -113,4 +131,18 @@ class Replicas(Table[Replica]):
         number = super().number(value)
         if value.lead is not None:
             self.masters.add(number)
+        return number
+
+
+class Stores(Table[Store]):
+    """All states of the store. `late` has the numbers of those with earlier records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[int] = set()
+
+    def number(self, value: Store) -> int:
+        number = super().number(value)
+        if value.earlier:
+            self.late.add(number)
         return number
