@@ -19,6 +19,8 @@ from modelcheck.values import Bounds
 LADDER = (
     Bounds(3, 2, 3, 1),
     Bounds(3, 2, 3, 1, min_in_sync=1),
+    Bounds(3, 2, 3, 0, branches=1),
+    Bounds(3, 1, 3, 1, branches=1),
     Bounds(3, 3, 2, 1),
     Bounds(2, 3, 4, 2),
     Bounds(3, 2, 3, 2),

@@ -6,7 +6,7 @@ numbers. So a state is hashed fast, and what one step does to a replica, or to a
 worked out once and then looked up. A replica that does nothing stands for one that is slow, cut off
 or down. Names of replicas mean nothing, so states that differ only in names count as one.
 
-Left out: reads, consumers, branches, unclean elections and purges. The simulator has those.
+Left out: reads, consumers, unclean elections and purges.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from failover import promotion
 from failover import replication_record as records
 from failover.election import SuspectReport
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate
-from failover.replication_record import HandedOver, ReplicationRecord, majority
+from failover.replication_record import (
+    BranchUnderWay,
+    HandedOver,
+    ReplicationRecord,
+    majority,
+)
 
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
@@ -36,6 +42,9 @@ from .values import (
     ViolationError,
 )
 
+BRANCH_UUID = 1000
+"""Versions of masters are named by their epoch."""
+
 
 class Model:
     """The states that follow a state, under given rules and bounds."""
@@ -52,7 +61,7 @@ class Model:
         self._pairs: dict[tuple[int, int, int, int], list] = {}
         self._with_record: dict[tuple[int, int, int], list] = {}
         self._elections: dict[tuple, list] = {}
-        self._grown: dict[tuple[int, int], int] = {}
+        self._grown: dict[tuple[int, ...], int] = {}
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
         self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
@@ -91,7 +100,7 @@ class Model:
             for step, new, told in self._find_alone(each, i) if alone is None else alone:
                 rest = (committed, writes, cuts)
                 if told is not None:
-                    rest = (self._grow(committed, told, step), writes, cuts)
+                    rest = (self._grow(record, each, committed, told, step), writes, cuts)
                 yield step, self._with(record, now, i, new, rest, step)
             if is_write_left and each in masters:
                 step = Step("{0} writes a record", i)
@@ -103,8 +112,10 @@ class Model:
             for step, new_record, new, promoted in (
                 self._find_with(*key) if known is None else known
             ):
-                if promoted is None or self._can_be_promoted(committed, new, promoted, step):
-                    rest = (committed, writes, cuts)
+                if promoted is None or self._can_be_promoted(
+                    record, committed, new, promoted, step
+                ):
+                    rest = (self._undo(record, new_record, committed), writes, cuts)
                     yield step, self._with(new_record, now, i, new, rest, step)
             if each in masters:
                 yield from self._pair_steps(record, now, i, (committed, writes, cuts))
@@ -251,8 +262,12 @@ class Model:
         if lead is not None and replica.epoch == store.record.epoch:
             if lead.asked is not None:
                 found += self._change_isr(store, store_number, replica, lead, i)
-            elif store.record.epoch < self.bounds.epochs:
-                found += self._hand_over(store, replica, lead, i)
+            elif store.record.branch is not None:
+                found += self._finish_branch(store, replica, lead, number, i)
+            elif store.record.epoch < self.bounds.epochs and store.record.isr == lead.confirmed:
+                found += self._hand_over(store, replica, i)
+                if self.bounds.branches and store.undone is None:
+                    found += self._start_branch(store, replica, i)
         self._with_record[store_number, number, i] = found
         return found
 
@@ -265,14 +280,20 @@ class Model:
             yield step, store_number, self.replicas.number(new), None
             return
         end = len(replica.log)
-        _, start, committed = self.rules.first_step(record, replica.versions, end)
+        back, start, committed = self.rules.first_step(record, replica.versions, end)
         versions = replica.versions
+        if back is not None:
+            assert record.branch is not None
+            versions = versions.branch(record.branch.vb_uuid, back, record.epoch)
+            end = back
         if start is not None:
             versions = versions.branch(record.epoch, start, record.epoch)
         # A master that is elected again may still have what was acknowledged to it before.
         acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
         lead = Lead(acks, record.isr, None, end)
-        new = new._replace(synced=end, versions=versions, is_reconciled=True, lead=lead)
+        new = new._replace(
+            log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead
+        )
         kept = "in the version handed over" if start is None else f"with a version from {start}"
         is_newest = record == self.stores.values[store_number].record
         for hw in sorted({committed, end}):
@@ -295,10 +316,29 @@ class Model:
             step = Step("{0} hears that its in-sync set is confirmed", i)
             yield step, number, self.replicas.number(heard), None
 
-    def _hand_over(self, store: Store, replica: Replica, lead: Lead, i: int) -> Iterator[tuple]:
+    def _start_branch(self, store: Store, replica: Replica, i: int) -> Iterator[tuple]:
+        """One transaction. The master then begins the new epoch like one that is elected."""
+        epoch = store.record.epoch + 1
+        resigned = self.replicas.number(replica._replace(lead=None, is_reconciled=False, hw=0))
+        for seqno in range(len(replica.log)):
+            record = records.start_branch(store.record, BranchUnderWay(BRANCH_UUID, seqno))
+            new = store.changed(record)._replace(undone=(epoch, seqno))
+            step = Step(f"{{0}} starts a branch at seqno {seqno}", i)
+            yield step, self.stores.number(new), resigned, None
+
+    def _finish_branch(
+        self, store: Store, replica: Replica, lead: Lead, number: int, i: int
+    ) -> Iterator[tuple]:
+        given = zip(self.members, lead.acknowledged, strict=True)
+        epochs = {member: ack.epoch for member, ack in given if ack is not None}
+        if promotion.is_branch_done(store.record, {**epochs, NAMES[i]: replica.epoch}):
+            new = store.changed(records.finish_branch(store.record))
+            yield Step("{0} finishes the branch", i), self.stores.number(new), number, None
+
+    def _hand_over(self, store: Store, replica: Replica, i: int) -> Iterator[tuple]:
         """All is committed, and writers are held back: this is one transaction."""
         end, record = len(replica.log), store.record
-        if replica.hw != end or record.isr != lead.confirmed:
+        if replica.hw != end:
             return
         handed = HandedOver(replica.versions.current.vb_uuid, end)
         for j, member in enumerate(self.members):
@@ -443,23 +483,45 @@ class Model:
 
     # What must hold.
 
-    def _grow(self, committed: int, told: int, step: Step) -> int:
+    def _undo(self, old: int, new: int, committed: int) -> int:
+        """Return what is committed after a branch has begun: what it leaves."""
+        branched = self.stores.values[new].undone
+        if branched is None or self.stores.values[old].undone is not None:
+            return committed
+        return self.committed.number(self.committed.values[committed][: branched[1]])
+
+    def _grow(self, store_number: int, number: int, committed: int, told: int, step: Step) -> int:
         """Return the longer of two committed histories; they must agree."""
-        key = (committed, told)
+        key = (store_number, number, committed, told)
         if key not in self._grown:
+            store, epoch = self.stores.values[store_number], self.replicas.values[number].epoch
             old, new = self.committed.values[committed], self.committed.values[told]
             shorter = min(len(old), len(new))
-            is_same = old[:shorter] == new[:shorter]
-            self._grown[key] = (committed if len(old) >= len(new) else told) if is_same else -1
-        if self._grown[key] < 0:
-            raise ViolationError("two different records are committed with one seqno", step)
+            grown = committed if len(old) >= len(new) else told
+            if store.undone is not None and epoch < store.undone[0]:
+                grown = committed  # answered late by a master from before the branch, and undone
+            elif old[:shorter] != new[:shorter]:
+                raise ViolationError("two different records are committed with one seqno", step)
+            else:
+                self._check_undone(store, new, step)
+            self._grown[key] = grown
         return self._grown[key]
 
-    def _can_be_promoted(self, committed: int, new: int, is_newest: bool, step: Step) -> bool:
+    def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
+        if store.undone is not None:
+            epoch, seqno = store.undone
+            if any(entry.epoch < epoch for entry in log[seqno:]):
+                raise ViolationError("a record that a branch undid is back", step)
+
+    def _can_be_promoted(
+        self, store_number: int, committed: int, new: int, is_newest: bool, step: Step
+    ) -> bool:
         """Return whether a new master may know this HW; by the newest record it has all."""
         kept, replica = self.committed.values[committed], self.replicas.values[new]
-        if is_newest and replica.log[: len(kept)] != kept:
-            raise ViolationError("a committed record is lost: the new master lacks it", step)
+        if is_newest:
+            if replica.log[: len(kept)] != kept:
+                raise ViolationError("a committed record is lost: the new master lacks it", step)
+            self._check_undone(self.stores.values[store_number], replica.log, step)
         return kept[: replica.hw] == replica.log[: replica.hw]
 
     def _check_agreement(self, now: list[int], i: int, step: Step) -> None:

@@ -79,7 +79,7 @@ class Renaming:
         if key not in self._stores:
             store, names = self._known_stores.values[number], self._names(place)
             earlier = tuple(self._record(each, names) for each in store.earlier)
-            new = Store(self._record(store.record, names), earlier)
+            new = store._replace(record=self._record(store.record, names), earlier=earlier)
             self._stores[key] = self._known_stores.number(new)
         return self._stores[key]
 
@@ -90,6 +90,7 @@ class Renaming:
             epoch=record.epoch,
             master=None if record.master is None else names[record.master],
             handover=record.handover,
+            branch=record.branch,
         )
 
     def _replica(self, number: int, place: int) -> int:

@@ -23,13 +23,16 @@ class Bounds(NamedTuple):
     cuts: int = 1
     min_in_sync: int = 0
     """0: a majority."""
+    branches: int = 0
+    """1: an operator's branch may happen once."""
 
     def __str__(self) -> str:
         text = (
             f"{self.replicas} replicas, {self.writes} records, {self.epochs} epochs,"
             f" {self.cuts} power cuts"
         )
-        return text + (f", min in-sync {self.min_in_sync}" if self.min_in_sync else "")
+        text += f", min in-sync {self.min_in_sync}" if self.min_in_sync else ""
+        return text + (", a branch" if self.branches else "")
 
 
 class Store(NamedTuple):
@@ -37,16 +40,18 @@ class Store(NamedTuple):
 
     record: ReplicationRecord
     earlier: tuple[ReplicationRecord, ...] = ()
+    undone: tuple[int, int] | None = None
+    """A branch's epoch and seqno: records above it, of earlier epochs, must not come back."""
 
     def changed(self, record: ReplicationRecord) -> Store:
         """Return the store with a new record."""
         if record.epoch == self.record.epoch:
-            return Store(record, self.earlier)
-        return Store(record, (*self.earlier, self.record))
+            return self._replace(record=record)
+        return self._replace(record=record, earlier=(*self.earlier, self.record))
 
     def without(self, epoch: int) -> Store:
         """Return the store when everybody knows this epoch."""
-        return Store(self.record, tuple(each for each in self.earlier if each.epoch > epoch))
+        return self._replace(earlier=tuple(e for e in self.earlier if e.epoch > epoch))
 
 
 class Lead(NamedTuple):
