@@ -32,7 +32,6 @@ LADDER = (
 )
 """Smaller ones first."""
 
-BROKEN_FOUND = "wrong rules found"
 STATES_MAX = 12_000_000
 """States of one bound: about 5 GiB of memory."""
 
@@ -44,11 +43,12 @@ def soak(folder: Path, minutes: float | None, states_max: int) -> int:
     folder.mkdir(exist_ok=True)
     done_path, saved_path = folder / "done.json", folder / "search.pickle"
     done: dict[str, str] = json.loads(done_path.read_text()) if done_path.exists() else {}
-    if BROKEN_FOUND not in done:
-        if any(find_broken(name) for name in ALL):
-            return 1
-        done[BROKEN_FOUND] = f"all {len(ALL)}"
-        done_path.write_text(json.dumps(done, indent=1))
+    for name in ALL:
+        if name not in done:
+            if find_broken(name):
+                return 1
+            done[name] = "found"
+            done_path.write_text(json.dumps(done, indent=1))
     until = None if minutes is None else time.monotonic() + minutes * 60
     for bounds in LADDER:
         if str(bounds) in done:
@@ -60,7 +60,7 @@ def soak(folder: Path, minutes: float | None, states_max: int) -> int:
         except KeyboardInterrupt:
             search.save(saved_path)
             print(f"\nstopped at {search.states:,} states; the same command goes on")
-            raise
+            return 130
         if code is not None:
             return code
         word = "all" if search.is_done else "not all"

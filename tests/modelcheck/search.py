@@ -75,8 +75,8 @@ class Search:
                     seen.add(new)
                     name = model.canonical(new)
                     if name not in origin:
+                        found.append(name)  # first: Ctrl-C between the two must not lose it
                         origin[name] = state
-                        found.append(name)
             except ViolationError as violation:
                 return Broken(violation.words, self._steps_to(state))
         self.at = upto
