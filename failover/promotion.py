@@ -22,7 +22,7 @@ class FirstStep(NamedTuple):
     """What a new master does to its own history first, in this order."""
 
     branch_seqno: int | None
-    """Roll back to here with the version of the operator's branch; None: no branch to finish."""
+    """Roll back to here, and begin the version of the operator's branch; None: no branch."""
     version_seqno: int | None
     """Begin the new version here; None: go on in the version that was handed over."""
     committed_seqno: int = 0
@@ -41,15 +41,17 @@ def first_step(record: ReplicationRecord, log: FailoverLog, end_seqno: int) -> F
     """Return what a new master does before it serves; `log` and `end_seqno` are its own.
 
     A branch that the record names is finished here if this member has not rolled back yet. The
-    branch's own version may have been used by the old master already. So the new master makes a
-    version of its own on top of it.
+    branch's own version may have been used by the old master already, so the new master makes a
+    version of its own on top of it. The branch's version goes into the log even if nothing is
+    rolled back: it tells later masters that the branch is done. Without it the next one would roll
+    back what was committed meanwhile.
+
+    The master that started the branch makes the branch's version only.
     """
     branch = record.branch
     if branch is not None and log.upper_of(branch.vb_uuid, end_seqno) is None:
-        # A member that ends below the branch has nothing to roll back.
-        if branch.seqno < end_seqno:
-            return FirstStep(branch.seqno, branch.seqno)
-        return FirstStep(None, end_seqno)
+        seqno = min(branch.seqno, end_seqno)
+        return FirstStep(seqno, seqno)
     if takes_over(record.handover, log, end_seqno):
         return FirstStep(None, None, end_seqno)
     return FirstStep(None, end_seqno)

@@ -286,8 +286,8 @@ MUTATIONS = (
     ),
     Mutation(
         "commit-beyond-the-group",
-        "            if number > group:\n                self.lagging",
-        "            if number > group + 1:\n                self.lagging",
+        "            if number >= first and group.high_seqnos.get(vb_id, 0) > seqno:\n",
+        "            if number > first and group.high_seqnos.get(vb_id, 0) > seqno:\n",
         ("test_commits",),
     ),
     # -- clients -------------------------------------------------------------------------------
@@ -359,5 +359,66 @@ MUTATIONS = (
         "        if entries[vb_id].seqno or entries[vb_id].rollback_to is not None\n",
         "        if entries[vb_id].seqno\n",
         ("test_spark_offset", "test_spark_plan"),
+    ),
+    # -- replication ---------------------------------------------------------------------------
+    Mutation(
+        "stale-acknowledgement-counts",
+        "        if given is None or given.epoch != epoch:\n",
+        "        if given is None:\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "shrink-counts-at-once",
+        "    return confirmed if asked is None else confirmed | asked\n",
+        "    return confirmed if asked is None else asked\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "joins-below-the-epoch-start",
+        "        and hw_seqno >= epoch_start_seqno\n        and candidate.is_level\n",
+        "        and candidate.is_level\n",
+        ("test_isr", "test_modelcheck"),
+    ),
+    Mutation(
+        "promoted-replica-does-not-wait",
+        "    return last_confirmed_ns + (0 if was_handed_over else PROMOTED_WAIT_NS)\n",
+        "    return last_confirmed_ns\n",
+        ("test_isr",),
+    ),
+    Mutation(
+        "handover-unchecked",
+        "    return handover is not None and handover == (log.current.vb_uuid, end_seqno)\n",
+        "    return handover is not None\n",
+        ("test_promotion",),
+    ),
+    Mutation(
+        "restarted-process-is-master",
+        "    return record.master == member and record.epoch > first_seen_epoch\n",
+        "    return record.master == member\n",
+        ("test_replication_record",),
+    ),
+    Mutation(
+        "one-witness-of-two",
+        "    return len(members) + is_lease_over >= majority(len(record.isr))\n",
+        "    return len(members) + is_lease_over >= majority(len(record.isr) - 1)\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "longer-log-of-an-older-version",
+        "            report.version_epoch,\n            report.end_seqno,\n",
+        "            report.end_seqno,\n",
+        ("test_election",),
+    ),
+    Mutation(
+        "unclean-election-forgotten",
+        "        unclean_epoch=epoch,\n",
+        "",
+        ("test_replication_record", "test_promotion"),
+    ),
+    Mutation(
+        "frame-satisfied-by-a-minority",
+        "    return max(state.min_in_sync, majority(state.counted_copies))\n",
+        "    return state.min_in_sync\n",
+        ("test_write_answer",),
     ),
 )

@@ -1,5 +1,6 @@
 """The model checker over the rules of replication, within one bound after the other.
 
+First it finds what each wrong rule breaks, so that it is known to find something.
 Each bound is searched until all its states are found or memory is used up. The search is saved
 every few minutes, so the same command goes on where the last one was.
 """
@@ -10,12 +11,16 @@ import json
 import time
 from pathlib import Path
 
+from modelcheck.__main__ import find_broken
+from modelcheck.broken import ALL
 from modelcheck.search import Search, collector_off
 from modelcheck.values import Bounds
 
 LADDER = (
     Bounds(3, 2, 3, 1),
     Bounds(3, 2, 3, 1, min_in_sync=1),
+    Bounds(3, 2, 3, 0, branches=1),
+    Bounds(3, 1, 3, 1, branches=1),
     Bounds(3, 3, 2, 1),
     Bounds(2, 3, 4, 2),
     Bounds(3, 2, 3, 2),
@@ -38,6 +43,12 @@ def soak(folder: Path, minutes: float | None, states_max: int) -> int:
     folder.mkdir(exist_ok=True)
     done_path, saved_path = folder / "done.json", folder / "search.pickle"
     done: dict[str, str] = json.loads(done_path.read_text()) if done_path.exists() else {}
+    for name in ALL:
+        if name not in done:
+            if find_broken(name):
+                return 1
+            done[name] = "found"
+            done_path.write_text(json.dumps(done, indent=1))
     until = None if minutes is None else time.monotonic() + minutes * 60
     for bounds in LADDER:
         if str(bounds) in done:
@@ -49,7 +60,7 @@ def soak(folder: Path, minutes: float | None, states_max: int) -> int:
         except KeyboardInterrupt:
             search.save(saved_path)
             print(f"\nstopped at {search.states:,} states; the same command goes on")
-            raise
+            return 130
         if code is not None:
             return code
         word = "all" if search.is_done else "not all"

@@ -196,7 +196,7 @@ class ReplicationCore:
         first = first_step(record, part.failover, part.high_seqno)
         try:
             if branch is not None and first.branch_seqno is not None:
-                log = part.failover.branch(branch.vb_uuid, branch.seqno, record.epoch)
+                log = part.failover.branch(branch.vb_uuid, first.branch_seqno, record.epoch)
                 self._keyspace.replace_history(
                     part, log, record.epoch, rollback_to=first.branch_seqno
                 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from modelcheck.__main__ import main
-from modelcheck.broken import BROKEN
+from modelcheck.broken import BROKEN, BrokenRule
 from modelcheck.rules import RIGHT
 from modelcheck.search import Search
 from modelcheck.values import NAMES, Bounds
 from soak import check
 
+ROOT = Path(__file__).parents[2]
 LOST = "a committed record is lost"
 DIFFER = "two replicas differ within version"
 
@@ -23,6 +25,7 @@ FOUND = {
     "early-join": (LOST, "asks the store for an in-sync set with"),
     "version-join": (LOST, "hands over to"),
     "no-version": (DIFFER, "the store elects"),
+    "branch-not-finished": ("a record that a branch undid is back", "starts a branch"),
     "received": (LOST, "power cut of"),
     "early-shrink": (LOST, "asks the store for an in-sync set without"),
     "late-expand": (LOST, "asks the store for an in-sync set with "),
@@ -37,13 +40,18 @@ def test_a_wrong_rule_is_found(name):
     assert broken is not None
     assert broken.words.startswith(words)
     assert any(step in each for each in broken.steps), broken.steps
+    page = (ROOT / "docs" / "replication.md").read_text()
+    assert f"`{name}`, {len(broken.steps)} steps" in page or f"(`{name}`)" in page
 
 
 @pytest.mark.parametrize(
     "bounds",
     [
-        *sorted({rule.bounds for rule in BROKEN.values()} - {Bounds(3, 2, 3, 0)}),
+        Bounds(3, 1, 3, 0),
+        Bounds(3, 2, 2, 1),
         Bounds(2, 2, 3, 2),
+        Bounds(2, 1, 4, 1, branches=1),
+        Bounds(3, 1, 3, 0, branches=1),
         Bounds(3, 1, 2, 1, min_in_sync=1),
         Bounds(3, 1, 2, 1, min_in_sync=3),
         Bounds(4, 1, 2, 0),
@@ -54,6 +62,13 @@ def test_the_right_rules_hold_in_every_state(bounds):
     search = Search(bounds)
     assert search.run() is None
     assert search.is_done
+
+
+def test_a_wrong_rule_that_is_not_found_ends_the_soak(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("modelcheck.__main__.ALL", {"right": BrokenRule(RIGHT, Bounds(2), "")})
+    monkeypatch.setattr(check, "ALL", ("right",))
+    assert check.soak(tmp_path, minutes=None, states_max=10**6) == 1
+    assert "NOT FOUND" in capsys.readouterr().out
 
 
 def test_two_masters_in_one_epoch_are_found():
@@ -103,8 +118,11 @@ def test_a_saved_search_goes_on(tmp_path, monkeypatch):
 
 def test_the_soak_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(check, "LADDER", (Bounds(2, 1, 2, 1), Bounds(2, 2, 2, 1)))
+    monkeypatch.setattr(check, "ALL", ("early-shrink",))
     assert check.soak(tmp_path, minutes=0, states_max=10**6) == 0
-    assert "goes on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "goes on" in out
+    assert "early-shrink" in out
     assert check.soak(tmp_path, minutes=None, states_max=10**6) == 0
     first = capsys.readouterr().out
     assert first.count(", all, ") == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .broken import BROKEN
+from .broken import ALL
 from .rules import RIGHT
 from .search import Search
 from .values import Bounds
@@ -28,11 +28,12 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=default.epochs)
     parser.add_argument("--cuts", type=int, default=default.cuts, help="power cuts")
     parser.add_argument("--min-in-sync", type=int, default=0, help="default: a majority")
+    parser.add_argument("--branches", type=int, choices=(0, 1), default=0)
     parser.add_argument("--states", type=int, help="stop at this many states")
-    parser.add_argument("--broken", choices=[*BROKEN, "all"], help="a rule that is wrong")
+    parser.add_argument("--broken", choices=[*ALL, "all"], help="a rule that is wrong")
     arguments = parser.parse_args()
     if arguments.broken:
-        names = BROKEN if arguments.broken == "all" else [arguments.broken]
+        names = ALL if arguments.broken == "all" else [arguments.broken]
         return max(find_broken(name) for name in names)
     bounds = Bounds(
         arguments.replicas,
@@ -40,6 +41,7 @@ def main() -> int:
         arguments.epochs,
         arguments.cuts,
         arguments.min_in_sync,
+        arguments.branches,
     )
     search = Search(bounds, RIGHT)
     broken = search.run(arguments.states)
@@ -56,7 +58,7 @@ def main() -> int:
 
 def find_broken(name: str) -> int:
     """Search with one wrong rule and print what it breaks; return the exit code."""
-    rule = BROKEN[name]
+    rule = ALL[name]
     search = Search(rule.bounds, rule.rules)
     broken = search.run()
     print(f"{name} ({rule.words}): {figures(search)}")

@@ -1,12 +1,12 @@
 """The model: a few replicas of one partition, their logs, the store's record, and what can happen.
 
-A state is a tuple of small integers: (record, replica, replica, ..., committed, writes, cuts). Each
+A state is a tuple of small integers: (store, replica, replica, ..., committed, writes, cuts). Each
 number but the last two stands for a value in a table of the model, where equal values have equal
 numbers. So a state is hashed fast, and what one step does to a replica, or to a pair of them, is
 worked out once and then looked up. A replica that does nothing stands for one that is slow, cut off
 or down. Names of replicas mean nothing, so states that differ only in names count as one.
 
-Left out: reads, consumers, branches, unclean elections and purges. The simulator has those.
+Left out: reads, consumers, unclean elections and purges.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from failover import promotion
 from failover import replication_record as records
 from failover.election import SuspectReport
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement, Candidate
-from failover.replication_record import HandedOver, ReplicationRecord, majority
+from failover.replication_record import (
+    BranchUnderWay,
+    HandedOver,
+    ReplicationRecord,
+    majority,
+)
 
 from .renaming import Renaming
 from .rules import RIGHT, Entry, Rules
@@ -30,9 +36,14 @@ from .values import (
     Replicas,
     State,
     Step,
+    Store,
+    Stores,
     Table,
     ViolationError,
 )
+
+BRANCH_UUID = 1000
+"""Versions of masters are named by their epoch."""
 
 
 class Model:
@@ -42,7 +53,7 @@ class Model:
         self.bounds, self.rules = bounds, rules
         self.members = NAMES[: bounds.replicas]
         self.min_in_sync = bounds.min_in_sync or majority(bounds.replicas)
-        self.records: Table[ReplicationRecord] = Table()
+        self.stores = Stores()
         self.replicas = Replicas()
         self.committed: Table[tuple[Entry, ...]] = Table()
         self._alone: dict[tuple[int, int], list] = {}
@@ -50,16 +61,16 @@ class Model:
         self._pairs: dict[tuple[int, int, int, int], list] = {}
         self._with_record: dict[tuple[int, int, int], list] = {}
         self._elections: dict[tuple, list] = {}
-        self._grown: dict[tuple[int, int], int] = {}
+        self._grown: dict[tuple[int, ...], int] = {}
         self._agree: dict[tuple[int, int], str] = {}
         self._heard: dict[tuple[int, ...], int] = {}
         self._cuts: dict[tuple[int, int, int], list[tuple[Step, int]]] = {}
-        self._renaming = Renaming(bounds.replicas, self.records, self.replicas)
+        self._renaming = Renaming(bounds.replicas, self.stores, self.replicas)
 
     @property
     def tables(self) -> tuple[Table, ...]:
         """What the numbers of states mean."""
-        return (self.records, self.replicas, self.committed, self._renaming.looks)
+        return (self.stores, self.replicas, self.committed, self._renaming.looks)
 
     def first(self) -> State:
         """The state in which the first replica has become master of an empty partition."""
@@ -71,7 +82,7 @@ class Model:
         master, other = (self.replicas.number(each) for each in (empty._replace(lead=lead), empty))
         others = (other,) * (len(self.members) - 1)
         nothing = self.committed.number(())
-        return self.canonical((self.records.number(record), master, *others, nothing, 0, 0))
+        return self.canonical((self.stores.number(Store(record)), master, *others, nothing, 0, 0))
 
     def canonical(self, state: State) -> State:
         """The state under the names that stand for all states that differ in names only."""
@@ -89,7 +100,7 @@ class Model:
             for step, new, told in self._find_alone(each, i) if alone is None else alone:
                 rest = (committed, writes, cuts)
                 if told is not None:
-                    rest = (self._grow(committed, told, step), writes, cuts)
+                    rest = (self._grow(record, each, committed, told, step), writes, cuts)
                 yield step, self._with(record, now, i, new, rest, step)
             if is_write_left and each in masters:
                 step = Step("{0} writes a record", i)
@@ -97,13 +108,15 @@ class Model:
                 rest = (committed, writes + 1, cuts)
                 yield step, self._with(record, now, i, new, rest, step)
             key = (record, each, i)
-            told = self._with_record.get(key)
-            for step, new_record, new, hw in self._find_with(*key) if told is None else told:
-                if hw is not None:
-                    self._check_promoted(committed, new, step)
-                    if hw > len(self.committed.values[committed]):
-                        continue
-                yield step, self._with(new_record, now, i, new, (committed, writes, cuts), step)
+            known = self._with_record.get(key)
+            for step, new_record, new, promoted in (
+                self._find_with(*key) if known is None else known
+            ):
+                if promoted is None or self._can_be_promoted(
+                    record, committed, new, promoted, step
+                ):
+                    rest = (self._undo(record, new_record, committed), writes, cuts)
+                    yield step, self._with(new_record, now, i, new, rest, step)
             if each in masters:
                 yield from self._pair_steps(record, now, i, (committed, writes, cuts))
         if cuts < self.bounds.cuts:
@@ -138,6 +151,9 @@ class Model:
                 key = (record, now[i])
                 new = self._heard.get(key)
                 now[i] = self._depose(*key) if new is None else new
+        if record in self.stores.late:
+            known = min(self.replicas.values[each].epoch for each in now)
+            record = self.stores.number(self.stores.values[record].without(known))
         return (record, *now, *rest)
 
     def _hear(self, master_number: int, number: int, j: int) -> int:
@@ -158,9 +174,9 @@ class Model:
         self._heard[master_number, number, j] = new
         return new
 
-    def _depose(self, record_number: int, number: int) -> int:
+    def _depose(self, store_number: int, number: int) -> int:
         """Return a master, which if it is deposed hears nothing more of what it has asked for."""
-        record, master = self.records.values[record_number], self.replicas.values[number]
+        record, master = self.stores.values[store_number].record, self.replicas.values[number]
         lead, new = master.lead, number
         assert lead is not None
         if master.epoch < record.epoch and lead.asked is not None:
@@ -168,7 +184,7 @@ class Model:
             new = self.replicas.number(
                 master._replace(lead=lead._replace(confirmed=members, asked=None))
             )
-        self._heard[record_number, number] = new
+        self._heard[store_number, number] = new
         return new
 
     # What a replica does alone.
@@ -235,74 +251,107 @@ class Model:
 
     # What a replica does with the record.
 
-    def _find_with(self, record_number: int, number: int, i: int) -> list:
-        """Return (step, new record, new replica, log of one that became master or None)."""
-        record = self.records.values[record_number]
-        replica = self.replicas.values[number]
+    def _find_with(self, store_number: int, number: int, i: int) -> list:
+        """Return (step, new record, new replica, promoted by the newest record or None)."""
+        store, replica = self.stores.values[store_number], self.replicas.values[number]
         found: list[tuple] = []
-        if replica.epoch < record.epoch:
-            found += self._learn(record, record_number, replica, i)
+        for record in (*store.earlier, store.record):
+            if replica.epoch < record.epoch:
+                found += self._learn(record, store_number, replica, i)
         lead = replica.lead
-        if lead is not None and replica.epoch == record.epoch:
+        if lead is not None and replica.epoch == store.record.epoch:
             if lead.asked is not None:
-                found += self._change_isr(record, record_number, replica, lead, i)
-            elif record.epoch < self.bounds.epochs:
-                found += self._hand_over(record, replica, lead, i)
-        self._with_record[record_number, number, i] = found
+                found += self._change_isr(store, store_number, replica, lead, i)
+            elif store.record.branch is not None:
+                found += self._finish_branch(store, replica, lead, number, i)
+            elif store.record.epoch < self.bounds.epochs and store.record.isr == lead.confirmed:
+                found += self._hand_over(store, replica, i)
+                if self.bounds.branches and store.undone is None:
+                    found += self._start_branch(store, replica, i)
+        self._with_record[store_number, number, i] = found
         return found
 
     def _learn(
-        self, record: ReplicationRecord, record_number: int, replica: Replica, i: int
+        self, record: ReplicationRecord, store_number: int, replica: Replica, i: int
     ) -> Iterator[tuple]:
         new = replica._replace(epoch=record.epoch, is_reconciled=False, lead=None, hw=0)
         if not self.rules.is_master(record, NAMES[i], replica.epoch):
             step = Step(f"{{0}} learns of epoch {record.epoch}", i)
-            yield step, record_number, self.replicas.number(new), None
+            yield step, store_number, self.replicas.number(new), None
             return
         end = len(replica.log)
-        _, start, committed = self.rules.first_step(record, replica.versions, end)
+        back, start, committed = self.rules.first_step(record, replica.versions, end)
         versions = replica.versions
+        if back is not None:
+            assert record.branch is not None
+            versions = versions.branch(record.branch.vb_uuid, back, record.epoch)
+            end = back
         if start is not None:
             versions = versions.branch(record.epoch, start, record.epoch)
-        lead = Lead((None,) * len(self.members), record.isr, None, end)
-        new = new._replace(synced=end, versions=versions, is_reconciled=True, lead=lead)
+        # A master that is elected again may still have what was acknowledged to it before.
+        acks = replica.lead.acknowledged if replica.lead else (None,) * len(self.members)
+        lead = Lead(acks, record.isr, None, end)
+        new = new._replace(
+            log=replica.log[:end], synced=end, versions=versions, is_reconciled=True, lead=lead
+        )
         kept = "in the version handed over" if start is None else f"with a version from {start}"
+        is_newest = record == self.stores.values[store_number].record
         for hw in sorted({committed, end}):
             words = f"{{0}} learns of epoch {record.epoch} and is master, {kept}, HW {hw}"
-            yield Step(words, i), record_number, self.replicas.number(new._replace(hw=hw)), hw
+            number = self.replicas.number(new._replace(hw=hw))
+            yield Step(words, i), store_number, number, is_newest
 
     def _change_isr(
-        self, record: ReplicationRecord, number: int, replica: Replica, lead: Lead, i: int
+        self, store: Store, number: int, replica: Replica, lead: Lead, i: int
     ) -> Iterator[tuple]:
         assert lead.asked is not None
+        record = store.record
         if record.isr == lead.confirmed:
             leaving, joining = lead.confirmed - lead.asked, lead.asked - lead.confirmed
-            new = records.expand(records.shrink(record, leaving), joining)
+            new = store.changed(records.expand(records.shrink(record, leaving), joining))
             step = Step("the store has the in-sync set that {0} asked for", i)
-            yield step, self.records.number(new), self.replicas.number(replica), None
+            yield step, self.stores.number(new), self.replicas.number(replica), None
         if record.isr == lead.asked:
             heard = replica._replace(lead=lead._replace(confirmed=lead.asked, asked=None))
             step = Step("{0} hears that its in-sync set is confirmed", i)
             yield step, number, self.replicas.number(heard), None
 
-    def _hand_over(
-        self, record: ReplicationRecord, replica: Replica, lead: Lead, i: int
+    def _start_branch(self, store: Store, replica: Replica, i: int) -> Iterator[tuple]:
+        """One transaction. The master then begins the new epoch like one that is elected."""
+        epoch = store.record.epoch + 1
+        resigned = self.replicas.number(replica._replace(lead=None, is_reconciled=False, hw=0))
+        for seqno in range(len(replica.log)):
+            record = records.start_branch(store.record, BranchUnderWay(BRANCH_UUID, seqno))
+            new = store.changed(record)._replace(undone=(epoch, seqno))
+            step = Step(f"{{0}} starts a branch at seqno {seqno}", i)
+            yield step, self.stores.number(new), resigned, None
+
+    def _finish_branch(
+        self, store: Store, replica: Replica, lead: Lead, number: int, i: int
     ) -> Iterator[tuple]:
+        given = zip(self.members, lead.acknowledged, strict=True)
+        epochs = {member: ack.epoch for member, ack in given if ack is not None}
+        if promotion.is_branch_done(store.record, {**epochs, NAMES[i]: replica.epoch}):
+            new = store.changed(records.finish_branch(store.record))
+            yield Step("{0} finishes the branch", i), self.stores.number(new), number, None
+
+    def _hand_over(self, store: Store, replica: Replica, i: int) -> Iterator[tuple]:
         """All is committed, and writers are held back: this is one transaction."""
-        end = len(replica.log)
-        if replica.hw != end or record.isr != lead.confirmed:
+        end, record = len(replica.log), store.record
+        if replica.hw != end:
             return
         handed = HandedOver(replica.versions.current.vb_uuid, end)
         for j, member in enumerate(self.members):
             if j != i and member in record.isr:
-                new = records.hand_over(records.want(record, member), handed)
+                new = store.changed(records.hand_over(records.want(record, member), handed))
                 resigned = replica._replace(lead=None, is_reconciled=False, hw=0)
                 step = Step("{0} hands over to {1}", i, j)
-                yield step, self.records.number(new), self.replicas.number(resigned), None
+                yield step, self.stores.number(new), self.replicas.number(resigned), None
 
     def _election_steps(self, number: int, now: list[int]) -> list:
         """Any members of the ISR may have reported, and the store may see the lease as over."""
-        record = self.records.values[number]
+        store = self.stores.values[number]
+        record = store.record
         if record.epoch >= self.bounds.epochs:
             return []
         key = (number, *now)
@@ -324,18 +373,21 @@ class Model:
             self._elections[key] = [
                 each
                 for member in sorted(filter(None, elected))
-                for each in self._elect(record, member)
+                for each in self._elect(store, member)
             ]
         return self._elections[key]
 
-    def _elect(self, record: ReplicationRecord, member: str) -> Iterator[tuple[Step, int]]:
+    def _elect(self, store: Store, member: str) -> Iterator[tuple[Step, int]]:
         """The old master stays in the ISR, or leaves it because its node is known to be gone."""
+        record = store.record
         i, old = NAMES.index(member), record.master
         assert old is not None
-        yield Step("the store elects {0}", i), self.records.number(records.elect(record, member))
+        new = store.changed(records.elect(record, member))
+        yield Step("the store elects {0}", i), self.stores.number(new)
         if old != member:
             step = Step("the store elects {0}, and {1} is gone", i, NAMES.index(old))
-            yield step, self.records.number(records.elect(record, member, gone={old}))
+            new = store.changed(records.elect(record, member, gone={old}))
+            yield step, self.stores.number(new)
 
     # What a master and a replica do with each other.
 
@@ -404,12 +456,12 @@ class Model:
         losing = [found[-1][1] for found in outcomes]
         yield Step("power cut of all", 0), self._settled(record, losing, rest)
 
-    def _after_cut(self, record_number: int, number: int, i: int) -> list[tuple[Step, int]]:
+    def _after_cut(self, store_number: int, number: int, i: int) -> list[tuple[Step, int]]:
         """Return the replica after each outcome of a cut, the worst one last.
 
         It has started again and read the record. What it kept it has synced; it forgot its HW.
         """
-        record, replica = self.records.values[record_number], self.replicas.values[number]
+        record, replica = self.stores.values[store_number].record, self.replicas.values[number]
         lead = None
         was_master = replica.lead is not None and replica.epoch == record.epoch
         if was_master and self.rules.is_master(record, NAMES[i], record.epoch):
@@ -431,22 +483,46 @@ class Model:
 
     # What must hold.
 
-    def _grow(self, committed: int, told: int, step: Step) -> int:
+    def _undo(self, old: int, new: int, committed: int) -> int:
+        """Return what is committed after a branch has begun: what it leaves."""
+        branched = self.stores.values[new].undone
+        if branched is None or self.stores.values[old].undone is not None:
+            return committed
+        return self.committed.number(self.committed.values[committed][: branched[1]])
+
+    def _grow(self, store_number: int, number: int, committed: int, told: int, step: Step) -> int:
         """Return the longer of two committed histories; they must agree."""
-        key = (committed, told)
+        key = (store_number, number, committed, told)
         if key not in self._grown:
+            store, epoch = self.stores.values[store_number], self.replicas.values[number].epoch
             old, new = self.committed.values[committed], self.committed.values[told]
             shorter = min(len(old), len(new))
-            is_same = old[:shorter] == new[:shorter]
-            self._grown[key] = (committed if len(old) >= len(new) else told) if is_same else -1
-        if self._grown[key] < 0:
-            raise ViolationError("two different records are committed with one seqno", step)
+            grown = committed if len(old) >= len(new) else told
+            if store.undone is not None and epoch < store.undone[0]:
+                grown = committed  # answered late by a master from before the branch, and undone
+            elif old[:shorter] != new[:shorter]:
+                raise ViolationError("two different records are committed with one seqno", step)
+            else:
+                self._check_undone(store, new, step)
+            self._grown[key] = grown
         return self._grown[key]
 
-    def _check_promoted(self, committed: int, new: int, step: Step) -> None:
-        kept = self.committed.values[committed]
-        if self.replicas.values[new].log[: len(kept)] != kept:
-            raise ViolationError("a committed record is lost: the new master lacks it", step)
+    def _check_undone(self, store: Store, log: tuple[Entry, ...], step: Step) -> None:
+        if store.undone is not None:
+            epoch, seqno = store.undone
+            if any(entry.epoch < epoch for entry in log[seqno:]):
+                raise ViolationError("a record that a branch undid is back", step)
+
+    def _can_be_promoted(
+        self, store_number: int, committed: int, new: int, is_newest: bool, step: Step
+    ) -> bool:
+        """Return whether a new master may know this HW; by the newest record it has all."""
+        kept, replica = self.committed.values[committed], self.replicas.values[new]
+        if is_newest:
+            if replica.log[: len(kept)] != kept:
+                raise ViolationError("a committed record is lost: the new master lacks it", step)
+            self._check_undone(self.stores.values[store_number], replica.log, step)
+        return kept[: replica.hw] == replica.log[: replica.hw]
 
     def _check_agreement(self, now: list[int], i: int, step: Step) -> None:
         mine = now[i]

@@ -7,7 +7,7 @@ from typing import Any
 
 from failover.replication_record import ReplicationRecord
 
-from .values import NAMES, Replicas, State, Table
+from .values import NAMES, Replicas, State, Store, Table
 
 
 class Renaming:
@@ -17,16 +17,16 @@ class Renaming:
     orders are tried, and the smallest state stands for them.
     """
 
-    def __init__(self, count: int, records: Table[ReplicationRecord], replicas: Replicas) -> None:
+    def __init__(self, count: int, stores: Table[Store], replicas: Replicas) -> None:
         self._count, self._members = count, NAMES[:count]
-        self._known_records, self._known_replicas = records, replicas
+        self._known_stores, self._known_replicas = stores, replicas
         self._orders = list(permutations(range(count)))
         self._place = {order: number for number, order in enumerate(self._orders)}
         self.looks: Table[Any] = Table()
         self._look: dict[int, int] = {}
         self._seats: dict[int, tuple[int, ...]] = {}
         self._replicas: dict[tuple[int, int], int] = {}
-        self._records: dict[tuple[int, int], int] = {}
+        self._stores: dict[tuple[int, int], int] = {}
 
     def canonical(self, state: State) -> State:
         count = self._count
@@ -49,7 +49,7 @@ class Renaming:
 
     def _renamed(self, state: State, place: int) -> State:
         order = self._orders[place]
-        changed = [self._record(state[0], place)]
+        changed = [self._store(state[0], place)]
         changed += [self._replica(state[index + 1], place) for index in order]
         return (*changed, *state[len(order) + 1 :])
 
@@ -65,7 +65,7 @@ class Renaming:
         return self._look[number]
 
     def _find_seats(self, number: int) -> tuple[int, ...]:
-        record = self._known_records.values[number]
+        record = self._known_stores.values[number].record
         self._seats[number] = tuple(
             (member in record.isr) * 2 + (member == record.master) for member in self._members
         )
@@ -74,19 +74,24 @@ class Renaming:
     def _names(self, place: int) -> dict[str, str]:
         return {NAMES[old]: NAMES[new] for new, old in enumerate(self._orders[place])}
 
-    def _record(self, number: int, place: int) -> int:
+    def _store(self, number: int, place: int) -> int:
         key = (number, place)
-        if key not in self._records:
-            record, names = self._known_records.values[number], self._names(place)
-            new = ReplicationRecord(
-                copies=tuple(self._members),
-                isr=frozenset(names[each] for each in record.isr),
-                epoch=record.epoch,
-                master=None if record.master is None else names[record.master],
-                handover=record.handover,
-            )
-            self._records[key] = self._known_records.number(new)
-        return self._records[key]
+        if key not in self._stores:
+            store, names = self._known_stores.values[number], self._names(place)
+            earlier = tuple(self._record(each, names) for each in store.earlier)
+            new = store._replace(record=self._record(store.record, names), earlier=earlier)
+            self._stores[key] = self._known_stores.number(new)
+        return self._stores[key]
+
+    def _record(self, record: ReplicationRecord, names: dict[str, str]) -> ReplicationRecord:
+        return ReplicationRecord(
+            copies=tuple(self._members),
+            isr=frozenset(names[each] for each in record.isr),
+            epoch=record.epoch,
+            master=None if record.master is None else names[record.master],
+            handover=record.handover,
+            branch=record.branch,
+        )
 
     def _replica(self, number: int, place: int) -> int:
         replica = self._known_replicas.values[number]

@@ -6,6 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from failover.history import FailoverLog
 from failover.isr import Acknowledgement
+from failover.replication_record import ReplicationRecord
 
 from .rules import Entry, History
 
@@ -22,13 +23,35 @@ class Bounds(NamedTuple):
     cuts: int = 1
     min_in_sync: int = 0
     """0: a majority."""
+    branches: int = 0
+    """1: an operator's branch may happen once."""
 
     def __str__(self) -> str:
         text = (
             f"{self.replicas} replicas, {self.writes} records, {self.epochs} epochs,"
             f" {self.cuts} power cuts"
         )
-        return text + (f", min in-sync {self.min_in_sync}" if self.min_in_sync else "")
+        text += f", min in-sync {self.min_in_sync}" if self.min_in_sync else ""
+        return text + (", a branch" if self.branches else "")
+
+
+class Store(NamedTuple):
+    """The metadata store: the record, and those of earlier epochs that a late reader may see."""
+
+    record: ReplicationRecord
+    earlier: tuple[ReplicationRecord, ...] = ()
+    undone: tuple[int, int] | None = None
+    """A branch's epoch and seqno: records above it, of earlier epochs, must not come back."""
+
+    def changed(self, record: ReplicationRecord) -> Store:
+        """Return the store with a new record."""
+        if record.epoch == self.record.epoch:
+            return self._replace(record=record)
+        return self._replace(record=record, earlier=(*self.earlier, self.record))
+
+    def without(self, epoch: int) -> Store:
+        """Return the store when everybody knows this epoch."""
+        return self._replace(earlier=tuple(e for e in self.earlier if e.epoch > epoch))
 
 
 class Lead(NamedTuple):
@@ -113,4 +136,18 @@ class Replicas(Table[Replica]):
         number = super().number(value)
         if value.lead is not None:
             self.masters.add(number)
+        return number
+
+
+class Stores(Table[Store]):
+    """All states of the store. `late` has the numbers of those with earlier records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[int] = set()
+
+    def number(self, value: Store) -> int:
+        number = super().number(value)
+        if value.earlier:
+            self.late.add(number)
         return number
