@@ -18,7 +18,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from failover.isr import (
     min_in_sync_of,
     must_leave,
 )
-from failover.replication_record import ReplicationRecord, expand, shrink
+from failover.replication_record import BranchUnderWay, ReplicationRecord, expand, shrink
 from failover.write_answer import Durability, WriteState
 from vbucket.engine.partition import Partition
 
@@ -84,6 +84,8 @@ class Mastership:
         self.is_writing = False
         """Whether a change of the record is under way."""
         self.handing_since_ns = 0
+        self.branch_wanted: BranchUnderWay | None = None
+        """What an operator has asked for, until the record says it."""
         self.has_handed = False
         """Whether the handover is written, or may be: nobody serves until that is decided."""
         self._member = member
@@ -135,14 +137,25 @@ class Mastership:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def confirmed_until_ns(self, confirmed: Callable[[str], int | None]) -> int | None:
-        """Return until when reads may be answered; `confirmed` gives when a member was asked the
-        question that it confirmed last, None: it has confirmed none.
+    def take_record(self, record: ReplicationRecord) -> None:
+        """Take the record of this epoch, as the metadata store has it now."""
+        assert record.epoch == self.epoch
+        self.record = record
+        if not self.is_writing:
+            self.asked = None
+
+    def decided(self, *, is_written: bool) -> None:
+        """A change of the record has its outcome; `take_record` follows if it was written."""
+        self.is_writing = self.has_handed = False
+        self.handing_since_ns = 0
+        if not is_written:
+            self.asked = None
+
+    def confirmed_until_ns(self, asked_ns: Mapping[str, int]) -> int | None:
+        """Return until when reads may be answered; None: without limit. `asked_ns` has, for each
+        member, when it was asked the question that it confirmed last.
         """
-        asked = {
-            member: asked_ns for member in self.isr if (asked_ns := confirmed(member)) is not None
-        }
-        return confirmed_until_ns(self._member, self.isr, asked)
+        return confirmed_until_ns(self._member, self.isr, asked_ns)
 
     def service(self, now_ns: int, until_ns: int | None) -> Service | None:
         """Return what may be served now; None: nothing, because this master is not confirmed."""

@@ -160,6 +160,10 @@ class ReplicaLink:
         """Whether a partition is followed here."""
         return vb_id in self._streams
 
+    def followed(self) -> tuple[int, ...]:
+        """Return the partitions that are followed here."""
+        return tuple(self._streams)
+
     def synced(self, group: int) -> None:
         """A commit group of this node is on disk."""
         unsynced = self._unsynced

@@ -18,10 +18,10 @@ from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.replication.cluster_map import bucket_map
-from dcp.replication.effects import Dial
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.replication.shell_effects import CutOff, Dial
 from dcp.session.held_answers import HeldAnswers
 from sim.facts import Facts, Mastership
 from sim.network import Side
@@ -119,7 +119,7 @@ class ClusterNode(SingleNode):
             cluster="sim", carry_out=self._carry_out, depose=self._depose,
             now_ns=self.clock.monotonic_ns(),
         )  # fmt: skip
-        self.replication = self.core
+        self.replication = self.core.leading
         self._handlers: list[LinkHandler] = []
         self._told: dict[int, int] = {}
         """Partition -> the epoch in which this node was last seen to serve it."""
@@ -148,7 +148,7 @@ class ClusterNode(SingleNode):
     def _done(self, job: Job) -> None:
         published = self.groups.done(job)
         if isinstance(job, WriteGroup):
-            self.core.group_synced(self.clock.monotonic_ns(), published)
+            self.core.group_synced(self.clock.monotonic_ns(), job.group)
         self.published(published)
         self._carry_out_core()
         if self.groups.has_work:
@@ -195,6 +195,8 @@ class ClusterNode(SingleNode):
                 self.published(effect)
             elif isinstance(effect, Dial):
                 self._dial(effect.member)
+            elif isinstance(effect, CutOff):
+                self._record.cut_off.append(effect)
         self._handlers = [item for item in self._handlers if not self._flushed(item)]
         self._note_masterships()
         if self.engine.keyspace.has_pending:
@@ -206,7 +208,7 @@ class ClusterNode(SingleNode):
         return handler.link.state is LinkState.CLOSED and handler.side is None
 
     def _dial(self, member: str) -> None:
-        link = self.core.links[member]
+        link = self.core.following.links[member]
         stored = self.session.view.members.get(member)
         handler = LinkHandler(self, member, link)
         self._handlers.append(handler)

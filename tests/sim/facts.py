@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+from dcp.replication.shell_effects import CutOff
+
 
 class Kind(Enum):
     """What a client asked for."""
@@ -223,6 +225,8 @@ class Facts:
         """Of the masters, at rest."""
         self.master_map: Map | None = None
         self.consumer_maps: list[Map] = []
+        self.cut_off: list[CutOff] = []
+        """What replicas kept in files before they cut it off."""
         self.works_ns = 0
         """From here on, every operation must be answered."""
         self.problems: list[str] = []

@@ -1,0 +1,266 @@
+"""What a node does as a replica: links to the masters' nodes, and what comes on them. Sans-IO.
+
+Who calls it: `dcp.replication.node_core`.
+
+Invariants
+- a partition is followed on one link at most: that of its master, in the epoch of its record;
+- an epoch is never followed lower than the partition's own;
+- what this process confirmed to any master is not forgotten with the link: `last_confirmed_ns`
+  bounds from when it may serve if it becomes master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from dcp.replication.mastership import ReplicationSettings
+from dcp.replication.messages import (
+    FORMAT,
+    Greeting,
+    Position,
+    Section,
+    Welcome,
+    versions_of,
+)
+from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
+from dcp.replication.shell_effects import CutOff, Dial, ReplicationEffect
+from dcp.session.replication_port import ReplicationError
+from dcp.wire.message import StreamRequest
+from failover.promotion import may_have_been_answered
+from failover.replication_record import ReplicationRecord
+from vbucket.engine.branch import BranchRefusedError
+from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import (
+    FloorsRefusedError,
+    StaleEpochError,
+    adopt_failover_log,
+    adopt_floors,
+)
+from vbucket.engine.replicated import ReplicatedChanges
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, control_document
+
+UNHEARD_NS: Final = 600_000_000
+"""A master whose node was not heard for so long is reported: six heartbeats."""
+REDIAL_NS: Final = 200_000_000
+"""Pause between two attempts to connect to a node."""
+
+
+class Identity(NamedTuple):
+    """Who this node is."""
+
+    cluster: str
+    member: str
+    incarnation: int
+
+
+class Following:
+    """See the module. `raise_watermarks` is called with partitions whose master told a new one."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        changes: ReplicatedChanges,
+        identity: Identity,
+        settings: ReplicationSettings,
+        *,
+        record_of: Callable[[int], ReplicationRecord],
+        raise_watermarks: Callable[[Iterable[int]], None],
+        effects: list[ReplicationEffect],
+        now_ns: int,
+    ) -> None:
+        self._engine = engine
+        self._changes = changes
+        self._identity = identity
+        self._settings = settings
+        self._record_of = record_of
+        self._raise_watermarks = raise_watermarks
+        self._effects = effects
+        self._now_ns = self._started_ns = now_ns
+        self.links: dict[str, ReplicaLink] = {}
+        """By member, the links to the nodes of masters."""
+        self._heard_ns: dict[str, int] = {}
+        self._dialled_ns: dict[str, int] = {}
+        self._confirmed_ns: dict[int, int] = {}
+        """When a partition's master was last confirmed, on links that are left or gone."""
+        self._hw: dict[int, int] = {}
+        """The high watermarks that masters told."""
+
+    # -- which links -------------------------------------------------------------------------------
+
+    def follow(self, vb_id: int, record: ReplicationRecord, now_ns: int) -> None:
+        """Follow the master of a partition, if this node holds a copy and is not it."""
+        self._now_ns = now_ns
+        master, member = record.master, self._identity.member
+        if member not in record.copies or master is None or master == member:
+            self.leave(vb_id)
+            return
+        for other, link in self.links.items():
+            if other != master:
+                self._leave(link, vb_id)
+        self._heard_ns.setdefault(master, now_ns)
+        followed = self._link_to(master)
+        if followed is not None:
+            followed.follow(vb_id, record.epoch, now_ns)
+
+    def leave(self, vb_id: int) -> None:
+        """Follow nobody for a partition."""
+        for link in self.links.values():
+            self._leave(link, vb_id)
+
+    def _leave(self, link: ReplicaLink, vb_id: int) -> None:
+        if link.follows(vb_id):
+            self.confirmed(vb_id, link.confirmed_ns)
+            link.leave(vb_id)
+
+    def _link_to(self, member: str) -> ReplicaLink | None:
+        """Return the link to a member's node; dial it if there is none."""
+        link = self.links.get(member)
+        if link is not None and link.state is not LinkState.CLOSED:
+            return link
+        if self._now_ns - self._dialled_ns.get(member, -REDIAL_NS) < REDIAL_NS:
+            return None
+        self._dialled_ns[member] = self._now_ns
+        identity = self._identity
+        greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation)
+        link = ReplicaLink(
+            self, greeting, now_ns=self._now_ns, value_bytes_max=self._settings.value_bytes_max
+        )
+        self.links[member] = link
+        self._effects.append(Dial(member))
+        return link
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass; note what links that are gone have confirmed."""
+        self._now_ns = now_ns
+        for member, link in self.links.items():
+            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.heard_ns)
+            followed = link.followed()
+            link.tick(now_ns)
+            if link.state is LinkState.CLOSED:
+                for vb_id in followed:
+                    self.confirmed(vb_id, link.confirmed_ns)
+
+    def synced(self, group: int) -> None:
+        """A commit group of this node is on disk: acknowledge it."""
+        for link in self.links.values():
+            link.synced(group)
+
+    def is_unheard(self, record: ReplicationRecord) -> bool:
+        """Whether a partition has no master, or one that was not heard for a while."""
+        master = record.master
+        if master is None or master == self._identity.member:
+            return True
+        return self._now_ns - self._heard_ns.get(master, self._started_ns) >= UNHEARD_NS
+
+    # -- confirmations -----------------------------------------------------------------------------
+
+    def confirmed(self, vb_id: int, at_ns: int) -> None:
+        """Note that this process confirmed a master of a partition, or was one, until then."""
+        self._confirmed_ns[vb_id] = max(self._confirmed_ns.get(vb_id, 0), at_ns)
+
+    def last_confirmed_ns(self, vb_id: int) -> int:
+        """Return when this process may last have confirmed another master of a partition."""
+        confirmed_ns = max(self._confirmed_ns.get(vb_id, 0), self._started_ns)
+        for link in self.links.values():
+            if link.follows(vb_id):
+                confirmed_ns = max(confirmed_ns, link.confirmed_ns)
+        return confirmed_ns
+
+    # -- ReplicaSide -------------------------------------------------------------------------------
+
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+        """See ReplicaSide."""
+        part = self._engine.partitions[vb_id]
+        asked = from_here(part.high_seqno, part.vb_uuid)
+        return asked, Position(epoch, versions_of(part.failover))
+
+    def welcomed(self, vb_id: int, welcome: Welcome) -> None:
+        """See ReplicaSide."""
+        try:
+            log = welcome.failover_log()
+            adopt_failover_log(self._engine, vb_id, log, welcome.epoch)
+            adopt_floors(
+                self._engine, vb_id, welcome.history_floor, welcome.purge_seqno,
+                welcome.committed_seqno,
+            )  # fmt: skip
+        except (StaleEpochError, FloorsRefusedError, ValueError) as error:
+            raise ReplicationError(str(error)) from error
+        self._told(vb_id, welcome.committed_seqno)
+
+    def roll_back(self, vb_id: int, epoch: int, seqno: int) -> None:
+        """See ReplicaSide."""
+        part = self._engine.partitions[vb_id]
+        if epoch < part.leader_epoch:
+            raise ReplicationError(
+                f"vb {vb_id} is in leader epoch {part.leader_epoch}; epoch {epoch} is over"
+            )
+        self._changes.settle()
+        seqno = min(seqno, part.high_seqno)
+        if seqno < part.history_floor:
+            seqno = 0
+        self._keep_what_is_cut(vb_id, epoch, seqno)
+        try:
+            adopt_failover_log(
+                self._engine, vb_id, part.failover.cut(seqno), part.leader_epoch,
+                rollback_to=seqno,
+            )  # fmt: skip
+        except BranchRefusedError as error:
+            raise ReplicationError(str(error)) from error
+
+    def _keep_what_is_cut(self, vb_id: int, epoch: int, seqno: int) -> None:
+        part = self._engine.partitions[vb_id]
+        if seqno == part.high_seqno or not may_have_been_answered(
+            self._record_of(vb_id), part.leader_epoch,
+            acknowledges_as_master=self._settings.acknowledges_as_master,
+        ):  # fmt: skip
+            return
+        entries = self._engine.versions.entries(part, seqno + 1, part.high_seqno, 1 << 62)
+        self._effects.append(CutOff(vb_id, epoch, tuple(part.failover.pairs()), tuple(entries)))
+
+    def high_seqno(self, vb_id: int) -> int:
+        """See ReplicaSide."""
+        return self._engine.partitions[vb_id].high_seqno
+
+    def unsynced_group(self, vb_id: int) -> int:
+        """See ReplicaSide."""
+        group = self._engine.partitions[vb_id].last_group
+        return group if group > self._engine.commits.synced_group else 0
+
+    def apply(self, section: Section) -> None:
+        """See ReplicaSide."""
+        part = self._engine.partitions[section.vb_id]
+        changes: list[bytes] = []
+        for entry in section.entries:
+            if entry[OPCODE_AT] != LOG_CONTROL:
+                changes.append(entry)
+                continue
+            self._changes.apply(part, changes)
+            changes = []
+            self._adopt_floors(section, control_document(entry))
+        self._changes.apply(part, changes)
+        self._told(section.vb_id, section.committed_seqno)
+
+    def _adopt_floors(self, section: Section, document: dict[str, object]) -> None:
+        floor, purge = document.get("seqno"), document.get("purge")
+        if not isinstance(floor, int) or not isinstance(purge, int):
+            raise ReplicationError(f"vb {section.vb_id}: floors without numbers: {document}")
+        try:
+            adopt_floors(self._engine, section.vb_id, floor, purge, section.committed_seqno)
+        except FloorsRefusedError as error:
+            raise ReplicationError(str(error)) from error
+
+    # -- high watermarks ---------------------------------------------------------------------------
+
+    def told_hw(self, vb_id: int) -> int:
+        """Return the high watermark that a partition's masters told."""
+        return self._hw.get(vb_id, 0)
+
+    def note_hw(self, vb_id: int, seqno: int) -> None:
+        """Note a seqno up to which everything is committed."""
+        if seqno > self._hw.get(vb_id, 0):
+            self._hw[vb_id] = seqno
+
+    def _told(self, vb_id: int, seqno: int) -> None:
+        self.note_hw(vb_id, seqno)
+        self._raise_watermarks((vb_id,))

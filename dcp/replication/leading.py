@@ -1,0 +1,332 @@
+"""What a node does as a master: its masterships, the feeds of replicas, changes of records.
+Sans-IO.
+
+Who calls it: `dcp.replication.node_core`; sessions open feeds here (`ReplicationPort`), and feeds
+ask and tell (`MasterSide`).
+
+Invariants
+- a replica is admitted only in the epoch that both sides are on, and after the version of that
+  epoch is on disk here;
+- clients are served only while the in-sync set confirms this master. Who is not served any more has
+  its streams ended, so that a consumer that reaches only a deposed master notices;
+- a record is changed by one write at a time, and from the moment of a handover's write nobody is
+  served until its outcome is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from dcp.cluster.cluster_records import StoredPartition
+from dcp.cluster.cluster_view import ClusterView, Stored
+from dcp.cluster.record_writer import RecordChange
+from dcp.replication.feed import Followed, ReplicaFeed
+from dcp.replication.mastership import Mastership, ReplicationSettings, Service
+from dcp.replication.messages import (
+    FORMAT,
+    Greeting,
+    Position,
+    Welcome,
+    decode,
+    encode,
+    versions_of,
+)
+from dcp.session.replication_port import FeedAnswer, ReplicationError
+from dcp.stream.hub import StreamHub
+from dcp.wire.message import U64, StreamRequest
+from dcp.wire.status import Status
+from failover.fencing import refusal
+from failover.isr import serves_from_ns
+from failover.promotion import first_step, is_branch_done, may_send_back
+from failover.replication_record import (
+    BranchUnderWay,
+    HandedOver,
+    ReplicationRecord,
+    finish_branch,
+    hand_over,
+    start_branch,
+)
+from failover.rollback import Question, decide
+from vbucket.engine.engine import Engine
+from vbucket.engine.leadership import begin_version, set_leader_epoch
+from vbucket.engine.partition import Hold, Partition, VbState
+
+HANDING_NS_MAX: Final = 2_000_000_000
+"""A handover that has not happened after so long is given up, and tried again later."""
+_SERVED: Final = frozenset({Service.SERVING, Service.HANDING})
+
+
+class Leading:
+    """See the module. `depose` answers what waits in connections as ambiguous."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hub: StreamHub,
+        view: ClusterView,
+        settings: ReplicationSettings,
+        *,
+        cluster: str,
+        member: str,
+        raise_watermarks: Callable[[Iterable[int]], None],
+        depose: Callable[[tuple[int, ...], str], None],
+        now_ns: int,
+    ) -> None:
+        self._engine = engine
+        self._hub = hub
+        self._view = view
+        self._settings = settings
+        self._cluster = cluster
+        self._member = member
+        self._raise_watermarks = raise_watermarks
+        self._depose = depose
+        self._now_ns = now_ns
+        self.masterships: dict[int, Mastership] = {}
+        self.feeds: dict[str, ReplicaFeed] = {}
+        """By member."""
+        self.fence_ns: int | None = None
+        """When the first partition is not confirmed any more; None: none is served so."""
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def begin(self, vb_id: int, record: ReplicationRecord, confirmed_ns: int, now_ns: int) -> int:
+        """Become master in the record's epoch; return what is known to be committed.
+
+        `confirmed_ns` is when this process may last have confirmed another master.
+        """
+        self._now_ns = now_ns
+        part = self._engine.partitions[vb_id]
+        assert part.leader_epoch <= record.epoch, "an epoch is never followed lower"
+        was_master = vb_id in self.masterships
+        if was_master:
+            self.step_down(vb_id, f"epoch {record.epoch} has begun")
+        first = first_step(record, part.failover, part.high_seqno)
+        branch = record.branch
+        if branch is not None and first.branch_seqno is not None:
+            log = part.failover.branch(branch.vb_uuid, first.branch_seqno, record.epoch)
+            self._engine.keyspace.replace_history(
+                part, log, record.epoch, rollback_to=first.branch_seqno
+            )
+        if first.version_seqno is None or (was_master and branch is not None):
+            set_leader_epoch(self._engine, vb_id, record.epoch)
+        else:
+            begin_version(self._engine, vb_id, record.epoch)
+        part.state = VbState.FENCED
+        mastership = Mastership(
+            part, record, self._member, self._settings, now_ns=now_ns,
+            ready_group=part.last_group,
+            serves_from_ns=serves_from_ns(
+                confirmed_ns, was_handed_over=record.handover is not None or was_master
+            ),
+        )  # fmt: skip
+        part.guard = mastership
+        self.masterships[vb_id] = mastership
+        return first.committed_seqno if first.version_seqno is None else 0
+
+    def step_down(self, vb_id: int, why: str) -> None:
+        """Stop being a partition's master."""
+        self._depose((vb_id,), why)
+        del self.masterships[vb_id]
+        part = self._engine.partitions[vb_id]
+        part.state = VbState.REPLICA
+        part.may_send_back = False
+        part.guard = None
+        part.release_writes(Hold.REPLICATION)
+        self._hub.fenced(vb_id)
+        for feed in self.feeds.values():
+            feed.end(vb_id)
+
+    def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
+        """A group is on disk: replicas get its changes."""
+        synced_group = self._engine.commits.synced_group
+        for mastership in self.masterships.values():
+            if not mastership.is_ready and mastership.ready_group <= synced_group:
+                mastership.is_ready = True
+        if changes:
+            for feed in self.feeds.values():
+                feed.group_synced(changes)
+
+    # -- ReplicationPort and MasterSide ------------------------------------------------------------
+
+    def open_feed(self, greeting: bytes, schedule: Callable[[], None]) -> ReplicaFeed:
+        """See ReplicationPort."""
+        told: Greeting = decode(greeting, Greeting)
+        if told.format != FORMAT:
+            raise ReplicationError(
+                f"member {told.member} has format {told.format} of the replication messages; "
+                f"this node has {FORMAT}. Upgrade the older of the two"
+            )
+        if told.cluster != self._cluster:
+            raise ReplicationError(
+                f"member {told.member} belongs to cluster {told.cluster!r}, this node to "
+                f"{self._cluster!r}"
+            )
+        if told.member not in self._view.members:
+            raise ReplicationError(f"{told.member} is no member of this cluster")
+        older = self.feeds.get(told.member)
+        if older is not None:
+            older.is_superseded = True
+            older.close()
+        feed = ReplicaFeed(self._engine, told.member, self, schedule, now_ns=self._now_ns)
+        self.feeds[told.member] = feed
+        return feed
+
+    def feed_closed(self, feed: ReplicaFeed) -> None:
+        """See MasterSide."""
+        if self.feeds.get(feed.member) is feed:
+            del self.feeds[feed.member]
+
+    def admit(
+        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+    ) -> FeedAnswer:
+        """See MasterSide."""
+        part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)
+        stored = self._view.partitions.get(vb_id)
+        own_epoch = max(part.leader_epoch, 0 if stored is None else stored.content.record.epoch)
+        why = refusal(own_epoch, told.epoch)
+        if why is None and (mastership is None or mastership.epoch != told.epoch):
+            why = f"vb {vb_id}: this node is not the master in epoch {told.epoch}"
+        if why is not None:
+            return FeedAnswer(Status.X_FENCED, why.encode())
+        assert mastership is not None
+        if not mastership.is_ready:
+            return FeedAnswer(Status.ETMPFAIL, b"the version of this epoch is not on disk yet")
+        try:
+            versions = tuple(told.failover_log().pairs())
+        except ValueError as error:
+            raise ReplicationError(f"vb {vb_id}: {error}") from error
+        question = Question(
+            asked.start_seqno, asked.vb_uuid, asked.snap_start_seqno, asked.snap_end_seqno, versions
+        )
+        decision = decide(question, part.failover, part.high_seqno, part.purge_seqno)
+        if decision.rollback_seqno is not None:
+            return FeedAnswer(Status.ROLLBACK, U64.pack(decision.rollback_seqno))
+        if asked.start_seqno > part.synced_seqno:
+            return FeedAnswer(Status.ETMPFAIL, b"the master has not synced so much yet")
+        feed.open(vb_id, mastership.epoch, opaque, asked.start_seqno)
+        welcome = Welcome(
+            mastership.epoch, versions_of(part.failover), part.history_floor, part.purge_seqno,
+            part.committed_seqno,
+        )  # fmt: skip
+        return FeedAnswer(Status.OK, encode(welcome))
+
+    def acknowledged(self, member: str, followed: Sequence[Followed]) -> None:
+        """See MasterSide."""
+        touched = []
+        for each in followed:
+            mastership = self.masterships.get(each.vb_id)
+            if mastership is not None and mastership.epoch == each.epoch:
+                mastership.acknowledged(member, each.epoch, each.seqno)
+                touched.append(each.vb_id)
+        self._raise_watermarks(touched)
+
+    # -- what is served ----------------------------------------------------------------------------
+
+    def serve(self, now_ns: int) -> None:
+        """Let each partition serve what it may, and find the next fence."""
+        self._now_ns = now_ns
+        fence_ns: int | None = None
+        for mastership in self.masterships.values():
+            until_ns = mastership.confirmed_until_ns(self._confirmations(mastership))
+            service = mastership.service(now_ns, until_ns)
+            self._set_service(mastership, service)
+            if service in _SERVED and until_ns is not None:
+                fence_ns = until_ns if fence_ns is None else min(fence_ns, until_ns)
+        self.fence_ns = fence_ns
+
+    def _confirmations(self, mastership: Mastership) -> dict[str, int]:
+        """Return member -> when it was asked the question that it confirmed last."""
+        vb_id = mastership.part.vb_id
+        asked: dict[str, int] = {}
+        for member in mastership.isr:
+            feed = self.feeds.get(member)
+            asked_ns = None if feed is None else feed.confirmed_ns(vb_id)
+            if asked_ns is not None:
+                asked[member] = asked_ns
+        return asked
+
+    def _set_service(self, mastership: Mastership, service: Service | None) -> None:
+        part = mastership.part
+        was_active, may_serve = part.state == VbState.ACTIVE, service in _SERVED
+        part.may_send_back = may_send_back(
+            is_master=service is not Service.PREPARING, hw_seqno=part.committed_seqno,
+            epoch_start_seqno=mastership.epoch_start_seqno,
+        )  # fmt: skip
+        if may_serve and not was_active:
+            part.state = VbState.ACTIVE
+            self._engine.keyspace.tell_missing_events(part)
+        elif was_active and not may_serve:
+            self._fence(part)
+        why = mastership.why_writes_wait if may_serve else ""
+        if why:
+            part.hold_writes(Hold.REPLICATION, why)
+        else:
+            part.release_writes(Hold.REPLICATION)
+
+    def _fence(self, part: Partition) -> None:
+        part.state = VbState.FENCED
+        self._hub.fenced(part.vb_id)
+
+    # -- changes of records ------------------------------------------------------------------------
+
+    def record_changes(
+        self, records: Mapping[int, Stored[StoredPartition]], *, may_write: bool
+    ) -> list[RecordChange]:
+        """Return the changes of this master's records that are due. They must be written."""
+        alive = self._view.alive
+        changes: list[RecordChange] = []
+        for vb_id, mastership in self.masterships.items():
+            record = mastership.changed_isr(self._now_ns, alive)
+            if mastership.is_writing or not mastership.is_ready or not may_write:
+                continue
+            if record is None:
+                record = self._next_record(mastership)
+            if record is not None:
+                mastership.is_writing = True
+                mastership.asked = record.isr
+                changes.append(RecordChange(vb_id, record, records[vb_id]))
+        return changes
+
+    def _next_record(self, mastership: Mastership) -> ReplicationRecord | None:
+        """Return the record after a branch or a handover that is due; None: nothing is."""
+        record, part = mastership.record, mastership.part
+        if record.branch is not None:
+            done = is_branch_done(record, mastership.acknowledged_epochs())
+            return finish_branch(record) if done else None
+        if mastership.branch_wanted is not None and part.state == VbState.ACTIVE:
+            return start_branch(record, mastership.branch_wanted)
+        wanted = record.wanted_master
+        if wanted is None or wanted not in record.isr or part.state != VbState.ACTIVE:
+            mastership.handing_since_ns = 0
+            return None
+        if not mastership.handing_since_ns:
+            mastership.handing_since_ns = self._now_ns
+            part.hold_writes(Hold.REPLICATION, mastership.why_writes_wait)
+        elif self._now_ns - mastership.handing_since_ns > HANDING_NS_MAX:
+            mastership.handing_since_ns = 0
+            return None
+        if part.committed_seqno < part.high_seqno:
+            return None
+        mastership.has_handed = True
+        self._fence(part)
+        return hand_over(record, HandedOver(part.vb_uuid, part.high_seqno))
+
+    def want_branch(self, vb_id: int, seqno: int, vb_uuid: int) -> str:
+        """Ask for a branch of a partition; return why it cannot begin, "" if it will.
+
+        The record says so first, then the whole in-sync set rolls back.
+        """
+        mastership = self.masterships.get(vb_id)
+        part = self._engine.partitions[vb_id]
+        if mastership is None or part.state != VbState.ACTIVE:
+            return f"vb {vb_id}: this node does not serve it now; ask its master"
+        if mastership.branch_wanted is not None or mastership.record.branch is not None:
+            return f"vb {vb_id}: another branch is under way"
+        if seqno > part.high_seqno or 0 < seqno < part.history_floor:
+            return (
+                f"vb {vb_id} keeps every version from seqno {part.history_floor} to "
+                f"{part.high_seqno}; a branch cannot begin at {seqno}"
+            )
+        mastership.branch_wanted = BranchUnderWay(vb_uuid, seqno)
+        return ""
