@@ -30,7 +30,7 @@ Pack = Callable[[int, bool], bytes]
 class Request:
     """One request of a client."""
 
-    __slots__ = ("is_wanted", "name", "on_reply", "pack", "sent_ns", "was_sent")
+    __slots__ = ("name", "on_reply", "pack", "sent_ns", "was_sent")
 
     def __init__(
         self, name: str, pack: Pack, on_reply: Callable[[Request, Frame | None, str], None]
@@ -40,8 +40,6 @@ class Request:
         self.on_reply = on_reply
         self.was_sent = False
         self.sent_ns = 0
-        self.is_wanted: Callable[[], bool] = _always
-        """Whether it is still to be sent, if it waits for a connection."""
 
 
 class KvLink:
@@ -106,8 +104,7 @@ class KvLink:
         self._has_durability = Feature.SYNC_REPLICATION in handshake.features
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
-            if request.is_wanted():
-                self._send(request)
+            self._send(request)
 
     def _failed(self, why: str) -> None:
         self._dial = None
@@ -165,7 +162,3 @@ class KvLink:
 
     def on_writable(self) -> None:
         """Do nothing: lanes bound what is under way."""
-
-
-def _always() -> bool:
-    return True

@@ -3,13 +3,16 @@
     Call (clients.kv.call): where an operation goes, and again ──> KvLink, one for each node
 
 What `KvClient` does with sockets and time is done here in virtual time.
+
+Invariant: a request that still waits for a connection when its call is over, or goes elsewhere, is
+never sent. Its outcome says that nothing was done.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from clients.errors import ConnectError, DcpdError, error_from_status
+from clients.errors import ConnectError, ConnectionLostError, DcpdError, error_from_status
 from clients.kv.call import Call
 from clients.kv.routing import FetchMap, Router, Send
 from clients.link.topology import ClusterNode
@@ -41,6 +44,8 @@ class RoutedCaller:
         self._world = network.world
         self._facts = facts
         self._links: dict[str, KvLink] = {}
+        self._requests: dict[Call, list[tuple[Send, Request]]] = {}
+        """What each call has asked for and not heard of."""
         seed = nodes[self._world.below(len(nodes))]
         self._router = Router(ClusterNode(seed, KV_PORT, 8091))
 
@@ -66,11 +71,23 @@ class RoutedCaller:
                 self._fetch(operation, call, action, done)
             else:
                 self._send(operation, call, action, done)
+        self._forget(call)
         if call.is_done:
             self._end(operation, call, done)
         else:
             pause_ns = max(1, int(call.wake_s() * SECOND) - self._world.now_ns)
             self._host.after(pause_ns, self._drive, operation, call, done)
+
+    def _forget(self, call: Call) -> None:
+        """Do not send what waits for a connection and is not wanted any more."""
+        left = []
+        for send, request in self._requests.pop(call, ()):
+            if not (call.is_done or send.is_abandoned):
+                left.append((send, request))
+            elif not request.was_sent:
+                self._link(send.node.host).forget(request)
+        if left:
+            self._requests[call] = left
 
     def _end(self, operation: Operation, call: Call, done: Done) -> None:
         result = call.results[0]
@@ -105,7 +122,8 @@ class RoutedCaller:
 
         def on_reply(_request: Request, frame: Frame | None, why: str) -> None:
             if frame is None:
-                send.outcomes[0] = None if send.sent else ConnectError(f"{node}: {why}")
+                lost = ConnectionLostError if send.sent else ConnectError
+                send.outcomes[0] = lost(f"{node}: {why}")
             elif frame.status in _RETRIED:
                 if frame.status == Status.NOT_MY_VBUCKET and frame.value:
                     self._router.learn(frame.value, node)
@@ -119,7 +137,7 @@ class RoutedCaller:
             self._drive(operation, call, done)
 
         request = Request(operation.name, packed, on_reply)
-        request.is_wanted = lambda: not send.is_abandoned and operation.outcome is None
+        self._requests.setdefault(call, []).append((send, request))
         self._link(node).ask(request)
 
     def _fetch(self, operation: Operation, call: Call, fetch: FetchMap, done: Done) -> None:
