@@ -100,12 +100,12 @@ def attempt(seed: int, options: Options, *, trace: bool = False) -> Report:
 
 def _tell(report: Report, options: Options) -> None:
     for violation in report.violations[:VIOLATIONS_SHOWN]:
-        print(f"seed {report.seed}: {violation}")
+        print(f"seed {report.seed}: {violation}", flush=True)
     more = len(report.violations) - VIOLATIONS_SHOWN
     if more > 0:
         print(f"seed {report.seed}: and {more} more")
     if report.violations:
-        print(f"replay it with: {replay_command(report.seed, options)} --trace")
+        print(f"replay it with: {replay_command(report.seed, options)} --trace", flush=True)
     if report.digest:
         print(f"trace {report.digest}")
 
