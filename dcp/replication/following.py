@@ -122,7 +122,7 @@ class Following:
             return None
         self._dialled_ns[member] = self._now_ns
         identity = self._identity
-        greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation)
+        greeting = Greeting(FORMAT, identity.cluster, identity.member, identity.incarnation, member)
         link = ReplicaLink(
             self, greeting, now_ns=self._now_ns, value_bytes_max=self._settings.value_bytes_max
         )
@@ -134,7 +134,7 @@ class Following:
         """Let time pass; note what links that are gone have confirmed."""
         self._now_ns = now_ns
         for member, link in self.links.items():
-            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.heard_ns)
+            self._heard_ns[member] = max(self._heard_ns.get(member, 0), link.master_heard_ns)
             followed = link.followed()
             link.tick(now_ns)
             if link.state is LinkState.CLOSED:
@@ -207,6 +207,7 @@ class Following:
             )  # fmt: skip
         except BranchRefusedError as error:
             raise ReplicationError(str(error)) from error
+        self._hw[vb_id] = min(self._hw.get(vb_id, 0), seqno)
 
     def _keep_what_is_cut(self, vb_id: int, epoch: int, seqno: int) -> None:
         part = self._engine.partitions[vb_id]
@@ -256,11 +257,11 @@ class Following:
         """Return the high watermark that a partition's masters told."""
         return self._hw.get(vb_id, 0)
 
-    def note_hw(self, vb_id: int, seqno: int) -> None:
-        """Note a seqno up to which everything is committed."""
-        if seqno > self._hw.get(vb_id, 0):
-            self._hw[vb_id] = seqno
+    def take_told_hw(self, vb_id: int) -> int:
+        """Return the same and forget it: this node becomes the master."""
+        return self._hw.pop(vb_id, 0)
 
     def _told(self, vb_id: int, seqno: int) -> None:
-        self.note_hw(vb_id, seqno)
+        if seqno > self._hw.get(vb_id, 0):
+            self._hw[vb_id] = seqno
         self._raise_watermarks((vb_id,))

@@ -90,10 +90,14 @@ class Leading:
 
     # -- epochs ------------------------------------------------------------------------------------
 
-    def begin(self, vb_id: int, record: ReplicationRecord, confirmed_ns: int, now_ns: int) -> int:
-        """Become master in the record's epoch; return what is known to be committed.
+    def begin(
+        self, vb_id: int, record: ReplicationRecord, *,
+        confirmed_ns: int, told_seqno: int, now_ns: int,
+    ) -> None:  # fmt: skip
+        """Become master in the record's epoch.
 
-        `confirmed_ns` is when this process may last have confirmed another master.
+        `confirmed_ns` is when this process may last have confirmed another master, `told_seqno` the
+        high watermark that the former master told.
         """
         self._now_ns = now_ns
         part = self._engine.partitions[vb_id]
@@ -119,10 +123,10 @@ class Leading:
             serves_from_ns=serves_from_ns(
                 confirmed_ns, was_handed_over=record.handover is not None or was_master
             ),
+            known_seqno=max(told_seqno, first.committed_seqno),
         )  # fmt: skip
         part.guard = mastership
         self.masterships[vb_id] = mastership
-        return first.committed_seqno if first.version_seqno is None else 0
 
     def step_down(self, vb_id: int, why: str) -> None:
         """Stop being a partition's master."""
@@ -161,6 +165,10 @@ class Leading:
             raise ReplicationError(
                 f"member {told.member} belongs to cluster {told.cluster!r}, this node to "
                 f"{self._cluster!r}"
+            )
+        if told.master != self._member:
+            raise ReplicationError(
+                f"member {told.member} wants to reach member {told.master}; here is {self._member}"
             )
         if told.member not in self._view.members:
             raise ReplicationError(f"{told.member} is no member of this cluster")

@@ -71,7 +71,9 @@ class Mastership:
         now_ns: int,
         ready_group: int,
         serves_from_ns: int,
+        known_seqno: int,
     ) -> None:
+        """`known_seqno`: everything up to there is known to be committed."""
         self.part = part
         self.record = record
         self.epoch = record.epoch
@@ -79,6 +81,7 @@ class Mastership:
         self.ready_group = ready_group
         """The commit group that begins this epoch here."""
         self.serves_from_ns = serves_from_ns
+        self.known_seqno = min(known_seqno, part.high_seqno)
         self.is_ready = False
         self.asked: frozenset[str] | None = None
         self.is_writing = False
@@ -123,8 +126,9 @@ class Mastership:
         if not self.is_ready:
             return part.committed_seqno
         self.acknowledged(self._member, self.epoch, part.synced_seqno)
+        known_seqno = max(part.committed_seqno, self.known_seqno)
         return high_watermark(
-            part.committed_seqno, self.epoch, self.isr, self._acknowledged, self.min_in_sync
+            known_seqno, self.epoch, self.isr, self._acknowledged, self.min_in_sync
         )
 
     def write_state(self, durability: Durability | None) -> WriteState:

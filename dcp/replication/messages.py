@@ -77,6 +77,8 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str
     member: str
     incarnation: int
+    master: str
+    """The member that it wants to reach: another folder may be served at the same address now."""
 
 
 class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

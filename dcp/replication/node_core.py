@@ -138,8 +138,10 @@ class ReplicationCore:
         elif mastership is None or mastership.epoch != record.epoch:
             confirmed_ns = self.following.last_confirmed_ns(vb_id)
             self.following.leave(vb_id)
-            committed_seqno = self.leading.begin(vb_id, record, confirmed_ns, self._now_ns)
-            self.following.note_hw(vb_id, committed_seqno)
+            self.leading.begin(
+                vb_id, record, confirmed_ns=confirmed_ns,
+                told_seqno=self.following.take_told_hw(vb_id), now_ns=self._now_ns,
+            )  # fmt: skip
         else:
             mastership.take_record(record)
             self._raise_watermarks((vb_id,))
@@ -190,9 +192,10 @@ class ReplicationCore:
         for vb_id in vb_ids:
             part = self._engine.partitions[vb_id]
             mastership = masterships.get(vb_id)
-            seqno = part.committed_seqno if mastership is None else mastership.hw_seqno()
-            told = min(self.following.told_hw(vb_id), part.synced_seqno)
-            if self._commits.commit(vb_id, max(seqno, told)):
+            told = self.following.told_hw(vb_id)
+            seqno = told if mastership is None else mastership.hw_seqno()
+            seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
+            if self._commits.commit(vb_id, seqno):
                 rose.append(vb_id)
         if rose:
             self._effects.append(self._groups.committed(rose))

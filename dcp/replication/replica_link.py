@@ -127,6 +127,8 @@ class ReplicaLink:
         """Applied messages that are not synced here: commit group, number."""
         self._synced_number = 0
         self.heard_ns = now_ns
+        self.master_heard_ns = 0
+        """When the last message of the member that is followed came; 0: none has."""
         self.confirmed_ns = 0
         """When a question was confirmed last; 0: none was."""
         self.problem = ""
@@ -295,7 +297,7 @@ class ReplicaLink:
         else:
             self._synced_number = message.number
         self._question = message.question
-        self.confirmed_ns = now_ns
+        self.confirmed_ns = self.master_heard_ns = now_ns
         self._acknowledge()
 
     def _acknowledge(self) -> None:

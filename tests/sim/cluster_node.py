@@ -7,7 +7,7 @@ What a server's shell does with time, bytes and effects is done here in virtual 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from dcp.cluster.cluster_session import ClusterSession, SessionEffect
@@ -23,12 +23,14 @@ from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
 from dcp.replication.shell_effects import CutOff, Dial
 from dcp.session.held_answers import HeldAnswers
+from failover.replication_record import ReplicationRecord
 from sim.facts import Facts, Mastership
 from sim.network import Side
 from sim.node import Facades, SingleNode
 from sim.plan import Plan
 from sim.world import MS
 from vbucket.engine.partition import VbState
+from vbucket.model.ids import vb_uuid_from_random
 from vbucket.model.partition_map import PartitionMap, bucket_config
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 CLUSTER_TICK_NS = 50 * MS
 COMMIT_TIMEOUT_NS = 2_000 * MS
 ROOT = b"/sim/"
+
+
+NoteRecord = Callable[[int, ReplicationRecord], None]
+"""Called with a partition and its new record."""
 
 
 class ClusterFacades(Facades):
@@ -100,7 +106,10 @@ class ClusterNode(SingleNode):
 
     core_type = ReplicationCore
 
-    def __init__(self, machine: Machine, plan: Plan, facts: Facts, store: MetaStore) -> None:
+    def __init__(
+        self, machine: Machine, plan: Plan, facts: Facts, store: MetaStore, note: NoteRecord
+    ) -> None:
+        self._note_record = note
         super().__init__(machine, plan, facts)
         self.facts = ClusterFacades(self)
         node = self.store.node()
@@ -154,6 +163,9 @@ class ClusterNode(SingleNode):
         if self.groups.has_work:
             self.kick()
 
+    def settle(self, vb_ids: Iterable[int]) -> None:
+        """See SingleNode. A cluster's records say what is settled, not one of its nodes."""
+
     def ended(self) -> None:
         """See SimNode."""
         self.driver.close()
@@ -176,10 +188,18 @@ class ClusterNode(SingleNode):
     def _take(self, effect: SessionEffect) -> None:
         now_ns = self.clock.monotonic_ns()
         if isinstance(effect, ViewChanged):
+            self._note_records(effect.vb_ids)
             self.core.records_changed(now_ns, effect.vb_ids)
         elif isinstance(effect, WriteOutcome):
             self.core.outcome(now_ns, effect)
         self._carry_out_core()
+
+    def _note_records(self, vb_ids: Iterable[int]) -> None:
+        """Tell the cluster of new records, before this node acts on them."""
+        for vb_id in sorted(vb_ids):
+            stored = self.session.view.partitions.get(vb_id)
+            if stored is not None:
+                self._note_record(vb_id, stored.content.record)
 
     def _carry_out(self, effects: Iterable[SessionEffect]) -> None:
         self.driver.carry_out(effects)
@@ -249,7 +269,13 @@ class ClusterNode(SingleNode):
 
     def branch(self, vb_id: int, share: float) -> bool:
         """See SimNode."""
-        return False
+        part = self.engine.partitions[vb_id]
+        seqno = int(part.high_seqno * share)
+        uuid = vb_uuid_from_random(self._world.draw.getrandbits(64))
+        if self.core.leading.want_branch(vb_id, seqno, uuid):
+            return False
+        self._record.excuse(self._world.now_ns, vb_id, seqno, "branch")
+        return True
 
     def serves(self, vb_id: int) -> bool:
         """See SimNode."""

@@ -42,6 +42,9 @@ class Controls(Protocol):
         It records the excuse, as `SimNode.branch` does.
         """
 
+    def may_lose_folder(self, machine: str) -> bool:
+        """Whether a machine may lose its folder now without a loss of what was committed."""
+
     def harm_store(self, kind: str) -> Mend | None:
         """Let the metadata store be away, slow, forgetful, or compact its history."""
 
@@ -213,8 +216,8 @@ def sync_fails(faults: Faults) -> Mend | None:
 
 def lost_folder(faults: Faults) -> Mend | None:
     """A machine loses its folder."""
-    machine = faults.running()
-    if machine is None:
+    machine, controls = faults.running(), faults.stage.controls
+    if machine is None or controls is None or not controls.may_lose_folder(machine.name):
         return None
     machine.kill()
     machine.lose_folder()

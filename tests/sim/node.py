@@ -265,17 +265,22 @@ class SingleNode:
 
     def published(self, published: Published) -> None:
         """Record what is committed, and release the answers that waited for it."""
-        group, now_ns = published.group, self._world.now_ns
+        group = published.group
         if group is not None:
             self._record_committed(group.high_seqnos)
         self._record_committed(published.vb_ids)
+        self.settle(published.branched)
         for vb_id in published.branched:
-            self._record.settle(now_ns, vb_id)
             document = self.engine.partitions[vb_id].failover.to_document()
             with self._machine.env.write() as write:
                 put_failover(write, vb_id, document)
         for connection in list(self.connections):
             connection.release()
+
+    def settle(self, vb_ids: Iterable[int]) -> None:
+        """What could cut back these partitions has happened, or never will."""
+        for vb_id in vb_ids:
+            self._record.settle(self._world.now_ns, vb_id)
 
     def _record_committed(self, vb_ids: Iterable[int]) -> None:
         now_ns, record = self._world.now_ns, self._record.committed.append
@@ -303,8 +308,7 @@ class SingleNode:
     def ended(self) -> None:
         """See SimNode. What was committed until now is kept for the checkers."""
         self.connections.clear()
-        for part in self.engine.partitions:
-            self._record.settle(self._world.now_ns, part.vb_id)
+        self.settle(part.vb_id for part in self.engine.partitions)
         if self._has_begun:
             self._record.histories += self.histories()
 

@@ -22,7 +22,7 @@ NETWORK_FAULTS = (
 )  # fmt: skip
 CONSUMER_FAULTS = ("consumer_crash", "consumer_pause")
 CLUSTER_FAULTS = (
-    "handover", "store_away", "store_slow", "store_forgets",
+    "lost_folder", "handover", "unclean_election", "store_away", "store_slow", "store_forgets",
     "store_compacts",
 )  # fmt: skip
 """Faults that need several nodes."""

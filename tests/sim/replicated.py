@@ -7,6 +7,7 @@ import json
 from dcp.cluster.cluster_keys import ClusterKeys, KeyKind
 from dcp.cluster.cluster_records import (
     MemberRecord,
+    OperatorCommand,
     StoredPartition,
     decode_partition,
     encode_partition,
@@ -14,7 +15,7 @@ from dcp.cluster.cluster_records import (
 )
 from dcp.cluster.metastore import KeyValue, Put, Range, RangeResult, Txn
 from dcp.cluster.revision_store import RevisionStore
-from failover.replication_record import ReplicationRecord, create, want
+from failover.replication_record import ReplicationRecord, add_copy, create, want
 from sim.cluster import Setting
 from sim.cluster_node import ROOT, ClusterNode
 from sim.faults import Controls, Mend
@@ -30,6 +31,13 @@ from vbucket.log.record import LogDamagedError
 from vbucket.store.environment import StoreDamagedError
 
 KEYS = ClusterKeys(ROOT)
+FOLDERS_LOST_MAX = 1
+"""Folders that one machine loses in a run: each adds a copy."""
+
+
+def _member_put(member: str, name: str) -> Put:
+    record = MemberRecord(member=member, address=name)
+    return Put(KEYS.of_member(KeyKind.MEMBER, member), encode_record(record))
 
 
 class MapRouting:
@@ -85,6 +93,13 @@ class ReplicatedNodes:
         self.faults = StoreFaults(answer_ns=(MS // 2, 3 * MS), watch_ns=(MS // 2, 5 * MS))
         self._clients: dict[str, FaultyMetaStore] = {}
         self._names = [f"n{number}" for number in range(1, setting.plan.nodes + 1)]
+        self._members = {name: f"{name}-1" for name in self._names}
+        """Machine -> the member that its folder is."""
+        self._machines: dict[str, Machine] = {}
+        """By member."""
+        self._unclean: set[tuple[int, int]] = set()
+        self._branching: set[int] = set()
+        self._lost: list[str] = []
 
     def boot(self, machine: Machine) -> ClusterNode:
         """See Cluster."""
@@ -96,11 +111,42 @@ class ReplicatedNodes:
             )
         setting = self._setting
         try:
-            return ClusterNode(machine, setting.plan, setting.facts, client)
+            node = ClusterNode(machine, setting.plan, setting.facts, client, self._note_record)
         except (LogDamagedError, StoreDamagedError) as error:
             raise StartRefusedError(str(error)) from error
         except (LogWriteError, SyncFailedError) as error:
             raise StartFailedError(str(error)) from error
+        self._machines[node.member] = machine
+        self._join(node.member, machine.name)
+        return node
+
+    def _join(self, member: str, name: str) -> None:
+        """Make a machine's new folder a member; it gets the copies that the old one had."""
+        before = self._members[name]
+        if member == before:
+            return
+        self._members[name] = member
+        puts = [_member_put(member, name)]
+        for vb_id in range(self._setting.plan.partitions):
+            item, record = self._stored(vb_id)
+            if before in record.copies:
+                more = StoredPartition(add_copy(record, member), f"joined{self._world.now_ns}")
+                puts.append(Put(item.key, encode_partition(more)))
+        self.store.apply(self._world.now_ns, Txn((), tuple(puts)))
+
+    def _note_record(self, vb_id: int, record: ReplicationRecord) -> None:
+        """A node sees a new record, and acts on it next: note what it excuses."""
+        world, facts = self._world, self._setting.facts
+        if record.unclean_epoch == record.epoch and (vb_id, record.epoch) not in self._unclean:
+            self._unclean.add((vb_id, record.epoch))
+            machine = self._machines.get(record.master or "")
+            node = machine.node if machine is not None else None
+            facts.excuse(world.now_ns, vb_id, node.high_seqno(vb_id) if node else 0, "unclean")
+        if record.branch is not None:
+            self._branching.add(vb_id)
+        elif vb_id in self._branching:
+            self._branching.discard(vb_id)
+            facts.settle(world.now_ns, vb_id)
 
     def caller(self, host: Host) -> Caller:
         """See Cluster."""
@@ -116,14 +162,8 @@ class ReplicatedNodes:
     def begin(self) -> None:
         """Write the records of members and partitions, as the making of a cluster does."""
         plan = self._setting.plan
-        members = [f"{name}-1" for name in self._names]
-        puts = [
-            Put(
-                KEYS.of_member(KeyKind.MEMBER, member),
-                encode_record(MemberRecord(member=member, address=name)),
-            )
-            for member, name in zip(members, self._names, strict=True)
-        ]
+        members = list(self._members.values())
+        puts = [_member_put(member, name) for name, member in self._members.items()]
         for vb_id in range(plan.partitions):
             copies = [members[(vb_id + at) % len(members)] for at in range(plan.copies)]
             stored = StoredPartition(create(copies), "made")
@@ -140,14 +180,30 @@ class ReplicatedNodes:
 
     def handover(self, vb_id: int) -> None:
         """See Controls."""
-        item, record = self._record(vb_id)
+        item, record = self._stored(vb_id)
         wanted = record.copies[self._world.below(len(record.copies))]
         stored = StoredPartition(want(record, wanted), f"wanted{self._world.now_ns}")
         self.store.apply(self._world.now_ns, Txn((), (Put(item.key, encode_partition(stored)),)))
 
     def elect_unclean(self, vb_id: int) -> bool:
         """See Controls."""
-        return False
+        _, record = self._stored(vb_id)
+        command = OperatorCommand(elect_uncleanly_in_epoch=record.epoch)
+        key = KEYS.of_partition(KeyKind.COMMAND, vb_id)
+        self.store.apply(self._world.now_ns, Txn((), (Put(key, encode_record(command)),)))
+        return True
+
+    def may_lose_folder(self, machine: str) -> bool:
+        """See Controls: somebody else has all that is committed."""
+        member = self._members[machine]
+        if sum(name == machine for name in self._lost) >= FOLDERS_LOST_MAX:
+            return False
+        left = set(self._members.values()) - {member}
+        records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
+        if any(member in record.isr and not record.isr & left for record in records):
+            return False
+        self._lost.append(machine)
+        return True
 
     def harm_store(self, kind: str) -> Mend | None:
         """See Controls."""
@@ -178,7 +234,7 @@ class ReplicatedNodes:
             client.compact()
         return lambda: None
 
-    def _record(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
+    def _stored(self, vb_id: int) -> tuple[KeyValue, ReplicationRecord]:
         key = KEYS.of_partition(KeyKind.PARTITION, vb_id)
         result = self.store.apply(self._world.now_ns, Range(key))
         assert isinstance(result, RangeResult)
