@@ -8,6 +8,7 @@ from struct import Struct
 import pytest
 
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS
+from dcp.session.state import Limits
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
@@ -192,6 +193,24 @@ def test_no_applied_change_gets_a_status_to_send_it_again(node: MemoryNode, name
     assert connection.left() == []
     connection.held.depose({STUCK})
     assert connection.left() == [(5, AMBIGUOUS)]
+
+
+@pytest.mark.parametrize("value_bytes", [100, 10_000])
+def test_a_set_that_is_too_big_and_removes_the_document_is_a_change(
+    node: MemoryNode, value_bytes: int
+) -> None:
+    limits = Limits(value_bytes_max=10, oversized_set_removes=True)
+    connection = ReplicatedConnection(node, limits=limits)
+    value = b"v" * value_bytes
+    for opaque, key in enumerate((b"\0missing", b"\0k")):
+        connection.ask(
+            pack_request(
+                Opcode.SET, vb_id=STUCK, key=key, value=value, extras=bytes(8), opaque=opaque
+            )
+        )
+    assert node.engine.partitions[STUCK].item_count == 0
+    connection.held.depose({STUCK})
+    assert connection.left() == [(0, Status.E2BIG), (1, AMBIGUOUS)]
 
 
 @pytest.mark.parametrize("is_text", [False, True])
