@@ -518,10 +518,10 @@ class DocumentCommands:
             state.refuse(opcode, opaque, status, next(iter(holds.values()), _COME_BACK))
             return
         state.observes(vb_id)
-        if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost
+        if status == Status.KEY_ENOENT and not state.hashes_keys:  # an everyday answer: no text
             state.answers.append(_pack_header(0x81, opcode, 0, 0, 0, status, 0, opaque, 0))
             return
-        body = state.error_body(ERROR_TABLE[Status(status)][1])
+        body = state.error_body(ERROR_TABLE[Status(status)][1], status)
         state.answer_json(opcode, opaque, status, body)
 
     def _collection_of(self, key: bytes) -> Collection:

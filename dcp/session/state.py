@@ -7,13 +7,20 @@ from typing import Final, NamedTuple, Protocol
 
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from dcp.wire.status import (
+    MEMCACHED_TEXTS,
+    RefusedError,
+    Status,
+    UnknownNameError,
+    WrongVbucketError,
+)
 from vbucket.engine.engine import Engine
 from vbucket.engine.read_modify_write import Flush
 from vbucket.model.manifest import decode_leb128
@@ -112,6 +119,7 @@ class SessionState:
         "notes",
         "notes_left_out",
         "peer_is_loopback",
+        "prefixes",
         "producer",
         "rights",
         "scans",
@@ -136,6 +144,7 @@ class SessionState:
         takes_anonymous: bool = True,
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
+        prefixes: PrefixCounts | None = None,
     ) -> None:
         self.engine = engine
         self.hub = hub
@@ -144,6 +153,7 @@ class SessionState:
         self.peer_is_loopback = peer_is_loopback
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
+        self.prefixes = PrefixCounts() if prefixes is None else prefixes
         self.scans = scans
         """The node's range scans; None: this session has no commands for them."""
         self.buffer = b""
@@ -164,14 +174,13 @@ class SessionState:
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
         self.is_closing = False
-        self.close_reason = ""
+        self.close_reason = self.agent = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """Log lines for the shell: (event, fields)."""
-        self.notes_left_out = 0
+        self.notes_left_out = self.login_failures = 0
         self.user: str | None = None
         self.stale_user = ""
         """The user who was logged in until it was removed."""
-        self.login_failures = 0
         self.login: Frame | None = None
         """The SASL request whose outcome is not known yet; no command is taken before it is."""
         self.login_question: LoginQuestion | None = None
@@ -180,7 +189,6 @@ class SessionState:
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
         """What the client may do; None: it has to log in first."""
-        self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
@@ -222,7 +230,7 @@ class SessionState:
         """Answer with an error, and leave a line for the log."""
         context = context[:CONTEXT_CHARS_MAX]
         self.note("refused", opcode=opcode, status=status, reason=context)
-        self.answer_json(opcode, opaque, status, self.error_body(context))
+        self.answer_json(opcode, opaque, status, self.error_body(context, status))
 
     def answer_error(
         self, opcode: int, opaque: int, vb_id: int, error: RefusedError | StoreDamagedError
@@ -230,7 +238,7 @@ class SessionState:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
             self.note("damaged data", opcode=opcode, reason=str(error))
-            body = self.error_body(f"the stored data is damaged: {error}")
+            body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
@@ -311,11 +319,13 @@ class SessionState:
             "refused", opcode=opcode, status=Status.NOT_MY_VBUCKET, reason=f"vb {vb_id}: {why}"
         )
 
-    def error_body(self, context: str) -> bytes:
-        """Return the body of an error response, empty for clients without XERROR."""
-        if not self.has_xerror:
-            return b""
-        return json.dumps({"error": {"context": context}}).encode()
+    def error_body(self, context: str, status: int = Status.EACCESS) -> bytes:
+        """Return the body of an error response: JSON with XERROR, memcached's text for its clients,
+        and nothing for others.
+        """
+        if self.has_xerror:
+            return json.dumps({"error": {"context": context}}).encode()
+        return MEMCACHED_TEXTS.get(status, context.encode()) if self.hashes_keys else b""
 
     def step_flush(self, now_ns: int) -> bool:
         """Take the next step of the flush; return whether it was the last one. Until then the
