@@ -385,7 +385,7 @@ class DocumentCommands:
             state.observes_version(part, key)
         if entry is None:
             if opcode not in _QUIET_READS:
-                state.answers.append(pack_miss(opcode, opaque))
+                self.miss(opcode, opaque)
             return
         _, key_bytes, datatype, _, document_cas, seqno, _ = _unpack_meta(entry)
         if engine.locks.held:
@@ -458,7 +458,7 @@ class DocumentCommands:
                 state.mark_read(_GET, int.from_bytes(opaque, "big"))
             position = after
             if entry is None:
-                answer(pack_miss(_GET, int.from_bytes(opaque, "big")))
+                answer(_pack_miss(_GET, int.from_bytes(opaque, "big")))
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
             if datatype > DATATYPE_JSON:
@@ -510,6 +510,17 @@ class DocumentCommands:
             raise WrongVbucketError
         return vb_id, key
 
+    def miss(self, opcode: int, opaque: int) -> None:
+        """Answer that there is no such document: an everyday answer, without a text but for
+        memcached's clients.
+        """
+        state = self._state
+        if state.hashes_keys:
+            body = state.error_body("", Status.KEY_ENOENT)
+            state.answer_json(opcode, opaque, Status.KEY_ENOENT, body)
+        else:
+            state.answers.append(_pack_miss(opcode, opaque))
+
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
         """Answer an error of the engine. The answer waits until what it tells is committed."""
         state = self._state
@@ -522,10 +533,10 @@ class DocumentCommands:
             state.refuse(opcode, opaque, status, next(iter(part.holds.values()), default))
             return
         state.observes(vb_id)
-        if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost
-            state.answers.append(pack_miss(opcode, opaque))
+        if status == Status.KEY_ENOENT:
+            self.miss(opcode, opaque)
             return
-        body = state.error_body(ERROR_TABLE[Status(status)][1])
+        body = state.error_body(ERROR_TABLE[Status(status)][1], status)
         state.answer_json(opcode, opaque, status, body)
 
     def _collection_of(self, key: bytes) -> Collection:
@@ -542,8 +553,7 @@ class DocumentCommands:
         return collection
 
 
-def pack_miss(opcode: int, opaque: int) -> bytes:
-    """Return the answer that there is no such document."""
+def _pack_miss(opcode: int, opaque: int) -> bytes:
     return _pack_header(0x81, opcode, 0, 0, 0, Status.KEY_ENOENT, 0, opaque, 0)
 
 

@@ -9,13 +9,20 @@ from typing import Final, NamedTuple, Protocol
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
 from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from dcp.wire.status import (
+    MEMCACHED_TEXTS,
+    RefusedError,
+    Status,
+    UnknownNameError,
+    WrongVbucketError,
+)
 from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -122,6 +129,7 @@ class SessionState:
         "notes_left_out",
         "observed",
         "peer_is_loopback",
+        "prefixes",
         "producer",
         "rights",
         "scans",
@@ -147,6 +155,7 @@ class SessionState:
         takes_anonymous: bool = True,
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
+        prefixes: PrefixCounts | None = None,
         has_replicas: bool = False,
         acknowledges_as_master: bool = False,
     ) -> None:
@@ -157,6 +166,7 @@ class SessionState:
         self.peer_is_loopback = peer_is_loopback
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
+        self.prefixes = PrefixCounts() if prefixes is None else prefixes
         self.scans = scans
         """The node's range scans; None: this session has no commands for them."""
         self.buffer = b""
@@ -164,10 +174,7 @@ class SessionState:
         self.held_bytes = self.taken_bytes = 0
         """Received bytes that the session keeps (incomplete packets, and packets that wait); bytes
         that were handled since the connection began."""
-        self.answers: list[bytes] = []
-        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
-        of the next three."""
-        self._wait_for_nothing(has_replicas, acknowledges_as_master)
+        self._begin_answers(has_replicas, acknowledges_as_master)
         self.unread_bytes = 0
         """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
@@ -176,7 +183,8 @@ class SessionState:
         """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
-        self.is_closing, self.close_reason = False, ""
+        self.is_closing = False
+        self.close_reason = self.agent = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """Log lines for the shell: (event, fields)."""
         self.notes_left_out = self.login_failures = 0
@@ -191,7 +199,6 @@ class SessionState:
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
         """What the client may do; None: it has to log in first."""
-        self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
@@ -206,8 +213,11 @@ class SessionState:
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
 
-    def _wait_for_nothing(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
-        """Set what says what answers wait for."""
+    def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
+        """Begin with no answers, and nothing that they wait for."""
+        self.answers: list[bytes] = []
+        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
+        of the next three."""
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None
@@ -255,7 +265,7 @@ class SessionState:
         """Answer with an error, and leave a line for the log."""
         context = context[:CONTEXT_CHARS_MAX]
         self.note("refused", opcode=opcode, status=status, reason=context)
-        self.answer_json(opcode, opaque, status, self.error_body(context))
+        self.answer_json(opcode, opaque, status, self.error_body(context, status))
 
     def answer_error(
         self, opcode: int, opaque: int, vb_id: int, error: RefusedError | StoreDamagedError
@@ -263,7 +273,7 @@ class SessionState:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
             self.note("damaged data", opcode=opcode, reason=str(error))
-            body = self.error_body(f"the stored data is damaged: {error}")
+            body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
@@ -344,11 +354,13 @@ class SessionState:
             "refused", opcode=opcode, status=Status.NOT_MY_VBUCKET, reason=f"vb {vb_id}: {why}"
         )
 
-    def error_body(self, context: str) -> bytes:
-        """Return the body of an error response, empty for clients without XERROR."""
-        if not self.has_xerror:
-            return b""
-        return json.dumps({"error": {"context": context}}).encode()
+    def error_body(self, context: str, status: int = Status.EACCESS) -> bytes:
+        """Return the body of an error response: JSON with XERROR, memcached's text for its clients,
+        and nothing for others.
+        """
+        if self.has_xerror:
+            return json.dumps({"error": {"context": context}}).encode()
+        return MEMCACHED_TEXTS.get(status, context.encode()) if self.hashes_keys else b""
 
     def step_flush(self, now_ns: int) -> bool:
         """Take the next step of the flush; return whether it was the last one. Until then the

@@ -10,11 +10,13 @@ from dcp.server.report.stats import Rows, Stats
 from support.memory_node import START_NS, MemoryNode
 from vbucket.model.ids import NUM_VBUCKETS
 
+OTHER_PARTS = ("about", "ports", "hub", "connections", "merging", "health", "prefixes")
+
 
 def ask(request: bytes) -> Rows | None:
     not_asked: Any = None
     engine = MemoryNode(partitions=NUM_VBUCKETS).engine
-    stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
+    stats = Stats(engine=engine, **dict.fromkeys(OTHER_PARTS, not_asked))
     return stats.rows(request)
 
 
