@@ -93,7 +93,15 @@ _DOCUMENT: Final = Struct(">17xB10xQ16x4sI")
 _GET_ANSWER: Final = Struct(">III4sQ4s")
 """A header and four bytes of flags, as GET_RESPONSE, with the header's first fields in two."""
 _GET_ANSWER_MARK: Final = 0x8100_0000
-_GET_EXTRAS_MARK: Final = 0x0400_0000
+_GET_EXTRAS_MARKS: Final = tuple(
+    tuple(
+        0 if datatype & ~(known | DATATYPE_JSON) else 0x0400_0000 | (datatype & known) << 16
+        for datatype in range(8)
+    )
+    for known in range(8)
+)
+"""By the datatypes that a client knows, and that of the document: the second field, which has the
+length of the extras and the datatype. 0: the value must be inflated first."""
 
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
@@ -422,7 +430,7 @@ class DocumentCommands:
         state, engine = self._state, self._engine
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        datatypes = state.datatypes
+        marks = _GET_EXTRAS_MARKS[state.datatypes]
         committed_group = engine.commits.committed_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
@@ -461,15 +469,15 @@ class DocumentCommands:
                 answer(_pack_miss(_GET, int.from_bytes(opaque, "big")))
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
-            if datatype > DATATYPE_JSON:
-                datatype, value = shown(datatype, value, datatypes)
+            mark = marks[datatype]
+            if not mark:
+                datatype, value = shown(datatype, value, state.datatypes)
+                mark = marks[datatype]
             value_bytes = len(value)
             answer(
-                _pack_get_answer(
-                    _GET_ANSWER_MARK, _GET_EXTRAS_MARK | (datatype & datatypes) << 16,
-                    4 + value_bytes, opaque, cas, flags,
-                ) + value
-            )  # fmt: skip
+                _pack_get_answer(_GET_ANSWER_MARK, mark, 4 + value_bytes, opaque, cas, flags)
+                + value
+            )
             unread_bytes += value_bytes
             if unread_bytes > ANSWER_BYTES_MAX:
                 state.is_full = True
