@@ -7,6 +7,7 @@ from struct import Struct
 
 import pytest
 
+from dcp.session.answer_marks import MARK_BYTES
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS
 from dcp.session.state import Limits
 from dcp.wire.frame import pack_request
@@ -120,6 +121,18 @@ def test_quiet_changes_are_silent_once_they_are_committed(node: MemoryNode) -> N
     commit(node, STUCK)
     assert connection.left() == [(2, OK)]
     assert not connection.held
+
+
+def test_quiet_changes_that_wait_count_as_memory(node: MemoryNode) -> None:
+    """A client that reads no answers cannot make the node keep marks without end."""
+    connection = ReplicatedConnection(node)
+    for opaque in range(10):
+        connection.ask(set_(STUCK, opaque, opcode=Opcode.SETQ))
+    assert connection.held.held_bytes == 10 * MARK_BYTES
+    node.commit()
+    commit(node, STUCK)
+    assert connection.left() == []
+    assert connection.held.held_bytes == 0
 
 
 @pytest.mark.parametrize(
