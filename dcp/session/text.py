@@ -462,12 +462,12 @@ class TextSession:
         """Return the answer to a change. It waits until what it tells is committed."""
         status = outcome[0]
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
-            return self._not_now()
+            return self._not_now(next(iter(self._engine.partitions[vb_id].holds.values()), ""))
         self.state.observes(vb_id)
         return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
 
-    def _not_now(self) -> bytes:
-        why = self._engine.write_refusal
+    def _not_now(self, why: str = "") -> bytes:
+        why = why or self._engine.write_refusal
         return b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode() if why else _NOT_NOW
 
     def _must_wait(self) -> bool:
