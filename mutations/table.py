@@ -244,8 +244,8 @@ MUTATIONS = (
     ),
     Mutation(
         "applied-change-to-be-sent-again",
-        "            Status.ETMPFAIL if mark.is_read else AMBIGUOUS,\n",
-        "            Status.ETMPFAIL,\n",
+        "        status = Status.ETMPFAIL if mark.is_read else AMBIGUOUS\n",
+        "        status = Status.ETMPFAIL\n",
         ("test_answer_marks", "test_held_answers_model"),
     ),
     Mutation(

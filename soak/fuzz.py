@@ -19,11 +19,13 @@ import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from cramjam import snappy
+
 from dcp.session.rights import Rights, Role, Scope
 from dcp.session.session import BODY_EXTRA_BYTES
 from dcp.session.state import ANSWER_BYTES_MAX, Limits
 from dcp.session.text import TextSession
-from dcp.wire.frame import HEADER, FrameDecoder, pack_request
+from dcp.wire.frame import FLEX_HEADER, HEADER, FrameDecoder, pack_request
 from dcp.wire.message import StreamRequest, pack_control, pack_open, pack_stream_request
 from dcp.wire.opcode import Opcode
 from support.memory_node import MemoryNode, Peer
@@ -36,10 +38,11 @@ FRAMES_IN_PIECE: Final = 40
 OPCODES: Final = [int(opcode) for opcode in Opcode]
 SOME_KEYS: Final = Rights(dict.fromkeys((Role.READ, Role.WRITE), (Scope(b"a"), Scope(b"longer"))))
 """A user whose every document command is checked."""
-FEATURES: Final = (0x04, 0x07, 0x08, 0x0B, 0x12, 0x14, 0x1D)
+FEATURES: Final = (0x04, 0x07, 0x08, 0x0A, 0x0B, 0x11, 0x12, 0x14, 0x1D)
 TEXT: Final = (
     b"get a b c\r\n", b"set a 0 0 3\r\nabc\r\n", b"delete a\r\n", b"incr a 1\r\n", b"stats\r\n",
     b"gets a\r\n", b"cas a 0 0 1 5\r\nx\r\n", b"touch a 5\r\n", b"version\r\n", b"noop\r\n",
+    b"stats detail on\r\n", b"stats detail dump\r\n", b"stats detail off\r\n",
     b"set a 0 0 99999999999\r\n", b"append a 0 0 2 noreply\r\nzz\r\n", b"\r\n", b"quit\r\n",
 )  # fmt: skip
 
@@ -57,7 +60,11 @@ def run_round(seed: int) -> Round:
     node = MemoryNode(
         seed % 8, partitions=NUM_VBUCKETS
     )  # uuids matter little here, making them is expensive
-    limits = Limits(value_bytes_max=VALUE_BYTES_MAX)
+    limits = Limits(
+        value_bytes_max=VALUE_BYTES_MAX,
+        syncs_writes=draw.random() < 0.8,
+        oversized_set_removes=draw.random() < 0.5,
+    )
     peers = [connect(node, draw, limits) for _ in range(PEERS)]
     frames = closed = 0
     for _ in range(PIECES):
@@ -92,6 +99,8 @@ def connect(node: MemoryNode, draw: random.Random, limits: Limits) -> Peer:
         peer.send(
             pack_open(b"fuzz%d" % draw.randrange(3), draw.choice((1, 1, 1, 0x21, 0x09)))
             + pack_control(b"enable_noop", b"true")
+            + pack_control(b"enable_out_of_order_snapshots", b"true")
+            + pack_control(b"force_value_compression", draw.choice((b"true", b"false")))
             + pack_control(b"connection_buffer_size", b"%d" % draw.choice((0, 50, 5000)))
         )
     return peer
@@ -178,7 +187,7 @@ def ordinary(draw: random.Random) -> bytes:
     """Return a packet that a client could send."""
     key = b"\0" * (draw.random() < 0.7) + draw.choice((b"a", b"b", b"longer-key"))
     vb_id = draw.choice((0, 5, 9))
-    choice = draw.randrange(8)
+    choice = draw.randrange(11)
     if choice < 3:
         value = draw.randbytes(draw.choice((0, 3, 200, VALUE_BYTES_MAX)))
         opcode = draw.choice((Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.REPLACE))
@@ -196,8 +205,35 @@ def ordinary(draw: random.Random) -> bytes:
         return pack_stream_request(vb_id, request, draw.getrandbits(32), value)
     if choice == 6:
         return pack_request(Opcode.DCP_BUFFER_ACK, extras=struct.pack(">I", draw.getrandbits(16)))
+    if choice == 7:
+        return compressed_store(draw, vb_id, key)
+    if choice == 8:
+        extras = draw.choice((b"", b"", bytes(4), b"\0\0\0\x1e", b"\0\0\0\xff"))
+        opcode = draw.choice((Opcode.GET_AND_LOCK, Opcode.GET_RANDOM_KEY, Opcode.GET_REPLICA))
+        return pack_request(
+            opcode, vb_id=vb_id, key=b"" if opcode == Opcode.GET_RANDOM_KEY else key, extras=extras
+        )
+    if choice == 9:
+        cas = draw.choice((1, 2**64 - 1, 1_800_000_000_000_000_000 + draw.randrange(100)))
+        return pack_request(Opcode.UNLOCK, vb_id=vb_id, key=key, cas=cas)
     opcode = draw.choice((Opcode.NOOP, Opcode.STAT, Opcode.GET_ALL_VB_SEQNOS, Opcode.VERSION))
-    return pack_request(opcode)
+    detail = draw.choice((b"", b"detail on", b"detail dump", b"detail off", b"settings"))
+    return pack_request(opcode, key=detail if opcode == Opcode.STAT else b"")
+
+
+def compressed_store(draw: random.Random, vb_id: int, key: bytes) -> bytes:
+    """Return a store of a compressed value, perhaps with a durability frame, good or bad."""
+    value = bytes(snappy.compress_raw(draw.randbytes(8) * draw.choice((1, 20, 256, 300))))
+    if draw.random() < 0.3:
+        value = draw.randbytes(draw.randint(0, 10)) + value[draw.randint(0, 3) :]
+    opcode = draw.choice((Opcode.SET, Opcode.APPEND, Opcode.SETQ))
+    extras = b"" if opcode == Opcode.APPEND else bytes(8)
+    framing = draw.choice((b"", b"\x11\x01", b"\x13\x03\x01\0", b"\x11\x09", b"\x13\1\0\0"))
+    body = len(framing) + len(extras) + len(key) + len(value)
+    head = FLEX_HEADER.pack(
+        0x08, opcode, len(framing), len(key), len(extras), draw.choice((0, 2, 3)), vb_id, body, 0, 0
+    )
+    return head + framing + extras + key + value
 
 
 def resident_bytes() -> int:

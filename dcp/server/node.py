@@ -65,6 +65,7 @@ from dcp.server.storage.store_queue import StoreQueue
 from dcp.server.storage.store_supervisor import StoreSupervisor
 from dcp.server.storage.waiters import CommitWaiters
 from dcp.session.faults import FaultTable
+from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
@@ -254,13 +255,14 @@ class Node:
         config = self._config = ClusterConfig(
             settings.host, self._storage.node.node_id, settings.bucket
         )
+        prefixes = PrefixCounts()
         stats = Stats(
-            self.about, self.ports, engine, self._hub, connections, self._merging, health
+            self.about, self.ports, engine, self._hub, connections, self._merging, health, prefixes
         )  # fmt: skip
         scans = RangeScans(self.views, lambda: secrets.token_bytes(16))
         sessions = Sessions(
             engine, self._hub, ServerFacts(config, stats), access, faults, scans, meter, log,
-            self._refusals, on_failure=self._fail,
+            self._refusals, prefixes=prefixes, on_failure=self._fail,
         )  # fmt: skip
         connection_parts = ConnectionParts(
             engine, self._committer, connections, access, sessions, meter, self._refusals

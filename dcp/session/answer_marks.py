@@ -17,7 +17,6 @@ of a batch has to be replaced.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -146,7 +145,7 @@ class MarkedAnswers:
     __slots__ = (
         "_commit_timeout_ns",
         "_entries",
-        "_has_xerror",
+        "_error_body",
         "_json",
         "_needs_commit",
         "answers",
@@ -168,7 +167,7 @@ class MarkedAnswers:
         commit_timeout_ns: int,
         *,
         needs_commit: bool,
-        has_xerror: bool,
+        error_body: Callable[[str, int], bytes],
         json_datatype: int,
     ) -> None:
         self.answers = answers
@@ -181,7 +180,8 @@ class MarkedAnswers:
         self._commit_timeout_ns = commit_timeout_ns
         self._needs_commit = needs_commit
         """Whether changes without a durability frame must be committed, too."""
-        self._has_xerror = has_xerror
+        self._error_body = error_body
+        """Returns the body of an error response: text and status -> bytes."""
         self._json = json_datatype
         self.durable = tuple(mark for mark in marks if mark.durability is not None)
         self.due_ns: int | None = min(map(self.due_of, marks))
@@ -258,11 +258,9 @@ class MarkedAnswers:
             held.answer = held.answer and b"SERVER_ERROR %b: %b\r\n" % (what.encode(), why.encode())
             return
         opaque = int.from_bytes(held.answer[12:16], "big") if mark.is_run else mark.opaque
-        body = json.dumps({"error": {"context": why}}).encode() if self._has_xerror else b""
+        status = Status.ETMPFAIL if mark.is_read else AMBIGUOUS
+        body = self._error_body(why, status)
+        datatype = self._json if body else 0
         held.answer = pack_response(
-            mark.opcode,
-            Status.ETMPFAIL if mark.is_read else AMBIGUOUS,
-            opaque=opaque,
-            value=body,
-            datatype=self._json if body else 0,
+            mark.opcode, status, opaque=opaque, value=body, datatype=datatype
         )

@@ -93,7 +93,15 @@ _DOCUMENT: Final = Struct(">17xB10xQ16x4sI")
 _GET_ANSWER: Final = Struct(">III4sQ4s")
 """A header and four bytes of flags, as GET_RESPONSE, with the header's first fields in two."""
 _GET_ANSWER_MARK: Final = 0x8100_0000
-_GET_EXTRAS_MARK: Final = 0x0400_0000
+_GET_EXTRAS_MARKS: Final = tuple(
+    tuple(
+        0 if datatype & ~(known | DATATYPE_JSON) else 0x0400_0000 | (datatype & known) << 16
+        for datatype in range(8)
+    )
+    for known in range(8)
+)
+"""By the datatypes that a client knows, and that of the document: the second field, which has the
+length of the extras and the datatype. 0: the value must be inflated first."""
 
 _unpack_store: Final = STORE_EXTRAS.unpack_from
 _pack_header: Final = HEADER.pack
@@ -385,7 +393,7 @@ class DocumentCommands:
             state.observes_version(part, key)
         if entry is None:
             if opcode not in _QUIET_READS:
-                state.answers.append(pack_miss(opcode, opaque))
+                self.miss(opcode, opaque)
             return
         _, key_bytes, datatype, _, document_cas, seqno, _ = _unpack_meta(entry)
         if engine.locks.held:
@@ -422,7 +430,7 @@ class DocumentCommands:
         state, engine = self._state, self._engine
         buffer, answer = state.buffer, state.answers.append
         partitions, num_vbuckets = engine.partitions, self._num_vbuckets
-        datatypes = state.datatypes
+        marks = _GET_EXTRAS_MARKS[state.datatypes]
         committed_group = engine.commits.committed_group
         unread_bytes, hits = state.unread_bytes, 0
         while position + HEADER_BYTES < end and not state.is_full:
@@ -458,18 +466,18 @@ class DocumentCommands:
                 state.mark_read(_GET, int.from_bytes(opaque, "big"))
             position = after
             if entry is None:
-                answer(pack_miss(_GET, int.from_bytes(opaque, "big")))
+                answer(_pack_miss(_GET, int.from_bytes(opaque, "big")))
                 continue
             value = entry[MUTATION_KEY_AT + body_len :]
-            if datatype > DATATYPE_JSON:
-                datatype, value = shown(datatype, value, datatypes)
+            mark = marks[datatype]
+            if not mark:
+                datatype, value = shown(datatype, value, state.datatypes)
+                mark = marks[datatype]
             value_bytes = len(value)
             answer(
-                _pack_get_answer(
-                    _GET_ANSWER_MARK, _GET_EXTRAS_MARK | (datatype & datatypes) << 16,
-                    4 + value_bytes, opaque, cas, flags,
-                ) + value
-            )  # fmt: skip
+                _pack_get_answer(_GET_ANSWER_MARK, mark, 4 + value_bytes, opaque, cas, flags)
+                + value
+            )
             unread_bytes += value_bytes
             if unread_bytes > ANSWER_BYTES_MAX:
                 state.is_full = True
@@ -510,6 +518,17 @@ class DocumentCommands:
             raise WrongVbucketError
         return vb_id, key
 
+    def miss(self, opcode: int, opaque: int) -> None:
+        """Answer that there is no such document: an everyday answer, without a text but for
+        memcached's clients.
+        """
+        state = self._state
+        if state.hashes_keys:
+            body = state.error_body("", Status.KEY_ENOENT)
+            state.answer_json(opcode, opaque, Status.KEY_ENOENT, body)
+        else:
+            state.answers.append(_pack_miss(opcode, opaque))
+
     def refuse_outcome(self, opcode: int, opaque: int, status: int, vb_id: int) -> None:
         """Answer an error of the engine. The answer waits until what it tells is committed."""
         state = self._state
@@ -522,10 +541,10 @@ class DocumentCommands:
             state.refuse(opcode, opaque, status, next(iter(part.holds.values()), default))
             return
         state.observes(vb_id)
-        if status == Status.KEY_ENOENT:  # an everyday answer: no text, no cost
-            state.answers.append(pack_miss(opcode, opaque))
+        if status == Status.KEY_ENOENT:
+            self.miss(opcode, opaque)
             return
-        body = state.error_body(ERROR_TABLE[Status(status)][1])
+        body = state.error_body(ERROR_TABLE[Status(status)][1], status)
         state.answer_json(opcode, opaque, status, body)
 
     def _collection_of(self, key: bytes) -> Collection:
@@ -542,8 +561,7 @@ class DocumentCommands:
         return collection
 
 
-def pack_miss(opcode: int, opaque: int) -> bytes:
-    """Return the answer that there is no such document."""
+def _pack_miss(opcode: int, opaque: int) -> bytes:
     return _pack_header(0x81, opcode, 0, 0, 0, Status.KEY_ENOENT, 0, opaque, 0)
 
 

@@ -32,7 +32,7 @@ from dcp.session.fault_gate import FaultGate
 from dcp.session.oversized import SKIPPED_BYTES_MAX, remove_old, too_big
 from dcp.session.put_frames import PutFramesCommand
 from dcp.session.request_frames import NO_FRAMES, RequestFrames, parse_frames
-from dcp.session.rights import NEEDS, Role
+from dcp.session.rights import NEEDS, Role, split_key
 from dcp.session.scans import ScanCommands
 from dcp.session.session_commands import ConnectionCommands
 from dcp.session.state import SessionState
@@ -103,6 +103,8 @@ class Session:
         self._checked: dict[int, DocumentHandler] = {}
         """Handlers with a check of rights, for users who may not read and write everything. Made
         when the first such user needs them."""
+        self._counting: dict[int, DocumentHandler] = {}
+        """Handlers that count by key prefix. Made when the first command is counted."""
         self._connection = connection = ConnectionCommands(state)
         self._updates = updates = UpdateCommands(state, self._documents)
         self._cold = (
@@ -315,10 +317,38 @@ class Session:
                 self._marked = {opcode: self._with_mark(run) for opcode, run in hot.items()}
             hot = self._marked
         if rights.has_all_documents:
-            return hot
+            return self._counted(hot) if state.prefixes.is_on else hot
         if not self._checked:
             self._checked = {opcode: self._with_check(run) for opcode, run in hot.items()}
         return self._checked
+
+    def _counted(self, hot: dict[int, DocumentHandler]) -> dict[int, DocumentHandler]:
+        """Return handlers that count by key prefix. Runs do not, so there are none meanwhile."""
+        if not self._counting:
+            self._counting = {opcode: self._with_count(run) for opcode, run in hot.items()}
+        return self._counting
+
+    def _with_count(self, run: DocumentHandler) -> DocumentHandler:
+        state = self.state
+
+        def counting(
+            opcode: int, key_len: int, extras_len: int, datatype: int, vb_id: int, opaque: int,
+            cas: int, start: int, end: int,
+        ) -> None:  # fmt: skip
+            key_at = min(start + extras_len, end)
+            wire_key = state.buffer[key_at : min(key_at + key_len, end)]
+            answered = len(state.answers)
+            run(opcode, key_len, extras_len, datatype, vb_id, opaque, cas, start, end)
+            _, key = split_key(wire_key, has_collections=state.has_collections)
+            if opcode in _COUNTED_GETS:
+                answer = state.answers[-1] if len(state.answers) > answered else _NO_HIT
+                state.prefixes.got(key, is_hit=answer[6:8] == b"\0\0")
+            elif opcode in _COUNTED_DELETES:
+                state.prefixes.deleted(key)
+            else:
+                state.prefixes.stored(key)
+
+        return counting
 
     def _must_wait(self) -> bool:
         """Return whether a command that writes has to wait; the session is full then."""
@@ -480,6 +510,12 @@ _WRITES: Final = frozenset(
     opcode for opcode, need in NEEDS.items() if any(Role.WRITE in roles for roles in need.roles)
 )
 """Commands that change documents. They wait while the store has fallen behind."""
+_COUNTED_GETS: Final = frozenset({Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ})
+_COUNTED_DELETES: Final = frozenset(
+    {Opcode.DELETE, Opcode.DELETEQ, Opcode.DEL_WITH_META, Opcode.DELQ_WITH_META}
+)
+_NO_HIT: Final = bytes(6) + b"\0\1"
+"""What a quiet miss would have answered."""
 _SETS: Final = frozenset({Opcode.SET, Opcode.SETQ})
 _REQUEST_MAGICS: Final = frozenset({Magic.REQUEST, Magic.FLEX_REQUEST})
 _NO_HANDLERS: Final[dict[int, DocumentHandler]] = {}

@@ -8,7 +8,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.auth import AuthStep, LoginQuestion
-from dcp.session.rights import FULL_RIGHTS
+from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.state import SessionState
 from dcp.wire.feature import GRANTED, Feature
 from dcp.wire.frame import Frame
@@ -207,6 +207,11 @@ class ConnectionCommands:
 
     def statistics(self, request: Frame) -> None:
         """Answer one response per statistic, then an empty one."""
+        if request.key.startswith(b"detail"):
+            self._detail(request)
+            return
+        if request.key == b"reset":
+            self._state.prefixes.clear()
         stats = self._state.facts.stats(request.key)
         if stats is None:
             group, _, argument = request.key.partition(b" ")
@@ -218,6 +223,17 @@ class ConnectionCommands:
         for name, value in stats:
             self._state.answer(request, key=name.encode(), value=value.encode())
         self._state.answer(request)
+
+    def _detail(self, request: Frame) -> None:
+        """Count by key prefix: "detail on", "detail off", "detail dump"."""
+        state, argument = self._state, request.key.removeprefix(b"detail").strip()
+        if state.rights is None or not state.rights.has(Role.ADMIN):
+            raise RefusedError(Status.EACCESS, "counts by key prefix take the role admin")
+        if argument == b"dump":
+            state.answer(request, key=b"detailed", value=state.prefixes.dump() + b"END\r\n")
+        elif not state.prefixes.command(argument):
+            raise RefusedError(Status.KEY_ENOENT, "it is: detail on, detail off or detail dump")
+        state.answer(request)
 
     # -- partition history -----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from dcp.session.answer_marks import NO_PARTITION, Mark, Wait, is_change
 from dcp.session.auth import Authenticator, LoginQuestion
 from dcp.session.faults import FaultTable
+from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import ReplicaSender, ReplicationPort, StreamSender
 from dcp.session.rights import FULL_RIGHTS, Rights, split_key
@@ -16,7 +17,13 @@ from dcp.stream.hub import StreamHub
 from dcp.stream.producer import BACKLOGS_MAX, Producer
 from dcp.wire.frame import MAX_VALUE_BYTES, Frame, pack_response
 from dcp.wire.opcode import Opcode
-from dcp.wire.status import RefusedError, Status, UnknownNameError, WrongVbucketError
+from dcp.wire.status import (
+    MEMCACHED_TEXTS,
+    RefusedError,
+    Status,
+    UnknownNameError,
+    WrongVbucketError,
+)
 from failover.write_answer import Durability
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -124,6 +131,7 @@ class SessionState:
         "notes_left_out",
         "observed",
         "peer_is_loopback",
+        "prefixes",
         "producer",
         "replication",
         "rights",
@@ -151,6 +159,7 @@ class SessionState:
         faults: FaultTable | None = None,
         scans: RangeScans | None = None,
         replication: ReplicationPort | None = None,
+        prefixes: PrefixCounts | None = None,
         has_replicas: bool = False,
         acknowledges_as_master: bool = False,
     ) -> None:
@@ -161,6 +170,7 @@ class SessionState:
         self.peer_is_loopback = peer_is_loopback
         self.limits = limits
         self.faults = FaultTable() if faults is None else faults
+        self.prefixes = PrefixCounts() if prefixes is None else prefixes
         self.scans = scans
         """The node's range scans; None: this session has no commands for them."""
         self.replication = replication
@@ -170,10 +180,7 @@ class SessionState:
         self.held_bytes = self.taken_bytes = 0
         """Received bytes that the session keeps (incomplete packets, and packets that wait); bytes
         that were handled since the connection began."""
-        self.answers: list[bytes] = []
-        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
-        of the next three."""
-        self._wait_for_nothing(has_replicas, acknowledges_as_master)
+        self._begin_answers(has_replicas, acknowledges_as_master)
         self.unread_bytes = 0
         """Bytes in `answers` that count against ANSWER_BYTES_MAX."""
         self.is_full = False
@@ -182,7 +189,8 @@ class SessionState:
         """A command that writes waits until `engine.writers_wait` ends; `resume` goes on then."""
         self.held_until_ns = 0
         """No command is taken before this Unix time: a fault or a flush waits."""
-        self.is_closing, self.close_reason = False, ""
+        self.is_closing = False
+        self.close_reason = self.agent = ""
         self.notes: list[tuple[str, dict[str, object]]] = []
         """Log lines for the shell: (event, fields)."""
         self.notes_left_out = self.login_failures = 0
@@ -197,7 +205,6 @@ class SessionState:
         self.allows_anonymous = peer_is_loopback and takes_anonymous
         self.rights: Rights | None = FULL_RIGHTS if self.allows_anonymous else None
         """What the client may do; None: it has to log in first."""
-        self.agent = ""
         self.bucket: str | None = None
         self.hashes_keys = True
         """Whether keys are hashed here: the client sent neither HELLO nor SELECT_BUCKET."""
@@ -218,8 +225,11 @@ class SessionState:
         """What pumps messages into the connection, if anything does."""
         return self.producer if self.producer is not None else self.feed
 
-    def _wait_for_nothing(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
-        """Set what says what answers wait for."""
+    def _begin_answers(self, has_replicas: bool, acknowledges_as_master: bool) -> None:
+        """Begin with no answers, and nothing that they wait for."""
+        self.answers: list[bytes] = []
+        """Responses in order. `dcp.session.held_answers` says when they may leave: it has the rules
+        of the next three."""
         self.wait_group, self.first_change = 0, -1
         self.awaited: dict[int, int] = {}
         self.marks: list[Mark] | None = [] if has_replicas else None
@@ -267,7 +277,7 @@ class SessionState:
         """Answer with an error, and leave a line for the log."""
         context = context[:CONTEXT_CHARS_MAX]
         self.note("refused", opcode=opcode, status=status, reason=context)
-        self.answer_json(opcode, opaque, status, self.error_body(context))
+        self.answer_json(opcode, opaque, status, self.error_body(context, status))
 
     def answer_error(
         self, opcode: int, opaque: int, vb_id: int, error: RefusedError | StoreDamagedError
@@ -275,7 +285,7 @@ class SessionState:
         """Answer a request whose handler raised."""
         if isinstance(error, StoreDamagedError):
             self.note("damaged data", opcode=opcode, reason=str(error))
-            body = self.error_body(f"the stored data is damaged: {error}")
+            body = self.error_body(f"the stored data is damaged: {error}", Status.EINTERNAL)
             self.send(pack_response(opcode, Status.EINTERNAL, opaque=opaque, value=body))
         elif isinstance(error, WrongVbucketError):
             self._note_not_my_vbucket(opcode, vb_id)
@@ -356,11 +366,13 @@ class SessionState:
             "refused", opcode=opcode, status=Status.NOT_MY_VBUCKET, reason=f"vb {vb_id}: {why}"
         )
 
-    def error_body(self, context: str) -> bytes:
-        """Return the body of an error response, empty for clients without XERROR."""
-        if not self.has_xerror:
-            return b""
-        return json.dumps({"error": {"context": context}}).encode()
+    def error_body(self, context: str, status: int = Status.EACCESS) -> bytes:
+        """Return the body of an error response: JSON with XERROR, memcached's text for its clients,
+        and nothing for others.
+        """
+        if self.has_xerror:
+            return json.dumps({"error": {"context": context}}).encode()
+        return MEMCACHED_TEXTS.get(status, context.encode()) if self.hashes_keys else b""
 
     def step_flush(self, now_ns: int) -> bool:
         """Take the next step of the flush; return whether it was the last one. Until then the

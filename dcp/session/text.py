@@ -328,6 +328,8 @@ class TextSession:
         if mode in {ADD, REPLACE} and outcome[0] in {Status.KEY_EEXISTS, Status.KEY_ENOENT}:
             self.state.observes(vb_id)
             return _NOT_STORED
+        if self.state.prefixes.is_on:
+            self.state.prefixes.stored(store.key)
         return self._answer_of(vb_id, outcome, _STORED)
 
     # -- reads ---------------------------------------------------------------------------------
@@ -383,6 +385,8 @@ class TextSession:
                 found = outcome[0]
         if found != Status.ETMPFAIL:  # it tells nothing about stored data
             self.state.observes_version(self._engine.partitions[vb_id], key)
+        if self.state.prefixes.is_on:
+            self.state.prefixes.got(wire_key, is_hit=isinstance(found, StoredDocument))
         if isinstance(found, StoredDocument):
             found = found._replace(value=plain(found.datatype, found.value)[1])
         return found
@@ -395,6 +399,8 @@ class TextSession:
         if _is_bad_key(arguments[0]) or arguments[1:] not in ([], [b"0"]):
             return _BAD_FORMAT[:-2] + b".  Usage: delete <key> [noreply]\r\n"
         vb_id, key = self._locate(arguments[0])
+        if self.state.prefixes.is_on:
+            self.state.prefixes.deleted(arguments[0])
         return self._answer_of(vb_id, self._engine.delete(vb_id, key, 0), b"DELETED\r\n")
 
     def _count(self, name: bytes, arguments: list[bytes]) -> bytes:
@@ -456,12 +462,12 @@ class TextSession:
         """Return the answer to a change. It waits until what it tells is committed."""
         status = outcome[0]
         if status == Status.ETMPFAIL:  # it tells nothing about stored data
-            return self._not_now()
+            return self._not_now(next(iter(self._engine.partitions[vb_id].holds.values()), ""))
         self.state.observes(vb_id)
         return _COMMON_ANSWERS.get(status, _NOT_NOW) if status else success
 
-    def _not_now(self) -> bytes:
-        why = self._engine.write_refusal
+    def _not_now(self, why: str = "") -> bytes:
+        why = why or self._engine.write_refusal
         return b"SERVER_ERROR %b\r\n" % why[:CONTEXT_CHARS_MAX].encode() if why else _NOT_NOW
 
     def _must_wait(self) -> bool:
@@ -474,6 +480,10 @@ class TextSession:
     # -- the server ----------------------------------------------------------------------------
 
     def _stats(self, _name: bytes, arguments: list[bytes]) -> bytes:
+        if arguments[:1] == [b"detail"]:
+            return self._detail(b" ".join(arguments[1:]))
+        if arguments == [b"reset"]:
+            self.state.prefixes.clear()
         stats = self.state.facts.stats(b" ".join(arguments))
         if stats is None:
             return b"CLIENT_ERROR no such statistics\r\n"
@@ -482,6 +492,15 @@ class TextSession:
         # A client may put a line break into the name of its DCP connection.
         lines = (" ".join(f"STAT {name} {value}".split()) for name, value in stats)
         return "".join(f"{line}\r\n" for line in lines).encode() + b"END\r\n"
+
+    def _detail(self, argument: bytes) -> bytes:
+        """Count by key prefix. These clients are guests, who may do everything."""
+        prefixes = self.state.prefixes
+        if argument == b"dump":
+            return prefixes.dump() + b"END\r\n"
+        if prefixes.command(argument):
+            return b"OK\r\n"
+        return b"CLIENT_ERROR usage: stats detail on|off|dump\r\n"
 
     def _version(self, _name: bytes, _arguments: list[bytes]) -> bytes:
         return b"VERSION %b\r\n" % REPORTED_VERSION

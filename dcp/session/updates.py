@@ -14,7 +14,7 @@ from struct import Struct
 from typing import Final
 
 from dcp.session.compressed_values import plain_addition
-from dcp.session.documents import DocumentCommands, pack_miss
+from dcp.session.documents import DocumentCommands
 from dcp.session.state import SessionState
 from dcp.wire.frame import Frame, pack_response
 from dcp.wire.message import U32, U64
@@ -142,7 +142,7 @@ class UpdateCommands:
         meta = state.engine.meta(vb_id, key)
         state.observes_version(part, key)
         if meta == Status.KEY_ENOENT:
-            state.answers.append(pack_miss(request.opcode, request.opaque))
+            self._documents.miss(request.opcode, request.opaque)
             return
         if isinstance(meta, int):
             self._documents.refuse_outcome(request.opcode, request.opaque, meta, vb_id)

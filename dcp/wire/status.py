@@ -167,6 +167,19 @@ ERROR_TABLE: Final[dict[Status, tuple[str, str, tuple[str, ...]]]] = {
 }
 """Status -> (name, description, attributes of the error map)."""
 
+MEMCACHED_TEXTS: Final[dict[int, bytes]] = {
+    Status.KEY_ENOENT: b"Not found",
+    Status.KEY_EEXISTS: b"Data exists for key.",
+    Status.E2BIG: b"Too large.",
+    Status.EINVAL: b"Invalid arguments",
+    Status.NOT_STORED: b"Not stored.",
+    Status.DELTA_BADVAL: b"Non-numeric server-side value for incr or decr",
+    Status.AUTH_ERROR: b"Auth failure.",
+    Status.UNKNOWN_COMMAND: b"Unknown command",
+    Status.ENOMEM: b"Out of memory",
+}
+"""The bodies of memcached's errors, as its clients show them."""
+
 ERROR_MAP_REVISION: Final = 2
 
 

@@ -241,6 +241,7 @@ async def test_partitions_that_refuse(ask, node):
         ("failover", {"lose": 11}, 409, "it has 10"),
         ("failover", {"lose": -1}, 400, '"lose" must be 0 or more'),
         ("state", {"state": "asleep"}, 400, "one of active, replica, pending, dead"),
+        ("state", {"state": "fenced"}, 400, "one of active, replica, pending, dead, not"),
         ("state", {}, 400, '"state" (str)'),
         ("purge", {"upto": 10}, 409, "never the last"),
         ("purge", {"upto": True}, 400, '"upto" (int, optional)'),

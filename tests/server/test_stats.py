@@ -9,13 +9,18 @@ import pytest
 from dcp.server.report.stats import Rows, Stats
 from support.memory_node import START_NS, MemoryNode
 from vbucket.engine.leadership import set_leader_epoch
+from vbucket.engine.partition import VbState
 from vbucket.model.ids import NUM_VBUCKETS
 
+OTHER_PARTS = ("about", "ports", "hub", "connections", "merging", "health", "prefixes")
 
-def ask(request: bytes) -> Rows | None:
+
+def ask(request: bytes, *, fenced: int | None = None) -> Rows | None:
     not_asked: Any = None
     engine = MemoryNode(partitions=NUM_VBUCKETS).engine
-    stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
+    if fenced is not None:
+        engine.partitions[fenced].state = VbState.FENCED
+    stats = Stats(engine=engine, **dict.fromkeys(OTHER_PARTS, not_asked))
     return stats.rows(request)
 
 
@@ -61,3 +66,9 @@ def test_a_partition_and_a_moment_have() -> None:
     assert len(ask(b"vbucket-seqno 1023") or ()) == 11
     assert len(ask(b"vbucket-seqno") or ()) == 11 * 1024
     assert ask(b"seqno-at 1023 %d" % START_NS) is not None
+
+
+def test_clients_know_a_fenced_partition_as_active() -> None:
+    states = dict(ask(b"vbucket", fenced=7) or ())
+    assert set(states.values()) == {"active"}
+    assert len(states) == NUM_VBUCKETS

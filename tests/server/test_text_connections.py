@@ -88,6 +88,17 @@ def test_a_client_that_closes_its_side_gets_the_answer_to_its_flush(server: Dcpd
         assert b"STAT curr_items 0\r\n" in read_until(text, b"END\r\n")
 
 
+MEMCACHED_SETTINGS = {
+    b"maxconns": b"10000",
+    b"domain_socket": b"NULL",
+    b"evictions": b"off",
+    b"cas_enabled": b"yes",
+    b"flush_enabled": b"yes",
+    b"item_size_max": b"20971520",
+    b"detail_enabled": b"no",
+}
+
+
 def test_statistics_by_group(server: DcpdProcess) -> None:
     with connect(server) as text:
         for group, part in {
@@ -101,6 +112,29 @@ def test_statistics_by_group(server: DcpdProcess) -> None:
             assert part in read_until(text, b"END\r\n")
         text.sendall(b"stats reset\r\n")
         assert read_until(text, b"\r\n") == b"RESET\r\n"
+
+
+def test_the_settings_that_memcacheds_tools_look_for(server: DcpdProcess) -> None:
+    def rows(line: bytes) -> dict[bytes, bytes]:
+        text.sendall(line)
+        found = read_until(text, b"END\r\n").split(b"\r\n")[:-2]
+        return dict(row.removeprefix(b"STAT ").split(b" ", 1) for row in found)
+
+    with connect(server) as text:
+        settings = rows(b"stats settings\r\n")
+        assert {name: settings[name] for name in MEMCACHED_SETTINGS} == MEMCACHED_SETTINGS
+        assert settings[b"tcpport"] == str(server.port).encode()
+        flushes = int(rows(b"stats\r\n")[b"cmd_flush"])
+        text.sendall(b"flush_all\r\nstats detail on\r\n")
+        assert read_until(text, b"OK\r\nOK\r\n") == b"OK\r\nOK\r\n"
+        assert int(rows(b"stats\r\n")[b"cmd_flush"]) == flushes + 1
+        assert rows(b"stats settings\r\n")[b"detail_enabled"] == b"yes"
+        with connect(server) as other:
+            other.sendall(b"get foo:1\r\n")
+            assert read_until(other, b"END\r\n") == b"END\r\n"
+        text.sendall(b"stats detail dump\r\nstats detail off\r\n")
+        dump = read_until(text, b"OK\r\n")
+        assert dump == b"PREFIX foo get 1 hit 0 set 0 del 0\r\nEND\r\nOK\r\n"
 
 
 @pytest.mark.crash

@@ -7,7 +7,9 @@ from struct import Struct
 
 import pytest
 
+from dcp.session.answer_marks import MARK_BYTES
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS
+from dcp.session.state import Limits
 from dcp.wire.frame import pack_request
 from dcp.wire.message import OPEN_EXTRAS, StreamRequest, pack_stream_request
 from dcp.wire.opcode import Opcode
@@ -24,6 +26,7 @@ from support.replicated import (
     set_,
 )
 from vbucket.engine.partition import VbState
+from vbucket.engine.read_modify_write import FLUSH_SLICE_KEYS
 from vbucket.model.ids import SEQNO_MAX, vbucket_of
 
 STUCK, FREE, OTHER = 7, 8, 9
@@ -120,6 +123,18 @@ def test_quiet_changes_are_silent_once_they_are_committed(node: MemoryNode) -> N
     assert not connection.held
 
 
+def test_quiet_changes_that_wait_count_as_memory(node: MemoryNode) -> None:
+    """A client that reads no answers cannot make the node keep marks without end."""
+    connection = ReplicatedConnection(node)
+    for opaque in range(10):
+        connection.ask(set_(STUCK, opaque, opcode=Opcode.SETQ))
+    assert connection.held.held_bytes == 10 * MARK_BYTES
+    node.commit()
+    commit(node, STUCK)
+    assert connection.left() == []
+    assert connection.held.held_bytes == 0
+
+
 @pytest.mark.parametrize(
     "opcode", [Opcode.GET, Opcode.GETQ, Opcode.GETK, Opcode.GETKQ, Opcode.GET_META]
 )
@@ -193,6 +208,46 @@ def test_no_applied_change_gets_a_status_to_send_it_again(node: MemoryNode, name
     assert connection.left() == [(5, AMBIGUOUS)]
 
 
+@pytest.mark.parametrize("value_bytes", [100, 10_000])
+def test_a_set_that_is_too_big_and_removes_the_document_is_a_change(
+    node: MemoryNode, value_bytes: int
+) -> None:
+    limits = Limits(value_bytes_max=10, oversized_set_removes=True)
+    connection = ReplicatedConnection(node, limits=limits)
+    value = b"v" * value_bytes
+    for opaque, key in enumerate((b"\0missing", b"\0k")):
+        connection.ask(
+            pack_request(
+                Opcode.SET, vb_id=STUCK, key=key, value=value, extras=bytes(8), opaque=opaque
+            )
+        )
+    assert node.engine.partitions[STUCK].item_count == 0
+    connection.held.depose({STUCK})
+    assert connection.left() == [(0, Status.E2BIG), (1, AMBIGUOUS)]
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_flush_in_many_steps_gets_one_answer(node: MemoryNode, is_text: bool) -> None:
+    documents = 3 * FLUSH_SLICE_KEYS // 2
+    writer = ReplicatedConnection(node)
+    writer.ask(*(set_(STUCK, number, b"\0%d" % number) for number in range(documents)))
+    node.commit()
+    commit(node, STUCK)
+    connection = ReplicatedConnection(node, is_text=is_text)
+    connection.ask(b"flush_all\r\n" if is_text else pack_request(Opcode.FLUSH, opaque=5))
+    node.commit()
+    connection.release()
+    assert connection.sent == b"", "it waits for what it deleted"
+    assert node.engine.partitions[STUCK].item_count == 0
+    connection.held.depose({STUCK})
+    if is_text:
+        connection.release()
+        assert connection.sent.startswith(b"SERVER_ERROR the change was applied")
+        assert connection.sent.count(b"\r\n") == 1
+    else:
+        assert connection.left() == [(5, AMBIGUOUS)]
+
+
 def test_a_read_of_a_due_document_may_be_sent_again(node: MemoryNode) -> None:
     """The document expires, which is a change. But the client asked for none."""
     connection = ReplicatedConnection(node)
@@ -205,6 +260,17 @@ def test_a_read_of_a_due_document_may_be_sent_again(node: MemoryNode) -> None:
     connection.ask(get(STUCK, 1, b"\0e"), get(FREE, 2), get(FREE, 3))
     connection.held.depose({STUCK})
     assert connection.left() == [(1, LATER), (2, OK), (3, OK)]
+
+
+def test_an_answer_does_not_wait_for_what_those_before_it_have_seen(node: MemoryNode) -> None:
+    connection = ReplicatedConnection(node)
+    ReplicatedConnection(node).ask(set_(STUCK, 1))
+    connection.ask(get(STUCK, 2))
+    connection.ask(set_(FREE, 3))
+    node.commit()
+    commit(node, FREE)
+    connection.held.depose({STUCK})
+    assert connection.left() == [(2, LATER), (3, OK)]
 
 
 def test_after_the_deposal_nothing_waits_for_what_cannot_be_committed(node: MemoryNode) -> None:

@@ -109,6 +109,7 @@ def test_a_second_hello_starts_afresh(node: MemoryNode, peer: Peer) -> None:
 
 
 def test_an_error_has_a_context_only_where_xerror_was_granted(peer: Peer) -> None:
+    peer.hello()
     assert peer.ask(0x66).value == b""
     peer.hello(Feature.XERROR)
     document = json.loads(peer.ask(0x66).value)

@@ -139,9 +139,13 @@ def test_a_scan_stays_open(node: MemoryNode) -> None:
 )  # fmt: skip
 def test_text_lines_are_to_be_sent_again(node: MemoryNode, line: bytes) -> None:
     key = next(b"%d" % n for n in range(1000) if vbucket_of(b"%d" % n, node.partitions) == VB)
+    unfence(node)
+    connect(node).set(VB, b"\0" + key, b"uncommitted")
+    fence(node)
     session = TextSession(node.connect().state)
     session.receive(line % key, node.now_ns)
     assert session.state.answers == [b"SERVER_ERROR try again later\r\n"]
+    assert not session.state.wait_group
 
 
 # -- seqnos and streams ------------------------------------------------------------------------

@@ -103,6 +103,14 @@ def test_a_hold_for_replication_says_why(node: MemoryNode) -> None:
     assert connection.left()[1:] == [(2, OK)]
 
 
+def test_a_hold_for_replication_says_why_in_text_too(node: MemoryNode) -> None:
+    for part in node.engine.partitions:
+        part.hold_writes(Hold.REPLICATION, WHY)
+    connection = ReplicatedConnection(node, is_text=True)
+    connection.ask(b"set k 0 0 1\r\nv\r\n")
+    assert connection.sent == b"SERVER_ERROR %b\r\n" % WHY.encode()
+
+
 @pytest.mark.parametrize("opcode", [Opcode.FLUSH, Opcode.FLUSHQ])
 @pytest.mark.parametrize("is_fenced", [False, True])
 def test_a_flush_deletes_nothing_where_writes_are_held(

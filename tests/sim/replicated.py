@@ -100,6 +100,8 @@ class ReplicatedNodes:
         self._unclean: set[tuple[int, int]] = set()
         self._branching: set[int] = set()
         self._lost: list[str] = []
+        self._dead: set[str] = set()
+        """Members whose folders are lost."""
 
     def boot(self, machine: Machine) -> ClusterNode:
         """See Cluster."""
@@ -198,11 +200,12 @@ class ReplicatedNodes:
         member = self._members[machine]
         if sum(name == machine for name in self._lost) >= FOLDERS_LOST_MAX:
             return False
-        left = set(self._members.values()) - {member}
+        left = set(self._members.values()) - self._dead - {member}
         records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
         if any(member in record.isr and not record.isr & left for record in records):
             return False
         self._lost.append(machine)
+        self._dead.add(member)
         return True
 
     def harm_store(self, kind: str) -> Mend | None:

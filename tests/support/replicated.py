@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dcp.session.held_answers import COMMIT_TIMEOUT_NS, HeldAnswers
 from dcp.session.session import Session
+from dcp.session.state import Limits
 from dcp.session.text import TextSession
 from dcp.wire.frame import Frame, FrameDecoder, pack_request
 from dcp.wire.opcode import Opcode
@@ -63,9 +64,10 @@ class ReplicatedConnection:
         is_text: bool = False,
         acknowledges_as_master: bool = False,
         commit_timeout_ns: int = COMMIT_TIMEOUT_NS,
+        limits: Limits | None = None,
     ) -> None:
         self.node = node
-        self.peer: Peer = node.connect()
+        self.peer: Peer = node.connect(limits=limits)
         self.peer.state.marks = []
         self.peer.state.acknowledges_as_master = acknowledges_as_master
         self.session: Session | TextSession = self.peer.session

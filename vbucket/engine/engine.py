@@ -108,6 +108,8 @@ class Engine:
         """How far ahead of the clock a CAS from elsewhere may be."""
         self.expired_on_access = 0
         """Documents that expired because somebody asked for them."""
+        self.flushes = 0
+        """Flushes that were asked for."""
         self._refusals: dict[Hold, str] = {}
         self._cas_floor = 0
         self._now_s = 0

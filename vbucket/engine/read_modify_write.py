@@ -161,6 +161,7 @@ class Flush:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.flushes += 1
         self._end_seqnos = [part.high_seqno for part in engine.partitions]
         self._vb_id = 0
         self._walk: KeyWalk | None = None

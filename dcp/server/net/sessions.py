@@ -15,6 +15,7 @@ from dcp.server.observe.event_log import EventLog
 from dcp.server.observe.meter import Meter
 from dcp.server.observe.refusal_log import RefusalLog
 from dcp.session.faults import FaultTable
+from dcp.session.prefix_counts import PrefixCounts
 from dcp.session.range_scans import RangeScans
 from dcp.session.state import NodeFacts, SessionState
 from dcp.stream.hub import StreamHub
@@ -39,6 +40,7 @@ class Sessions:
         log: EventLog,
         refusals: RefusalLog,
         *,
+        prefixes: PrefixCounts,
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._engine = engine
@@ -51,6 +53,7 @@ class Sessions:
         self._log = log
         self._refusals = refusals
         self._on_failure = on_failure
+        self._prefixes = prefixes
 
     def new_state(self, peer_host: str, logins: PeerLogins) -> SessionState:
         """Return the state of a new session for a peer."""
@@ -64,6 +67,7 @@ class Sessions:
             takes_anonymous=self._access.takes_anonymous,
             faults=self._faults,
             scans=self._scans,
+            prefixes=self._prefixes,
         )
 
     def leave(self, state: SessionState) -> None:

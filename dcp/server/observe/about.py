@@ -22,6 +22,7 @@ class About:
         self._started_s = time.monotonic()
         self.data_dir = Path(settings.data)
         self.durability = settings.durability
+        self.value_bytes_max = settings.value_bytes_max
         self.pid = os.getpid()
 
     @property

@@ -16,6 +16,7 @@ from dcp.server.observe.about import About
 from dcp.server.storage.health import Health
 from dcp.server.storage.merging import Merging
 from dcp.session.controls import is_decimal
+from dcp.session.prefix_counts import DELIMITER, PrefixCounts
 from dcp.stream.hub import StreamHub
 from vbucket.engine.engine import Engine
 from vbucket.engine.partition import Partition, VbState
@@ -37,6 +38,7 @@ class Stats:
         connections: Connections,
         merging: Merging,
         health: Health,
+        prefixes: PrefixCounts,
     ) -> None:
         self._about = about
         self._ports = ports
@@ -45,6 +47,7 @@ class Stats:
         self._connections = connections
         self._merging = merging
         self._health = health
+        self._prefixes = prefixes
         self._groups: dict[str, Callable[[], Rows]] = {
             "": self._server,
             "vbucket": self._vbucket,
@@ -109,6 +112,7 @@ class Stats:
             ("version", about.version),
             ("curr_connections", str(len(self._connections))),
             ("total_connections", str(self._connections.opened_total)),
+            ("cmd_flush", str(engine.flushes)),
             ("curr_items", str(sum(part.item_count for part in engine.partitions))),
             ("ep_durability", about.durability),
             ("ep_data_folder", str(about.data_dir)),
@@ -139,7 +143,26 @@ class Stats:
         ]
 
     def _settings(self) -> Rows:
-        return [(name, str(value)) for name, value in self._about.settings().items()]
+        """The settings, then what memcached's tools look for. Nothing is evicted: a document that
+        was answered stays.
+        """
+        settings = self._about.settings()
+        return [(name, str(value)) for name, value in settings.items()] + [
+            ("maxconns", str(settings["connections_max"])),
+            ("tcpport", str(self._ports.kv)),
+            ("udpport", "0"),
+            ("inter", str(settings["host"])),
+            ("domain_socket", "NULL"),
+            ("evictions", "off"),
+            ("cas_enabled", "yes"),
+            ("flush_enabled", "yes"),
+            ("item_size_max", str(self._about.value_bytes_max)),
+            ("num_threads", "1"),
+            ("stat_key_prefix", DELIMITER.decode()),
+            ("detail_enabled", "yes" if self._prefixes.is_on else "no"),
+            ("auth_enabled_sasl", "yes"),
+            ("binding_protocol", "auto-negotiate"),
+        ]
 
     def _dcp(self) -> Rows:
         rows: Rows = [

@@ -1,0 +1,54 @@
+"""Answers that wait for replicas, over a real connection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dcp.server.net.connection import ClientConnection
+from dcp.wire.frame import pack_request
+from dcp.wire.opcode import Opcode
+from dcp.wire.status import Status
+from support.node_here import Client, node_here, until
+from vbucket.model.ids import vbucket_of
+
+KEY = b"k"
+VB = vbucket_of(KEY)
+
+
+@pytest.mark.parametrize("ends", ["committed", "deposed", "overdue"])
+async def test_a_quiet_change_is_held_by_its_connection(tmp_path: Path, ends: str) -> None:
+    async with node_here(tmp_path, {}) as node, Client.connect(node) as client:
+        assert (await client.ask(pack_request(Opcode.NOOP, opaque=1))).opaque == 1
+        (connection,) = node.connections
+        assert isinstance(connection, ClientConnection)
+        connection.session.state.marks = []
+        node.engine.partitions[VB].has_copies = True
+        client.send(pack_request(Opcode.SETQ, key=KEY, value=b"v", extras=bytes(8), opaque=2))
+        commits = node.engine.commits
+        await until(lambda: commits.synced_group)
+        assert node.connections.waiting == {connection}
+        client.send(pack_request(Opcode.NOOP, opaque=3))
+        await until(lambda: connection.session.state.taken_bytes > 2 * 24 + 8 + 2)
+        held = connection._held
+        if ends == "committed":
+            commits.commit(VB, commits.synced_group)
+            commits.settle()
+        elif ends == "deposed":
+            held.depose({VB})
+        else:
+            assert held.next_expiry_ns is not None
+            held.expire(held.next_expiry_ns)
+        node.connections.release()
+        expected = [(3, Status.OK)]
+        if ends != "committed":
+            expected.insert(0, (2, Status.SYNC_WRITE_AMBIGUOUS))
+        for opaque, status in expected:
+            frame = await client.receive()
+            assert frame is not None
+            assert (frame.opaque, frame.status) == (opaque, status)
+        assert not node.connections.waiting
+        # What is left must not keep the node from stopping.
+        commits.commit(VB, commits.synced_group)
+        commits.settle()
