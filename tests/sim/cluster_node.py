@@ -245,10 +245,10 @@ class ClusterNode(SingleNode):
         self._carry_out_core()
 
     def _cluster_tick(self) -> None:
-        self.driver.tick()
-        if self._has_begun:
+        if self._has_begun:  # what is in the log is on disk, and it can be written
+            self.driver.tick()
             self.core.tick(self.clock.monotonic_ns())
-        self._carry_out_core()
+            self._carry_out_core()
         self.host.after(CLUSTER_TICK_NS, self._cluster_tick)
 
     def _note_masterships(self) -> None:

@@ -200,10 +200,10 @@ class ReplicatedNodes:
         member = self._members[machine]
         if sum(name == machine for name in self._lost) >= FOLDERS_LOST_MAX:
             return False
-        left = set(self._members.values()) - self._dead - {member}
+        gone = self._dead | {member}
         records = [self._stored(vb_id)[1] for vb_id in range(self._setting.plan.partitions)]
-        if any(member in record.isr and not record.isr & left for record in records):
-            return False
+        if any(self._dead & record.isr or record.isr <= gone for record in records):
+            return False  # one after the other: a majority has to be left to report
         self._lost.append(machine)
         self._dead.add(member)
         return True
