@@ -132,14 +132,17 @@ def may_join(candidate: Candidate, epoch: int, hw_seqno: int, epoch_start_seqno:
 
     `epoch` and `hw_seqno` are the master's own; `epoch_start_seqno` is its end when it became
     master. That is at or above all that was committed before, while the HW of a new master may be
-    too low. So nobody joins before the HW has reached it. The start of the master's version is
-    not enough: after a handover the version is older than the epoch.
+    too low. So the replica must have reached both. The start of the master's version is not enough:
+    after a handover the version is older than the epoch.
+
+    The HW itself need not have reached the epoch's start. It cannot while the ISR has fewer than
+    `min_in_sync` members, and then only those who join can help: a master that was elected without
+    a dead member would wait for it for ever.
     """
     given = candidate.acknowledgement
     return (
         given.epoch == epoch
-        and given.synced_seqno >= hw_seqno
-        and hw_seqno >= epoch_start_seqno
+        and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)
         and candidate.is_level
         and not candidate.has_incomplete_snapshot
         and not candidate.has_failed_sync

@@ -375,8 +375,8 @@ MUTATIONS = (
     ),
     Mutation(
         "joins-below-the-epoch-start",
-        "        and hw_seqno >= epoch_start_seqno\n        and candidate.is_level\n",
-        "        and candidate.is_level\n",
+        "        and given.synced_seqno >= max(hw_seqno, epoch_start_seqno)\n",
+        "        and given.synced_seqno >= hw_seqno\n",
         ("test_isr", "test_modelcheck"),
     ),
     Mutation(

@@ -12,6 +12,8 @@ import sys
 import time
 from contextlib import suppress
 
+from cramjam import snappy
+
 from clients.address import parse_address
 from clients.backup import run as run_module
 from clients.backup.archive import create_archive
@@ -31,6 +33,7 @@ from support.backup_live import (
     restore,
     seconds,
 )
+from support.raw_client import RawClient
 from support.server import DcpdProcess
 from vbucket.model.ids import NUM_VBUCKETS, vbucket_of
 
@@ -64,6 +67,23 @@ def test_documents_come_back_with_all_that_is_beside_them(ctl, server, other, ar
     assert forced["written"] == 3
     with Keys(other) as keys:
         assert (keys.get(b"meta:b"), keys.meta(b"meta:b")) == (b"2", metas[b"meta:b"])
+
+
+def test_values_that_came_compressed_are_saved_and_restored_plain(ctl, server, other, archive):
+    value, key = b"again and " * 100, b"packed:a"
+    with RawClient(server.port) as client:
+        client.ask(Opcode.HELLO, value=b"\0\x0a\0\x0b")
+        client.ask(Opcode.SELECT_BUCKET, key=b"default")
+        stored = client.ask(
+            Opcode.SET, vb_id=vbucket_of(key), key=key, extras=bytes(8), datatype=3,
+            value=bytes(snappy.compress_raw(value)),
+        )  # fmt: skip
+        assert stored.status == 0
+    backup(ctl, server, archive)
+    assert export(ctl, server, archive)[key.decode()]["value"] == value.decode()
+    restore(ctl, other, archive, "--prefix", "packed:")
+    with Keys(other) as keys:
+        assert keys.get(key) == value
 
 
 def test_as_of_run_time_and_seqno(ctl, server, archive):

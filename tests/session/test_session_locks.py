@@ -14,7 +14,9 @@ from dcp.wire.opcode import Opcode
 from dcp.wire.status import Status
 from support.memory_node import MemoryNode, Peer, node_for
 from vbucket.engine import locks
+from vbucket.engine.lifecycle import set_state
 from vbucket.engine.locks import LOCKED_CAS
+from vbucket.engine.partition import VbState
 from vbucket.model.ids import vbucket_of
 
 KEY = b"\0k"
@@ -201,6 +203,10 @@ def test_a_branch_a_change_of_state_and_a_restart_end_locks(node: MemoryNode, vb
     lock(holder, vb)
     node.engine.keyspace.branch(vb, 1)  # nothing is undone, and yet it is another version
     assert store(holder, vb) == Status.OK
+    lock(holder, vb)
+    for state in (VbState.REPLICA, VbState.ACTIVE):
+        set_state(node.engine, vb, state)
+    assert store(holder, vb) == Status.OK, "another node may have been active meanwhile"
     lock(holder, vb)
     node.commit()
     node.crash()
