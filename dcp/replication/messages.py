@@ -52,7 +52,7 @@ MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
 
 
-class Section(NamedTuple):
+class EntriesSection(NamedTuple):
     """Entries of one partition, and its high watermark at the master."""
 
     vb_id: int
@@ -67,7 +67,7 @@ class Message(NamedTuple):
     number: int
     question: int
     """What an acknowledgement confirms: that the master was still the master when it asked."""
-    sections: tuple[Section, ...]
+    sections: tuple[EntriesSection, ...]
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON value of a replica's stream request."""
 
     epoch: int
@@ -104,15 +104,15 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def failover_log(self) -> FailoverLog:
         """Return the master's versions. Raises ValueError."""
-        return Position(self.epoch, self.versions).failover_log()
+        return ReplicaPosition(self.epoch, self.versions).failover_log()
 
 
 def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
-    """Return a failover log as `Position` and `Welcome` carry it."""
+    """Return a failover log as `ReplicaPosition` and `Welcome` carry it."""
     return [(str(entry.vb_uuid), str(entry.seqno), entry.epoch) for entry in log.entries]
 
 
-def pack_entries(number: int, question: int, sections: Iterable[Section]) -> bytes:
+def pack_entries(number: int, question: int, sections: Iterable[EntriesSection]) -> bytes:
     """Return a message of a master."""
     pieces: list[bytes] = []
     for section in sections:
@@ -135,7 +135,7 @@ def unpack_entries(frame: Frame) -> Message:
     value = frame.value
     if crc32(value) != checksum:
         raise ReplicationError(f"message {number}: the checksum of its {len(value)} bytes is wrong")
-    sections: list[Section] = []
+    sections: list[EntriesSection] = []
     position, end = 0, len(value)
     while position < end:
         if end - position < _SECTION.size:
@@ -150,12 +150,12 @@ def unpack_entries(frame: Frame) -> Message:
             entries = split_entries(value[position : position + size])
         except LogDamagedError as error:
             raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
-        sections.append(Section(vb_id, epoch, committed_seqno, entries))
+        sections.append(EntriesSection(vb_id, epoch, committed_seqno, entries))
         position += size
     return Message(number, question, tuple(sections))
 
 
-def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
+def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -> str:
     """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is."""
     if not 0 < section.epoch <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
         return f"leader epoch {section.epoch} or seqno {section.committed_seqno} cannot be"
@@ -203,5 +203,5 @@ def decode(value: bytes, kind: Any) -> Any:
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """Return a Greeting, Position or Welcome as JSON."""
+    """Return a Greeting, ReplicaPosition or Welcome as JSON."""
     return msgspec.json.encode(value)

@@ -30,20 +30,20 @@ from dcp.cluster.cluster_session import ClusterSession, SessionEffect
 from dcp.cluster.cluster_view import Stored
 from dcp.cluster.record_writer import OutcomeKind, RecordChange, WriteOutcome
 from dcp.core.groups import GroupCycle, Published
-from dcp.replication.effects import Dial, MapChanged, ReplicationEffect
-from dcp.replication.feed import Followed, ReplicaFeed
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
+    EntriesSection,
     Greeting,
-    Position,
-    Section,
+    ReplicaPosition,
     Welcome,
     decode,
     encode,
     versions_of,
 )
+from dcp.replication.replica_feed import Followed, ReplicaFeed
 from dcp.replication.replica_link import LinkState, ReplicaLink, from_here
+from dcp.replication.replication_effects import Dial, MapChanged, ReplicationEffect
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -299,11 +299,11 @@ class ReplicationCore:
                 confirmed_ns = max(confirmed_ns, link.confirmed_ns)
         return confirmed_ns
 
-    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         asked = from_here(part.high_seqno, part.vb_uuid)
-        return asked, Position(epoch, versions_of(part.failover))
+        return asked, ReplicaPosition(epoch, versions_of(part.failover))
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -343,7 +343,7 @@ class ReplicationCore:
         group = self._engine.partitions[vb_id].last_group
         return group if group > self._commits.synced_group else 0
 
-    def apply(self, section: Section) -> None:
+    def apply(self, section: EntriesSection) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[section.vb_id]
         changes = []
@@ -445,7 +445,12 @@ class ReplicationCore:
             del self._feeds[feed.member]
 
     def admit(
-        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
     ) -> FeedAnswer:
         """See MasterSide."""
         part = self._engine.partitions[vb_id]

@@ -28,9 +28,9 @@ from typing import Final, Protocol
 
 from dcp.replication.messages import (
     MESSAGE_BYTES_MAX,
+    EntriesSection,
     Greeting,
-    Position,
-    Section,
+    ReplicaPosition,
     Welcome,
     decode,
     encode,
@@ -65,13 +65,13 @@ class LinkState(Enum):
     CLOSED = auto()
 
 
-class _Step(Enum):
+class _FollowStep(Enum):
     ASKED = auto()
     OPEN = auto()
     WAITING = auto()
 
 
-class _Stream:
+class _FollowedStream:
     """A partition that is followed on the link."""
 
     __slots__ = ("epoch", "opaque", "retry_ns", "step")
@@ -79,14 +79,14 @@ class _Stream:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.opaque = 0
-        self.step = _Step.WAITING
+        self.step = _FollowStep.WAITING
         self.retry_ns = 0
 
 
 class ReplicaSide(Protocol):
     """What a link needs of its node's core."""
 
-    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """Return where this replica is, for a stream request."""
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
@@ -98,7 +98,7 @@ class ReplicaSide(Protocol):
     def high_seqno(self, vb_id: int) -> int:
         """Return the last seqno that was applied."""
 
-    def apply(self, section: Section) -> None:
+    def apply(self, section: EntriesSection) -> None:
         """Apply a section that was checked."""
 
     def unsynced_group(self, vb_id: int) -> int:
@@ -117,7 +117,7 @@ class ReplicaLink:
         self._side = side
         self._value_bytes_max = value_bytes_max
         self._decoder = FrameDecoder(MESSAGE_BYTES_MAX)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _FollowedStream] = {}
         self._next_opaque = 0
         self._number = 0
         """The last message that was applied."""
@@ -147,13 +147,13 @@ class ReplicaLink:
         stream = self._streams.get(vb_id)
         if stream is None or stream.epoch != epoch:
             self.leave(vb_id)
-            self._streams[vb_id] = _Stream(epoch)
+            self._streams[vb_id] = _FollowedStream(epoch)
         self._ask_what_is_due(now_ns)
 
     def leave(self, vb_id: int) -> None:
         """Do not follow a partition here any more. No later answer confirms its master."""
         stream = self._streams.pop(vb_id, None)
-        if stream is not None and stream.step is not _Step.WAITING:
+        if stream is not None and stream.step is not _FollowStep.WAITING:
             self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
 
     def follows(self, vb_id: int) -> bool:
@@ -212,7 +212,7 @@ class ReplicaLink:
         elif frame.opcode == Opcode.DCP_STREAM_END:
             stream = self._streams.get(frame.vb_id)
             if stream is not None and stream.opaque == frame.opaque:
-                stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+                stream.step, stream.retry_ns = _FollowStep.WAITING, now_ns + RETRY_NS
         else:
             raise ReplicationError(f"opcode 0x{frame.opcode:02x} does not belong here")
 
@@ -230,11 +230,13 @@ class ReplicaLink:
         if frame.opcode != Opcode.DCP_STREAM_REQ:
             return
         for vb_id, stream in self._streams.items():
-            if stream.opaque == frame.opaque and stream.step is _Step.ASKED:
+            if stream.opaque == frame.opaque and stream.step is _FollowStep.ASKED:
                 self._stream_answered(vb_id, stream, frame, now_ns)
                 return
 
-    def _stream_answered(self, vb_id: int, stream: _Stream, frame: Frame, now_ns: int) -> None:
+    def _stream_answered(
+        self, vb_id: int, stream: _FollowedStream, frame: Frame, now_ns: int
+    ) -> None:
         if frame.status == Status.OK:
             welcome = decode(frame.value, Welcome)
             if welcome.epoch != stream.epoch:
@@ -242,34 +244,34 @@ class ReplicaLink:
                     f"vb {vb_id}: asked in leader epoch {stream.epoch}, answered in {welcome.epoch}"
                 )
             self._side.welcomed(vb_id, welcome)
-            stream.step = _Step.OPEN
+            stream.step = _FollowStep.OPEN
         elif frame.status == Status.ROLLBACK:
             if len(frame.value) < U64.size:
                 raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
             self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
-            stream.step, stream.retry_ns = _Step.WAITING, now_ns
+            stream.step, stream.retry_ns = _FollowStep.WAITING, now_ns
             self._ask_what_is_due(now_ns)
         else:
-            stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+            stream.step, stream.retry_ns = _FollowStep.WAITING, now_ns + RETRY_NS
 
     def _ask_what_is_due(self, now_ns: int) -> None:
         if self.state is not LinkState.READY:
             return
         for vb_id, stream in self._streams.items():
-            if stream.step is _Step.WAITING and stream.retry_ns <= now_ns:
+            if stream.step is _FollowStep.WAITING and stream.retry_ns <= now_ns:
                 asked, position = self._side.position(vb_id, stream.epoch)
                 self._next_opaque += 1
-                stream.opaque, stream.step = self._next_opaque, _Step.ASKED
+                stream.opaque, stream.step = self._next_opaque, _FollowStep.ASKED
                 self._out.append(pack_stream_request(vb_id, asked, stream.opaque, encode(position)))
 
     def _message(self, frame: Frame, now_ns: int) -> None:
         message = unpack_entries(frame)
         if message.number != self._number + 1:
             raise ReplicationError(f"message {message.number} follows message {self._number}")
-        taken: list[Section] = []
+        taken: list[EntriesSection] = []
         for section in message.sections:
             stream = self._streams.get(section.vb_id)
-            if stream is None or stream.step is not _Step.OPEN:
+            if stream is None or stream.step is not _FollowStep.OPEN:
                 continue  # it was left meanwhile
             if stream.epoch != section.epoch:
                 raise ReplicationError(

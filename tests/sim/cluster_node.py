@@ -18,10 +18,10 @@ from dcp.cluster.record_writer import WriteOutcome
 from dcp.cluster.store_driver import StoreDriver
 from dcp.core.groups import Job, Published, WriteGroup
 from dcp.replication.cluster_map import bucket_map
-from dcp.replication.effects import Dial
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.node_core import ReplicationCore
 from dcp.replication.replica_link import LinkState, ReplicaLink
+from dcp.replication.replication_effects import Dial
 from dcp.session.held_answers import HeldAnswers
 from sim.facts import Facts, Mastership
 from sim.network import Side

@@ -21,7 +21,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
-from dcp.replication.messages import Position, Section, decode, pack_entries, unpack_ack
+from dcp.replication.messages import (
+    EntriesSection,
+    ReplicaPosition,
+    decode,
+    pack_entries,
+    unpack_ack,
+)
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
 from dcp.wire.message import EndReason, StreamRequest, pack_stream_end, parse_stream_request
@@ -38,7 +44,7 @@ SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
 
-class Pace(Enum):
+class FeedPace(Enum):
     """See the module."""
 
     IN_STEP = auto()
@@ -53,7 +59,7 @@ class Followed(NamedTuple):
     seqno: int
 
 
-class _Stream:
+class _FedStream:
     """One partition on the link."""
 
     __slots__ = ("confirmations", "epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
@@ -64,7 +70,7 @@ class _Stream:
         self.epoch = epoch
         self.opaque = opaque
         self.sent_seqno = seqno
-        self.pace = Pace.BEHIND
+        self.pace = FeedPace.BEHIND
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
 
@@ -73,7 +79,12 @@ class MasterSide(Protocol):
     """What the feed asks and tells the node core."""
 
     def admit(
-        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
     ) -> FeedAnswer:
         """Decide about a replica's stream request; open the stream if it may continue."""
 
@@ -105,14 +116,14 @@ class ReplicaFeed:
         self._side = side
         self._schedule = schedule
         self._window_bytes = window_bytes
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _FedStream] = {}
         self._out: list[bytes] = []
         self._behind: deque[int] = deque()
         """Partitions to read from their cursors, in turn."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[tuple[int, int, tuple[tuple[_Stream, Followed], ...]]] = deque()
+        self._sent: deque[tuple[int, int, tuple[tuple[_FedStream, Followed], ...]]] = deque()
         """Messages that are not acknowledged: number, bytes, what they bring."""
         self._sent_bytes = 0
         self._asked: deque[tuple[int, int]] = deque()
@@ -128,14 +139,14 @@ class ReplicaFeed:
     def stream_request(self, request: Frame) -> FeedAnswer:
         """Answer the request for a partition. Raises ReplicationError."""
         asked = parse_stream_request(request.extras)
-        told = decode(request.value, Position)
+        told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
         return self._side.admit(self, request.vb_id, asked, told, request.opaque)
 
     def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`."""
-        self._streams[vb_id] = _Stream(epoch, opaque, seqno, self._confirmations)
+        self._streams[vb_id] = _FedStream(epoch, opaque, seqno, self._confirmations)
         self._behind.append(vb_id)
         self._stale[vb_id] = None
         self._schedule()
@@ -167,20 +178,20 @@ class ReplicaFeed:
 
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
         """Send a synced group: partition -> its entries for replicas, floors included."""
-        sections: list[Section] = []
-        followed: list[tuple[_Stream, Followed]] = []
+        sections: list[EntriesSection] = []
+        followed: list[tuple[_FedStream, Followed]] = []
         room = self._window_bytes - self._sent_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
             stream = self._streams.get(vb_id)
-            if stream is None or stream.pace is Pace.BEHIND:
+            if stream is None or stream.pace is FeedPace.BEHIND:
                 continue
             if room <= 0:
-                stream.pace = Pace.BEHIND
+                stream.pace = FeedPace.BEHIND
                 self._behind.append(vb_id)
                 continue
             part = partitions[vb_id]
-            sections.append(Section(vb_id, stream.epoch, part.committed_seqno, entries))
+            sections.append(EntriesSection(vb_id, stream.epoch, part.committed_seqno, entries))
             stream.shown_seqno = part.committed_seqno
             stream.sent_seqno = part.synced_seqno
             followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
@@ -199,7 +210,7 @@ class ReplicaFeed:
             self._schedule()
 
     def _send(
-        self, sections: Sequence[Section], followed: Sequence[tuple[_Stream, Followed]]
+        self, sections: Sequence[EntriesSection], followed: Sequence[tuple[_FedStream, Followed]]
     ) -> None:
         self._number += 1
         question = self._number
@@ -233,7 +244,7 @@ class ReplicaFeed:
     def _catch_up(self, vb_id: int) -> int:
         """Send the next entries of a partition that is behind; return their bytes."""
         stream = self._streams.get(vb_id)
-        if stream is None or stream.pace is Pace.IN_STEP:
+        if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
         part = self._engine.partitions[vb_id]
         entries = self._engine.versions.entries(
@@ -241,12 +252,12 @@ class ReplicaFeed:
         )
         if entries:
             stream.sent_seqno = seqno_of(entries[-1])
-            section = Section(vb_id, stream.epoch, part.committed_seqno, entries)
+            section = EntriesSection(vb_id, stream.epoch, part.committed_seqno, entries)
             stream.shown_seqno = part.committed_seqno
             brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
             self._send([section], ((stream, brought),))
         if stream.sent_seqno == part.synced_seqno:
-            stream.pace = Pace.IN_STEP
+            stream.pace = FeedPace.IN_STEP
         else:
             self._behind.append(vb_id)
         return sum(map(len, entries))
@@ -255,14 +266,14 @@ class ReplicaFeed:
         """Tell the replica the high watermarks that it does not know. What it acknowledges then is
         what it has, also where nothing was left to send.
         """
-        sections: list[Section] = []
-        followed: list[tuple[_Stream, Followed]] = []
+        sections: list[EntriesSection] = []
+        followed: list[tuple[_FedStream, Followed]] = []
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
             committed_seqno = self._engine.partitions[vb_id].committed_seqno
             if stream is not None and stream.shown_seqno != committed_seqno:
                 stream.shown_seqno = committed_seqno
-                sections.append(Section(vb_id, stream.epoch, committed_seqno, ()))
+                sections.append(EntriesSection(vb_id, stream.epoch, committed_seqno, ()))
                 followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))
         self._stale.clear()
         if sections:
