@@ -40,8 +40,8 @@ big-endian.
 Quiet changes answer only errors, quiet reads only hits. Unknown opcodes get status 0x81.
 
 In a partition with replicas, a change that was applied gets SYNC_WRITE_AMBIGUOUS if it is not
-committed in time, or if the node is no longer the partition's master. That includes quiet changes. A
-read that waited for such a change gets ETMPFAIL: ask again. The text protocol has `SERVER_ERROR`
+committed in time, or if the node is no longer the partition's master. That includes quiet changes.
+A read that waited for such a change gets ETMPFAIL: ask again. The text protocol has `SERVER_ERROR`
 lines instead; commands with `noreply` get no answer.
 """
 
