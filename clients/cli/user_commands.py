@@ -11,9 +11,10 @@ from clients.cli.admin_api import admin_of, quoted
 from clients.cli.dcpctl import EXIT_NOT_FOUND, Target, help_text, with_target
 from clients.cli.output import is_terminal, write_json, write_raw, write_rows
 
-ROLES: Final = ("read", "write", "stream", "admin")
+ROLES: Final = ("read", "write", "stream", "admin", "replicate")
 _ROLES_TEXT: Final = (
-    "Roles: read (GET, statistics), write (change documents), stream (DCP), admin (the rest)."
+    "Roles: read (GET, statistics), write (change documents), stream (DCP), admin (the rest),"
+    " replicate (only for the nodes of a cluster)."
 )
 
 Roles = dict[str, list[dict[str, str]]]
@@ -49,9 +50,9 @@ def _with_scope(command: Any) -> Any:
 @user.command(
     "add",
     help=help_text(
-        "Add a user, or set a new password. Without --role a new user has all roles. Without"
-        " --new-password the command asks for the password, or reads it as one line from standard"
-        " input when piped. --prefix and --collection restrict read and write.",
+        "Add a user, or set a new password. Without --role a new user has all roles but replicate."
+        " Without --new-password the command asks for the password, or reads it as one line from"
+        " standard input when piped. --prefix and --collection restrict read and write.",
         "dcpctl user add ada",
         "pwgen -s 24 1 | dcpctl user add ada",
         "dcpctl user add app --role read --role write --prefix app:",

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 from dcp.replication.mastership import ReplicationSettings
 from dcp.replication.messages import (
     FORMAT,
+    EntriesSection,
     Greeting,
-    Position,
-    Section,
+    ReplicaPosition,
     Welcome,
     versions_of,
 )
@@ -169,11 +169,11 @@ class Following:
 
     # -- ReplicaSide -------------------------------------------------------------------------------
 
-    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """See ReplicaSide."""
         part = self._engine.partitions[vb_id]
         asked = from_here(part.high_seqno, part.vb_uuid)
-        return asked, Position(epoch, versions_of(part.failover))
+        return asked, ReplicaPosition(epoch, versions_of(part.failover))
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
         """See ReplicaSide."""
@@ -228,7 +228,7 @@ class Following:
         group = self._engine.partitions[vb_id].last_group
         return group if group > self._engine.commits.synced_group else 0
 
-    def apply(self, section: Section) -> None:
+    def apply(self, section: EntriesSection) -> None:
         """See ReplicaSide."""
         part = self._engine.partitions[section.vb_id]
         changes: list[bytes] = []
@@ -242,7 +242,7 @@ class Following:
         self._changes.apply(part, changes)
         self._told(section.vb_id, section.committed_seqno)
 
-    def _adopt_floors(self, section: Section, document: dict[str, object]) -> None:
+    def _adopt_floors(self, section: EntriesSection, document: dict[str, object]) -> None:
         floor, purge = document.get("seqno"), document.get("purge")
         if not isinstance(floor, int) or not isinstance(purge, int):
             raise ReplicationError(f"vb {section.vb_id}: floors without numbers: {document}")

@@ -21,17 +21,17 @@ from typing import Final
 from dcp.cluster.cluster_records import StoredPartition
 from dcp.cluster.cluster_view import ClusterView, Stored
 from dcp.cluster.record_writer import RecordChange
-from dcp.replication.feed import Followed, ReplicaFeed
 from dcp.replication.mastership import Mastership, ReplicationSettings, Service
 from dcp.replication.messages import (
     FORMAT,
     Greeting,
-    Position,
+    ReplicaPosition,
     Welcome,
     decode,
     encode,
     versions_of,
 )
+from dcp.replication.replica_feed import Followed, ReplicaFeed
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.stream.hub import StreamHub
 from dcp.wire.message import U64, StreamRequest
@@ -186,7 +186,12 @@ class Leading:
             del self.feeds[feed.member]
 
     def admit(
-        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
     ) -> FeedAnswer:
         """See MasterSide."""
         part, mastership = self._engine.partitions[vb_id], self.masterships.get(vb_id)

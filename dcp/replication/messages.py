@@ -13,8 +13,8 @@ and the master sends
     X_REPLICA_ENTRIES   a numbered message: sections, each with entries of one partition
     DCP_STREAM_END      it is not this partition's master any more
 
-A section has the partition, the leader epoch, the high watermark, and entries as the log stores
-them, prefix included. A message without sections is a heartbeat.
+A section has the partition, the opaque of the stream request, the leader epoch, the high watermark,
+and entries as the log stores them, prefix included. A message without sections is a heartbeat.
 
 Invariants
 - numbers have no gaps; an acknowledgement covers all messages up to its number;
@@ -31,13 +31,24 @@ from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 import msgspec
+from cbor2 import CBORDecodeError
 
 from dcp.session.replication_port import ReplicationError
 from dcp.wire.frame import Frame, pack_request
 from dcp.wire.opcode import Opcode
 from failover.history import EPOCH_MAX, FailoverLog
 from vbucket.log.record import LogDamagedError, split_entries
-from vbucket.model.entry import LOG_CONTROL, control_document, head_of, seqno_of
+from vbucket.model.entry import (
+    CONTROL_ENTRY,
+    DELETION_EXTRAS_BYTES,
+    EXPIRATION_EXTRAS_BYTES,
+    LENGTHS,
+    LOG_CONTROL,
+    META,
+    MUTATION_EXTRAS_BYTES,
+    SYSTEM_EVENT_EXTRAS_BYTES,
+    control_document,
+)
 from vbucket.model.ids import SEQNO_MAX
 
 FORMAT: Final = 1
@@ -46,16 +57,34 @@ _ENTRIES_EXTRAS: Final = Struct(">QQI")
 """Number, question, CRC-32 of the value."""
 _ACK_EXTRAS: Final = Struct(">QQ")
 """Number, question."""
-_SECTION: Final = Struct(">HIQI")
-"""Partition, leader epoch, high watermark, bytes of entries."""
+_SECTION: Final = Struct(">HIIQI")
+"""Partition, opaque of the stream request, leader epoch, high watermark, bytes of entries."""
 MESSAGE_BYTES_MAX: Final = 24 << 20
 """A section holds at least one entry, and a value may have 20 MiB."""
+ENTRY_OVERHEAD_BYTES_MAX: Final = 1024
+"""Key and extras of an entry: a key has at most 250 bytes and a collection id."""
+FLOOR_BYTES_MAX: Final = 256
+"""Body of a floor: three names and two seqnos."""
+_EXTRAS_BYTES: Final[dict[int, int]] = {
+    Opcode.DCP_MUTATION: MUTATION_EXTRAS_BYTES,
+    Opcode.DCP_DELETION: DELETION_EXTRAS_BYTES,
+    Opcode.DCP_EXPIRATION: EXPIRATION_EXTRAS_BYTES,
+    Opcode.DCP_SYSTEM_EVENT: SYSTEM_EVENT_EXTRAS_BYTES,
+}
+"""The changes that an entry can be, and the length of their extras."""
+
+_LENGTHS_OF: Final = LENGTHS.unpack_from
+_META_OF: Final = META.unpack_from
 
 
-class Section(NamedTuple):
+class EntriesSection(NamedTuple):
     """Entries of one partition, and its high watermark at the master."""
 
     vb_id: int
+    opaque: int
+    """Opaque of the request for the stream that this belongs to. A partition that was left and
+    followed again has another one.
+    """
     epoch: int
     committed_seqno: int
     entries: Sequence[bytes]
@@ -67,7 +96,7 @@ class Message(NamedTuple):
     number: int
     question: int
     """What an acknowledgement confirms: that the master was still the master when it asked."""
-    sections: tuple[Section, ...]
+    sections: tuple[EntriesSection, ...]
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +110,7 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The member that it wants to reach: another folder may be served at the same address now."""
 
 
-class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON value of a replica's stream request."""
 
     epoch: int
@@ -106,21 +135,23 @@ class Welcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def failover_log(self) -> FailoverLog:
         """Return the master's versions. Raises ValueError."""
-        return Position(self.epoch, self.versions).failover_log()
+        return ReplicaPosition(self.epoch, self.versions).failover_log()
 
 
 def versions_of(log: FailoverLog) -> list[tuple[str, str, int]]:
-    """Return a failover log as `Position` and `Welcome` carry it."""
+    """Return a failover log as `ReplicaPosition` and `Welcome` carry it."""
     return [(str(entry.vb_uuid), str(entry.seqno), entry.epoch) for entry in log.entries]
 
 
-def pack_entries(number: int, question: int, sections: Iterable[Section]) -> bytes:
+def pack_entries(number: int, question: int, sections: Iterable[EntriesSection]) -> bytes:
     """Return a message of a master."""
     pieces: list[bytes] = []
     for section in sections:
         entries = b"".join(section.entries)
         pieces += (
-            _SECTION.pack(section.vb_id, section.epoch, section.committed_seqno, len(entries)),
+            _SECTION.pack(
+                section.vb_id, section.opaque, section.epoch, section.committed_seqno, len(entries)
+            ),
             entries,
         )
     value = b"".join(pieces)
@@ -137,12 +168,12 @@ def unpack_entries(frame: Frame) -> Message:
     value = frame.value
     if crc32(value) != checksum:
         raise ReplicationError(f"message {number}: the checksum of its {len(value)} bytes is wrong")
-    sections: list[Section] = []
+    sections: list[EntriesSection] = []
     position, end = 0, len(value)
     while position < end:
         if end - position < _SECTION.size:
             raise ReplicationError(f"message {number}: its last section is cut")
-        vb_id, epoch, committed_seqno, size = _SECTION.unpack_from(value, position)
+        vb_id, opaque, epoch, committed_seqno, size = _SECTION.unpack_from(value, position)
         position += _SECTION.size
         if size > end - position:
             raise ReplicationError(
@@ -152,31 +183,68 @@ def unpack_entries(frame: Frame) -> Message:
             entries = split_entries(value[position : position + size])
         except LogDamagedError as error:
             raise ReplicationError(f"message {number}, vb {vb_id}: {error}") from None
-        sections.append(Section(vb_id, epoch, committed_seqno, entries))
+        sections.append(EntriesSection(vb_id, opaque, epoch, committed_seqno, entries))
         position += size
     return Message(number, question, tuple(sections))
 
 
-def problem_of(section: Section, high_seqno: int, value_bytes_max: int) -> str:
+def problem_of(section: EntriesSection, high_seqno: int, value_bytes_max: int) -> str:
     """Return what is wrong with a section for a replica at `high_seqno`; "" if nothing is."""
-    if not 0 < section.epoch <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
-        return f"leader epoch {section.epoch} or seqno {section.committed_seqno} cannot be"
+    epoch_max, vb_id = section.epoch, section.vb_id
+    if not 0 < epoch_max <= EPOCH_MAX or section.committed_seqno > SEQNO_MAX:
+        return f"leader epoch {epoch_max} or seqno {section.committed_seqno} cannot be"
+    body_bytes_max = value_bytes_max + ENTRY_OVERHEAD_BYTES_MAX
+    epoch_before = 0
     for entry in section.entries:
-        head = head_of(entry)
-        if head.vb_id != section.vb_id:
-            return f"an entry of vb {head.vb_id} in the section of vb {section.vb_id}"
-        if head.opcode == LOG_CONTROL:
-            if control_document(entry).get("kind") != "floor":
-                return "a control entry that is no floor"
+        prev_seqno, epoch, opcode, key_bytes, extras_bytes, entry_vb_id, body_bytes = _LENGTHS_OF(
+            entry
+        )
+        if entry_vb_id != vb_id:
+            return f"an entry of vb {entry_vb_id} in the section of vb {vb_id}"
+        if opcode == LOG_CONTROL:
+            if problem := _problem_of_control(entry, high_seqno, section.committed_seqno):
+                return problem
             continue
-        seqno = seqno_of(entry)
+        if (
+            _EXTRAS_BYTES.get(opcode) != extras_bytes
+            or not key_bytes
+            or extras_bytes + key_bytes > body_bytes
+        ):
+            return (
+                f"the entry after seqno {high_seqno} has opcode 0x{opcode:02x}, {body_bytes} bytes,"
+                f" of these {extras_bytes} of extras and {key_bytes} of key: that is no change"
+            )
+        _, _, _, _, cas, seqno, _ = _META_OF(entry)
         if seqno != high_seqno + 1:
             return f"seqno {seqno} follows {high_seqno}"
-        if head.epoch > section.epoch:
-            return f"seqno {seqno} has leader epoch {head.epoch}, above {section.epoch}"
-        if head.body_bytes > value_bytes_max + 1024:
-            return f"seqno {seqno} has {head.body_bytes} bytes, more than allowed"
-        high_seqno = seqno
+        if not epoch_before <= epoch <= epoch_max:
+            return f"seqno {seqno} has leader epoch {epoch}, outside {epoch_before} to {epoch_max}"
+        if body_bytes > body_bytes_max:
+            return f"seqno {seqno} has {body_bytes} bytes; at most {body_bytes_max} are allowed"
+        if prev_seqno >= seqno or (not cas and opcode != Opcode.DCP_SYSTEM_EVENT):
+            return f"seqno {seqno} replaces seqno {prev_seqno} and has CAS {cas}: that cannot be"
+        high_seqno, epoch_before = seqno, epoch
+    return ""
+
+
+def _problem_of_control(entry: bytes, high_seqno: int, committed_seqno: int) -> str:
+    """Return what is wrong with a control entry behind `high_seqno`; "" if it is a floor."""
+    if not CONTROL_ENTRY.size <= len(entry) <= CONTROL_ENTRY.size + FLOOR_BYTES_MAX:
+        return f"a control entry of {len(entry)} bytes is no floor"
+    try:
+        document: object = control_document(entry)
+    except (CBORDecodeError, RecursionError) as error:
+        return f"a control entry that cannot be read: {error}"
+    if not isinstance(document, dict) or document.get("kind") != "floor":
+        return "a control entry that is no floor"
+    floor, purge = document.get("seqno"), document.get("purge")
+    if type(floor) is not int or type(purge) is not int:
+        return "a floor without seqnos"
+    if not 0 <= floor <= min(high_seqno, committed_seqno) or not 0 <= purge < max(floor, 1):
+        return (
+            f"history floor {floor} with purge seqno {purge}, behind seqno {high_seqno} and "
+            f"committed seqno {committed_seqno}: a floor is committed, a purge seqno is below it"
+        )
     return ""
 
 
@@ -205,5 +273,5 @@ def decode(value: bytes, kind: Any) -> Any:
 
 
 def encode(value: msgspec.Struct) -> bytes:
-    """Return a Greeting, Position or Welcome as JSON."""
+    """Return a Greeting, ReplicaPosition or Welcome as JSON."""
     return msgspec.json.encode(value)

@@ -7,13 +7,14 @@ and for each partition that this node follows there
     ASKED ── OK ───────> OPEN         its messages are applied
     ASKED ── ROLLBACK ─> ASKED        what the master does not have is cut off, then asked again
     ASKED ── X_FENCED ─> WAITING      until the replication record or the time has moved
+    OPEN ── STREAM_END > WAITING      the same; longer if the master cannot read its history
 
 Who calls it: the node core makes links and tells what to follow (`follow`, `leave`); the shell
 moves bytes. The core of the node carries out what needs the engine (`ReplicaSide`).
 
 Invariants
-- a message is applied wholly or not at all, and only for streams that are OPEN, in the epoch in
-  which they were opened;
+- a message is applied wholly or not at all, and only for streams that are OPEN. What was sent for a
+  stream that was left meanwhile has another opaque, and is skipped;
 - a message is acknowledged after the commit group that holds its entries is synced here, and all
   messages before it;
 - a question is confirmed at once, for the streams that are open then. `confirmed_ns` is when that
@@ -23,14 +24,15 @@ Invariants
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final, Protocol
 
 from dcp.replication.messages import (
     MESSAGE_BYTES_MAX,
+    EntriesSection,
     Greeting,
-    Position,
-    Section,
+    ReplicaPosition,
     Welcome,
     decode,
     encode,
@@ -43,9 +45,11 @@ from dcp.wire.frame import Frame, FrameDecoder, RemoteProtocolError, pack_reques
 from dcp.wire.message import (
     OPEN_EXTRAS,
     U64,
+    EndReason,
     OpenFlag,
     StreamRequest,
     pack_stream_request,
+    parse_stream_end,
 )
 from dcp.wire.opcode import Magic, Opcode
 from dcp.wire.status import Status
@@ -53,6 +57,9 @@ from vbucket.model.ids import SEQNO_MAX
 
 RETRY_NS: Final = 100_000_000
 """Pause before a request that was refused is repeated, unless the record has changed."""
+DAMAGED_RETRY_NS: Final = 5_000_000_000
+"""Pause after the master could not read its history: it will hardly be able to a moment later, and
+each attempt is logged there."""
 HEARD_NS_MAX: Final = 3_000_000_000
 """A link without a word for so long is closed; heartbeats come ten times a second."""
 
@@ -65,13 +72,13 @@ class LinkState(Enum):
     CLOSED = auto()
 
 
-class _Step(Enum):
+class _FollowStep(Enum):
     ASKED = auto()
     OPEN = auto()
     WAITING = auto()
 
 
-class _Stream:
+class _FollowedStream:
     """A partition that is followed on the link."""
 
     __slots__ = ("epoch", "opaque", "retry_ns", "step")
@@ -79,14 +86,14 @@ class _Stream:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.opaque = 0
-        self.step = _Step.WAITING
+        self.step = _FollowStep.WAITING
         self.retry_ns = 0
 
 
 class ReplicaSide(Protocol):
     """What a link needs of its node's core."""
 
-    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, Position]:
+    def position(self, vb_id: int, epoch: int) -> tuple[StreamRequest, ReplicaPosition]:
         """Return where this replica is, for a stream request."""
 
     def welcomed(self, vb_id: int, welcome: Welcome) -> None:
@@ -98,7 +105,7 @@ class ReplicaSide(Protocol):
     def high_seqno(self, vb_id: int) -> int:
         """Return the last seqno that was applied."""
 
-    def apply(self, section: Section) -> None:
+    def apply(self, section: EntriesSection) -> None:
         """Apply a section that was checked."""
 
     def unsynced_group(self, vb_id: int) -> int:
@@ -117,7 +124,11 @@ class ReplicaLink:
         self._side = side
         self._value_bytes_max = value_bytes_max
         self._decoder = FrameDecoder(MESSAGE_BYTES_MAX)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _FollowedStream] = {}
+        self._waiting: dict[int, None] = {}
+        """Partitions whose stream is WAITING."""
+        self._asked: dict[int, int] = {}
+        """Opaque of a request that is not answered -> its partition."""
         self._next_opaque = 0
         self._number = 0
         """The last message that was applied."""
@@ -149,13 +160,16 @@ class ReplicaLink:
         stream = self._streams.get(vb_id)
         if stream is None or stream.epoch != epoch:
             self.leave(vb_id)
-            self._streams[vb_id] = _Stream(epoch)
-        self._ask_what_is_due(now_ns)
+            self._streams[vb_id] = _FollowedStream(epoch)
+            self._waiting[vb_id] = None
+        if vb_id in self._waiting:
+            self._ask_if_due(vb_id, now_ns)
 
     def leave(self, vb_id: int) -> None:
         """Do not follow a partition here any more. No later answer confirms its master."""
         stream = self._streams.pop(vb_id, None)
-        if stream is not None and stream.step is not _Step.WAITING:
+        self._waiting.pop(vb_id, None)
+        if stream is not None and stream.step is not _FollowStep.WAITING:
             self._out.append(pack_request(Opcode.DCP_CLOSE_STREAM, vb_id=vb_id))
 
     def follows(self, vb_id: int) -> bool:
@@ -206,6 +220,9 @@ class ReplicaLink:
             self.state = LinkState.CLOSED
             self.problem = problem
         self._streams.clear()
+        self._waiting.clear()
+        self._asked.clear()
+        self._unsynced.clear()
         self._out.clear()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -218,7 +235,8 @@ class ReplicaLink:
         elif frame.opcode == Opcode.DCP_STREAM_END:
             stream = self._streams.get(frame.vb_id)
             if stream is not None and stream.opaque == frame.opaque:
-                stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+                is_damaged = parse_stream_end(frame) == EndReason.BACKFILL_FAILED
+                self._wait(frame.vb_id, now_ns + (DAMAGED_RETRY_NS if is_damaged else RETRY_NS))
         else:
             raise ReplicationError(f"opcode 0x{frame.opcode:02x} does not belong here")
 
@@ -233,14 +251,19 @@ class ReplicaLink:
                 self.state = LinkState.READY
                 self._ask_what_is_due(now_ns)
             return
-        if frame.opcode != Opcode.DCP_STREAM_REQ:
-            return
-        for vb_id, stream in self._streams.items():
-            if stream.opaque == frame.opaque and stream.step is _Step.ASKED:
-                self._stream_answered(vb_id, stream, frame, now_ns)
-                return
+        vb_id = self._asked.pop(frame.opaque, None)
+        if frame.opcode != Opcode.DCP_STREAM_REQ or vb_id is None:
+            raise ReplicationError(
+                f"an answer to a request that was not made: opcode 0x{frame.opcode:02x}, "
+                f"opaque {frame.opaque}, status 0x{frame.status:x}"
+            )
+        stream = self._streams.get(vb_id)
+        if stream is not None and stream.opaque == frame.opaque:  # else it was left meanwhile
+            self._stream_answered(vb_id, stream, frame, now_ns)
 
-    def _stream_answered(self, vb_id: int, stream: _Stream, frame: Frame, now_ns: int) -> None:
+    def _stream_answered(
+        self, vb_id: int, stream: _FollowedStream, frame: Frame, now_ns: int
+    ) -> None:
         if frame.status == Status.OK:
             welcome = decode(frame.value, Welcome)
             if welcome.epoch != stream.epoch:
@@ -248,57 +271,77 @@ class ReplicaLink:
                     f"vb {vb_id}: asked in leader epoch {stream.epoch}, answered in {welcome.epoch}"
                 )
             self._side.welcomed(vb_id, welcome)
-            stream.step = _Step.OPEN
+            stream.step = _FollowStep.OPEN
         elif frame.status == Status.ROLLBACK:
             if len(frame.value) < U64.size:
                 raise ReplicationError(f"vb {vb_id}: ROLLBACK without a seqno")
+            high_seqno = self._side.high_seqno(vb_id)
             self._side.roll_back(vb_id, stream.epoch, U64.unpack_from(frame.value)[0])
-            stream.step, stream.retry_ns = _Step.WAITING, now_ns
-            self._ask_what_is_due(now_ns)
+            has_cut = self._side.high_seqno(vb_id) < high_seqno
+            self._wait(vb_id, now_ns if has_cut else now_ns + RETRY_NS)
+            self._ask_if_due(vb_id, now_ns)
         else:
-            stream.step, stream.retry_ns = _Step.WAITING, now_ns + RETRY_NS
+            self._wait(vb_id, now_ns + RETRY_NS)
+
+    def _wait(self, vb_id: int, until_ns: int) -> None:
+        stream = self._streams[vb_id]
+        stream.step, stream.retry_ns = _FollowStep.WAITING, until_ns
+        self._waiting[vb_id] = None
 
     def _ask_what_is_due(self, now_ns: int) -> None:
-        if self.state is not LinkState.READY:
-            return
-        for vb_id, stream in self._streams.items():
-            if stream.step is _Step.WAITING and stream.retry_ns <= now_ns:
-                asked, position = self._side.position(vb_id, stream.epoch)
-                self._next_opaque += 1
-                stream.opaque, stream.step = self._next_opaque, _Step.ASKED
-                self._out.append(pack_stream_request(vb_id, asked, stream.opaque, encode(position)))
+        for vb_id in tuple(self._waiting):
+            self._ask_if_due(vb_id, now_ns)
+
+    def _ask_if_due(self, vb_id: int, now_ns: int) -> None:
+        stream = self._streams[vb_id]
+        if self.state is LinkState.READY and stream.retry_ns <= now_ns:
+            asked, position = self._side.position(vb_id, stream.epoch)
+            self._next_opaque += 1
+            stream.opaque, stream.step = self._next_opaque, _FollowStep.ASKED
+            del self._waiting[vb_id]
+            self._asked[stream.opaque] = vb_id
+            self._out.append(pack_stream_request(vb_id, asked, stream.opaque, encode(position)))
 
     def _message(self, frame: Frame, now_ns: int) -> None:
         message = unpack_entries(frame)
         if message.number != self._number + 1:
             raise ReplicationError(f"message {message.number} follows message {self._number}")
-        taken: list[Section] = []
+        taken: dict[int, EntriesSection] = {}
         for section in message.sections:
             stream = self._streams.get(section.vb_id)
-            if stream is None or stream.step is not _Step.OPEN:
+            if stream is None or stream.opaque != section.opaque:
                 continue  # it was left meanwhile
+            if stream.step is not _FollowStep.OPEN:
+                continue  # it has ended
+            where = f"message {message.number}, vb {section.vb_id}"
             if stream.epoch != section.epoch:
                 raise ReplicationError(
-                    f"vb {section.vb_id} is followed in leader epoch {stream.epoch}; "
-                    f"message {message.number} has epoch {section.epoch}"
+                    f"{where}: it has leader epoch {section.epoch}, the stream {stream.epoch}"
                 )
+            if section.vb_id in taken:
+                raise ReplicationError(f"{where}: the partition has two sections")
             high_seqno = self._side.high_seqno(section.vb_id)
             if problem := problem_of(section, high_seqno, self._value_bytes_max):
-                raise ReplicationError(f"message {message.number}, vb {section.vb_id}: {problem}")
-            taken.append(section)
-        for section in taken:
+                raise ReplicationError(f"{where}: {problem}")
+            taken[section.vb_id] = section
+        for section in taken.values():
             self._side.apply(section)
         self._number = message.number
-        group = max((self._side.unsynced_group(each.vb_id) for each in taken), default=0)
-        if self._unsynced:
-            group = max(group, self._unsynced[-1][0])
-        if group:
-            self._unsynced.append((group, message.number))
-        else:
-            self._synced_number = message.number
+        self._applied(message.number, taken)
         self._question = message.question
         self.confirmed_ns = self.master_heard_ns = now_ns
         self._acknowledge()
+
+    def _applied(self, number: int, vb_ids: Iterable[int]) -> None:
+        """Take note of the group that must be synced before a message is acknowledged."""
+        unsynced = self._unsynced
+        group = max(map(self._side.unsynced_group, vb_ids), default=0)
+        if unsynced and group <= unsynced[-1][0]:
+            unsynced[-1] = (unsynced[-1][0], number)  # one for each group, however long it takes
+        elif group:
+            unsynced.append((group, number))
+        else:
+            self._synced_number = number
 
     def _acknowledge(self) -> None:
         told = self._synced_number, self._question

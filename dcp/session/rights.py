@@ -2,21 +2,24 @@
 
 The session asks it for users who may not do everything. The server's table of users stores it.
 
-    read    GET and similar commands, statistics, seqnos and failover logs
-    write   every change of documents; commands that answer with the value need read too
-    stream  DCP
-    admin   changes over the admin interface, and commands about partitions
+    read       GET and similar commands, statistics, seqnos and failover logs
+    write      every change of documents; commands that answer with the value need read too
+    stream     DCP
+    admin      changes over the admin interface, and commands about partitions
+    replicate  DCP as a replica's node (control x_replicate); for the nodes of a cluster only
 
 Changes that carry their own revision and CAS (SET_WITH_META and similar ones) need write and admin,
 because they can make a document win against newer ones.
 
 A role is granted for scopes: a key prefix, a collection, both, or everything (the empty scope).
-`stream` and `admin` have no scopes. A user whose `read` is restricted cannot stream, because a
-stream carries every key of a partition.
+`stream`, `admin` and `replicate` have no scopes. A user whose `read` is restricted cannot stream,
+because a stream carries every key of a partition.
 
 Invariants
 - a command that is not in the table below needs the role admin, so a forgotten entry refuses it;
-- a user without roles can log in and do nothing.
+- a user without roles can log in and do nothing;
+- `replicate` is granted by name only. What such a user acknowledges counts as a copy, so a user
+  that is no node could make the cluster lose answered changes.
 """
 
 from __future__ import annotations
@@ -189,7 +192,7 @@ _PUT_FRAMES_NEED: Final = Need(
 )
 _FLUSH_NEED: Final = Need(((Role.WRITE,),), concerns_keys=True, concerns_all_keys=True)
 _HISTORY_NEED: Final = Need(((Role.READ, Role.STREAM),))
-_STREAM_NEED: Final = Need(((Role.STREAM,),))
+_STREAM_NEED: Final = Need(((Role.STREAM, Role.REPLICATE),))
 _ADMIN_NEED: Final = Need(((Role.ADMIN,),))
 
 NEEDS: Final[dict[int, Need]] = {
@@ -251,16 +254,18 @@ NEEDS: Final[dict[int, Need]] = {
     **dict.fromkeys(
         (
             Opcode.DCP_OPEN, Opcode.DCP_CONTROL, Opcode.DCP_STREAM_REQ, Opcode.DCP_CLOSE_STREAM,
-            Opcode.DCP_BUFFER_ACK, Opcode.DCP_ADD_STREAM, Opcode.X_REPLICA_ACK,
+            Opcode.DCP_BUFFER_ACK, Opcode.DCP_ADD_STREAM,
         ),
         _STREAM_NEED,
     ),
+    Opcode.X_REPLICA_ACK: Need(((Role.REPLICATE,),)),
     Opcode.SET_COLLECTIONS_MANIFEST: _ADMIN_NEED,
 }  # fmt: skip
 """What each command needs. Every other command needs the role admin."""
 
-FULL_RIGHTS: Final = Rights(dict.fromkeys(Role, (EVERYTHING,)))
-"""Rights of the guest, of clients without a login, and of users older than roles."""
+FULL_RIGHTS: Final = Rights({role: (EVERYTHING,) for role in Role if role != Role.REPLICATE})
+"""Rights of the guest, of clients without a login, of users that were added without roles, and of
+users older than roles."""
 
 
 def split_key(wire_key: bytes, *, has_collections: bool) -> tuple[str | None, bytes]:

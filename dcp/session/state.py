@@ -173,8 +173,6 @@ class SessionState:
         self.prefixes = PrefixCounts() if prefixes is None else prefixes
         self.scans = scans
         """The node's range scans; None: this session has no commands for them."""
-        self.replication = replication
-        """Where replicas' nodes come in; None: this node is alone."""
         self.buffer = b""
         """Bytes that were received and are not handled yet."""
         self.held_bytes = self.taken_bytes = 0
@@ -213,12 +211,19 @@ class SessionState:
         self.has_put_frames = self.has_fit_meta = self.has_durability = False
         self.datatypes = self.has_json = 0
         """Masks: the bits of datatypes that HELLO granted; JSON alone."""
-        self.producer: Producer | None = None
-        self.feed: ReplicaSender | None = None
-        self.schedule = _nothing_to_schedule
-        """Rings the shell, which only notes it, and pumps the producer later."""
+        self._send_no_streams(replication)
         self.flush: Flush | None = None
         """A flush under way; no other command is taken before it is done."""
+
+    def _send_no_streams(self, replication: ReplicationPort | None) -> None:
+        """Set what sends streams: nothing, before DCP_OPEN."""
+        self.replication = replication
+        """Where replicas' nodes come in; None: this node is alone."""
+        self.producer: Producer | None = None
+        self.feed: ReplicaSender | None = None
+        """What sends to a replica's node, instead of a producer."""
+        self.schedule = _nothing_to_schedule
+        """Rings the shell, which only notes it, and pumps the sender later."""
 
     @property
     def sender(self) -> StreamSender | None:

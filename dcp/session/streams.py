@@ -139,7 +139,7 @@ class DcpCommands:
         if len(request.extras) != OPEN_EXTRAS.size:
             return f"DCP_OPEN has 8 bytes of extras, not {len(request.extras)}"
         flags = OPEN_EXTRAS.unpack(request.extras)[1]
-        if self._state.producer is not None:
+        if self._state.sender is not None:
             return "this connection is already open for DCP"
         if not 0 < len(request.key) <= CONNECTION_NAME_BYTES_MAX:
             return f"a connection name has 1 to {CONNECTION_NAME_BYTES_MAX} bytes"
@@ -179,12 +179,22 @@ class DcpCommands:
         if state.replication is None:
             raise RefusedError(Status.NOT_SUPPORTED, "this node is alone: it has no replicas")
         if state.rights is None or not state.rights.has(Role.REPLICATE):
-            raise RefusedError(Status.EACCESS, f"replicas need the role {Role.REPLICATE}")
+            why = (
+                f"control x_replicate takes the role {Role.REPLICATE}, which is for the nodes of a"
+                f" cluster; an admin grants it: dcpctl user grant {state.user} {Role.REPLICATE}"
+            )
+            state.note(
+                "denied", command="x_replicate", user=state.user or "", role=str(Role.REPLICATE),
+                reason=why,
+            )  # fmt: skip
+            state.deny(request.opcode, request.opaque, why)
+            return
         if producer.stream_count:
             raise RefusedError(Status.EINVAL, "streams are open; open another connection")
         try:
             state.feed = state.replication.open_feed(request.value, state.schedule)
         except ReplicationError as error:
+            state.close(f"no replica of this node: {error}")
             raise RefusedError(Status.EINVAL, str(error)) from error
         state.producer = None
         producer.close()
@@ -194,7 +204,9 @@ class DcpCommands:
         """Take a replica's acknowledgement. Never answered."""
         state = self._state
         if state.feed is None:
-            raise RefusedError(Status.EINVAL, "this is no connection of a replica")
+            raise RefusedError(
+                Status.EINVAL, "this connection feeds no replica: control x_replicate comes first"
+            )
         try:
             state.feed.take_acknowledgement(request.extras)
         except ReplicationError as error:
@@ -310,7 +322,9 @@ class DcpCommands:
     def _producer(self) -> Producer:
         producer = self._state.producer
         if producer is None:
-            raise RefusedError(Status.EINVAL, "DCP_OPEN comes first")
+            is_feed = self._state.feed is not None
+            why = "this connection feeds a replica" if is_feed else "DCP_OPEN comes first"
+            raise RefusedError(Status.EINVAL, why)
         return producer
 
     def _asked(self, request: Frame, producer: Producer) -> StreamRequest:

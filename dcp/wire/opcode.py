@@ -308,8 +308,8 @@ OPCODES: Final[dict[Opcode, OpSpec]] = {
     Opcode.DCP_SNAPSHOT_END: OpSpec(_DCP, "u64 end", "-", "sent: the snapshot is complete"),
     Opcode.X_REPLICA_ENTRIES: OpSpec(
         _DCP, "u64 number, u64 question, u32 CRC-32", "value sections",
-        "between nodes, negotiated by control x_replicate: sent to a replica's node, entries of"
-        " several partitions, or none (a heartbeat)",
+        "sent: between nodes, to a replica's node after control x_replicate: entries of several"
+        " partitions, or none (a heartbeat)",
     ),
     Opcode.X_REPLICA_ACK: OpSpec(
         _DCP, "u64 number, u64 question", "-",

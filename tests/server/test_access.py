@@ -64,6 +64,25 @@ def test_grants_and_revocations_count_at_once(server, user, capfd):
     assert user("show", "nobody") == 3
 
 
+def test_the_role_of_nodes_is_granted_by_name_only(server, user, capfd):
+    assert user("add", "n1", "--new-password", PASSWORD) == 0
+    capfd.readouterr()
+    assert user("show", "n1", "-o", "plain") == 0
+    assert capfd.readouterr().out.split() == ["read", "write", "stream", "admin"]
+    assert user("grant", "n1", "replicate") == 0
+    assert user("grant", "n1", "replicate", "--prefix", "x:") != 0
+    assert user("add", "n2", "--role", "replicate", "--new-password", PASSWORD) == 0
+    capfd.readouterr()
+    assert user("show", "n2", "-o", "plain") == 0
+    assert capfd.readouterr().out.split() == ["replicate"]
+    with RawClient(server.port, "n2", PASSWORD) as node:
+        open_stream(node)
+        alone = node.ask(Opcode.DCP_CONTROL, key=b"x_replicate", value=b"{}")
+        assert (alone.status, "alone" in context_of(alone)) == (Status.NOT_SUPPORTED, True)
+        assert user("revoke", "n2", "replicate") == 0
+        assert node.is_closed(), "a connection that is open for DCP"
+
+
 def test_a_removed_user_is_told_to_log_in_again(server, user):
     assert user("add", "gone", "--new-password", PASSWORD) == 0
     with RawClient(server.port, "gone", PASSWORD) as gone:

@@ -366,6 +366,10 @@ def without_roles(path):
 
 def test_users_have_all_roles_unless_told(users, path):
     assert users.rights_of("alice") == FULL_RIGHTS
+    assert not users.rights_of("alice").has(Role.REPLICATE), "it is granted by name only"
+    assert users.grant("alice", Role.REPLICATE).has(Role.REPLICATE)
+    assert quick_users(path).rights_of("alice").has(Role.REPLICATE)
+    users.revoke("alice", Role.REPLICATE)
     assert plain(users, "alice", "wonder land!").rights == FULL_RIGHTS
     users.add("bob", "builder", Rights({Role.READ: (EVERYTHING,)}))
     assert scram(users, "bob", "builder").rights == Rights({Role.READ: (EVERYTHING,)})

@@ -101,6 +101,22 @@ def test_roles_open_their_commands_and_no_others(peer, rights, allowed, denied):
     assert {note[0] for note in peer.state.notes} >= ({"denied"} if denied else set())
 
 
+def test_full_rights_have_every_role_but_that_of_nodes():
+    assert set(FULL_RIGHTS.scopes()) == set(Role) - {Role.REPLICATE}
+    assert FULL_RIGHTS.is_full, "no command needs it"
+    granted = FULL_RIGHTS.granted(Role.REPLICATE)
+    assert granted.has(Role.REPLICATE)
+    assert granted.revoked(Role.REPLICATE) == FULL_RIGHTS
+    with pytest.raises(ValueError, match="cannot be restricted"):
+        Rights({}).granted(Role.REPLICATE, Scope(b"a:"))
+
+
+def test_a_replica_opens_streams_without_the_role_of_consumers():
+    assert only(Role.REPLICATE).denial(Opcode.DCP_STREAM_REQ, None, b"") is None
+    restricted = Rights({Role.REPLICATE: ALL, Role.READ: (Scope(b"a:"),)})
+    assert restricted.denial(Opcode.DCP_STREAM_REQ, None, b"") is not None
+
+
 def test_a_refusal_says_who_what_and_who_can_change_it(peer):
     log_in(peer, only(Role.READ))
     assert context(ask(peer, Opcode.SET)) == (

@@ -15,6 +15,7 @@ from dcp.session.auth import Authenticator
 from dcp.session.held_answers import HeldAnswers
 from dcp.session.range_scans import RangeScans
 from dcp.session.replication_port import ReplicationPort
+from dcp.session.rights import FULL_RIGHTS, Role
 from dcp.session.session import Session
 from dcp.session.state import Limits, NodeFacts, SessionState
 from dcp.stream.hub import StreamHub
@@ -75,6 +76,8 @@ class ServedConnection:
             replication=node.replication,
             has_replicas=node.replication is not None,
         )
+        if node.replication is not None:  # a link of a replica's node may come in, without a login
+            self.state.rights = FULL_RIGHTS.granted(Role.REPLICATE)
         self.state.schedule = self.schedule_pump
         self.session = Session(self.state)
         self.held = node.held()

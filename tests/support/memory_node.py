@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dcp.core.floors import FloorCycle
-from dcp.core.groups import GroupCycle, Job, LogTask, WriteGroup
+from dcp.core.groups import GroupCycle, Job, LogTask, Published, WriteGroup
 from dcp.core.merges import MergeCycle
 from dcp.session.auth import AuthStep
 from dcp.session.range_scans import RangeScans
@@ -183,7 +183,10 @@ class MemoryNode:
             self.writer.rotate()
         else:
             self.writer.sync()
-        self.groups.done(job)
+        self.published(self.groups.done(job))
+
+    def published(self, published: Published) -> None:
+        """A job has made something visible; for nodes that tell others."""
 
     def begin_merge(self) -> None:
         """Freeze and seal; writes continue."""

@@ -17,6 +17,7 @@ from dcp.server.access.logins import LoginLimits, Logins, PeerLogins
 from dcp.server.access.users import Users
 from dcp.server.config.settings import Settings
 from dcp.server.observe.event_log import EventLog
+from dcp.session.rights import Role
 from dcp.session.session import Session
 from dcp.session.state import Limits
 from dcp.session.text import TextSession
@@ -109,7 +110,7 @@ class Access:
                 return f"{limit} (setting handshake_timeout)"
             return ""
         idle_s = self._idle_timeout_s
-        is_streaming = connection.session.state.producer is not None
+        is_streaming = connection.session.state.sender is not None
         if idle_s and not is_streaming and now_ns - connection.heard_ns > idle_s * 1e9:
             return f"nothing was heard for {idle_s} s (setting idle_timeout)"
         return ""
@@ -134,9 +135,12 @@ class Access:
             if rights == state.rights:
                 continue
             state.rights_changed(rights)
-            may_stream = (
-                rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
-            )
+            if state.feed is None:
+                may_stream = (
+                    rights is not None and rights.denial(Opcode.DCP_STREAM_REQ, None, b"") is None
+                )
+            else:
+                may_stream = rights is not None and rights.has(Role.REPLICATE)
             connection.rights_changed(may_stream=may_stream)
 
     def reload_certificates(self, *, always: bool) -> None:

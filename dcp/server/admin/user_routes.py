@@ -7,7 +7,8 @@ POST   /api/v1/users/{name}/grant     {"role", "prefix"?, "collection"?}: for al
 POST   /api/v1/users/{name}/revoke    {"role", "prefix"?, "collection"?}: all or one scope of it
 DELETE /api/v1/users/{name}
 
-Roles are read, write, stream and admin. A scope is {"prefix"?, "collection"?}; {} is everything.
+Roles are read, write, stream, admin and replicate; without "roles" a user has all but the last. A
+scope is {"prefix"?, "collection"?}; {} is everything.
 Changes apply to open connections at once.
 """
 

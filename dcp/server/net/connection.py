@@ -266,7 +266,7 @@ class ClientConnection(asyncio.Protocol):
             self.opened_ns = time.monotonic_ns()  # as much time as a new client has to log in
             self._is_new = True
             self._connections.enter_newcomer(self)
-        if self.session.state.producer is not None and not may_stream:
+        if self.session.state.sender is not None and not may_stream:
             self.abort("the user was removed or may not stream any more")
 
     def schedule_pump(self) -> None:

@@ -9,8 +9,10 @@ synced groups and answers what the feed asks (`MasterSide`).
 
 Invariants
 - only what is synced here is sent (`failover.isr.sendable_seqno`);
-- at most `window_bytes` of entries are sent and not acknowledged, and one more section. A partition
-  that finds the window full goes BEHIND: it costs a cursor, no memory, and no wait;
+- at most `window_bytes` of messages are sent and not acknowledged, and one more section. A
+  partition that does not fit into the window goes BEHIND: it costs a cursor, no memory, no wait;
+- what the feed holds is bounded, whatever the replica does: messages count with what is remembered
+  of them, and no more than QUESTIONS_MAX heartbeats are waiting for an answer;
 - an acknowledgement counts for a partition if its stream was open when the message was made.
 """
 
@@ -21,24 +23,41 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NamedTuple, Protocol
 
-from dcp.replication.messages import Position, Section, decode, pack_entries, unpack_ack
+from dcp.replication.messages import (
+    EntriesSection,
+    ReplicaPosition,
+    decode,
+    pack_entries,
+    unpack_ack,
+)
 from dcp.session.replication_port import FeedAnswer, ReplicationError
 from dcp.wire.frame import Frame
-from dcp.wire.message import EndReason, StreamRequest, pack_stream_end, parse_stream_request
+from dcp.wire.message import (
+    STREAM_REQ_EXTRAS,
+    EndReason,
+    StreamRequest,
+    pack_stream_end,
+    parse_stream_request,
+)
 from vbucket.engine.engine import Engine
-from vbucket.model.entry import seqno_of
+from vbucket.model.entry import LOG_CONTROL, OPCODE_AT, seqno_of
+from vbucket.store.environment import StoreDamagedError
 
 WINDOW_BYTES: Final = 8 << 20
 """Entries on their way to one replica: at 100 MB/s, 80 ms of them."""
 SECTION_BYTES: Final = 256 << 10
 """Entries of a partition that is behind, in one message: a fair share of a turn."""
+RECORD_BYTES: Final = 256
+"""What this node remembers of a message, and of each of its sections, until it is acknowledged."""
+QUESTIONS_MAX: Final = 64
+"""With so many unanswered questions no heartbeat is sent: the replica reads nothing."""
 BEAT_NS: Final = 100_000_000
 """Time between heartbeats, and the longest time between two questions."""
 SILENCE_NS_MAX: Final = 3_000_000_000
 """A replica that was not heard for so long is disconnected: it answers 10 questions a second."""
 
 
-class Pace(Enum):
+class FeedPace(Enum):
     """See the module."""
 
     IN_STEP = auto()
@@ -53,10 +72,18 @@ class Followed(NamedTuple):
     seqno: int
 
 
-class _Stream:
+class _FedStream:
     """One partition on the link."""
 
-    __slots__ = ("confirmations", "epoch", "opaque", "pace", "sent_seqno", "shown_seqno")
+    __slots__ = (
+        "confirmations",
+        "epoch",
+        "missed_floor",
+        "opaque",
+        "pace",
+        "sent_seqno",
+        "shown_seqno",
+    )
 
     def __init__(self, epoch: int, opaque: int, seqno: int, confirmations: int) -> None:
         self.confirmations = confirmations
@@ -64,16 +91,29 @@ class _Stream:
         self.epoch = epoch
         self.opaque = opaque
         self.sent_seqno = seqno
-        self.pace = Pace.BEHIND
+        self.pace = FeedPace.BEHIND
         self.shown_seqno = -1
         """The high watermark that the replica was told last."""
+        self.missed_floor = b""
+        """The newest floor that was synced while the partition was behind. A cursor meets no
+        floors, because they are no changes."""
+
+    def section(self, vb_id: int, committed_seqno: int, entries: Sequence[bytes]) -> EntriesSection:
+        """Return a section, which tells the replica this high watermark."""
+        self.shown_seqno = committed_seqno
+        return EntriesSection(vb_id, self.opaque, self.epoch, committed_seqno, entries)
 
 
 class MasterSide(Protocol):
     """What the feed asks and tells the node core."""
 
     def admit(
-        self, feed: ReplicaFeed, vb_id: int, asked: StreamRequest, told: Position, opaque: int
+        self,
+        feed: ReplicaFeed,
+        vb_id: int,
+        asked: StreamRequest,
+        told: ReplicaPosition,
+        opaque: int,
     ) -> FeedAnswer:
         """Decide about a replica's stream request; open the stream if it may continue."""
 
@@ -104,17 +144,19 @@ class ReplicaFeed:
         self._engine = engine
         self._side = side
         self._schedule = schedule
+        self._is_closed = False
         self._window_bytes = window_bytes
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _FedStream] = {}
         self._out: list[bytes] = []
-        self._behind: deque[int] = deque()
+        self._behind: dict[int, None] = {}
         """Partitions to read from their cursors, in turn."""
         self._stale: dict[int, None] = {}
         """Partitions whose high watermark the replica does not know, in the order they rose."""
         self._number = 0
-        self._sent: deque[tuple[int, int, tuple[tuple[_Stream, Followed], ...]]] = deque()
-        """Messages that are not acknowledged: number, bytes, what they bring."""
+        self._sent: deque[tuple[int, int, tuple[tuple[_FedStream, Followed], ...]]] = deque()
+        """Messages with sections that are not acknowledged: number, cost, what they bring."""
         self._sent_bytes = 0
+        """Their cost: their bytes and RECORD_BYTES for each part."""
         self._asked: deque[tuple[int, int]] = deque()
         """Questions that are not confirmed: question, when it was asked."""
         self._confirmations = 0
@@ -127,16 +169,23 @@ class ReplicaFeed:
 
     def stream_request(self, request: Frame) -> FeedAnswer:
         """Answer the request for a partition. Raises ReplicationError."""
+        if len(request.extras) != STREAM_REQ_EXTRAS.size:
+            raise ReplicationError(
+                f"a stream request has {STREAM_REQ_EXTRAS.size} bytes of extras, "
+                f"not {len(request.extras)}"
+            )
+        if self._is_closed:
+            raise ReplicationError(f"member {self.member} has a newer link")
         asked = parse_stream_request(request.extras)
-        told = decode(request.value, Position)
+        told = decode(request.value, ReplicaPosition)
         if request.vb_id >= self._engine.num_vbuckets:
             raise ReplicationError(f"there is no vb {request.vb_id} here")
         return self._side.admit(self, request.vb_id, asked, told, request.opaque)
 
     def open(self, vb_id: int, epoch: int, opaque: int, seqno: int) -> None:
         """Feed a partition to the replica, which has everything up to `seqno`."""
-        self._streams[vb_id] = _Stream(epoch, opaque, seqno, self._confirmations)
-        self._behind.append(vb_id)
+        self._streams[vb_id] = _FedStream(epoch, opaque, seqno, self._confirmations)
+        self._behind[vb_id] = None
         self._stale[vb_id] = None
         self._schedule()
 
@@ -167,28 +216,35 @@ class ReplicaFeed:
 
     def group_synced(self, changes: Mapping[int, Sequence[bytes]]) -> None:
         """Send a synced group: partition -> its entries for replicas, floors included."""
-        sections: list[Section] = []
-        followed: list[tuple[_Stream, Followed]] = []
+        sections: list[EntriesSection] = []
+        followed: list[tuple[_FedStream, Followed]] = []
         room = self._window_bytes - self._sent_bytes
         partitions = self._engine.partitions
         for vb_id, entries in changes.items():
             stream = self._streams.get(vb_id)
-            if stream is None or stream.pace is Pace.BEHIND:
+            if stream is None:
                 continue
-            if room <= 0:
-                stream.pace = Pace.BEHIND
-                self._behind.append(vb_id)
+            size = sum(map(len, entries)) + RECORD_BYTES
+            if stream.pace is FeedPace.BEHIND or size > room:
+                self._leave_behind(vb_id, stream, entries)
                 continue
             part = partitions[vb_id]
-            sections.append(Section(vb_id, stream.epoch, part.committed_seqno, entries))
-            stream.shown_seqno = part.committed_seqno
+            sections.append(stream.section(vb_id, part.committed_seqno, entries))
             stream.sent_seqno = part.synced_seqno
             followed.append((stream, Followed(vb_id, stream.epoch, part.synced_seqno)))
-            room -= sum(map(len, entries))
+            room -= size
         if sections:
             self._send(sections, followed)
         if self._behind:
             self._schedule()
+
+    def _leave_behind(self, vb_id: int, stream: _FedStream, entries: Sequence[bytes]) -> None:
+        """Send these entries later, from the partition's cursor."""
+        stream.pace = FeedPace.BEHIND
+        self._behind[vb_id] = None
+        for entry in entries:
+            if entry[OPCODE_AT] == LOG_CONTROL:
+                stream.missed_floor = entry
 
     def hw_rose(self, vb_ids: Sequence[int]) -> None:
         """High watermarks have risen; the replica is told with the next message."""
@@ -199,15 +255,17 @@ class ReplicaFeed:
             self._schedule()
 
     def _send(
-        self, sections: Sequence[Section], followed: Sequence[tuple[_Stream, Followed]]
+        self, sections: Sequence[EntriesSection], followed: Sequence[tuple[_FedStream, Followed]]
     ) -> None:
         self._number += 1
         question = self._number
         self._asked.append((question, self._now_ns))
         message = pack_entries(self._number, question, sections)
         self._out.append(message)
-        self._sent.append((self._number, len(message), tuple(followed)))
-        self._sent_bytes += len(message)
+        if sections:
+            cost = len(message) + RECORD_BYTES * (1 + len(sections))
+            self._sent.append((self._number, cost, tuple(followed)))
+            self._sent_bytes += cost
         self._schedule()
 
     # -- the connection ----------------------------------------------------------------------------
@@ -215,7 +273,7 @@ class ReplicaFeed:
     @property
     def has_output(self) -> bool:
         """Whether `pump` would return anything now."""
-        return bool(self._out or self._stale or (self._behind and self._has_room))
+        return bool(self._out or ((self._stale or self._behind) and self._has_room))
 
     @property
     def _has_room(self) -> bool:
@@ -224,8 +282,10 @@ class ReplicaFeed:
     def pump(self, bytes_max: int) -> list[bytes]:
         """Return messages to send, about `bytes_max` of them."""
         while self._behind and self._has_room and bytes_max > 0:
-            bytes_max -= self._catch_up(self._behind.popleft())
-        if self._stale:
+            vb_id = next(iter(self._behind))
+            del self._behind[vb_id]
+            bytes_max -= self._catch_up(vb_id)
+        if self._stale and self._has_room:
             self._send_watermarks()
         out, self._out = self._out, []
         return out
@@ -233,36 +293,56 @@ class ReplicaFeed:
     def _catch_up(self, vb_id: int) -> int:
         """Send the next entries of a partition that is behind; return their bytes."""
         stream = self._streams.get(vb_id)
-        if stream is None or stream.pace is Pace.IN_STEP:
+        if stream is None or stream.pace is FeedPace.IN_STEP:
             return 0
         part = self._engine.partitions[vb_id]
-        entries = self._engine.versions.entries(
-            part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
-        )
-        if entries:
-            stream.sent_seqno = seqno_of(entries[-1])
-            section = Section(vb_id, stream.epoch, part.committed_seqno, entries)
-            stream.shown_seqno = part.committed_seqno
-            brought = Followed(vb_id, stream.epoch, stream.sent_seqno)
-            self._send([section], ((stream, brought),))
-        if stream.sent_seqno == part.synced_seqno:
-            stream.pace = Pace.IN_STEP
+        try:
+            entries = self._engine.versions.entries(
+                part, stream.sent_seqno + 1, part.synced_seqno, SECTION_BYTES
+            )
+        except StoreDamagedError as error:
+            self._fail(vb_id, str(error))
+            return 0
+        end_seqno = seqno_of(entries[-1]) if entries else stream.sent_seqno
+        is_level = end_seqno == part.synced_seqno
+        if end_seqno - stream.sent_seqno != len(entries) or not (entries or is_level):
+            self._fail(
+                vb_id,
+                f"vb {vb_id}: history after seqno {stream.sent_seqno} was compacted (history floor "
+                f"{part.history_floor}); member {self.member} cannot continue from there",
+            )
+            return 0
+        if is_level:
+            stream.pace = FeedPace.IN_STEP
+            if stream.missed_floor:
+                entries.append(stream.missed_floor)
+                stream.missed_floor = b""
         else:
-            self._behind.append(vb_id)
+            self._behind[vb_id] = None
+        if entries:
+            stream.sent_seqno = end_seqno
+            brought = Followed(vb_id, stream.epoch, end_seqno)
+            section = stream.section(vb_id, part.committed_seqno, entries)
+            self._send([section], ((stream, brought),))
         return sum(map(len, entries))
+
+    def _fail(self, vb_id: int, why: str) -> None:
+        """End a stream that cannot be read here, rather than leave anything out."""
+        self.damages.append(why)
+        stream = self._streams.pop(vb_id)
+        self._out.append(pack_stream_end(vb_id, stream.opaque, EndReason.BACKFILL_FAILED))
 
     def _send_watermarks(self) -> None:
         """Tell the replica the high watermarks that it does not know. What it acknowledges then is
         what it has, also where nothing was left to send.
         """
-        sections: list[Section] = []
-        followed: list[tuple[_Stream, Followed]] = []
+        sections: list[EntriesSection] = []
+        followed: list[tuple[_FedStream, Followed]] = []
         for vb_id in self._stale:
             stream = self._streams.get(vb_id)
             committed_seqno = self._engine.partitions[vb_id].committed_seqno
             if stream is not None and stream.shown_seqno != committed_seqno:
-                stream.shown_seqno = committed_seqno
-                sections.append(Section(vb_id, stream.epoch, committed_seqno, ()))
+                sections.append(stream.section(vb_id, committed_seqno, ()))
                 followed.append((stream, Followed(vb_id, stream.epoch, stream.sent_seqno)))
         self._stale.clear()
         if sections:
@@ -277,8 +357,9 @@ class ReplicaFeed:
         self._now_ns = now_ns
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + BEAT_NS
-            self._send((), ())
-        return now_ns - self._heard_ns < SILENCE_NS_MAX
+            if len(self._asked) < QUESTIONS_MAX:
+                self._send((), ())
+        return not self._is_closed and now_ns - self._heard_ns < SILENCE_NS_MAX
 
     def take_acknowledgement(self, extras: bytes) -> None:
         """Take an X_REPLICA_ACK. Raises ReplicationError."""
@@ -287,6 +368,11 @@ class ReplicaFeed:
             raise ReplicationError(
                 f"member {self.member} acknowledges message {number} and question {question}; "
                 f"the last one sent is {self._number}"
+            )
+        if question < number:
+            raise ReplicationError(
+                f"member {self.member} has synced message {number} and confirms question {question}"
+                " only: it confirms a message's question before it syncs the message"
             )
         newest: dict[int, Followed] = {}
         while self._sent and self._sent[0][0] <= number:
@@ -301,10 +387,13 @@ class ReplicaFeed:
             self._confirmations += 1
         if newest:
             self._side.acknowledged(self.member, tuple(newest.values()))
-        if self._behind and self._has_room:
+        if self.has_output:
             self._schedule()
 
     def close(self) -> None:
-        """The connection is gone."""
+        """The connection is gone, or a newer link of the member has come."""
+        self._is_closed = True
         self._streams.clear()
+        self._behind.clear()
+        self._stale.clear()
         self._side.feed_closed(self)
