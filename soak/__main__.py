@@ -72,7 +72,7 @@ def attack(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fuzzing = commands.add_parser("fuzz", help="garbage at whole sessions")
@@ -109,6 +109,11 @@ def main() -> int:
     simulating.add_argument("--seeds", type=int, default=100_000)
     simulating.add_argument("--state", type=Path, default=Path(".soak-sim.json"))
     add_attack(commands)
+    return parser
+
+
+def main() -> int:
+    parser = _parser()
     arguments = parser.parse_args()
     if arguments.command == "attack":
         if unknown := set(arguments.kinds) - attacking.KINDS.keys():

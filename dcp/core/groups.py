@@ -134,6 +134,7 @@ class GroupCycle:
         assert job is self.job, "jobs are done one at a time"
         self.job = None
         if job is LogTask.ROTATE:
+            self._keyspace.note_watermarks()
             return Published()
         if job is LogTask.SYNC:
             self.is_synced = True

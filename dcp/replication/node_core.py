@@ -98,7 +98,9 @@ class ReplicationCore:
             part.has_copies = True
             part.state = VbState.REPLICA
             part.may_send_back = False
-            part.committed_seqno = part.history_floor  # a floor is committed; more is not known
+            # A floor is committed, and so is what the log says. More is not known.
+            known_seqno = engine.keyspace.known_watermarks.get(part.vb_id, 0)
+            part.committed_seqno = max(part.history_floor, min(known_seqno, part.high_seqno))
 
     def take_effects(self) -> list[ReplicationEffect]:
         """Return what the shell has to carry out, in order."""
@@ -197,6 +199,7 @@ class ReplicationCore:
             seqno = max(part.committed_seqno, min(seqno, part.synced_seqno))
             if self._commits.commit(vb_id, seqno):
                 rose.append(vb_id)
+                self._engine.keyspace.watermarks[vb_id] = part.committed_seqno
         if rose:
             self._effects.append(self._groups.committed(rose))
             for feed in self.leading.feeds.values():

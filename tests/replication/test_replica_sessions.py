@@ -95,7 +95,10 @@ def test_a_consumers_role_does_not_let_acknowledge(peer: Peer) -> None:
     ("greeting", "text"),
     [
         (Greeting(FORMAT + 1, CLUSTER, "b", 1, "a"), "Upgrade the older of the two"),
-        (Greeting(FORMAT, "other", "b", 1, "a"), "member b belongs to cluster 'other', this node to"),
+        (
+            Greeting(FORMAT, "other", "b", 1, "a"),
+            "member b belongs to cluster 'other', this node to",
+        ),
         (Greeting(FORMAT, CLUSTER, "stranger", 1, "a"), "stranger is no member of this cluster"),
     ],
 )

@@ -119,3 +119,40 @@ def test_against_a_table_of_every_group(
                 ends = [group[vb_id] for group in groups[:at] if vb_id in group]
                 expected = at <= synced and all(end <= seqno for end in ends)
                 assert commits.is_committed(vb_id, at) == expected
+
+
+def test_groups_tell_the_log_the_high_watermarks_and_a_start_knows_them() -> None:
+    node = MemoryNode(partitions=4)
+    engine = node.engine
+    engine.partitions[COPIED].has_copies = True
+
+    def set_(value: bytes) -> None:
+        engine = node.engine
+        assert engine.store(SET, COPIED, b"\0k", b"\0k" + value, 0, 0, 0, 0)[0] == 0
+        node.commit()
+
+    set_(b"1")
+    set_(b"2")
+    engine.commits.commit(COPIED, 1)
+    engine.keyspace.watermarks[COPIED] = 1
+    assert node.groups.next_job() is None, "a watermark alone makes no group"
+    set_(b"3")
+    node.merge()  # the segment that told it is deleted; the next one tells all again
+    set_(b"4")
+    node.crash()
+    assert node.engine.keyspace.known_watermarks == {COPIED: 1}
+    assert node.engine.partitions[COPIED].high_seqno == 4
+
+
+def test_a_watermark_above_a_rollback_is_not_known_any_more() -> None:
+    node = MemoryNode(partitions=4)
+    part = node.engine.partitions[COPIED]
+    part.has_copies = True
+    for value in (b"1", b"2", b"3"):
+        assert node.engine.store(SET, COPIED, b"\0k", b"\0k" + value, 0, 0, 0, 0)[0] == 0
+    node.engine.keyspace.watermarks[COPIED] = 3
+    node.commit()
+    node.engine.keyspace.branch(COPIED, 2)
+    node.commit()
+    node.crash()
+    assert node.engine.keyspace.known_watermarks == {COPIED: 2}

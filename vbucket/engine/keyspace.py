@@ -122,6 +122,10 @@ class Keyspace:
         self.group = 1
         """Number of the open group."""
         self.commits = Commits(self.partitions)
+        self.watermarks: dict[int, int] = {}
+        """High watermarks of partitions with replicas that the next group tells the log."""
+        self.known_watermarks: dict[int, int] = {}
+        """Those that the log told at the start."""
         self.pending: list[bytes] = []
         self.touched: list[Partition] = []
         self._branched: list[int] = []
@@ -209,6 +213,10 @@ class Keyspace:
         """Close the open group and return it; None if it is empty."""
         if not self.pending:
             return None
+        if self.watermarks:
+            seqnos = [[vb_id, seqno] for vb_id, seqno in self.watermarks.items()]
+            self.pending.append(pack_control(NODE_VB_ID, {"kind": "hw", "seqnos": seqnos}))
+            self.watermarks = {}
         payload = b"".join(self.pending)
         group = CommitGroup(
             self.group,
@@ -541,6 +549,18 @@ class Keyspace:
         assert not self.pending, "groups are numbered before anything is written"
         self.group = group + 1
         self.commits.continue_after(group)
+
+    def note_watermarks(self) -> None:
+        """Have the next group tell the high watermarks of all partitions with replicas: the log
+        has begun a segment, and earlier ones may be deleted.
+        """
+        for part in self.partitions:
+            if part.has_copies:
+                self.watermarks[part.vb_id] = part.committed_seqno
+
+    def replay_watermarks(self, seqnos: Iterable[Sequence[int]]) -> None:
+        """Take note of high watermarks that the log tells."""
+        self.known_watermarks.update((vb_id, seqno) for vb_id, seqno in seqnos)
 
     def replay_manifest(self, manifest: Manifest) -> None:
         """Adopt a manifest from the log; it is committed."""

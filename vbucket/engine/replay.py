@@ -77,6 +77,8 @@ class Replay:
                     part.history_floor = rollback_to
                     part.purge_seqno = min(part.purge_seqno, rollback_to - 1)
                 engine.keyspace.roll_back(part, rollback_to)
+                known = engine.keyspace.known_watermarks
+                known[vb_id] = min(known.get(vb_id, 0), rollback_to)
             part.set_failover(FailoverLog.from_document(document["log"]))
             part.raise_epoch(epoch_of(dict(document)))
         elif kind == "epoch":
@@ -96,6 +98,10 @@ class Replay:
             engine.partitions[vb_id].lower_cas(Mended(*mended))
         elif kind == "manifest":
             engine.keyspace.replay_manifest(Manifest.from_document(document["manifest"]))
+        elif kind == "hw":
+            seqnos = document["seqnos"]
+            assert isinstance(seqnos, list)
+            engine.keyspace.replay_watermarks(seqnos)
         else:
             # `durability` is for the shell, which reads it from the node record.
             assert kind == "durability", kind

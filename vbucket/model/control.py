@@ -11,9 +11,11 @@ Each is a CBOR document with a kind (`vbucket.model.entry.pack_control`):
     purge        upto                      the same, written before compaction existed
     cas          mended                    the highest CAS was lowered
     manifest     manifest                  the collections (of the node)
+    hw           seqnos                    [[vb_id, seqno], ...]: high watermarks of partitions with
+                                           replicas (of the node). A start begins there
     durability   level                     what an answer promises (of the node)
 
-`epoch`, and failover logs of more than 25 versions, need a log of format version 4.
+`epoch`, `hw`, and failover logs of more than 25 versions need a log of format version 4.
 
 Who calls it: the replay at a start and the merge, which must read them alike. Pure.
 """

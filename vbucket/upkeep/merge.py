@@ -219,6 +219,8 @@ class _Staging:
         if kind == "durability":
             self.node = self.node._replace(durability=document["level"])
             return
+        if kind == "hw":
+            return  # the first group of every segment tells all of them again
         if kind == "manifest":
             self.manifest = Manifest.from_document(document["manifest"])
             return
