@@ -7,13 +7,14 @@ removal of the log, and every commit of the store, is a point at which a cut is 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forgetful_disk import ForgetfulDisk, Power
-from support.power_node import SHARES, PowerCutError, Story, live
+from support.power_node import FILE_SYNCS, SHARES, PowerCutError, Story, live
 
 FIXED_LIFE = (
     "commit", "commit", "branch", "commit", "reserve", "commit", "begin_merge", "commit", "branch",
@@ -66,6 +67,56 @@ def test_a_cut_at_every_point_of_the_first_start(durability: str, share: float) 
 @given(seed=st.integers(0, 2**32), durability=st.sampled_from(DURABILITIES))
 def test_cuts_at_random_points_of_random_lives(seed: int, durability: str) -> None:
     live(Story(seed, durability), 40)
+
+
+# -- failed syncs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", DURABILITIES)
+def test_every_sync_of_a_fixed_life_fails_once_and_then_power_is_cut(durability: str) -> None:
+    """What the start after the failure serves is there after a cut at any later point."""
+    story = Story(1, durability)
+    live_fixed(story)
+    syncs = sum(story.points_by_name[name] for name in FILE_SYNCS)
+    first_point = 1
+    for _ in range(syncs):
+        story = Story(1, durability)
+        story.fail_at = first_point
+        tells: list[int] = []
+        survive_fixed(story, tells)
+        assert story.failed_syncs == 1
+        first_point = tells[0] + 1
+    assert syncs > 40
+
+
+def survive_fixed(story: Story, failed_points: list[int]) -> None:
+    """Live until a sync fails, then for one more group, with a cut at every point."""
+    for name in ("begin", *FIXED_LIFE):
+        if name != "begin":
+            story.change(2)
+        on_point = story.power.on_point
+
+        def note(point: str, on_point: Callable[[str], None] = on_point) -> None:
+            on_point(point)
+            if story.failed_syncs and not failed_points:
+                failed_points.append(story.power.points)
+                story.shares = (0,)
+
+        story.power.on_point = note
+        has_failed = story.survive_failed_sync(getattr(story, name))
+        story.power.on_point = on_point
+        if has_failed:
+            break
+    story.change(1)
+    story.commit()
+    for share in SHARES:
+        story.try_cut(share)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), durability=st.sampled_from(DURABILITIES))
+def test_failed_syncs_and_cuts_at_random_points_of_random_lives(seed: int, durability: str) -> None:
+    live(Story(seed, durability), 40, fail_share=0.15)
 
 
 # -- the simulation notices --------------------------------------------------------------------

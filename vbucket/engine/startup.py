@@ -133,7 +133,9 @@ def recover_node(
     store = Store(env)
     node = store.node()
     if not device.segments() and node is None:
-        LogWriter(device).rotate()  # the log's first segment is there before the store is
+        writer = LogWriter(device)
+        writer.mark_anew()  # a mark that is there already may not be on disk
+        writer.rotate()  # the log's first segment is there before the store is
     if node is None:
         if device.segments() != [1] or any(recover(device, 0).groups()):
             raise LogDamagedError(
@@ -168,7 +170,7 @@ def recover_node(
     except LogDamagedError as error:
         if keep_copies is None:
             raise
-        seqnos = _give_up(device, recovery.end, node.merged_segment, keep_copies)
+        seqnos = _give_up(device, recovery, node.merged_segment, keep_copies)
         loss = _loss_of(engine, str(error), recovery.end, clean_end, seqnos)
     if lost_kept:
         loss = _with_kept(loss, recovery.end, lost_kept)
@@ -282,11 +284,12 @@ def _kept_groups(
 
 
 def _give_up(
-    device: LogDevice, end: LogEnd, merged_segment: int, keep_copies: KeepCopies
+    device: LogDevice, recovery: Recovery, merged_segment: int, keep_copies: KeepCopies
 ) -> dict[int, int]:
     """Cut the log after its last good record. Return partition -> highest seqno of the cut records
     that can still be read.
     """
+    end = recovery.end
     cut = [
         segment
         for segment in device.segments()
@@ -301,6 +304,7 @@ def _give_up(
                     vb_id, seqno = head_of(entry).vb_id, seqno_of(entry)
                     seqnos[vb_id] = max(seqno, seqnos.get(vb_id, 0))
     keep_copies(cut)
+    recovery.rewrite_end()
     if end.segment in cut:
         device.truncate(end.segment, end.size_bytes)
     device.drop_after(max(end.segment, merged_segment))
