@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,11 @@ from hypothesis import strategies as st
 
 from support.forgetful_disk import ForgetfulDisk, Power
 from support.power_node import FILE_SYNCS, SHARES, PowerCutError, Story, live
+from vbucket.log.device import SyncFailedError, mark_slots
+from vbucket.log.device_files import MARK_NAME, FileLogDevice
+from vbucket.log.end_mark import read_marks
+from vbucket.log.recovery import recover
+from vbucket.log.writer import LogWriter
 
 FIXED_LIFE = (
     "commit", "commit", "branch", "commit", "reserve", "commit", "begin_merge", "commit", "branch",
@@ -117,6 +123,56 @@ def survive_fixed(story: Story, failed_points: list[int]) -> None:
 @given(seed=st.integers(0, 2**32), durability=st.sampled_from(DURABILITIES))
 def test_failed_syncs_and_cuts_at_random_points_of_random_lives(seed: int, durability: str) -> None:
     live(Story(seed, durability), 40, fail_share=0.15)
+
+
+def test_the_end_mark_that_a_failed_sync_covered_is_made_safe_by_the_next_start() -> None:
+    """A new mark is written while another one is synced. A cut may tear both, so the third one,
+    which the start found, must be on disk.
+    """
+    power, draw = Power(), random.Random(1)
+    disk = ForgetfulDisk(power)
+    writer = LogWriter(FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk))
+    writer.rotate()
+    add_group(writer)
+    writer.sync_mark()
+    add_group(writer)
+    disk.syncs_to_fail = 1
+    with pytest.raises(SyncFailedError):
+        writer.sync_mark()
+
+    device = FileLogDevice(Path("simulated"), lambda: draw.getrandbits(64), disk)
+    recovery = recover(device, 0)
+    assert len(list(recovery.groups())) == 2
+    recovery.finish()
+    writer = LogWriter(device, recovery.end)
+    writer.rotate()
+    found = []
+
+    def mark_meanwhile(_: str) -> None:
+        power.on_point = lambda _: None
+        add_group(writer)
+        left = disk.after(Power(), Tears(), 0.5)
+        found.append(read_marks(mark_slots(left.read(MARK_NAME))))
+
+    power.on_point = mark_meanwhile
+    writer.sync_mark()
+    assert [mark.end for mark in found] == [recovery.end]
+
+
+class Tears(random.Random):
+    """Draws that tear every unsynced write, behind an end mark's sequence number."""
+
+    def random(self) -> float:
+        self.is_first = not getattr(self, "is_first", False)
+        return 0.9 if self.is_first else 0.0
+
+    def randrange(self, *_: object) -> int:  # type: ignore[override]
+        return 20
+
+
+def add_group(writer: LogWriter) -> None:
+    writer.append(writer.end.group + 1, b"payload")
+    writer.sync()
 
 
 # -- the simulation notices --------------------------------------------------------------------

@@ -7,7 +7,7 @@ it at every write and every sync.
     Startup.begin()                does the first writes; may be called again after a full disk
 
 Invariants
-- everything that is served is on disk;
+- everything that is served is on disk: what a failed sync may have left out is written again;
 - a start that dies is repeated by the next one: the last run's clean end and durability stay valid
   until `begin` has written everything;
 - groups that somebody may have seen are given up only if the caller accepts that (`keep_copies`).
@@ -65,6 +65,7 @@ class Startup:
         node: NodeRecord,
         *,
         torn: TornTail | None,
+        rewritten_bytes: int,
         new_versions: list[int],
         loss: LogLoss | None,
     ) -> None:
@@ -74,6 +75,8 @@ class Startup:
         self._node = node
         self.torn = torn
         """The torn group cut from the log's end; no client got an answer for it."""
+        self.rewritten_bytes = rewritten_bytes
+        """How much of the log's end was written again, because it might not have been on disk."""
         self.new_versions = new_versions
         """Partitions that get a new version, because changes that were seen may be lost."""
         self.loss = loss
@@ -186,6 +189,7 @@ def recover_node(
         LogWriter(device, recovery.end),
         node._replace(clean_shutdown=False, durability=durability),
         torn=torn,
+        rewritten_bytes=recovery.rewritten_bytes,
         new_versions=new_versions,
         loss=loss,
     )

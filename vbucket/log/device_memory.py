@@ -121,7 +121,7 @@ class MemoryLogDevice:
     def rewrite(self, at: int, data: bytes | memoryview) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
-        assert self._newest()[at : at + len(data)] == data, "these bytes are not there"
+        assert bytes(self._newest()[at : at + len(data)]) == bytes(data), "they are not there"
         self._rewritten.append((at, at + len(data)))
 
     def truncate(self, segment: int, size_bytes: int) -> None:
