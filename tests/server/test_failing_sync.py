@@ -62,6 +62,8 @@ def test_nothing_is_answered_after_a_failed_sync(
         server.start()
         with RawClient(server.port) as client:
             assert client.ask(Opcode.GET, key=b"before", vb_id=0).value == b"v"
+        # The next start reads the group that was not synced, and serves it.
+        assert "end of the log written again" in server.log_path.read_text()
 
 
 @pytest.mark.crash

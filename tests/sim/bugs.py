@@ -12,6 +12,7 @@ from dcp.wire.opcode import Opcode
 from sim.network import Side
 from sim.node import SingleNode
 from sim.serving import ServedConnection
+from vbucket.log.device_files import FileLogDevice
 
 
 class LeavesAtOnce(HeldAnswers):
@@ -83,11 +84,25 @@ class StreamsOtherValues(SingleNode):
         ChangedOnTheWay(self, side)
 
 
+class TrustingDevice(FileLogDevice):
+    """It writes nothing again."""
+
+    def rewrite(self, at: int, data: bytes | memoryview) -> None:
+        pass
+
+
+class TrustsFailedSyncs(SingleNode):
+    """After a failed sync it serves what it can read of the log, and only syncs it once more."""
+
+    device_type = TrustingDevice
+
+
 BUGS: dict[str, type[SingleNode]] = {
     "answers_before_sync": AnswersBeforeSync,
     "streams_before_sync": StreamsBeforeSync,
     "cuts_back_at_start": CutsBackAtStart,
     "forgets_answers": ForgetsAnswers,
     "streams_other_values": StreamsOtherValues,
+    "trusts_failed_syncs": TrustsFailedSyncs,
 }
 """Name -> the node that has it."""

@@ -59,10 +59,10 @@ class Machine:
         self.disk = ForgetfulDisk(Power())
         self.env = ForgetfulEnv(Power(), TABLES)
 
-    def open_device(self) -> FileLogDevice:
+    def open_device(self, device_type: type[FileLogDevice] = FileLogDevice) -> FileLogDevice:
         """Open the log's device, as a new process does."""
         draw = self.world.draw
-        return FileLogDevice(Path(self.name), lambda: draw.getrandbits(64), self.disk)
+        return device_type(Path(self.name), lambda: draw.getrandbits(64), self.disk)
 
     # -- life --------------------------------------------------------------------------------------
 

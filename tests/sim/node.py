@@ -37,6 +37,7 @@ from vbucket.engine.partition import Hold, Partition
 from vbucket.engine.read_view import Views
 from vbucket.engine.startup import Startup, recover_node
 from vbucket.log.device import LogFullError, LogWriteError, SyncFailedError
+from vbucket.log.device_files import FileLogDevice
 from vbucket.log.record import LogDamagedError
 from vbucket.model.entry import key_of, value_of
 from vbucket.model.ids import DEFAULT_COLLECTION_PREFIX, vb_uuid_from_random
@@ -132,7 +133,7 @@ class SingleNode:
         self._is_kicked = False
         self._is_stopped = False
         draw = self._world.draw
-        self.device = machine.open_device()
+        self.device = machine.open_device(self.device_type)
         startup = recover_node(
             machine.env,
             self.device,
@@ -156,6 +157,7 @@ class SingleNode:
         self.host.after(TICK_NS, self._tick)
 
     replication: ReplicationPort | None = None
+    device_type: type[FileLogDevice] = FileLogDevice
 
     def held(self) -> HeldAnswers:
         """See Served."""

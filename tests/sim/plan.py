@@ -26,9 +26,6 @@ CLUSTER_FAULTS = (
     "store_compacts",
 )  # fmt: skip
 """Faults that need several nodes."""
-NOT_TOGETHER = (("sync_fails", "power_cut"), ("sync_fails", "power_cut_all"))
-"""Pairs of faults that one node alone does not survive: what a failed sync covered is served again
-after the restart, but it is not on disk. The second of a pair is left out."""
 WEIGHTS: dict[Kind, float] = {
     Kind.GET: 3, Kind.SET: 4, Kind.ADD: 1, Kind.REPLACE: 1, Kind.DELETE: 1, Kind.INCREMENT: 1.5,
     Kind.APPEND: 1,
@@ -105,8 +102,6 @@ def drawn(draw: random.Random, *, nodes: int = 1, seconds: float | None = None) 
         *(CLUSTER_FAULTS if nodes > 1 else ()),
     ]
     faults = tuple(name for name in possible if draw.random() < 0.4)
-    left_out = {second for first, second in NOT_TOGETHER if first in faults}
-    faults = tuple(name for name in faults if name not in left_out)
     slow_disk = draw.random() < 0.2
     far = draw.random() < 0.2
     return Plan(

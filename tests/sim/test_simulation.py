@@ -27,6 +27,7 @@ FOUND_BY = {
     "cuts_back_at_start": (4, "history was not cut back"),
     "forgets_answers": (0, "was not answered"),
     "streams_other_values": (0, "the master has"),
+    "trusts_failed_syncs": (23, "refuses to start"),
 }
 """Bug -> a seed to begin with, and how it is told."""
 BUG_SEEDS = 40

@@ -10,7 +10,8 @@ What unsynced work leaves in the worst case that POSIX and disks allow:
 - a cut that was not synced with `sync` may not have happened;
 - creations, renames and removals without `sync_folder` may each have happened or not;
 - what a failed sync covered reads back until the power goes. A later sync that succeeds does not
-  cover it; it is safe only after it was written again, and synced;
+  cover it; it is safe only after it was written again, and synced. Cuts and names are not lost:
+  file systems keep them in a journal, and refuse all changes if the journal fails;
 - LMDB's commit is atomic; an unfinished one may have happened or not.
 """
 
@@ -61,7 +62,7 @@ class _File:
         for at, data in self.pending:
             if data is None:
                 _cut(self.durable, at)
-                self.doubtful = [item for item in self.doubtful if item[0] < at]
+                self._settle(at, None)
             else:
                 _write(self.durable, data, at)
                 self._settle(at, at + len(data))
@@ -71,14 +72,7 @@ class _File:
         """Sync all data and a greater length. A cut of the file stays pending."""
         pending, durable = self.pending, self.durable
         if any(data is None for _, data in pending):
-            kept = bytearray(durable)
-            for at, data in pending:
-                if data is not None:
-                    _write(kept, data, at)
-            is_shorter = len(self.current) < len(kept)
-            kept[: len(self.current)] = self.current
-            self.durable = kept
-            self.pending = [(len(self.current), None)] if is_shorter else []
+            self._sync_data_and_cuts()
             return
         for at, data in pending:
             assert data is not None
@@ -87,16 +81,34 @@ class _File:
                 self._settle(at, at + len(data))
         pending.clear()
 
+    def _sync_data_and_cuts(self) -> None:
+        """As `sync_data`, where a file was cut: it keeps its end if nothing was written there."""
+        kept, cut = bytearray(self.durable), bytearray(self.durable)
+        for at, data in self.pending:
+            if data is None:
+                _cut(cut, at)
+            else:
+                _write(kept, data, at)
+                _write(cut, data, at)
+                self._settle(at, at + len(data))
+        kept[: len(cut)] = cut
+        self.durable = kept
+        self.pending = [(len(cut), None)] if len(cut) < len(kept) else []
+
     def fail_sync(self) -> None:
         """A sync has failed: nobody knows what is on disk, and nobody will be told again."""
         self.doubtful += [(at, data) for at, data in self.pending if data is not None]
         self.pending = [item for item in self.pending if item[1] is None]
 
-    def _settle(self, start: int, stop: int) -> None:
-        """What is between was written again and synced."""
-        self.doubtful = [
-            (at, data) for at, data in self.doubtful if at < start or at + len(data) > stop
-        ]
+    def _settle(self, start: int, stop: int | None) -> None:
+        """What is between was written again and synced, or was cut (`stop` is None)."""
+        left = []
+        for at, data in self.doubtful:
+            left.append((at, data[: max(0, start - at)]))
+            if stop is not None:
+                after = max(at, stop)
+                left.append((after, data[after - at :]))
+        self.doubtful = [(at, data) for at, data in left if data]
 
     def after(self, draw: random.Random, share: float) -> _File:
         left = bytearray(self.durable)

@@ -24,6 +24,7 @@ from support.forgetful_disk import ForgetfulDisk, ForgetfulEnv, Power
 from vbucket.engine.engine import SET, StoredDocument
 from vbucket.engine.leadership import set_leader_epoch
 from vbucket.engine.startup import recover_node
+from vbucket.log.device import LogWriteError, SyncFailedError
 from vbucket.log.device_files import FileLogDevice
 from vbucket.model.ids import vb_uuid_from_random
 from vbucket.store.records import TABLES, CleanEnd, put_failover
@@ -145,6 +146,9 @@ class Story:
         """The shares of unsynced work that survive, for the cuts tried at each point."""
         self.cut_at = 0
         """The point at which the power is really cut; 0: none."""
+        self.fail_at = 0
+        """From this point on, the next sync of a file fails; 0: none does."""
+        self.failed_syncs = 0
         self.pictures: list[Picture] = []
         self.certain = 0
         """Index of the oldest picture to which a cut may go back."""
@@ -247,6 +251,20 @@ class Story:
         """Kill the process: everything that was written stays, synced or not."""
         self._restart()
 
+    def survive_failed_sync(self, step: Callable[[], None]) -> bool:
+        """Do a step. If a sync fails during it, the process has ended: start again. A start during
+        which a sync fails is repeated. Return whether a sync failed.
+        """
+        failed_before = self.failed_syncs
+        while True:
+            try:
+                step()
+            except (SyncFailedError, LogWriteError):
+                assert self.failed_syncs > failed_before
+                step = self.kill if self.pictures else self.begin
+            else:
+                return self.failed_syncs > failed_before
+
     def lose_power(self, share: float) -> None:
         """Cut the power now, and start again on what is left."""
         env = self.env.after(self.power, self.draw, share)
@@ -269,6 +287,10 @@ class Story:
         self.points_by_name[name] = self.points_by_name.get(name, 0) + 1
         if self.cut_at and self.power.points >= self.cut_at:
             raise PowerCutError(name)
+        if self.fail_at and self.power.points >= self.fail_at and name in FILE_SYNCS:
+            self.fail_at = 0
+            self.failed_syncs += 1
+            self.disk.syncs_to_fail = 1
         for share in self.shares:
             self.try_cut(share)
 
@@ -343,16 +365,21 @@ STEPS: dict[str, float] = {
 }  # fmt: skip
 """What happens in a random life, and how often."""
 SHARES = (0, 0.3, 0.7, 1)
+FILE_SYNCS = ("sync", "sync_data")
 
 
-def live(story: Story, steps: int) -> None:
-    """Let a node live; the power is cut between steps and within them."""
+def live(story: Story, steps: int, *, fail_share: float = 0.0) -> None:
+    """Let a node live; the power is cut between steps and within them. During this share of the
+    steps a sync may fail.
+    """
     draw = story.draw
     if not story.pictures:
         survive(story, story.begin)
     for _ in range(steps):
         story.change(draw.choice((0, 1, 1, 2, 5)))
         name = draw.choices(list(STEPS), list(STEPS.values()))[0]
+        if draw.random() < fail_share:
+            story.fail_at = story.power.points + draw.randint(1, 12)
         if name == "lose_power":
             share = draw.choice(SHARES)
             survive(story, lambda share=share: story.lose_power(share))  # type: ignore[misc]
@@ -366,7 +393,7 @@ def survive(story: Story, step: Callable[[], None]) -> None:
         if story.draw.random() < 0.15:
             story.cut_at = story.power.points + story.draw.randint(1, 8)
         try:
-            step()
+            story.survive_failed_sync(step)
         except PowerCutError:
             share = story.draw.choice(SHARES)
             step = lambda share=share: story.lose_power(share)  # type: ignore[misc]  # noqa: E731

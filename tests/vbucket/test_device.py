@@ -41,7 +41,7 @@ class MemoryDisk:
         return self.reopen_after_kill()
 
     def reopen_after_kill(self) -> LogDevice:
-        self.device = self.device.crash(keep_unsynced_bytes=self.device.unsynced_bytes)
+        self.device = self.device.kill()
         return self.device
 
     def fill_after(self, count: int) -> None:
@@ -208,6 +208,32 @@ def test_a_failed_sync_in_rotate_begins_no_segment(disk: Disk) -> None:
     with pytest.raises(SyncFailedError):
         disk.device.rotate()
     assert disk.device.segments() == [1]
+
+
+def test_rewriting_changes_nothing_that_can_be_read(disk: Disk) -> None:
+    disk.device.rotate()
+    disk.device.append(b"abcdef")
+    disk.device.sync()
+    before = (disk.device.read(1), disk.device.current_bytes, disk.device.room_bytes)
+    disk.device.rewrite(HEADER + 2, b"cde")
+    disk.device.sync()
+    assert (disk.device.read(1), disk.device.current_bytes, disk.device.room_bytes) == before
+    with pytest.raises(AssertionError):
+        disk.device.rewrite(HEADER + 2, b"cdefg")
+    assert disk.reopen().read(1)[HEADER:].rstrip(b"\0") == b"abcdef"
+
+
+def test_a_disk_that_refuses_rewriting_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FileDisk(tmp_path / "log", monkeypatch)
+    disk.device.rotate()
+    disk.device.append(b"abcdef")
+    disk.fill_after(3)
+    with pytest.raises(LogFullError, match=f"written again from byte {HEADER + 1} on"):
+        disk.device.rewrite(HEADER + 1, b"bcdef")
+    assert disk.device.read(1)[HEADER:] == b"abcdef"
+    disk.device.close()
 
 
 # -- zeros ahead ---------------------------------------------------------------------------------
@@ -508,6 +534,44 @@ def test_faults_fire_at_the_nth_call_and_once() -> None:
     device.sync()
     with pytest.raises(SyncFailedError):
         device.sync()
+
+
+def after_failed_sync() -> MemoryLogDevice:
+    device = MemoryLogDevice()
+    device.rotate()
+    device.append(b"kept")
+    device.sync()
+    device.append(b"doubtful")
+    device.fail_sync(1)
+    with pytest.raises(SyncFailedError):
+        device.sync()
+    return device.kill()
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_later_sync_does_not_cover_what_a_failed_one_did(*, is_sealed: bool) -> None:
+    device = after_failed_sync()
+    assert device.read(1)[HEADER:].rstrip(b"\0") == b"keptdoubtful"
+    device.sync()
+    if is_sealed:
+        device.rotate()
+    again = device.kill()
+    assert again.read(1)[HEADER:].rstrip(b"\0") == b"keptdoubtful"
+    assert again.crash().read(1)[HEADER:].rstrip(b"\0") == b"kept"
+
+
+def test_what_a_failed_sync_covered_is_safe_once_it_was_written_again_and_synced() -> None:
+    device = after_failed_sync()
+    device.rewrite(HEADER + 4, b"doub")
+    device.sync()
+    device.rewrite(HEADER + 8, b"tful")
+    again = device.kill()  # the second half is not synced
+    again.sync()
+    assert again.crash().read(1)[HEADER:].rstrip(b"\0") == b"keptdoub"
+    device = after_failed_sync()
+    device.rewrite(HEADER + 2, b"ptdoubtful")
+    device.sync()
+    assert device.crash().read(1)[HEADER:].rstrip(b"\0") == b"keptdoubtful"
 
 
 def test_an_append_fault_may_leave_a_torn_group_behind() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from support.memory_node import START_NS
 from vbucket.engine.engine import SET, StoredDocument
-from vbucket.engine.startup import Startup, recover_node
-from vbucket.log.device import LogFullError
+from vbucket.engine.startup import KeepCopies, Startup, recover_node
+from vbucket.log.device import LogFullError, SyncFailedError
 from vbucket.log.device_memory import MemoryLogDevice
 from vbucket.model.ids import NUM_VBUCKETS, vb_uuid_from_random
 from vbucket.model.manifest import SYSTEM_COLLECTION
@@ -33,6 +33,9 @@ class Disk:
     def recover(self, durability: str = "commit") -> Startup:
         """Begin anew on what a crash leaves; `begin` is left to the caller."""
         self.device = self.device.crash(keep_unsynced_bytes=1 << 30)
+        return self.opened(durability)
+
+    def opened(self, durability: str = "commit", keep_copies: KeepCopies | None = None) -> Startup:
         startup = recover_node(
             self.env,
             self.device,
@@ -41,6 +44,7 @@ class Disk:
             draw_uuid=lambda: vb_uuid_from_random(self._draw.getrandbits(64)),
             draw_node_id=lambda: "00",
             memtable_bytes_max=1 << 20,
+            keep_copies=keep_copies,
         )
         startup.engine.begin_batch(START_NS)
         return startup
@@ -132,3 +136,44 @@ def test_a_damaged_system_event_is_not_in_the_way_of_new_versions() -> None:
     again.begin()
     assert len(again.new_versions) == 1024
     assert value_of(again) == b"v"
+
+
+def fail_sync(disk: Disk, startup: Startup) -> None:
+    """Let a sync fail, and find the log as the next process does."""
+    disk.device.fail_sync(1)
+    with pytest.raises(SyncFailedError):
+        startup.writer.sync()
+    disk.device = disk.device.kill()
+
+
+def test_what_a_failed_sync_covered_outlives_a_power_cut_after_the_next_start() -> None:
+    disk = Disk()
+    startup = disk.recover()
+    startup.begin()
+    put(startup, b"v")
+    put(startup, b"w", is_synced=False)
+    fail_sync(disk, startup)
+    again = disk.opened()
+    assert (value_of(again), again.torn) == (b"w", None)
+    again.begin()
+    disk.device = disk.device.crash()
+    assert value_of(disk.opened()) == b"w"
+
+
+def test_what_a_failed_sync_covered_before_damage_that_is_given_up_is_safe() -> None:
+    disk = Disk()
+    startup = disk.recover()
+    startup.begin()
+    for value in (b"kept", b"damaged", b"behind"):
+        put(startup, value, is_synced=False)
+    fail_sync(disk, startup)
+    segment = disk.device.segments()[-1]
+    disk.device.flip(segment, disk.device.read(segment).index(b"damaged"))
+    copied: list[int] = []
+    again = disk.opened(keep_copies=copied.extend)
+    assert (value_of(again), copied) == (b"kept", [segment])
+    assert again.loss is not None
+    assert again.rewritten_bytes > 0
+    again.begin()
+    disk.device = disk.device.crash()
+    assert value_of(disk.opened()) == b"kept"

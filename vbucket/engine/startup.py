@@ -7,7 +7,7 @@ it at every write and every sync.
     Startup.begin()                does the first writes; may be called again after a full disk
 
 Invariants
-- everything that is served is on disk;
+- everything that is served is on disk: what a failed sync may have left out is written again;
 - a start that dies is repeated by the next one: the last run's clean end and durability stay valid
   until `begin` has written everything;
 - groups that somebody may have seen are given up only if the caller accepts that (`keep_copies`).
@@ -65,6 +65,7 @@ class Startup:
         node: NodeRecord,
         *,
         torn: TornTail | None,
+        rewritten_bytes: int,
         new_versions: list[int],
         loss: LogLoss | None,
     ) -> None:
@@ -74,6 +75,8 @@ class Startup:
         self._node = node
         self.torn = torn
         """The torn group cut from the log's end; no client got an answer for it."""
+        self.rewritten_bytes = rewritten_bytes
+        """How much of the log's end was written again, because it might not have been on disk."""
         self.new_versions = new_versions
         """Partitions that get a new version, because changes that were seen may be lost."""
         self.loss = loss
@@ -133,7 +136,9 @@ def recover_node(
     store = Store(env)
     node = store.node()
     if not device.segments() and node is None:
-        LogWriter(device).rotate()  # the log's first segment is there before the store is
+        writer = LogWriter(device)
+        writer.mark_anew()  # a mark that is there already may not be on disk
+        writer.rotate()  # the log's first segment is there before the store is
     if node is None:
         if device.segments() != [1] or any(recover(device, 0).groups()):
             raise LogDamagedError(
@@ -168,7 +173,7 @@ def recover_node(
     except LogDamagedError as error:
         if keep_copies is None:
             raise
-        seqnos = _give_up(device, recovery.end, node.merged_segment, keep_copies)
+        seqnos = _give_up(device, recovery, node.merged_segment, keep_copies)
         loss = _loss_of(engine, str(error), recovery.end, clean_end, seqnos)
     if lost_kept:
         loss = _with_kept(loss, recovery.end, lost_kept)
@@ -184,6 +189,7 @@ def recover_node(
         LogWriter(device, recovery.end),
         node._replace(clean_shutdown=False, durability=durability),
         torn=torn,
+        rewritten_bytes=recovery.rewritten_bytes,
         new_versions=new_versions,
         loss=loss,
     )
@@ -282,11 +288,12 @@ def _kept_groups(
 
 
 def _give_up(
-    device: LogDevice, end: LogEnd, merged_segment: int, keep_copies: KeepCopies
+    device: LogDevice, recovery: Recovery, merged_segment: int, keep_copies: KeepCopies
 ) -> dict[int, int]:
     """Cut the log after its last good record. Return partition -> highest seqno of the cut records
     that can still be read.
     """
+    end = recovery.end
     cut = [
         segment
         for segment in device.segments()
@@ -301,6 +308,7 @@ def _give_up(
                     vb_id, seqno = head_of(entry).vb_id, seqno_of(entry)
                     seqnos[vb_id] = max(seqno, seqnos.get(vb_id, 0))
     keep_copies(cut)
+    recovery.rewrite_end()
     if end.segment in cut:
         device.truncate(end.segment, end.size_bytes)
     device.drop_after(max(end.segment, merged_segment))

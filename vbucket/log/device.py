@@ -19,6 +19,9 @@ Invariants
   say where the log ends (`vbucket.log.end_mark`).
 - A full disk (`LogFullError`) changes nothing: the same call can be repeated.
 - After a failed sync nobody knows what is on disk, so the device refuses everything but reads.
+- What a failed sync covered can still be read, also by the next process, but it may never reach the
+  disk: the operating system may hold it for written, and then a later sync skips it. Only `rewrite`
+  and another sync make it durable. Recovery does that.
 """
 
 from __future__ import annotations
@@ -137,6 +140,13 @@ class LogDevice(Protocol):
 
     def marks(self) -> list[bytes]:
         """Return MARK_BYTES_MAX bytes of each slot, [] without slots."""
+
+    def rewrite(self, at: int, data: bytes | memoryview) -> None:
+        """Write bytes of the newest segment again that are already there, so that the next `sync`
+        covers them. At no moment does the segment read differently.
+
+        Raises LogFullError, LogWriteError, SyncFailedError.
+        """
 
     def truncate(self, segment: int, size_bytes: int) -> None:
         """Durably cut a segment, and what lies ahead of its end. Raises KeyError, LogFullError,

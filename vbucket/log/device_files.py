@@ -110,7 +110,9 @@ class FileLogDevice:
         self._end = self._ahead_end = 0
         self._growing = threading.RLock()
         self._mark_fd = -1
-        self._is_mark_new = False
+        self._is_mark_name_doubtful = True
+        """Whether a power cut could take the marks' file; the last process may not have synced its
+        name."""
         names = self._disk.names()
         if MARK_NAME in names:
             self._mark_fd = self._disk.open(MARK_NAME)
@@ -220,6 +222,19 @@ class FileLogDevice:
             self._ahead_end = self._end + room_bytes
         return segment
 
+    def rewrite(self, at: int, data: bytes | memoryview) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        assert at + len(data) <= self._end
+        try:
+            self._write_all(self._fd, data, at)
+        except OSError as error:
+            text = (
+                f"{self._folder}: segment {self._segments[-1]} could not be written again from "
+                f"byte {at} on: {error}; check the disk, then start again"
+            )
+            raise _write_error(text, error) from error
+
     def truncate(self, segment: int, size_bytes: int) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
@@ -276,15 +291,15 @@ class FileLogDevice:
         if self._mark_fd < 0:
             return
         try:
-            if self._is_mark_new:
+            if self._is_mark_name_doubtful:
                 self._disk.sync(self._mark_fd)
             else:
                 self._disk.sync_data(self._mark_fd)
         except OSError as error:
             self._fail_sync(f"{MARK_NAME} could not be synced: {error}", error)
-        if self._is_mark_new:
+        if self._is_mark_name_doubtful:
             self._sync_folder()
-            self._is_mark_new = False
+            self._is_mark_name_doubtful = False
 
     def marks(self) -> list[bytes]:
         """See LogDevice."""
@@ -312,7 +327,6 @@ class FileLogDevice:
         except OSError as error:
             text = f"{self._folder}: cannot create {MARK_NAME}: {error}; free some space"
             raise _write_error(text, error) from error
-        self._is_mark_new = True
 
     def _append(self, data: bytes) -> None:
         end = self._end

@@ -27,8 +27,11 @@ of a record is visible."""
 class MemoryLogDevice:
     """`LogDevice` over bytearrays.
 
-    Invariants: 0 <= `_synced` <= length of the newest segment; sealed segments are wholly synced.
-    `_ahead_end` is where the newest segment's zeros end; `_data` does not contain them.
+    Invariants
+    - 0 <= `_synced` <= length of the newest segment; a sync has covered sealed segments wholly;
+    - `_ahead_end` is where the newest segment's zeros end; `_data` does not contain them;
+    - `_failed` (segment -> start, end) is what failed syncs covered. It can be read and a power cut
+      takes it, even after a later sync, until it was rewritten and synced.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,9 @@ class MemoryLogDevice:
         self._append_keeps_bytes = 0
         self._append_is_cut = True
         self._sync_countdown = 0
+        self._failed: dict[int, tuple[int, int]] = {}
+        self._rewritten: list[tuple[int, int]] = []
+        """(start, end) in the newest segment: rewritten, not yet synced."""
 
     @property
     def current_bytes(self) -> int:
@@ -88,9 +94,13 @@ class MemoryLogDevice:
         if self._sync_countdown:
             self._sync_countdown -= 1
             if self._sync_countdown == 0:
+                self._fail_range(self._synced, self.current_bytes)
                 self._refusal = SyncFailedError("memory log: the armed sync fault")
                 raise self._refusal
         self._synced = self.current_bytes
+        for start, end in self._rewritten:
+            self._settle(max(self._data), start, end)
+        self._rewritten.clear()
 
     def reserve(self) -> None:
         """See LogDevice."""
@@ -108,10 +118,17 @@ class MemoryLogDevice:
         self._ahead_end = self._synced + MEMORY_AHEAD_BYTES
         return newest + 1
 
+    def rewrite(self, at: int, data: bytes | memoryview) -> None:
+        """See LogDevice."""
+        self._refuse_if_broken()
+        assert bytes(self._newest()[at : at + len(data)]) == bytes(data), "they are not there"
+        self._rewritten.append((at, at + len(data)))
+
     def truncate(self, segment: int, size_bytes: int) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
         data = self._data[segment]
+        self._settle(segment, size_bytes, len(data))
         del data[size_bytes:]
         data.extend(bytes(size_bytes - len(data)))
         if segment == max(self._data):
@@ -124,12 +141,14 @@ class MemoryLogDevice:
         if segment == max(self._data):
             raise ValueError(f"segment {segment} is the newest one; rotate() before deleting it")
         del self._data[segment]
+        self._failed.pop(segment, None)
 
     def drop_after(self, segment: int) -> None:
         """See LogDevice."""
         self._refuse_if_broken()
         for newer in [number for number in self._data if number > segment]:
             del self._data[newer]
+            self._failed.pop(newer, None)
         self._synced = self._ahead_end = self.current_bytes
 
     def mark(self, slot: int, data: bytes) -> None:
@@ -149,22 +168,32 @@ class MemoryLogDevice:
         self._ahead_end = self.current_bytes
 
     def crash(self, *, keep_unsynced_bytes: int = 0) -> MemoryLogDevice:
-        """Return the device as the next process finds it; this one takes no more appends and syncs.
+        """Return the device as the next process finds it after a power cut; this one takes no more
+        appends and syncs.
 
-        Of the bytes appended since the last sync, the first `keep_unsynced_bytes` survive. The
-        zeros ahead survive as a part of the segment.
+        Of the bytes appended since the last sync, the first `keep_unsynced_bytes` survive; so do as
+        many of those that a failed sync covered. The zeros ahead survive as a part of the segment.
         """
-        after = MemoryLogDevice()
-        after._data = {segment: bytearray(data) for segment, data in self._data.items()}
-        after._marks = list(self._marks)
-        if after._data:
+        data = self._copied()
+        if data:
+            newest = data[max(data)]
             kept = min(self._synced + keep_unsynced_bytes, self.current_bytes)
-            newest = after._newest()
-            del newest[kept:]
-            newest.extend(bytes(max(0, self._ahead_end - kept)))
-            after._synced = after._ahead_end = len(newest)
-        self._refusal = SyncFailedError("memory log: this device has crashed")
-        return after
+            newest[kept:] = bytes(max(0, self._ahead_end - kept))
+        for segment, (start, end) in self._failed.items():
+            stop = min(end, len(data[segment]))
+            lost_at = min(start + keep_unsynced_bytes, stop)
+            data[segment][lost_at:stop] = bytes(stop - lost_at)
+        return self._successor(data, {})
+
+    def kill(self) -> MemoryLogDevice:
+        """Return the device as the next process finds it after the end of this one: nothing is
+        lost, synced or not. This one takes no more appends and syncs.
+        """
+        data = self._copied()
+        if data:
+            newest = data[max(data)]
+            newest.extend(bytes(max(0, self._ahead_end - len(newest))))
+        return self._successor(data, self._failed, self._synced)
 
     def fail_append(self, nth: int, *, after_bytes: int = 0, is_cut: bool = True) -> None:
         """Arm a full disk for the nth append from now, after `after_bytes` of its data.
@@ -182,6 +211,43 @@ class MemoryLogDevice:
     def flip(self, segment: int, position: int, mask: int = 1) -> None:
         """Damage one byte of a segment."""
         self._data[segment][position] ^= mask
+
+    def _copied(self) -> dict[int, bytearray]:
+        return {segment: bytearray(data) for segment, data in self._data.items()}
+
+    def _successor(
+        self,
+        data: dict[int, bytearray],
+        failed: dict[int, tuple[int, int]],
+        synced: int | None = None,
+    ) -> MemoryLogDevice:
+        """Return a device with this data, and end this one. Without `synced` all is on disk."""
+        after = MemoryLogDevice()
+        after._data = data
+        after._failed = dict(failed)
+        after._marks = list(self._marks)
+        after._ahead_end = after.current_bytes
+        after._synced = after.current_bytes if synced is None else synced
+        self._refusal = SyncFailedError("memory log: this device has crashed")
+        return after
+
+    def _fail_range(self, start: int, end: int) -> None:
+        """A sync of this part of the newest segment has failed."""
+        segment = max(self._data, default=0)
+        failed_start, failed_end = self._failed.get(segment, (start, end))
+        self._failed[segment] = (min(start, failed_start), max(end, failed_end))
+        self._rewritten.clear()
+
+    def _settle(self, segment: int, start: int, end: int) -> None:
+        """Take out a part that was rewritten and synced, or cut."""
+        failed_start, failed_end = self._failed.get(segment, (0, 0))
+        if start <= failed_start:
+            failed_start = max(failed_start, end)
+        elif end >= failed_end:
+            failed_end = min(failed_end, start)
+        self._failed[segment] = (failed_start, failed_end)
+        if failed_start >= failed_end:
+            del self._failed[segment]
 
     def _newest(self) -> bytearray:
         return self._data[max(self._data)]

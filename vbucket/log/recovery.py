@@ -10,6 +10,12 @@ How far the log must reach is known from three places:
 
 Behind the last good record a crash can leave a group that was never answered, and zeros written
 ahead. Only these are cut; anything else is damage.
+
+After any stop but a clean one, a part of the log's end may be readable and not on disk: if a sync
+failed, another one proves nothing (`vbucket.log.device`). So `finish` writes again, in place, what
+no sync is known to have covered: the records of the newest segment after the end mark. These are
+the same bytes, so a power cut meanwhile cannot change what is there. Older segments were synced
+before they got a successor.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vbucket.log.device import LogDevice
-from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, read_marks
+from vbucket.log.end_mark import NO_RECORD, EndMark, LogEnd, pack_mark, read_marks
 from vbucket.log.record import (
     LogDamagedError,
     damaged_at,
@@ -73,6 +79,15 @@ class Recovery:
         self._is_scanned = False
         self._cut_to: tuple[int, int] | None = None
         """Segment and length to cut to: what follows is torn, or zeros."""
+        self._newest = b""
+        """The newest segment as it was read. Reading it again could give other bytes: what was not
+        written may have left memory by then.
+        """
+        self._newest_segment = 0
+        self._synced_bytes = 0
+        """How much of it is known to be synced."""
+        self.rewritten_bytes = 0
+        """How much was written again."""
         self.end = merged_end or NO_RECORD
         """The last good record so far."""
         self.torn: TornTail | None = None
@@ -101,19 +116,38 @@ class Recovery:
         self._is_scanned = True
 
     def finish(self) -> TornTail | None:
-        """Cut a torn tail and zeros, sync the log, and return the torn tail.
+        """Write the log's end again, cut a torn tail and zeros, sync all, and return the torn tail.
 
-        A clean end needs the sync, too: groups that were read here may be only in the page cache.
-        Raises SyncFailedError, LogWriteError.
+        Then everything that was read is on disk, and so is the end mark that was read. Raises
+        SyncFailedError, LogFullError, LogWriteError.
         """
         assert self._is_scanned, "iterate groups() to its end first"
+        self.rewrite_end()
         if self._cut_to is not None:
             self._device.truncate(*self._cut_to)
         self._device.sync()
+        if self._mark.end is not None:
+            self._device.mark(self._mark.slot, pack_mark(self._mark.end, self._mark.sequence))
+            self._device.sync_mark()
         return self.torn
+
+    def rewrite_end(self) -> None:
+        """Write all good records again that no sync is known to have covered. Sync afterwards.
+
+        Raises as LogDevice.rewrite.
+        """
+        if self.end.segment == self._newest_segment and not _is_at(self.end, self._clean_end):
+            unproven = memoryview(self._newest)[self._synced_bytes : self.end.size_bytes]
+            if unproven:
+                self._device.rewrite(self._synced_bytes, unproven)
+            self.rewritten_bytes = len(unproven)
+        self._newest = b""
+        self._newest_segment = 0
 
     def _groups_of(self, segment: int, data: bytes, *, is_newest: bool) -> Iterator[RecoveredGroup]:
         at = read_segment_header(data, segment).size_bytes
+        if is_newest:
+            self._newest, self._newest_segment, self._synced_bytes = data, segment, at
         scanned = scan_segment(
             data,
             segment,
@@ -135,12 +169,16 @@ class Recovery:
 
     def _check_marked(self, found: LogEnd) -> None:
         marked = self._mark.end
-        if marked is not None and found.group == marked.group and found.crc != marked.crc:
+        if marked is None or found.group != marked.group:
+            return
+        if found.crc != marked.crc:
             raise damaged_at(
                 found.segment,
                 found.size_bytes,
                 f"group {found.group} is not the one that the end mark names",
             )
+        if found.segment == self._newest_segment:
+            self._synced_bytes = found.size_bytes
 
     def _check_end(self, *, is_marked: bool) -> None:
         if problem := end_problem(self.end, self._clean_end, self._mark, is_marked=is_marked):
@@ -158,7 +196,7 @@ def end_problem(
     that keeps end marks.
     """
     if clean_end is not None:
-        if (found.group, found.crc) == (clean_end.group, clean_end.crc):
+        if _is_at(found, clean_end):
             return ""
         return f"the log ends here with group {found.group}; a clean stop left it at {clean_end}"
     if mark is None:
@@ -168,6 +206,11 @@ def end_problem(
     if found.group < mark.end.group:
         return f"the log ends here with group {found.group}, but it had {mark.end} on disk"
     return ""
+
+
+def _is_at(end: LogEnd, known: LogEnd | None) -> bool:
+    """Return whether a log's end is the known one."""
+    return known is not None and (end.group, end.crc) == (known.group, known.crc)
 
 
 def recover(

@@ -68,6 +68,7 @@ class Storage:
             self.store, self.engine = startup.store, startup.engine
             self.writer = startup.writer
             self.torn, self.loss = startup.torn, startup.loss
+            self.rewritten_bytes = startup.rewritten_bytes
             self.new_versions = startup.new_versions
             opened.callback(self.store.close)
             if self.loss is not None:
@@ -80,6 +81,8 @@ class Storage:
         """Log what recovery found."""
         if self.torn is not None:
             log.warning("torn tail cut from the log", **self.torn._asdict())
+        if self.rewritten_bytes:
+            log.info("end of the log written again", bytes=self.rewritten_bytes)
         if self.loss is not None:
             log.error("log damaged, the rest given up as accepted", reason=self.loss.why)
             log.error("lost seqnos", lost=lost_words(self.loss))
