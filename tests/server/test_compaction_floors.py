@@ -152,10 +152,10 @@ def test_no_plan_gives_up_what_is_not_committed(it: Compacting) -> None:
     report = Planner().plan(it.node.store, [VB], NO_HISTORY, it.node.now_ns, is_forced=True)
     asyncio.run(it.work._raise(report.steps))
     assert part.history_floor == 7
-    assert it.work._held == {VB: report.steps[0]}
+    assert it.node.floors.held == {VB: report.steps[0]}
     part.committed_seqno = 9
-    asyncio.run(it.work._raise(list(it.work._held.values()), is_repeated=True))
-    assert (part.history_floor, it.work._held) == (9, {})
+    asyncio.run(it.work._raise(list(it.node.floors.held.values()), is_repeated=True))
+    assert (part.history_floor, it.node.floors.held) == (9, {})
 
 
 def test_what_is_not_committed_can_be_cut_off_after_a_compaction(it: Compacting) -> None:

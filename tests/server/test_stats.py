@@ -46,7 +46,7 @@ def test_a_version_log_is_asked_for_one_partition_and_has_all_versions() -> None
     engine.keyspace.branch(3, 0)
     set_leader_epoch(engine, 3, 9)
     log = engine.partitions[3].failover.entries
-    stats = Stats(not_asked, not_asked, engine, not_asked, not_asked, not_asked, not_asked)
+    stats = Stats(engine=engine, **dict.fromkeys(OTHER_PARTS, not_asked))
     rows = dict(stats.rows(b"version-log 3") or ())
     assert (rows["vb_3:leader_epoch"], rows["vb_3:num_entries"]) == ("9", "32")
     found = [
