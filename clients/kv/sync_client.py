@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from clients.address import ServerAddress
-from clients.errors import DcpdError, OperationTimeoutError, error_from_status
+from clients.errors import DcpdError, NotFoundError, OperationTimeoutError, error_from_status
 from clients.kv.call import Call
 from clients.kv.reaction import RETRY_STATUSES, is_answer
 from clients.kv.routing import FetchMap, Place, Result, Router, Send, place_of
@@ -121,6 +121,8 @@ class SyncKv:
             return shown
         group = version_log_group(vb_id)
         reply = self._command(Opcode.STAT, "get version log", key=group, vb_id=vb_id)
+        if isinstance(reply, NotFoundError):
+            return shown  # the server does not know the group
         return list(versions_of(_expect(list, reply), vb_id)) or shown
 
     def get_all_vb_seqnos(self) -> dict[int, int]:

@@ -134,8 +134,8 @@ def test_error_says_what_the_server_said():
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"error":5}', b'{"error":{"context":5}}'])
 def test_error_body_that_is_none_of_ours_is_left_out(body):
-    error = error_from_status(0xFF01, "get", body=body)
-    assert str(error) == "get: unknown status (0xff01)"
+    error = error_from_status(0xFFFE, "get", body=body)
+    assert str(error) == "get: unknown status (0xfffe)"
 
 
 def test_rollback_and_not_my_vbucket_carry_their_bodies():

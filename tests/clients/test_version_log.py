@@ -11,6 +11,7 @@ from clients import Consumer
 from clients.backup.archive import open_archive
 from clients.cli.dcpctl import run
 from clients.event import Mutation, Rollback, StreamOpened
+from clients.kv import sync_client
 from clients.link.version_log import version_log_group, versions_of
 from support.server import DcpdProcess
 from vbucket.model.ids import vbucket_of
@@ -87,10 +88,16 @@ def test_an_archive_has_all_versions(
     assert list(leg.versions) == log
 
 
-def test_a_server_that_does_not_know_the_group_tells_no_more(server: DcpdProcess) -> None:
+def test_a_server_that_does_not_know_the_group_tells_no_more(
+    server: DcpdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with server.connect() as kv:
-        link = kv._seed()
-        assert versions_of(link.request_stat(b"version-log 9999"), 9999) == ()
+        shown = kv.failover_log(VB)
+        with monkeypatch.context() as patched:
+            patched.setattr(sync_client, "version_log_group", lambda vb_id: b"no-group %d" % vb_id)
+            assert kv.version_log(VB) == shown
+        assert len(kv.version_log(VB)) == FAILOVERS + 1 > len(shown)
+        (link,) = kv._links.values()
         frames = link.request_stat(version_log_group(VB))
     assert len(versions_of(frames, VB)) == FAILOVERS + 1
     assert versions_of(frames[:-2], VB) == (), "a row is missing"
