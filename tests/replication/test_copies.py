@@ -88,7 +88,7 @@ class Play:
     def raise_floor(self, key: bytes, number: int) -> None:
         if (node := self.master_or_none()) is not None:
             part = node.engine.partitions[VB]
-            node.raise_floor(VB, part.committed_seqno - number % 3, number % 4)
+            node.engine.keyspace.raise_floor(VB, part.committed_seqno - number % 3, number % 4)
 
     def elect(self, key: bytes, number: int) -> None:
         copies = self.copies
