@@ -282,6 +282,16 @@ def test_what_a_feed_keeps_is_bounded_whatever_a_replica_does(reads: bool, confi
     assert most < 2 * window_bytes + heartbeats
 
 
+def test_nothing_is_asked_of_a_replica_that_reads_nothing() -> None:
+    """Even if it confirms what it has not read."""
+    master = Master()
+    for turn in range(1000):
+        master.feed.heard(turn * BEAT_NS)
+        assert master.feed.tick(turn * BEAT_NS)
+        master.ack(0, master.feed._number)
+    assert len(master.messages()) == 1
+
+
 def test_an_acknowledgement_of_what_was_never_sent_closes_the_link() -> None:
     master = Master()
     master.open(0)
