@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from failover.isr import serves_from_ns
-from failover.replication_record import BranchUnderWay, elect, start_branch
+from failover.replication_record import BranchUnderWay, elect, start_branch, want
 from support.copies import Copies, CopyNode, expiry_of, holdings
 from vbucket.engine.engine import SET
 from vbucket.engine.partition import VbState
@@ -146,7 +147,10 @@ def test_whatever_happens_copies_are_equal_at_rest(story: list[tuple[str, bytes,
         assert part.item_count == sum(entry is not None for entry in entries)
 
 
-def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone() -> None:
+@pytest.mark.parametrize("has_dialled_again", [False, True])
+def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone(
+    has_dialled_again: bool,
+) -> None:
     copies = Copies()
     copies.rest()
     for _ in range(20):
@@ -155,6 +159,8 @@ def test_a_promoted_replica_waits_for_its_confirmation_although_its_link_is_gone
     confirmed_ns = copies.now_ns
     for wire in copies.wires:
         wire.cut()
+    if has_dialled_again:  # another record changes, and its partition asks for a new link
+        copies.write(0, want(copies.records[0], "b"))
     copies.write(VB, elect(copies.records[VB], "b", gone="a"))
     part = copies.b.engine.partitions[VB]
     copies.until(lambda: part.state == VbState.ACTIVE)
